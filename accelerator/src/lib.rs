@@ -1,4 +1,4 @@
-//! Write a [Burn](burn) training loop once. It runs unchanged on one device, in several
+//! Distributed data-parallel training for [Burn](burn): one training loop runs on one device, in several
 //! processes, and on several hosts.
 //!
 //! ```
@@ -46,80 +46,50 @@
 //! | to | see |
 //! |---|---|
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
-//! | shard and prefetch data exactly, of every kind: data sets, samplers, streams | [`data`] |
+//! | shard and prefetch data sets, samplers and streams | [`data`] |
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`AveragedGradients`], [`Clip`] |
-//! | know which GPU a rank takes, and share one | [`BackendKind`], [`Oversubscription`] |
+//! | choose a device, and share a GPU between ranks | [`BackendKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
-//! | choose how gradients of GPUs are reduced | [`GradientReduction`] |
-//! | send gradients as products of thin matrices, or in your own way | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
+//! | choose how gradients of GPUs are reduced (NCCL or host memory) | [`GradientReduction`] |
+//! | send gradients as low-rank factors (PowerSGD), or by a hook of your own | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
-//! | average parameters now and then, in place of gradients | [`local`] |
-//! | know how many steps there will be | [`Accelerator::plan`] |
-//! | average weights over time | [`Ema`] |
-//! | step faster on the CPU, and keep a part of an optimizer's state on each rank | [`optim::fused`], [`optim::Sharded`] |
-//! | see where the time of a step goes | [`Accelerator::step_summary`], [`AcceleratorBuilder::trace`], [`Accelerator::profile`] |
+//! | average parameters every few steps in place of gradients (LocalSGD, DiLoCo) | [`local`] |
+//! | compute the number of optimizer steps | [`Accelerator::plan`] |
+//! | keep an exponential moving average of parameters | [`Ema`] |
+//! | step faster on the CPU, and shard an optimizer's state over the ranks (ZeRO stage 1) | [`optim::fused`], [`optim::Sharded`] |
+//! | profile steps | [`Accelerator::step_summary`], [`AcceleratorBuilder::trace`], [`Accelerator::profile`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce_metric`], [`Accelerator::gather_for_metrics`] |
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
-//! | share out other work than batches | [`Accelerator::split_between_processes`] |
-//! | do something on one rank only, or there first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
+//! | divide other work than batches among ranks | [`Accelerator::split_between_processes`] |
+//! | run code on one rank only, or on one rank first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
 //! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
-//! | log, warn, print with ranks | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`], [`Accelerator::in_rank_order`] |
+//! | log, warn and print with the rank | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`], [`Accelerator::in_rank_order`] |
 //! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
-//! | stop all ranks for a reason that one of them knows | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
+//! | stop all ranks on a condition of one | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
 //! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
-//! | find a rank whose parameters drifted | [`Accelerator::check_replicas`] |
-//! | save everything, and go on from there | [`checkpoint`] |
-//! | go on with a schedule at another number of ranks | [`Accelerator::resume_loader`] |
-//! | do on purpose what is warned of or refused | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::LoaderBuilder::without_item_check) |
-//! | end a training whose loss is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
-//! | run on several ranks inside one process, in tests | [`launch`] |
+//! | find a rank whose parameters differ | [`Accelerator::check_replicas`] |
+//! | save the whole state, and resume | [`checkpoint`] |
+//! | resume a schedule on another number of ranks | [`Accelerator::resume_loader`] |
+//! | turn off a warning or a check | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::LoaderBuilder::without_item_check) |
+//! | stop at a loss that is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
+//! | run several ranks inside one process, in tests | [`launch`] |
+//! | start the processes of the ranks from the program | [`launch_processes`] |
+//!
+//! # How a program is started
+//!
+//! A launcher, `accel-launch` or torchrun, sets rank, world size and the address of the store in the variables that
+//! [`Launch`](collective::Launch) lists; a program can pass a `Launch` of its own to
+//! [`launched_as`](AcceleratorBuilder::launched_as). Without either, the process is the only rank.
 //!
 //! # Environment variables
 //!
-//! Conflicting values in code and environment are an error; for timeouts, code wins. An unknown `ACCEL_…`
-//! variable is an error, unless a newer `accel-launch` has set it and lists it in `ACCEL_SET_BY_LAUNCHER`; an
-//! empty variable counts as not set.
-//!
-//! | variable | values | default | in the program |
-//! |---|---|---|---|
-//! | `ACCEL_ACCUMULATION_STEPS` | a number | 1 | [`accumulation_steps`](AcceleratorBuilder::accumulation_steps) |
-//! | `ACCEL_DEVICE` | `cuda`, `wgpu`, `flex`, `ndarray` | the fastest that is compiled in | [`device`](AcceleratorBuilder::device) |
-//! | `ACCEL_COMPRESSION` | `none`, `f16`, `bf16` | `none` | [`compression`](AcceleratorBuilder::compression) |
-//! | `ACCEL_OVERLAP` | `auto`, `off`, `on` | `auto`: on between hosts, and on CUDA devices | [`overlap`](AcceleratorBuilder::overlap) |
-//! | `ACCEL_OVERSUBSCRIBE_GPUS` | `1`: more ranks than GPUs share them; `0` | `0` | [`oversubscription`](AcceleratorBuilder::oversubscription) |
-//! | `ACCEL_PRECISION` | `no`, `f16`, `bf16` | `no` | [`precision`](AcceleratorBuilder::precision) |
-//! | `ACCEL_REDUCTION` | `auto`, `nccl`, `staged` | `auto`: NCCL where it can be | [`gradient_reduction`](AcceleratorBuilder::gradient_reduction) |
-//! | `ACCEL_TRACE` | a path | no trace | [`trace`](AcceleratorBuilder::trace) |
-//! | `ACCEL_TRACE_SCHEDULE` | `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`; all but `active` may be left out | one trace of everything | [`trace_schedule`](AcceleratorBuilder::trace_schedule) |
-//! | `ACCEL_TRANSPORT` | `auto`, `hierarchical`, `shm`, `tcp` | `auto`: for where the ranks are | [`transport`](AcceleratorBuilder::transport) |
-//! | `ACCEL_LIVENESS_TIMEOUT` | seconds | 5 | [`liveness_timeout`](AcceleratorBuilder::liveness_timeout) |
-//!
-//! Size of buckets, seed and the other timeouts are set by the program alone:
-//! [`bucket_size`](AcceleratorBuilder::bucket_size) (25 MiB),
-//! [`seed`](AcceleratorBuilder::seed) (0),
-//! [`connect_timeout`](AcceleratorBuilder::connect_timeout) (60 s),
-//! [`progress_timeout`](AcceleratorBuilder::progress_timeout) (10 minutes),
-//! [`busy_timeout`](AcceleratorBuilder::busy_timeout) (an hour).
-//!
-//! Where a process stands is set by `accel-launch`, torchrun or a cluster, and in the program by
-//! [`launched_as`](AcceleratorBuilder::launched_as); [`Launch`](collective::Launch) tells the meaning of
-//! each:
-//!
-//! | variable | values | default |
-//! |---|---|---|
-//! | `RANK`, `WORLD_SIZE` | numbers | a world of one; an error where MPI, Slurm or settings of torchrun show a job of several |
-//! | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | numbers | found when the ranks meet, by the hosts on which they run |
-//! | `MASTER_ADDR` | the host of the store where ranks meet | none: needed by several ranks |
-//! | `ACCEL_PORT`, else `MASTER_PORT` | its port | none: needed by several ranks |
-//! | `ACCEL_STORE` | `launcher`, `rank0` | `rank0` |
-//! | `ACCEL_JOB` | the name of the job | none |
-//! | `ACCEL_TOKEN_FILE` | the file of the job token | none: needed between hosts |
-//! | `ACCEL_INSECURE` | `1`: hosts meet without a token | off |
-//! | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | numbers, see [`restarts`](Accelerator::restarts) | 0, none |
-//! | `ACCEL_FAULTS` | faults to inject, with the feature `faults` | none |
+//! The methods of [`AcceleratorBuilder`] name their `ACCEL_…` variables and defaults; `accel-launch env` shows
+//! and checks all of them. Conflicting values in code and environment are an error; for timeouts, code wins. An
+//! unknown `ACCEL_…` variable is an error, unless a newer `accel-launch` has set it and lists it in
+//! `ACCEL_SET_BY_LAUNCHER`; an empty variable counts as not set.
 
 #[cfg(not(any(
     feature = "cuda",
@@ -167,8 +137,8 @@ pub use crate::reduce::{
 
 /// What a training program usually imports.
 ///
-/// Names that a program's own modules, or Burn's, often have are not in it: two glob imports of one name
-/// are ambiguous. [`Clip`] and the [`metric`]s are imported by name.
+/// It leaves out names that a program's own modules or Burn often have, since two glob imports of one name are
+/// ambiguous: import [`Clip`] and the [`metric`]s by name.
 ///
 /// ```
 /// mod model {

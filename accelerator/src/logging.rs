@@ -18,11 +18,11 @@
 //! ```
 //!
 //! Nothing here communicates, so that logging cannot hang: lines of different ranks come in the order of
-//! time. Lines in the order of ranks are [`Accelerator::print_in_order`]'s, which every rank calls; and
-//! [`Accelerator::in_rank_order`] lets the ranks log one after the other.
+//! time. Lines in the order of ranks are [`Accelerator::print_in_order`](crate::Accelerator::print_in_order)'s, which every rank calls; and
+//! [`Accelerator::in_rank_order`](crate::Accelerator::in_rank_order) lets the ranks log one after the other.
 //!
 //! Ranks that are threads of one process share a subscriber, and none of this knows them apart: there,
-//! enter [`Accelerator::span`].
+//! enter [`Accelerator::span`](crate::Accelerator::span).
 
 use std::collections::HashSet;
 use std::fmt;
@@ -73,7 +73,7 @@ pub enum LogRanks {
 /// # Errors
 ///
 /// [`Error::is_config`](crate::Error::is_config) when the environment says something impossible about
-/// this process's rank, as [`Accelerator::new`] would find.
+/// this process's rank, as [`Accelerator::new`](crate::Accelerator::new) would find.
 pub fn layer<S>(speakers: LogRanks) -> Result<impl Layer<S>>
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
@@ -106,7 +106,7 @@ pub struct RankFilter {
 }
 
 impl RankFilter {
-    /// For the rank that stands so; [`Accelerator::topology`] and [`Launch::from_env`] tell.
+    /// For the rank that stands so; [`Accelerator::topology`](crate::Accelerator::topology) and [`Launch::from_env`] tell.
     pub fn new(speakers: LogRanks, topology: &Topology) -> Self {
         let speaks = match speakers {
             LogRanks::Main => topology.is_main(),

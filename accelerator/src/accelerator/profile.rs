@@ -11,7 +11,7 @@ use crate::timeline::{
 /// Where the time of a step goes.
 impl Accelerator {
     /// Where the time of this rank's steps went so far; `None` before the first one, and where the
-    /// builder was not [asked](AcceleratorBuilder::step_summary) to note it.
+    /// builder was not [asked](crate::AcceleratorBuilder::step_summary) to note it.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -147,9 +147,9 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// On all ranks alike: [`Error::is_config`] for a schedule without active steps or that differs between
-    /// ranks, or a trace that rank 0 cannot write; [`Error::is_misuse`] while a trace is recorded already;
-    /// [`Error::is_collective`] when another rank is lost or does not call it. A trace that cannot be
+    /// On all ranks alike: [`Error::is_config`](crate::Error::is_config) for a schedule without active steps or that differs between
+    /// ranks, or a trace that rank 0 cannot write; [`Error::is_misuse`](crate::Error::is_misuse) while a trace is recorded already;
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or does not call it. A trace that cannot be
     /// written later is lost with a warning.
     #[track_caller]
     pub fn profile(

@@ -113,7 +113,7 @@ impl Accelerator {
     /// ```
     ///
     /// Within `build`, another model may be built by `init`, from the seed again; an accelerator cannot be,
-    /// since that would set the generator under this model: [`Error::is_misuse`].
+    /// since that would set the generator under this model: [`Error::is_misuse`](crate::Error::is_misuse).
     pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
         let _turn = drawing();
         let device = self.device();
@@ -179,7 +179,7 @@ impl Accelerator {
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
     /// the group;
     /// [`Error::is_not_finite`](crate::Error::is_not_finite) for a loss that is NaN or infinite, where the builder
-    /// was asked to [stop there](AcceleratorBuilder::stop_at_non_finite_loss);
+    /// was asked to [stop there](crate::AcceleratorBuilder::stop_at_non_finite_loss);
     /// [`Error::is_drift`](crate::Error::is_drift), on every rank, where one has stepped more often than another since
     /// the model was prepared, or with another learning rate or clip;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model

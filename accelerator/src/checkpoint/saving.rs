@@ -68,7 +68,7 @@ impl Saving {
     ///
     /// # Errors
     ///
-    /// [`Error::is_collective`] when rank 0 has to be asked and a rank is lost.
+    /// [`Error::is_collective`](crate::Error::is_collective) when rank 0 has to be asked and a rank is lost.
     #[track_caller]
     pub fn is_done(&self) -> Result<bool> {
         let (group, work) = (self.context.group(), &self.work);

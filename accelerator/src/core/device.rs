@@ -132,7 +132,7 @@ impl BackendKind {
             Self::Cuda => {
                 let devices = Device::enumerate(burn::tensor::DeviceType::Cuda);
                 let devices = devices.into_vec().len();
-                let index = share::take(place, self, devices, oversubscription)?;
+                let index = assign::take(place, self, devices, oversubscription)?;
                 opened(Device::cuda(index))
             }
             #[cfg(feature = "flex")]
@@ -227,7 +227,7 @@ fn graphics(
         // One that is part of the processor, or computes on it: there is one of it, as there is of a CPU.
         0 => Ok(DefaultDevice),
         devices => {
-            let index = share::take(place, BackendKind::Wgpu, devices, oversubscription)?;
+            let index = assign::take(place, BackendKind::Wgpu, devices, oversubscription)?;
             Ok(match devices {
                 // The same device as that of plain Burn code, which asks for the default.
                 1 => DefaultDevice,

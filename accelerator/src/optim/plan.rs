@@ -22,7 +22,7 @@ pub enum RateScaling {
 }
 
 /// What a training will be: how many samples make a step, how many steps there are. Made by
-/// [`Accelerator::plan`], and printed once at the start.
+/// [`Accelerator::plan`](crate::Accelerator::plan), and printed once at the start.
 ///
 /// Figures are `None` where a loader does not tell its length or the size of its batches, and where they do
 /// not fit into 64 bits.

@@ -74,7 +74,7 @@ pub enum StepOutcome {
     /// This rank had no sample in a [local step](crate::local): the model is as it was. The step and the
     /// schedule count on, as on ranks that had some.
     Idle,
-    /// Another rank was lost while a [`Sharded`] optimizer stepped, or while what it had left on the ranks
+    /// Another rank was lost while a [`Sharded`](super::Sharded) optimizer stepped, or while what it had left on the ranks
     /// was gathered for another one: the model is as it was, and so are the
     /// schedule and the scale of losses; the batches of the step count as not used, and come again after an
     /// emergency checkpoint. The next call that communicates returns the error, which names the rank. It is the
@@ -358,7 +358,7 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// The bytes of state that this rank keeps, such as Adam's moments: 0 before the first step. A
-    /// [`Sharded`] optimizer keeps its part alone; what it resumed and has not stepped since is whole,
+    /// [`Sharded`](super::Sharded) optimizer keeps its part alone; what it resumed and has not stepped since is whole,
     /// and counted too.
     ///
     /// Burn does not tell, so the state is copied to be counted: ask now and then.
@@ -407,7 +407,7 @@ impl<S> PreparedOptimizer<S> {
         })
     }
 
-    /// Burn's optimizer inside, for its records: of a [`Sharded`] one, this rank's part of the state.
+    /// Burn's optimizer inside, for its records: of a [`Sharded`](super::Sharded) one, this rank's part of the state.
     ///
     /// ```
     /// use accelerator::prelude::*;

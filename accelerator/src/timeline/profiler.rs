@@ -15,7 +15,7 @@ use super::{Timeline, TraceFile, put};
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 
-/// Recording by a [`ProfilerSchedule`], for as long as this lives; see [`Accelerator::profile`].
+/// Recording by a [`ProfilerSchedule`], for as long as this lives; see [`Accelerator::profile`](crate::Accelerator::profile).
 ///
 /// ```
 /// use accelerator::prelude::*;
