@@ -6,6 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
 use super::context::{ReduceContext, ReduceScope, SameBatches};
+use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;
 use super::model_state::ModelState;
@@ -15,7 +16,6 @@ use super::trial_memory::settle_device_reducer;
 use super::window::{Window, check_all_known};
 use super::working_parts::WorkingCopy;
 use crate::core::error::{Error, Result};
-use crate::core::tensor_rank::with_rank;
 use crate::core::user_message;
 use crate::data::weight::Weight;
 use crate::model::Trainable;
@@ -107,7 +107,7 @@ fn run<M: Module>(
             GradientsParams::from_grads(loss.backward(), model)
         };
         let loss = loss.inner();
-        let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
+        let known = |parameter: &&Trainable| element_values::look(&gradients, parameter).is_some();
         let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
         check_all_known(unknown)?;
         check_some_trained(&model_state, !gradients.is_empty())?;

@@ -24,7 +24,7 @@ use self::write::Elements;
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::register;
 use crate::model::Trainable;
 use crate::optim::record_io::{bytes_of, check_types};
 use crate::reduce::{GradientMeans, ShardMap};
@@ -189,17 +189,15 @@ impl Shards {
         let (mut shards, stepped) = reader.finish();
         let mut gradients = GradientsParams::new();
         for shard in shards.iter_mut() {
-            with_rank!(shard.dimensions(), D => {
-                let gradient = if self.kinds.is_fused(shard.id) {
-                    shard.sums = ShardGradients::Waiting;
-                    means.stand_in::<D>(shard.id)
-                } else {
-                    means.part::<D>(shard.id, &shard.range, shard.shape())
-                };
-                if let Some(gradient) = gradient {
-                    gradients.register(shard.id, gradient);
-                }
-            });
+            let gradient = if self.kinds.is_fused(shard.id) {
+                shard.sums = ShardGradients::Waiting;
+                means.stand_in(shard.id)
+            } else {
+                means.part(shard.id, &shard.range, shard.shape())
+            };
+            if let Some(gradient) = gradient {
+                register(&mut gradients, shard.id, gradient);
+            }
         }
         let step = || optimizer.step(rate, shards, gradients);
         let (shards, mut means) = step::step_on(means, StepOutput::Sums, step);
