@@ -1,14 +1,13 @@
 use core::fmt;
 
 use burn::module::Module;
-use burn::tensor::Tensor;
 
 use super::parameters::{self, GradientForm};
 use super::sync_rounds::{InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Result};
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::any_rank;
 use crate::reduce::OpenRoundConcern;
 use crate::reduce::mean_over_ranks;
 
@@ -180,23 +179,17 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
         let mut outer = parameters::of(&self.outer, &slot)?;
         let mut velocity = parameters::of(&self.velocity, &slot)?;
         let mut changes = parameters::of(model, &slot)?;
-        for (at, known) in slot.parameters().iter().enumerate() {
-            changes[at] = with_rank!(known.shape.len(), D => {
-                let mine = Tensor::<D>::from_dispatch(changes[at].clone());
-                (Tensor::<D>::from_dispatch(outer[at].clone()) - mine).into_dispatch()
-            });
+        for at in 0..slot.parameters().len() {
+            changes[at] = (any_rank(&outer[at]) - any_rank(&changes[at])).into_dispatch();
         }
         let gradients = mean_over_ranks(&accelerator.shared.reduction, &slot, &changes, share)?;
         accelerator.sync_buffers(model)?;
-        for (at, known) in slot.parameters().iter().enumerate() {
-            with_rank!(known.shape.len(), D => {
-                let tensor = |value: &_| Tensor::<D>::from_dispatch(Clone::clone(value));
-                let gradient = tensor(&gradients[at]);
-                let moved = tensor(&velocity[at]).mul_scalar(self.rule.momentum) + gradient.clone();
-                let step = gradient + moved.clone().mul_scalar(self.rule.momentum);
-                outer[at] = (tensor(&outer[at]) - step.mul_scalar(self.rule.rate)).into_dispatch();
-                velocity[at] = moved.into_dispatch();
-            });
+        for at in 0..slot.parameters().len() {
+            let gradient = any_rank(&gradients[at]);
+            let moved = any_rank(&velocity[at]).mul_scalar(self.rule.momentum) + gradient.clone();
+            let step = gradient + moved.clone().mul_scalar(self.rule.momentum);
+            outer[at] = (any_rank(&outer[at]) - step.mul_scalar(self.rule.rate)).into_dispatch();
+            velocity[at] = moved.into_dispatch();
         }
         self.outer = parameters::replace(&self.outer, &slot, GradientForm::Plain, &outer);
         self.velocity = parameters::replace(&self.velocity, &slot, GradientForm::Plain, &velocity);

@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 use crate::core::autodiff;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module_path::ModulePath;
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::any_rank;
 
 /// Makes all places of a tied parameter one tensor again: that of the first place.
 ///
@@ -174,11 +174,10 @@ struct Apart {
 impl Apart {
     fn is_equal(&self) -> bool {
         let [first, other] = &self.shapes;
-        first == other
-            && with_rank!(first.len(), D => {
-                let [first, other] = self.values.clone().map(|value| Tensor::<D>::from_dispatch(value).into_data());
-                first == other
-            })
+        first == other && {
+            let [first, other] = &self.values;
+            any_rank(first).into_data() == any_rank(other).into_data()
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 
 use super::fused::step::{self, StepOutput};
 use super::sharded::probe;
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::register;
 use crate::model::Trainable;
 use crate::reduce::GradientMeans;
 
@@ -67,11 +67,9 @@ impl FusedSupport {
         let mut waiting = HashMap::new();
         for parameter in averages.parameters() {
             if self.is_fused(parameter.id) {
-                with_rank!(parameter.shape.len(), D => {
-                    if let Some(stand_in) = averages.stand_in::<D>(parameter.id) {
-                        gradients.register(parameter.id, stand_in);
-                    }
-                });
+                if let Some(stand_in) = averages.stand_in(parameter.id) {
+                    register(&mut gradients, parameter.id, stand_in);
+                }
                 waiting.insert(parameter.id, parameter.shape.iter().product());
             }
         }

@@ -6,6 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
 use super::context::{ReduceContext, ReduceScope, SameBatches};
+use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::Gradients;
 use super::model_state::ModelState;
@@ -15,7 +16,6 @@ use super::trial_memory::settle_road;
 use super::window::{Window, check_all_known};
 use super::working_parts::WorkingCopy;
 use crate::core::error::{Error, Result};
-use crate::core::tensor_rank::with_rank;
 use crate::core::user_message;
 use crate::data::weight::Weight;
 use crate::model::Trainable;
@@ -105,7 +105,7 @@ fn run<M: Module>(
             GradientsParams::from_grads(loss.backward(), model)
         };
         let loss = loss.inner();
-        let known = |parameter: &&Trainable| with_rank!(parameter.shape.len(), D => gradients.get::<D>(parameter.id).is_some());
+        let known = |parameter: &&Trainable| element_values::look(&gradients, parameter).is_some();
         let strangers = gradients.len() - slot.parameters().iter().filter(known).count();
         check_all_known(strangers)?;
         check_some_trained(&slot, !gradients.is_empty())?;

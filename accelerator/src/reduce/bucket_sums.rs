@@ -15,7 +15,7 @@ use super::loss_sum::LossSum;
 use super::model_state::ModelState;
 use super::shard::SumScope;
 use crate::core::error::{Error, Result};
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::{from_data, register, with_rank};
 use crate::model::Trainable;
 
 /// Sums, whose ledger goes back to its slot.
@@ -281,11 +281,7 @@ impl BucketSums {
             let factor = factor(factors, index);
             let (float, shape) = (parameter.float, &parameter.shape);
             let data = bucket::read(buffer, range, float, shape, self.divisor, factor);
-            let dtype = data.dtype();
-            with_rank!(parameter.shape.len(), D => {
-                let gradient = Tensor::<D>::from_data(data, (device, dtype));
-                gradients.register(parameter.id, gradient);
-            });
+            register(&mut gradients, parameter.id, from_data(data, device));
         }
         gradients
     }

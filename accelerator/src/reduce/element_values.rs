@@ -6,7 +6,7 @@ use burn::backend::DispatchTensorKind;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData, Transaction};
 
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::{any_rank, register, with_rank};
 use crate::model::Trainable;
 
 /// The gradient of a parameter, which stays where it is.
@@ -24,6 +24,18 @@ pub(super) fn take(
     with_rank!(parameter.shape.len(), D => {
         gradients.remove::<D>(parameter.id).map(Tensor::into_dispatch)
     })
+}
+
+/// Puts what becomes of a gradient, each element for itself, in its place.
+pub(super) fn change(
+    gradients: &mut GradientsParams,
+    parameter: &Trainable,
+    change: impl FnOnce(Tensor<1>) -> Tensor<1>,
+) {
+    if let Some(gradient) = take(gradients, parameter) {
+        let changed = change(Tensor::from_dispatch(gradient));
+        register(gradients, parameter.id, changed.into_dispatch());
+    }
 }
 
 /// The elements of a gradient, in row-major order.
@@ -87,11 +99,6 @@ pub(crate) fn with_values<'a>(
             read(number, ElementValues::of(&data));
         }
     }
-}
-
-/// The number of dimensions is no part of what is read.
-fn any_rank(gradient: &DispatchTensor) -> Tensor<1> {
-    Tensor::from_dispatch(gradient.clone())
 }
 
 #[expect(

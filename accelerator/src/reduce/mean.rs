@@ -2,11 +2,10 @@ use core::panic::Location;
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::backend::DispatchTensor;
-use burn::tensor::Tensor;
 
 use super::context::ReduceContext;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::from_data;
 use crate::reduce::bucket::{self, WriteMode};
 use crate::reduce::element_values::{ElementValues, with_values};
 use crate::reduce::model_state::ModelState;
@@ -64,10 +63,7 @@ pub(crate) fn mean_over_ranks(
             if spoilt.is_none() && !is_finite(ElementValues::of(&data)) {
                 spoilt = Some(&*known.path);
             }
-            let dtype = data.dtype();
-            means[at] = with_rank!(known.shape.len(), D => {
-                Tensor::<D>::from_data(data, (device, dtype)).into_dispatch()
-            });
+            means[at] = from_data(data, device);
         }
     }
     match spoilt {

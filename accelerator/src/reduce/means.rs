@@ -2,9 +2,10 @@ use core::ops::{Div, Mul, Range};
 use std::sync::Arc;
 
 use accelerator_collective::{BufferSlice, Element, ProcessGroup};
+use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, TensorData};
 
 use super::bucket;
 use super::bucket_storage::BucketStorage;
@@ -12,6 +13,7 @@ use super::bucket_sums::{BucketSums, factor};
 use super::model_state::ModelState;
 use super::shard::ShardMap;
 use crate::core::error::Result;
+use crate::core::tensor_rank::from_data;
 use crate::model::Trainable;
 
 /// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
@@ -116,12 +118,12 @@ impl GradientMeans {
 
     /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape; `None` where
     /// it has none, or it is on a device.
-    pub(crate) fn part<const D: usize>(
+    pub(crate) fn part(
         &self,
         id: ParamId,
         range: &Range<usize>,
         shape: &[usize],
-    ) -> Option<Tensor<D>> {
+    ) -> Option<DispatchTensor> {
         let index = self.slot.number(id)?;
         let (BucketStorage::Host(buffer), place) = self.sums.place(index)? else {
             return None;
@@ -130,8 +132,7 @@ impl GradientMeans {
         let factor = factor(&self.factors, index);
         let float = self.slot.parameters()[index].float;
         let data = bucket::read(buffer, &range, float, shape, self.sums.divisor, factor);
-        let dtype = data.dtype();
-        Some(Tensor::from_data(data, (&self.device, dtype)))
+        Some(from_data(data, &self.device))
     }
 
     /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type, or
@@ -156,11 +157,11 @@ impl GradientMeans {
 
     /// What is registered as the gradient of a parameter whose sums are read where they lie. Whoever
     /// reads it finds that it is no number.
-    pub(crate) fn stand_in<const D: usize>(&self, id: ParamId) -> Option<Tensor<D>> {
+    pub(crate) fn stand_in(&self, id: ParamId) -> Option<DispatchTensor> {
         let parameter = &self.slot.parameters()[self.slot.number(id)?];
-        let dtype = parameter.float.dtype();
-        let data = TensorData::new(vec![f64::NAN], [1; D]).convert_dtype(dtype);
-        Some(Tensor::from_data(data, (&self.device, dtype)))
+        let shape = vec![1; parameter.shape.len()];
+        let data = TensorData::new(vec![f64::NAN], shape).convert_dtype(parameter.float.dtype());
+        Some(from_data(data, &self.device))
     }
 
     /// Puts bytes of new elements of a parameter in the place of their sums.

@@ -14,7 +14,7 @@ use super::model_state::ModelState;
 use super::step_commit::StepCommit;
 use crate::core::error::{Error, Result};
 use crate::core::scalar::Scalar;
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::{from_data, register, with_rank};
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct ReducedGradients {
@@ -323,10 +323,8 @@ impl ReducedGradients {
             GradientStorage::Untouched { gradients, .. } => {
                 for (at, parameter) in self.slot.parameters().iter().enumerate() {
                     if chosen[at] {
-                        with_rank!(parameter.shape.len(), D => {
-                            if let Some(gradient) = gradients.remove::<D>(parameter.id) {
-                                gradients.register(parameter.id, gradient.clamp(-max, max));
-                            }
+                        element_values::change(gradients, parameter, |gradient| {
+                            gradient.clamp(-max, max)
                         });
                     }
                 }
@@ -346,10 +344,8 @@ impl ReducedGradients {
             GradientStorage::Reduced(sums) => sums.change(MeanChange::Multiply(&factors)),
             GradientStorage::Untouched { gradients, .. } => {
                 for (parameter, factor) in self.slot.parameters().iter().zip(factors) {
-                    with_rank!(parameter.shape.len(), D => {
-                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
-                            gradients.register(parameter.id, gradient.mul_scalar(factor));
-                        }
+                    element_values::change(gradients, parameter, |gradient| {
+                        gradient.mul_scalar(factor)
                     });
                 }
             }
@@ -397,16 +393,12 @@ impl GradientStorage {
                         on_device.push(Tensor::from_dispatch(gradient));
                         continue;
                     }
-                    with_rank!(parameter.shape.len(), D => {
-                        if let Some(gradient) = gradients.remove::<D>(parameter.id) {
-                            // Taken out and put back, the data is nobody else's and not copied.
-                            let data = gradient.into_data();
-                            powers[at] = bucket::power_of(Elements::of(&data), order);
-                            let dtype = data.dtype();
-                            let gradient = Tensor::<D>::from_data(data, (device, dtype));
-                            gradients.register(parameter.id, gradient);
-                        }
-                    });
+                    if let Some(gradient) = element_values::take(gradients, parameter) {
+                        // Taken out and put back, the data is nobody else's and not copied.
+                        let data = Tensor::<1>::from_dispatch(gradient).into_data();
+                        powers[at] = bucket::power_of(Elements::of(&data), order);
+                        register(gradients, parameter.id, from_data(data, device));
+                    }
                 }
                 let found = device_bucket::powers(on_device, 1.0, order);
                 for (at, power) in numbers.into_iter().zip(found) {

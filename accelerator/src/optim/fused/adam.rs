@@ -1,10 +1,11 @@
+use burn::backend::DispatchTensor;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::{Adam, AdamConfig, AdamState, Optimizer};
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
 use super::memory::{KernelInput, Real};
-use super::moments::{self, Betas, FusedAdamState, MomentRule};
+use super::moments::{self, Betas, FusedAdamState, MomentRule, Moments};
 use super::{settings, step};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
@@ -70,8 +71,16 @@ impl Optimizer for FusedAdam {
                 };
                 (tensor, state.map(fused))
             }
-            (Some(settings), KernelInput::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
-            (Some(settings), KernelInput::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
+            (Some(settings), KernelInput::F32) => {
+                moments::step_any_rank(tensor, grad, state, |tensor, grad, moments| {
+                    settings.step::<f32>(lr, tensor, grad, moments)
+                })
+            }
+            (Some(settings), KernelInput::F64) => {
+                moments::step_any_rank(tensor, grad, state, |tensor, grad, moments| {
+                    settings.step::<f64>(lr, tensor, grad, moments)
+                })
+            }
         }
     }
 
@@ -81,13 +90,13 @@ impl Optimizer for FusedAdam {
 }
 
 impl AdamSettings {
-    fn step<E: Real, const D: usize>(
+    fn step<E: Real>(
         &self,
         lr: f64,
-        tensor: Tensor<D>,
-        grad: Tensor<D>,
-        state: Option<FusedAdamState<D>>,
-    ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
+        tensor: DispatchTensor,
+        grad: DispatchTensor,
+        state: Option<Moments>,
+    ) -> (DispatchTensor, Moments) {
         let betas = Betas {
             beta_1: self.beta_1,
             beta_2: self.beta_2,
@@ -102,16 +111,14 @@ impl AdamSettings {
                 rate: E::of(lr),
             }
         };
-        let state = state.map(|state| state.momentum);
-        let (tensor, momentum) = match &self.weight_decay {
-            None => moments::step::<E, _, D>(betas, tensor, grad, state, update),
+        match &self.weight_decay {
+            None => moments::step(betas, tensor, grad, state, update),
             Some(decay) => {
                 let penalty = scalar(decay.penalty);
                 let rule = |time| AdamDecayed(update(time), penalty);
-                moments::step::<E, _, D>(betas, tensor, grad, state, rule)
+                moments::step(betas, tensor, grad, state, rule)
             }
-        };
-        (tensor, Some(FusedAdamState { momentum }))
+        }
     }
 }
 

@@ -1,9 +1,10 @@
+use burn::backend::DispatchTensor;
 use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
 use super::memory::{KernelInput, Real};
-use super::moments::{self, Betas, FusedAdamState, MomentRule};
+use super::moments::{self, Betas, FusedAdamState, MomentRule, Moments};
 use super::{settings, step};
 
 /// Burn's [`AdamW`] as one pass over memory; see the [module](crate::optim::fused). Made by
@@ -70,8 +71,16 @@ impl Optimizer for FusedAdamW {
                 };
                 (tensor, state.map(fused))
             }
-            (Some(settings), KernelInput::F32) => settings.step::<f32, D>(lr, tensor, grad, state),
-            (Some(settings), KernelInput::F64) => settings.step::<f64, D>(lr, tensor, grad, state),
+            (Some(settings), KernelInput::F32) => {
+                moments::step_any_rank(tensor, grad, state, |tensor, grad, moments| {
+                    settings.step::<f32>(lr, tensor, grad, moments)
+                })
+            }
+            (Some(settings), KernelInput::F64) => {
+                moments::step_any_rank(tensor, grad, state, |tensor, grad, moments| {
+                    settings.step::<f64>(lr, tensor, grad, moments)
+                })
+            }
         }
     }
 
@@ -81,13 +90,13 @@ impl Optimizer for FusedAdamW {
 }
 
 impl AdamWSettings {
-    fn step<E: Real, const D: usize>(
+    fn step<E: Real>(
         self,
         lr: f64,
-        tensor: Tensor<D>,
-        grad: Tensor<D>,
-        state: Option<FusedAdamState<D>>,
-    ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
+        tensor: DispatchTensor,
+        grad: DispatchTensor,
+        state: Option<Moments>,
+    ) -> (DispatchTensor, Moments) {
         let betas = Betas {
             beta_1: self.beta_1,
             beta_2: self.beta_2,
@@ -101,19 +110,17 @@ impl AdamWSettings {
             epsilon: scalar(self.epsilon),
             rate: E::of(lr),
         };
-        let state = state.map(|state| state.momentum);
-        let (tensor, momentum) = if decay_rate == 0.0 {
-            moments::step::<E, _, D>(betas, tensor, grad, state, |time| Plain(update(time)))
+        if decay_rate == 0.0 {
+            moments::step(betas, tensor, grad, state, |time| Plain(update(time)))
         } else if self.cautious_weight_decay {
             let rate = E::of(decay_rate);
             let rule = |time| Cautious(update(time), rate);
-            moments::step::<E, _, D>(betas, tensor, grad, state, rule)
+            moments::step(betas, tensor, grad, state, rule)
         } else {
             let rest = E::of(1.0 - decay_rate);
             let rule = |time| AdamWDecayed(update(time), rest);
-            moments::step::<E, _, D>(betas, tensor, grad, state, rule)
-        };
-        (tensor, Some(FusedAdamState { momentum }))
+            moments::step(betas, tensor, grad, state, rule)
+        }
     }
 }
 

@@ -2,9 +2,11 @@
 
 use core::ops::{Add, Div, Mul, Sub};
 
+use burn::backend::DispatchTensor;
 use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Element, Shape, Tensor, TensorData};
 
+use crate::core::tensor_rank::{any_rank, from_data};
 use crate::reduce::{ElementValues, Summand, with_values};
 
 /// The numbers that the loops work on. A factor reaches them through `f64`, as in Burn.
@@ -81,7 +83,9 @@ impl KernelInput {
         let Some(dtype) = tensors.first().map(|tensor| tensor.dtype()) else {
             return Self::None;
         };
-        let near = |tensor: &&Tensor<D>| tensor.dtype() == dtype && is_plain_memory(tensor);
+        let near = |tensor: &&Tensor<D>| {
+            tensor.dtype() == dtype && is_plain_memory(&(*tensor).clone().into_dispatch())
+        };
         match dtype {
             DType::F32 if tensors.iter().all(near) => Self::F32,
             DType::F64 if tensors.iter().all(near) => Self::F64,
@@ -91,16 +95,16 @@ impl KernelInput {
 }
 
 #[cfg(feature = "flex")]
-fn is_plain_memory<const D: usize>(tensor: &Tensor<D>) -> bool {
+fn is_plain_memory(tensor: &DispatchTensor) -> bool {
     use burn::backend::{BackendTensor, DispatchTensorKind};
     matches!(
-        tensor.clone().into_dispatch().kind,
+        tensor.kind,
         DispatchTensorKind::Flex(BackendTensor::Float(_))
     )
 }
 
 #[cfg(not(feature = "flex"))]
-fn is_plain_memory<const D: usize>(_tensor: &Tensor<D>) -> bool {
+fn is_plain_memory(_tensor: &DispatchTensor) -> bool {
     false
 }
 
@@ -112,7 +116,8 @@ pub(super) struct TakenElements<E> {
 }
 
 impl<E: Real> TakenElements<E> {
-    pub(super) fn from<const D: usize>(tensor: Tensor<D>) -> Self {
+    pub(super) fn from(tensor: DispatchTensor) -> Self {
+        let tensor = Tensor::<1>::from_dispatch(tensor);
         let device = tensor.device();
         let mut data = tensor.into_data();
         if data.as_mut_slice::<E>().is_err() {
@@ -141,22 +146,22 @@ impl<E: Real> TakenElements<E> {
         self.data.as_mut_slice().expect("elements of this type")
     }
 
-    pub(super) fn into_tensor<const D: usize>(self) -> Tensor<D> {
-        Tensor::from_data(self.data, (&self.device, E::dtype()))
+    pub(super) fn into_tensor(self) -> DispatchTensor {
+        from_data(self.data, &self.device)
     }
 }
 
 /// The shape of a tensor and where it is, for another one.
-pub(super) struct TensorTemplate<const D: usize>(Shape, Device);
+pub(super) struct TensorTemplate(Shape, Device);
 
-impl<const D: usize> TensorTemplate<D> {
-    pub(super) fn of(tensor: &Tensor<D>) -> Self {
+impl TensorTemplate {
+    pub(super) fn of(tensor: &DispatchTensor) -> Self {
+        let tensor = any_rank(tensor);
         Self(tensor.shape(), tensor.device())
     }
 
-    pub(super) fn cast<E: Real>(&self, elements: Vec<E>) -> Tensor<D> {
-        let data = TensorData::new(elements, self.0.clone());
-        Tensor::from_data(data, (&self.1, E::dtype()))
+    pub(super) fn cast<E: Real>(&self, elements: Vec<E>) -> DispatchTensor {
+        from_data(TensorData::new(elements, self.0.clone()), &self.1)
     }
 
     pub(super) fn elements(&self) -> usize {
@@ -180,12 +185,8 @@ pub(super) fn saved<const D: usize>(
 }
 
 /// Lets `read` see the elements of a tensor: where they lie, if the device allows it.
-pub(super) fn with_elements<E: Real, const D: usize>(
-    tensor: &Tensor<D>,
-    mut read: impl FnMut(&[E]),
-) {
-    let tensor = tensor.clone().into_dispatch();
-    with_values(core::iter::once((0, &tensor)), |_, values| {
+pub(super) fn with_elements<E: Real>(tensor: &DispatchTensor, mut read: impl FnMut(&[E])) {
+    with_values(core::iter::once((0, tensor)), |_, values| {
         if let Some(values) = E::among(values) {
             read(values);
         }

@@ -1,5 +1,6 @@
 //! What Adam and AdamW have in common: two moments of the gradient.
 
+use burn::backend::DispatchTensor;
 use burn::optim::{AdaptiveMomentumState, RecordState, StateSink, StateSource, join_path};
 use burn::tensor::{Device, Tensor};
 
@@ -47,6 +48,14 @@ pub(super) trait MomentRule<E>: Copy {
     fn land(self, parameter: E, moment_1: E, moment_2: E) -> E;
 }
 
+/// An [`AdaptiveMomentumState`] of any rank.
+pub(super) struct Moments {
+    time: usize,
+    moment_1: DispatchTensor,
+    moment_2: DispatchTensor,
+    max_moment_2: Option<DispatchTensor>,
+}
+
 /// How a step can reach the elements of all tensors that it takes.
 pub(super) fn reach<const D: usize>(
     tensor: &Tensor<D>,
@@ -61,14 +70,40 @@ pub(super) fn reach<const D: usize>(
     KernelInput::of(&tensors)
 }
 
-/// A step of all elements. `rule` is made for the number of the step, from 1.
-pub(super) fn step<E: Real, R: MomentRule<E>, const D: usize>(
-    betas: Betas,
+/// Runs a step that is compiled once for all ranks.
+pub(super) fn step_any_rank<const D: usize>(
     tensor: Tensor<D>,
     grad: Tensor<D>,
-    state: Option<AdaptiveMomentumState<D>>,
+    state: Option<FusedAdamState<D>>,
+    step: impl FnOnce(DispatchTensor, DispatchTensor, Option<Moments>) -> (DispatchTensor, Moments),
+) -> (Tensor<D>, Option<FusedAdamState<D>>) {
+    let moments = state.map(|FusedAdamState { momentum }| Moments {
+        time: momentum.time,
+        moment_1: momentum.moment_1.into_dispatch(),
+        moment_2: momentum.moment_2.into_dispatch(),
+        max_moment_2: momentum.max_moment_2.map(Tensor::into_dispatch),
+    });
+    let (tensor, moments) = step(tensor.into_dispatch(), grad.into_dispatch(), moments);
+    let mut momentum = AdaptiveMomentumState::new(
+        moments.time,
+        Tensor::from_dispatch(moments.moment_1),
+        Tensor::from_dispatch(moments.moment_2),
+    );
+    momentum.max_moment_2 = moments.max_moment_2.map(Tensor::from_dispatch);
+    (
+        Tensor::from_dispatch(tensor),
+        Some(FusedAdamState { momentum }),
+    )
+}
+
+/// A step of all elements. `rule` is made for the number of the step, from 1.
+pub(super) fn step<E: Real, R: MomentRule<E>>(
+    betas: Betas,
+    tensor: DispatchTensor,
+    grad: DispatchTensor,
+    state: Option<Moments>,
     rule: impl FnOnce(i32) -> R,
-) -> (Tensor<D>, AdaptiveMomentumState<D>) {
+) -> (DispatchTensor, Moments) {
     let Some(state) = state else {
         return first(betas, tensor, grad, rule(1));
     };
@@ -88,7 +123,7 @@ pub(super) fn step<E: Real, R: MomentRule<E>, const D: usize>(
             }
         };
         let highest = max.slice_mut();
-        let tensor = step::step(tensor, grad, |p, g, at| {
+        let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at.clone()]);
             let max = &mut highest[at];
             vectorised(|| advance(speed, rule, p, g, m, v));
@@ -100,40 +135,46 @@ pub(super) fn step<E: Real, R: MomentRule<E>, const D: usize>(
         });
         (tensor, Some(max.into_tensor()))
     } else {
-        let tensor = step::step(tensor, grad, |p, g, at| {
+        let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at]);
             vectorised(|| sweep(speed, rule, p, g, m, v));
         });
         (tensor, state.max_moment_2)
     };
-    let mut state =
-        AdaptiveMomentumState::new(time, moment_1.into_tensor(), moment_2.into_tensor());
-    state.max_moment_2 = max_moment_2;
-    (tensor, state)
+    let moments = Moments {
+        time,
+        moment_1: moment_1.into_tensor(),
+        moment_2: moment_2.into_tensor(),
+        max_moment_2,
+    };
+    (tensor, moments)
 }
 
 /// The first step, which finds no moments.
-fn first<E: Real, R: MomentRule<E>, const D: usize>(
+fn first<E: Real, R: MomentRule<E>>(
     betas: Betas,
-    tensor: Tensor<D>,
-    grad: Tensor<D>,
+    tensor: DispatchTensor,
+    grad: DispatchTensor,
     rule: R,
-) -> (Tensor<D>, AdaptiveMomentumState<D>) {
+) -> (DispatchTensor, Moments) {
     let speed = StepSize::<E>::of(betas);
     let mould = TensorTemplate::of(&tensor);
     let (mut m, mut v) = (Vec::new(), Vec::new());
     m.reserve_exact(mould.elements());
     v.reserve_exact(mould.elements());
-    let tensor = step::step(tensor, grad, |p, g, at| {
+    let tensor = step::step(tensor, grad, &mut |p, g, at| {
         let entering = || p.iter().zip(g).map(|(&p, &g)| rule.gradient(p, g));
         m.extend(entering().map(|g| g * speed.factor_1));
         v.extend(entering().map(|g| g * g * speed.factor_2));
         land(rule, p, &m[at.clone()], &v[at]);
     });
-    let max = betas.amsgrad.then(|| mould.cast(v.clone()));
-    let mut state = AdaptiveMomentumState::new(1, mould.cast(m), mould.cast(v));
-    state.max_moment_2 = max;
-    (tensor, state)
+    let moments = Moments {
+        time: 1,
+        max_moment_2: betas.amsgrad.then(|| mould.cast(v.clone())),
+        moment_1: mould.cast(m),
+        moment_2: mould.cast(v),
+    };
+    (tensor, moments)
 }
 
 impl<const D: usize> FusedAdamState<D> {

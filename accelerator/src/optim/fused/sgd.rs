@@ -1,3 +1,4 @@
+use burn::backend::DispatchTensor;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
@@ -165,7 +166,23 @@ impl SgdStep {
         grad: Tensor<D>,
         velocity: Option<Tensor<D>>,
     ) -> (Tensor<D>, Option<Tensor<D>>) {
-        let rate = E::of(lr);
+        let velocity = velocity.map(Tensor::into_dispatch);
+        let (tensor, grad) = (tensor.into_dispatch(), grad.into_dispatch());
+        let (tensor, velocity) = self.step_any_rank(E::of(lr), tensor, grad, velocity);
+        (
+            Tensor::from_dispatch(tensor),
+            velocity.map(Tensor::from_dispatch),
+        )
+    }
+
+    /// Compiled once, not once per rank.
+    fn step_any_rank<E: Real>(
+        &self,
+        rate: E,
+        tensor: DispatchTensor,
+        grad: DispatchTensor,
+        velocity: Option<DispatchTensor>,
+    ) -> (DispatchTensor, Option<DispatchTensor>) {
         match (self.penalty, self.momentum) {
             (Some(penalty), momentum) => {
                 let penalty = E::of(penalty);
@@ -182,21 +199,21 @@ impl SgdStep {
 }
 
 impl Momentum {
-    fn sweep<E: Real, const D: usize>(
+    fn sweep<E: Real>(
         self,
         rate: E,
-        tensor: Tensor<D>,
-        grad: Tensor<D>,
-        velocity: Option<Tensor<D>>,
+        tensor: DispatchTensor,
+        grad: DispatchTensor,
+        velocity: Option<DispatchTensor>,
         pull: impl Fn(E, E) -> E + Copy,
-    ) -> (Tensor<D>, Option<Tensor<D>>) {
+    ) -> (DispatchTensor, Option<DispatchTensor>) {
         let (factor, share) = (E::of(self.factor), E::of(self.share));
         let ahead = move |g: E, v: E| v * factor + g;
         let Some(velocity) = velocity else {
             let mould = TensorTemplate::of(&tensor);
             let mut all: Vec<E> = Vec::new();
             all.reserve_exact(mould.elements());
-            let tensor = step::step(tensor, grad, |p, g, at| {
+            let tensor = step::step(tensor, grad, &mut |p, g, at| {
                 all.extend(p.iter().zip(g).map(|(&p, &g)| pull(p, g)));
                 let v = &mut all[at];
                 let still = |_, v| v;
@@ -210,7 +227,7 @@ impl Momentum {
         let mut velocity = TakenElements::<E>::from(velocity);
         let all = velocity.slice_mut();
         let moved = move |g: E, v: E| g * share + v * factor;
-        let tensor = step::step(tensor, grad, |p, g, at| {
+        let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let v = &mut all[at];
             match self.nesterov {
                 true => vectorised(|| glide(rate, p, g, v, pull, moved, ahead)),
@@ -222,13 +239,13 @@ impl Momentum {
 }
 
 /// Parameters alone.
-fn slide<E: Real, const D: usize>(
+fn slide<E: Real>(
     rate: E,
-    tensor: Tensor<D>,
-    grad: Tensor<D>,
+    tensor: DispatchTensor,
+    grad: DispatchTensor,
     pull: impl Fn(E, E) -> E + Copy,
-) -> Tensor<D> {
-    step::step(tensor, grad, |p, g, _| {
+) -> DispatchTensor {
+    step::step(tensor, grad, &mut |p, g, _| {
         vectorised(|| {
             for (p, g) in p.iter_mut().zip(g) {
                 *p = *p - pull(*p, *g) * rate;

@@ -7,6 +7,7 @@
 use core::cell::{Cell, RefCell};
 use core::ops::Range;
 
+use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 use burn::tensor::Tensor;
 
@@ -111,16 +112,16 @@ pub(super) fn gradient<const D: usize>(tensor: &Tensor<D>, gradient: Tensor<D>) 
         waiting.landed = false;
         waiting.averages.part(id, &elements, &tensor.dims())
     });
-    part.flatten().unwrap_or(gradient)
+    part.flatten().map_or(gradient, Tensor::from_dispatch)
 }
 
 /// Gives `work` the elements of a parameter, their gradients, and which ones they are: all at once, or
 /// block by block. It steps them.
-pub(super) fn step<E: Real, const D: usize>(
-    tensor: Tensor<D>,
-    gradient: Tensor<D>,
-    mut work: impl FnMut(&mut [E], &[E], Range<usize>),
-) -> Tensor<D> {
+pub(super) fn step<E: Real>(
+    tensor: DispatchTensor,
+    gradient: DispatchTensor,
+    work: &mut dyn FnMut(&mut [E], &[E], Range<usize>),
+) -> DispatchTensor {
     STEPPED.set(STEPPED.get() + 1);
     let next = with_waiting(|waiting| waiting.next.take()).flatten();
     let Some((id, elements)) = next else {

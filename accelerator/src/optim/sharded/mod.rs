@@ -24,7 +24,7 @@ use self::write::Elements;
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::register;
 use crate::model::Trainable;
 use crate::optim::record_io::{bytes_of, check_types};
 use crate::reduce::{GradientMeans, ShardMap};
@@ -189,17 +189,15 @@ impl Shards {
         let (mut pieces, stepped) = reader.finish();
         let mut gradients = GradientsParams::new();
         for piece in pieces.iter_mut() {
-            with_rank!(piece.dimensions(), D => {
-                let gradient = if self.kinds.is_fused(piece.id) {
-                    piece.sums = ShardGradients::Waiting;
-                    averages.stand_in::<D>(piece.id)
-                } else {
-                    averages.part::<D>(piece.id, &piece.range, piece.shape())
-                };
-                if let Some(gradient) = gradient {
-                    gradients.register(piece.id, gradient);
-                }
-            });
+            let gradient = if self.kinds.is_fused(piece.id) {
+                piece.sums = ShardGradients::Waiting;
+                averages.stand_in(piece.id)
+            } else {
+                averages.part(piece.id, &piece.range, piece.shape())
+            };
+            if let Some(gradient) = gradient {
+                register(&mut gradients, piece.id, gradient);
+            }
         }
         let step = || optimizer.step(rate, pieces, gradients);
         let (pieces, mut averages) = step::step_on(averages, StepOutput::Sums, step);

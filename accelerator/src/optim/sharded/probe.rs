@@ -1,10 +1,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, TensorData};
 
 use super::param_shards::ParamShards;
-use crate::core::tensor_rank::with_rank;
+use crate::core::tensor_rank::{from_data, register};
 use crate::model::Trainable;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
@@ -63,22 +63,20 @@ fn run(
         shape[0] = to - from;
     }
     let (id, dtype) = (parameter.id, parameter.float.dtype());
-    with_rank!(shape.len(), D => {
-        let tensor = |seed: u64, scale: f64| {
-            let values: Vec<f64> = (from..to).map(|at| scale * noise(seed, at)).collect();
-            let data = TensorData::new(values, shape.clone()).convert_dtype(dtype);
-            Tensor::<D>::from_data(data, (device, dtype))
-        };
-        let start = tensor(0, 1.0).into_dispatch();
-        let mut pieces = ParamShards::one(id, &parameter.path, shape.clone(), start);
-        for (step, scale) in (1..).zip(SCALES) {
-            let mut gradients = GradientsParams::new();
-            gradients.register(id, tensor(step, scale));
-            pieces = optimizer.step(0.01, pieces, gradients);
-        }
-        let values = pieces.into_bytes().flat_map(|(_, bytes)| bytes.to_vec());
-        values.collect()
-    })
+    let tensor = |seed: u64, scale: f64| {
+        let values: Vec<f64> = (from..to).map(|at| scale * noise(seed, at)).collect();
+        let data = TensorData::new(values, shape.clone()).convert_dtype(dtype);
+        from_data(data, device)
+    };
+    let start = tensor(0, 1.0);
+    let mut pieces = ParamShards::one(id, &parameter.path, shape.clone(), start);
+    for (step, scale) in (1..).zip(SCALES) {
+        let mut gradients = GradientsParams::new();
+        register(&mut gradients, id, tensor(step, scale));
+        pieces = optimizer.step(0.01, pieces, gradients);
+    }
+    let values = pieces.into_bytes().flat_map(|(_, bytes)| bytes.to_vec());
+    values.collect()
 }
 
 /// A number between -1 and 1 that depends on nothing else: Knuth's multiplicative hash, twice.
