@@ -497,7 +497,7 @@ impl fmt::Display for PartKind {
 
 impl fmt::Debug for SnapshotExchange<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Settling")
+        f.debug_struct("SnapshotExchange")
             .field("at", &self.at)
             .finish_non_exhaustive()
     }

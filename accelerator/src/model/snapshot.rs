@@ -77,7 +77,7 @@ impl SnapshotEntry {
 
 impl fmt::Debug for SnapshotEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Entry")
+        f.debug_struct("SnapshotEntry")
             .field("path", &self.path)
             .field("shape", &self.shape)
             .field("dtype", &self.dtype)

@@ -294,7 +294,7 @@ impl NormGroup {
 impl fmt::Debug for NormGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let world_size = self.group().map(|group| group.world_size());
-        f.debug_tuple("Ranks").field(&world_size).finish()
+        f.debug_tuple("NormGroup").field(&world_size).finish()
     }
 }
 

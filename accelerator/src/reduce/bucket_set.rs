@@ -12,7 +12,7 @@ use super::layout::Buckets;
 use super::overlap;
 use crate::precision::Cast;
 
-/// The sums of a window, with the books that are kept on them. The next window uses it again, so
+/// The sums of a window, with what is recorded for each bucket and parameter. The next window uses it again, so
 /// that steps allocate nothing and pages stay warm.
 #[derive(Debug)]
 pub(super) struct BucketSet {

@@ -164,7 +164,7 @@ impl DeviceBucket {
 
 impl fmt::Debug for DeviceBucket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Flat")
+        f.debug_struct("DeviceBucket")
             .field("dtype", &self.dtype)
             .field("length", &self.length)
             .field("is_blank", &self.sums.is_none())

@@ -61,7 +61,7 @@ enum WindowResult {
     Overflowed {
         scale: f64,
         epoch: Option<u64>,
-        reach: ReduceScope,
+        scope: ReduceScope,
     },
 }
 
@@ -74,11 +74,11 @@ impl AveragedGradients {
         Self(WindowResult::Idle { epoch })
     }
 
-    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, reach: ReduceScope) -> Self {
+    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, scope: ReduceScope) -> Self {
         Self(WindowResult::Overflowed {
             scale,
             epoch,
-            reach,
+            scope,
         })
     }
 
@@ -213,7 +213,7 @@ impl AveragedGradients {
     pub(crate) fn is_missed(&self) -> bool {
         match self.0 {
             WindowResult::Idle { .. } => true,
-            WindowResult::Overflowed { reach, .. } => reach == ReduceScope::Local,
+            WindowResult::Overflowed { scope, .. } => scope == ReduceScope::Local,
             WindowResult::Accumulating | WindowResult::Reduced(_) => false,
         }
     }
@@ -620,7 +620,7 @@ impl fmt::Debug for AveragedGradients {
                 write!(f, "Gradients(not finite at scale {scale})")
             }
             WindowResult::Reduced(closed) => f
-                .debug_struct("Gradients")
+                .debug_struct("AveragedGradients")
                 .field("epoch", &closed.epoch)
                 .field("norm", &self.known_norm())
                 .field("samples", &self.samples())

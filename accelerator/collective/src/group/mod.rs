@@ -389,8 +389,8 @@ fn check_faults() -> Result<()> {
     accelerator_fault::check().map_err(|error| Error::caused(Kind::Misuse, refused, error))
 }
 
-/// What the handles of one rank share, beside the membership that its communication thread
-/// shares too. When the last handle is dropped, the rank leaves.
+/// What the handles of one rank share, beside the state that its communication thread shares, too. When the last handle
+/// is dropped, the rank leaves.
 struct GroupHandle {
     rank_state: Arc<RankState>,
     /// The way to the communication thread, which starts with the first job and ends when the
@@ -408,7 +408,7 @@ impl GroupHandle {
         op: ReduceOp,
         output: Output,
     ) -> Result<Pending> {
-        // Held until the job is on its way, so that jobs are queued in the order of their
+        // Held until the job is on its way, so that jobs are queued in the order of their tickets.
         let mut jobs = self.jobs.lock();
         let alone = self.rank_state.topology.world_size() == 1;
         if jobs.is_none() && !alone {

@@ -152,7 +152,7 @@ struct HostInfo {
     memory: Result<ArenaId, String>,
 }
 
-/// The unavailable that is clear from what the ranks told, which were all asked for the same.
+/// Why no path can be used, as far as the exchanged infos show it. All ranks asked for the same transport.
 fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<Unavailable> {
     let hosts = hosts(infos);
     if let Some(second) = hosts.get(1)
@@ -319,7 +319,7 @@ mod linux {
                 (_, Ok(key)) => Arena::of_peer(info.pid, *key)
                     .map(Arc::new)
                     .map_err(|error| format!("that of rank {peer}: {error}")),
-                // No unavailable: everyone has memory.
+                // Not reached: `unavailable` has refused this.
                 (_, Err(error)) => Err(error.clone()),
             })
             .collect();

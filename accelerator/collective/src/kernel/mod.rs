@@ -9,7 +9,7 @@
 //! AVX2, and for what every processor of the architecture has. The widest that the processor has is
 //! taken. Bits do not depend on it: an element's operations and their order are the same, and where
 //! an instruction leaves bits open (the payload of a sum that is NaN) they are fixed. Only `f16` has
-//! conversions of its own for each (`level.rs`).
+//! conversions of its own for each (`simd.rs`).
 //!
 //! What was tried and left out, with two cores and buffers of 64 KB to 100 MB: totals in the
 //! first-level cache rather than in registers (half as fast within caches, no faster from memory),

@@ -167,7 +167,7 @@ impl Drop for PendingReduce {
 
 impl fmt::Debug for PendingReduce {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sending")
+        f.debug_struct("PendingReduce")
             .field("is_held", &self.memory.is_some())
             .finish_non_exhaustive()
     }

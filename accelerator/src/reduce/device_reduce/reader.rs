@@ -96,7 +96,7 @@ impl PendingRead {
 
 impl fmt::Debug for PendingRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reading")
+        f.debug_struct("PendingRead")
             .field("is_here", &self.here.is_some())
             .finish_non_exhaustive()
     }

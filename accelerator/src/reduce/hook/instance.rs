@@ -120,13 +120,13 @@ impl HookInstance {
 
 impl fmt::Debug for HookFactory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Maker").finish_non_exhaustive()
+        f.debug_struct("HookFactory").finish_non_exhaustive()
     }
 }
 
 impl fmt::Debug for HookInstance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Held")
+        f.debug_struct("HookInstance")
             .field("name", &self.name)
             .finish_non_exhaustive()
     }

@@ -69,7 +69,7 @@ impl OverlapScheduler {
                 WindowObservation::Places(depth) => {
                     let probes =
                         everywhere(depth, &Leaves::of(model, take(&mut copy), model_state));
-                    let depths = probes.iter().map(|lookout| lookout.depth).collect();
+                    let depths = probes.iter().map(|probe| probe.depth).collect();
                     let calibration = Calibration::new(model_state.parameters().len(), depths);
                     Some((CalibratingObserver::Calibrating(calibration), probes))
                 }
@@ -180,7 +180,7 @@ impl BackwardObserver {
         reason = "nobody else takes it out, and this is called once"
     )]
     fn close(&self) -> (CalibratingObserver, Reducer) {
-        self.lock().take().expect("eyes that were open")
+        self.lock().take().expect("an observer is closed once")
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<(CalibratingObserver, Reducer)>> {

@@ -41,13 +41,13 @@ fn watch(
     observer: &Arc<dyn Observer>,
 ) -> Tensor<1> {
     let chain = anchors.on(&loss.device());
-    let depths: Vec<usize> = probes.iter().map(|lookout| lookout.depth).collect();
+    let depths: Vec<usize> = probes.iter().map(|probe| probe.depth).collect();
     let anchors = chain.at(&depths);
     // Each watch stands on the next shallower one, so that one node joins all of them.
     let mut watched = chain.leaf();
-    for (point, (lookout, anchor)) in probes.into_iter().zip(anchors).enumerate().rev() {
+    for (point, (probe, anchor)) in probes.into_iter().zip(anchors).enumerate().rev() {
         let watch = ProbeWatch {
-            leaves: lookout.leaves,
+            leaves: probe.leaves,
             observer: Arc::clone(observer),
             point,
         };

@@ -37,7 +37,7 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 ///
 /// All ranks issue the same operations: with compression, the weight; the buckets in their order;
 /// the control vector; then again what was sent too early somewhere; with compression and spread sums,
-/// whether all fit; then all compressed buckets if one did not. See the README of `gradient`.
+/// whether all fit; then all compressed buckets if one did not. See the README of `reduce`.
 #[derive(Debug)]
 pub(super) struct Reducer {
     /// First, so that others hear of a failure before what is on its way is given up.
