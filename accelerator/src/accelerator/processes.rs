@@ -17,9 +17,9 @@ const JOB: &str = "launch_processes";
 /// again for each rank, with the same arguments, and comes to this call again, where it runs `body` and exits.
 ///
 /// This is how a program trains on several processes without [`accel-launch`](crate#how-a-program-is-started), as
-/// Accelerate's `notebook_launcher` does. What stands before the call runs on each rank, too; what stands behind it runs
-/// once, in the process that the user has started. Ranks write to its standard output and error. They end when it
-/// ends, however that is.
+/// Accelerate's `notebook_launcher` does. Code before the call also runs on each rank; code after it runs once, in the
+/// process that the user has started. Ranks inherit its standard output and error, and end with it, also when it is
+/// killed.
 ///
 /// In a program that `accel-launch`, torchrun or a cluster has started as a rank, it starts nothing, and runs
 /// `body` as that rank.
@@ -114,7 +114,7 @@ fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Ch
     child.map_err(|error| Error::io("start a rank of", program, error))
 }
 
-/// RankProcesses that run. They end when this is dropped.
+/// Processes of ranks, which end when this is dropped.
 struct RankProcesses(Vec<Child>);
 
 impl RankProcesses {

@@ -22,7 +22,7 @@ use crate::data::weight::Weight;
 use crate::model::TiedParameters;
 use crate::precision::Finiteness;
 
-/// The averaged gradients of a window, or the news that it is still open.
+/// The averaged gradients of a window, or none yet while it is open.
 ///
 /// Pass them to [`PreparedOptimizer::step`](crate::optim::PreparedOptimizer::step) in either
 /// case: an open window leaves the model as it is. Burn's own optimizers do not take them: where
@@ -253,11 +253,11 @@ impl AveragedGradients {
     /// over all samples, without the scale of the loss, so that limits are the same at any world size,
     /// accumulation and precision. Nothing happens while the window is open.
     ///
-    /// All ranks clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
-    /// gradient each, they do it together.
+    /// All ranks must clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
+    /// gradient each, it is a collective.
     ///
-    /// On one GPU, a limit of values or of the L2 norm is not waited for by the host; what several ranks clip by is
-    /// read.
+    /// With one rank on a GPU, the host does not wait for a clip by value or by the L2 norm; with several it reads the
+    /// norm.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -306,9 +306,9 @@ impl AveragedGradients {
     /// On a device they are added up in its own order and type, so that ranks may differ in the last bits: a
     /// [clip](Self::clip), for which all ranks use that of rank 0, makes them the same.
     ///
-    /// One rank may ask alone: nothing is communicated. With a [`Sharded`](crate::optim::Sharded) optimizer,
-    /// whose ranks have a part of the gradient each, it travels along with every window from the one
-    /// on in which it, or a clip, was first asked for. So it is `None` once where that is not the first window.
+    /// It is not a collective. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
+    /// gradient each, it is sent with every window after it, or a clip, was first asked for: a first call after the
+    /// first window returns `None`.
     pub fn norm(&mut self) -> Option<f64> {
         let WindowResult::Reduced(closed) = &mut self.0 else {
             return None;
@@ -335,8 +335,8 @@ impl AveragedGradients {
     /// was clipped. With an infinite order it is the largest magnitude. `None` while the window is
     /// open.
     ///
-    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
-    /// ranks call it. Where that fails it is `None`, and so does the next call that communicates.
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
+    /// collective. Where it fails it is `None`, and the next call that communicates fails too.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
         let WindowResult::Reduced(closed) = &mut self.0 else {
@@ -513,9 +513,9 @@ impl AveragedGradients {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
-    /// ranks call it, and get everything. Where that fails it is `None`, and the next call that
-    /// communicates tells why.
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
+    /// collective that returns whole gradients. Where it fails it is `None`, and the next call that communicates
+    /// returns the error.
     #[track_caller]
     pub fn into_params(mut self) -> Option<GradientsParams> {
         if self.is_lost() {
