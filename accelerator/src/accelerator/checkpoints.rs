@@ -9,18 +9,17 @@ use crate::data::PreparedLoader;
 /// Checkpoints. Only rank 0 writes and reads files, so no common file system is needed; every rank
 /// must call the same method, except [`save_emergency`](Self::save_emergency).
 impl Accelerator {
-    /// Saves a checkpoint: model, optimizer with its schedule, where the loaders stand, and values
-    /// of the program's own, in one new folder within `checkpoints`.
+    /// Saves a checkpoint: model, optimizer with its schedule, the positions of the loaders, and values of the
+    /// program's own, in one new folder within `checkpoints`.
     ///
     /// Save between optimizer steps: when `optimizer.outcome()` is `Stepped`, or after an epoch.
     /// Batches count as used when they went into an optimizer step; a batch that was taken from the
     /// loader and is not there yet comes again.
     ///
-    /// First all ranks compare what they are about to save; if one is not ready, none saves. Then
-    /// running statistics are brought together, so that they are the same on all ranks afterwards
-    /// ([`sync_buffers`](Self::sync_buffers)): a program that goes on from here has what one has that was never
-    /// interrupted. Then rank 0 writes, under a hidden name that is changed at the end. Then old checkpoints are
-    /// removed, beyond the [limit](Checkpoints::with_total_limit).
+    /// First all ranks compare what they are about to save; if one is not ready, none saves. Then running statistics
+    /// are [combined](Self::sync_buffers) on all ranks, so that this run continues as a resumed one does. Then rank 0
+    /// writes under a hidden name, which it renames at the end. Then old checkpoints are removed, beyond the
+    /// [limit](Checkpoints::with_total_limit).
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -95,17 +94,13 @@ impl Accelerator {
         checkpoint::save_async(&self.shared.checkpoints, checkpoints.into(), parts)
     }
 
-    /// Saves what is left when another rank is lost: for the survivors, after an error that
-    /// [is about a lost peer](crate::Error::is_peer_lost).
+    /// Saves a checkpoint on the survivors, after an error that [is about a lost peer](crate::Error::is_peer_lost).
     ///
-    /// Ranks do not communicate here: each knows what it has heard of the others, waits up to a
-    /// second for more, and comes to the same
-    /// [list of lost ranks](crate::collective::ProcessGroup::lost). The lowest rank that is not on
-    /// it writes, on its own host, and gets `Some`; the others look a second time whether it lives, and
-    /// do nothing. Where the network splits,
-    /// each side takes the other for lost and writes a checkpoint: in a folder that both see there
-    /// are two, of the same step. A writer that dies while it writes leaves none, and the others
-    /// need not notice.
+    /// Ranks do not communicate here: each uses the failures that were reported to it, waits up to a second for more,
+    /// and derives the same [list of lost ranks](crate::collective::ProcessGroup::lost). The lowest rank that is not
+    /// on it writes, on its own host, and gets `Some`; the others check once more that it is alive, and do nothing.
+    /// Where the network splits, each side considers the other lost and writes a checkpoint: a folder that both see
+    /// has two, of the same step. A writer that dies while it writes leaves none, which the others may not detect.
     ///
     /// The checkpoint is that of the last complete step: a window that failed, or is open, is not in
     /// it, and its batches come again. Running statistics of a batch norm are the writer's own.
@@ -141,9 +136,8 @@ impl Accelerator {
         checkpoint::save_emergency(&self.shared.checkpoints, &checkpoints.into(), parts)
     }
 
-    /// Gives prepared parts what the newest good checkpoint in the folder saved of them, and says
-    /// where to go on. Without any checkpoint, parts come back as they are, and
-    /// [`Position::is_start`] says so.
+    /// Loads the newest good checkpoint of the folder into prepared parts, and returns the position to continue from.
+    /// Without any checkpoint, parts are returned as they are, and [`Position::is_start`] is true.
     ///
     /// Pass the parts that were saved, in the same order, the values of your own as they are at the
     /// start. `checkpoints` may also be the path of one checkpoint.
@@ -328,7 +322,7 @@ impl Accelerator {
     /// As [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The
     /// rule is asked on rank 0, and only if the number is another one.
     ///
-    /// A batch size that was changed in the program holds as it is, whatever the rule.
+    /// A batch size that was changed in the program takes precedence over the rule.
     ///
     /// ```
     /// use accelerator::checkpoint::Rescale;

@@ -27,8 +27,8 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     ///
-    /// What ranks bring is added up, whatever batches it is of: where one has left its loop early, or evaluated another
-    /// epoch, the figure is of the samples that were counted, and nothing is said.
+    /// The batches of the metrics are not compared: where a rank has left its loop early, or evaluated another epoch,
+    /// the result covers the samples that were counted, without a warning.
     ///
     /// # Errors
     ///

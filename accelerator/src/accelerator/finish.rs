@@ -5,16 +5,14 @@ use crate::reduce::SeenUpdates;
 
 /// The end of a job.
 impl Accelerator {
-    /// Says goodbye to the other ranks, once all have come here. Call it at the end of the
-    /// program: ranks that still communicate when another has left without it get an error that
-    /// says so. Where there are several ranks, a model that was prepared and for which
-    /// [`backward`](Self::backward) was never called is warned of, and so is one whose gradients no optimizer stepped
-    /// with.
-    /// Micro-steps in a window that is still open are lost, which rank 0 says.
+    /// Ends the job: waits for all ranks, and closes the group. Call it at the end of the program: ranks that still
+    /// communicate when another has left without it get an error that says so. With several ranks, it warns of
+    /// prepared models for which [`backward`](Self::backward) was never called, and of gradients that no optimizer
+    /// stepped with. Micro-steps of an open window are lost, with a warning of rank 0.
     ///
     /// How often the ranks have updated each model, with which learning rates and clips, is compared: some 60 bytes a
-    /// model travel. The values of parameters are not looked at, so another kind of optimizer on some rank goes
-    /// unnoticed here; [`check_replicas`](Self::check_replicas) finds it.
+    /// a model travel. The values of parameters are not compared, so another kind of optimizer on some rank is not
+    /// detected here; [`check_replicas`](Self::check_replicas) detects it.
     ///
     /// # Errors
     ///

@@ -14,7 +14,7 @@ use crate::core::panic_text::panic_text;
 /// through [`Accelerator::builder`], whose `launch` is the same.
 ///
 /// Burn's CPU random generator is one for the whole process, so what ranks draw from it at the
-/// same time is not reproducible. Build models with [`Accelerator::init`], which takes turns;
+/// same time is not reproducible. Build models with [`Accelerator::init`], which builds one at a time;
 /// for reproducible dropout, use processes.
 ///
 /// ```

@@ -5,6 +5,7 @@ mod collectives;
 mod distributed_type;
 mod finish;
 mod launch;
+mod launch_processes;
 mod log;
 mod model_files;
 mod padding;
@@ -12,7 +13,6 @@ mod plan;
 mod precision;
 mod prepare;
 mod process;
-mod processes;
 mod profile;
 #[cfg(feature = "progress")]
 mod progress;
@@ -37,9 +37,9 @@ pub use self::batch_size::BatchSizeFinder;
 pub use self::builder::AcceleratorBuilder;
 pub use self::distributed_type::DistributedType;
 pub use self::launch::launch;
+pub use self::launch_processes::launch_processes;
 pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
-pub use self::processes::launch_processes;
 pub use self::split::PaddedShare;
 pub use self::tensors::Tensors;
 use crate::checkpoint::CheckpointContext;
@@ -176,7 +176,7 @@ impl Accelerator {
         self.shared.context.backend_kind
     }
 
-    /// Where this rank stands.
+    /// The rank, world size, local rank and local world size.
     pub fn topology(&self) -> &Topology {
         self.group().topology()
     }
@@ -202,8 +202,8 @@ impl Accelerator {
         self.shared.context.accumulation.steps()
     }
 
-    /// Changes how many micro-steps an accumulation window has, from the one that is open on: on all ranks, in the same
-    /// places.
+    /// Sets the number of micro-steps of an accumulation window, beginning with the open one. All ranks call it in the
+    /// same places.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -246,7 +246,7 @@ impl Accelerator {
         self.shared.context.seed
     }
 
-    /// How often the launcher has restarted this job: 0 in its first life, and without a launcher.
+    /// How often the launcher has restarted this job: 0 in the first attempt, and without a launcher.
     ///
     /// ```
     /// let accelerator = accelerator::Accelerator::new()?;

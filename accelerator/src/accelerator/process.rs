@@ -34,7 +34,7 @@ impl Accelerator {
         self.topology().is_last()
     }
 
-    /// Prints a line on rank 0, and nothing elsewhere. That nobody reads it is no error.
+    /// Prints a line on rank 0, and nothing elsewhere. A closed standard output is not an error.
     pub fn print(&self, line: impl fmt::Display) {
         if self.is_main_process() {
             print(line);
@@ -57,9 +57,8 @@ impl Accelerator {
 
     /// Prints a line of each rank, in the order of ranks and in one piece, on rank 0.
     ///
-    /// Every rank must call it. No rank waits for another one's turn to print: the lines travel to
-    /// rank 0 in one operation. Where some ranks do not come, or one calls it where it is alone, that
-    /// is an error as with every operation of the group, and no hang.
+    /// Every rank must call it: one collective sends the lines to rank 0. Where some ranks do not call it, or one
+    /// calls it in a closure that only some ranks run, it is an error, not a hang.
     ///
     /// ```
     /// accelerator::launch(2, |accelerator| {
@@ -88,9 +87,9 @@ impl Accelerator {
     /// [`print_in_order`](Self::print_in_order) sends them to rank 0, in one operation for all ranks in
     /// place of one for each.
     ///
-    /// A collective inside `work` returns an error there and then. What `work` returns is this rank's own
-    /// affair, an error included. When it panics, the panic goes on here, the other ranks get an error, and
-    /// those whose turn it would have been do not run theirs.
+    /// A collective inside `work` returns an error at once. What `work` returns, an error included, stays on this
+    /// rank. When it panics, the panic is resumed on this rank, the other ranks get an error, and later ranks do not
+    /// run `work`.
     ///
     /// ```
     /// accelerator::launch(2, |accelerator| {
@@ -281,7 +280,7 @@ impl Accelerator {
         self.shared.context.group.activity().keep_alive();
     }
 
-    /// Waits until every rank has come here.
+    /// Waits until every rank has called it.
     ///
     /// ```
     /// # let folder = tempfile::tempdir().unwrap();

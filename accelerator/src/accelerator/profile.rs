@@ -100,9 +100,8 @@ impl Accelerator {
     /// Every rank must call it, with the same schedule. From outside it is asked for by `ACCEL_TRACE` and
     /// `ACCEL_TRACE_SCHEDULE`.
     ///
-    /// Steps are those of optimizers, and are counted by themselves: so a loop is recorded as it is,
-    /// micro-steps of a window belong together, and nothing can be called at the wrong place. Where a
-    /// program steps two optimizers in turn, a round of its loop is two steps.
+    /// Steps are optimizer steps, and counted by the library: the loop needs no calls, and the micro-steps of a window
+    /// are one step. A loop that steps two optimizers counts two steps in each pass.
     ///
     /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is
     /// dropped, which all ranks must do at the same place. What is kept of a cycle that is not complete
@@ -160,9 +159,9 @@ impl Accelerator {
         self.begin_profile(schedule, Output::Trace(path.into()))
     }
 
-    /// Hands what the steps of each cycle came to, on this rank, to `on_ready`: at the end of the step
-    /// that completes it, or where recording [ends](Self::profile) within it after a step at least.
-    /// Nothing is written. A panic of its ends recording, and goes on in the program. What else holds for [`profile`](Self::profile) holds here.
+    /// Calls `on_ready` with the summary of each cycle on this rank: at the end of the step that completes it, or
+    /// where recording [ends](Self::profile) within it after at least one step. Nothing is written. A panic of
+    /// `on_ready` ends recording, and is resumed. Otherwise as [`profile`](Self::profile).
     ///
     /// `on_ready` must keep no [`Accelerator`], which would then never be dropped.
     ///

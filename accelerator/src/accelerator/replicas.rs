@@ -12,8 +12,7 @@ impl Accelerator {
     /// The ranks of a job hold the same parameters after every step: each computes the same
     /// update from the same averaged gradients. Where one does not, something outside of that
     /// changed its copy: code that runs on some ranks only, a random choice in the forward pass
-    /// that touches parameters, memory that lost a bit. From then on the ranks train different
-    /// models, without a word.
+    /// that touches parameters, a bit flip in memory. From then on the ranks silently train different models.
     /// [`check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every) does this check
     /// during training, and [`valid`](Self::valid), [`save_model`](Self::save_model) and
     /// [`save_state`](Self::save_state) do it for the models that they are given. Those compare what is trained: to read
@@ -62,9 +61,9 @@ impl Accelerator {
     /// averaged. What is the same on all ranks stays as it is, to the bit, and costs eight bytes. Parameters,
     /// trained or frozen, are neither compared nor touched.
     ///
-    /// Every rank counts alike, however many samples it has seen: nothing tells how many went into a running
-    /// statistic. Where ranks train on shares of different sizes for long, or one idles often,
-    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm) weighs them.
+    /// All ranks have the same weight, since a running statistic does not hold its number of samples. Where ranks
+    /// train on unequal shares for long, or one is often idle, use [`SyncBatchNorm`](crate::nn::SyncBatchNorm), which
+    /// weights by samples.
     ///
     /// [`save_model`](Self::save_model) and [`save_state`](Self::save_state) do this by themselves, and
     /// [`valid`](Self::valid) for evaluation. An emergency checkpoint holds the writer's own.

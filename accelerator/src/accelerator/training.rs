@@ -13,8 +13,7 @@ use crate::{model, replicas};
 
 /// The loop of a training.
 impl Accelerator {
-    /// Makes model, optimizer and data loaders ready for wherever this program was started, and
-    /// gives them back in the order in which they came.
+    /// Prepares models, optimizers and data loaders for the ranks of this job, and returns them in the same order.
     ///
     /// | give | get |
     /// |---|---|
@@ -28,8 +27,8 @@ impl Accelerator {
     ///
     /// Every rank must prepare the same things in the same order.
     ///
-    /// A model is known by its parameters' ids, which are rank 0's from here on: go on with what comes back.
-    /// A clone that was made before is another model, which was not prepared, on one process too: clone afterwards.
+    /// A model is identified by its parameter ids, which are rank 0's from here on: use what is returned. A clone that
+    /// was made before is another model, which is not prepared, on one process too: clone afterwards.
     ///
     /// A model that was prepared before is prepared again when other parts of it are to be trained: see
     /// [freezing](crate::optim#freezing-and-unfreezing-on-the-way). Its training goes on: the count of its steps,
@@ -39,9 +38,9 @@ impl Accelerator {
     /// A model that has one `ParamId` in several places, such as a language model whose output layer is a clone of
     /// its token embedding, has one parameter there: it stays [tied](crate::model::retie_parameters).
     ///
-    /// A model stays known as long as the accelerator lives, since nothing tells when a program has done with
-    /// it: that is a few hundred bytes for each of its parameters. A program that trains one model after the
-    /// other needs [memory for the gradients](Self::bucket_memory) of one.
+    /// The accelerator keeps a few hundred bytes for each parameter of each prepared model as long as it lives, since
+    /// it cannot detect that a program has dropped a model. A program that trains one model after the other needs
+    /// [memory for the gradients](Self::bucket_memory) of one.
     ///
     /// A bare number is a Burn module too, so `(optimizer, 1e-3)` could be two things, and the
     /// compiler answers "type annotations needed" (E0283). Give a constant rate to `step`, or as
@@ -127,9 +126,9 @@ impl Accelerator {
     /// gradients of `model` over every sample of every rank.
     ///
     /// `loss` is the mean over this rank's batch, as Burn's losses give it. `weight` says over
-    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count. A bare count
-    /// is taken at its word, on an idle rank too: that has a batch of padding, whose `num_samples()` is not 0. Pass
-    /// `&batch`, or [`Batch::real`], which leaves padding out.
+    /// how many samples (or tokens): pass the batch itself, [`Batch::with_weight`], or a count. A bare count is not
+    /// checked: an idle rank has a batch of padding, whose `num_samples()` is not 0. Pass `&batch`, or
+    /// [`Batch::real`], which leaves padding out.
     /// The average is exact also where ranks or micro-steps hold different numbers of samples;
     /// an idle rank's gradient counts as zero.
     ///
@@ -221,8 +220,8 @@ impl Accelerator {
         gradients
     }
 
-    /// How the gradients of a model were sent in its last step. It waits for nobody: while `backward` runs, as for a
-    /// [communication hook](crate::hook::CommunicationHook) that asks, it tells of the step before.
+    /// How the gradients of a model were sent in its last step. It does not block: while `backward` runs, as in a
+    /// [communication hook](crate::hook::CommunicationHook), it is about the step before.
     ///
     /// ```
     /// use accelerator::{Accelerator, OverlapState};
@@ -271,8 +270,8 @@ impl Accelerator {
         self.shared.context.group.buffer_bytes()
     }
 
-    /// Whether the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are
-    /// those of all ranks: what [`is_accumulating`](AveragedGradients::is_accumulating) of them denies. True before the first.
+    /// Whether the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are those of
+    /// all ranks: the opposite of [`is_accumulating`](AveragedGradients::is_accumulating). True before the first.
     ///
     /// ```
     /// use accelerator::prelude::*;

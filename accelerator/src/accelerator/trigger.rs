@@ -10,16 +10,15 @@ impl Accelerator {
         self.shared.reduction.trigger.set();
     }
 
-    /// Whether some rank has [raised the flag](Self::set_trigger): the same answer on every rank, and
-    /// down again after it. Every rank must call it, in the same places.
+    /// Whether some rank has [raised the flag](Self::set_trigger): the same answer on every rank, which also resets
+    /// the flag. Every rank must call it, in the same places.
     ///
-    /// It costs nothing where gradients travel anyhow:
+    /// It costs nothing where gradients are reduced anyway:
     ///
-    /// - If a window of gradients was reduced since the last check, the answer is what came with it:
-    ///   whether some rank had raised the flag by the end of its backward pass. A flag that is raised
-    ///   later travels with the next window, or is told by the next check without one.
-    /// - Otherwise ranks are asked, which is a reduction of one number; so is a check right after
-    ///   another one.
+    /// - If a window of gradients was reduced since the last check, the answer was sent with it: whether
+    ///   some rank had raised the flag by the end of its backward pass. A flag that is raised later is
+    ///   sent with the next window, or by the next check without one.
+    /// - Otherwise the check is an all-reduce of one number, also right after another check.
     ///
     /// Which of the two it is depends on the calls of `backward` and `check_trigger` alone, and so is
     /// the same on every rank, and at every world size.

@@ -1,4 +1,4 @@
-//! Checkpoints: save everything that training depends on, and go on from there.
+//! Checkpoints: save everything that training depends on, and resume.
 //!
 //! ```
 //! use accelerator::prelude::*;
@@ -51,9 +51,8 @@
 //! Interrupted anywhere and started again, this program ends with the weights of one that was never
 //! interrupted; on the CPU, bit for bit.
 //!
-//! A checkpoint is complete or not there: whatever dies while it is written. One that was damaged
-//! later is found out by its hashes, and the one before it is used. `accel-launch checkpoint` lists
-//! and verifies them.
+//! A checkpoint is complete or absent, whichever process dies while it is written. Later damage is detected by its
+//! hashes, and the checkpoint before it is used. `accel-launch checkpoint` lists and verifies them.
 
 mod background;
 mod context;

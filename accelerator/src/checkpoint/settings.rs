@@ -20,14 +20,14 @@ pub struct Checkpoints {
     path: PathBuf,
     total_limit: Option<usize>,
     pub(super) max_shard_size: u64,
-    before_save: Vec<Arc<Hook<Draft>>>,
-    after_resume: Vec<Arc<Hook<Resumed>>>,
+    before_save: Vec<Arc<Callback<Draft>>>,
+    after_resume: Vec<Arc<Callback<Resumed>>>,
 }
 
-type Hook<T> = dyn Fn(&T) -> Result<(), HookError> + Send + Sync;
+type Callback<T> = dyn Fn(&T) -> Result<(), CallbackError> + Send + Sync;
 
-/// Whatever a hook fails with.
-type HookError = Box<dyn std::error::Error + Send + Sync>;
+/// Whatever a callback fails with.
+type CallbackError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A checkpoint that is about to be complete; for [`Checkpoints::before_save`].
 ///

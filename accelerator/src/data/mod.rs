@@ -37,13 +37,12 @@
 //! each process has for itself, such as a path in a folder of its own, an `Instant` or a `ThreadId`. The error shows how
 //! the first item begins that differs.
 //!
-//! What the texts do not show goes unnoticed: the values of tensors, which Burn does not print, the order of words, and
+//! What the texts lack is not compared: the values of tensors, which Burn does not print, the order of words, and
 //! text that looks like an address (`0x…`). An item whose text is longer than 64 KiB and holds a map or a set in that
 //! part is not compared, since the order of a `HashMap` is another one in each process. A stream has to give the same
-//! samples in the same order on every rank: where it does not, some are used twice and others never, and nothing is
-//! said.
-//! One rank reads the items when it resumes, and warns where the two reads differ: what follows is not the training that
-//! was interrupted.
+//! samples in the same order on every rank: where it does not, some are used twice and others never, without a
+//! warning. A job of one rank reads the items when it resumes, and warns where the two reads differ, since the resumed
+//! training is then another one.
 //!
 //! | a data set that is drawn | is the same on every rank with |
 //! |---|---|
@@ -54,8 +53,8 @@
 //!
 //! # Random numbers
 //!
-//! Everything that is drawn follows the place in the data, and neither workers nor what was read before. So a
-//! training that is resumed draws what an undisturbed one draws.
+//! Random draws depend on the position in the data, not on workers or on what was read before. So a resumed training
+//! draws the same as one that was never interrupted.
 //!
 //! | what draws | from | depends on |
 //! |---|---|---|

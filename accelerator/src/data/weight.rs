@@ -5,12 +5,10 @@ use crate::data::{Batch, ConsumeTicket};
 /// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
 /// [`trigger_sync`](Self::trigger_sync).
 ///
-/// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but does
-/// not know its epoch, nor where that ends, nor of which loader it is, so that nobody notices where ranks count
-/// different steps of the data: use
-/// [`Batch::with_weight`] when you accumulate, have a schedule by epoch, or save checkpoints. Nor does a
-/// number know padding: `batch.num_samples()` of the batch that an idle rank gets counts like any other, and the
-/// average is over samples that are none. Use [`Batch::real`] where it must be a number.
+/// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but has no epoch and no loader,
+/// so that ranks at different steps of the data are not detected: use [`Batch::with_weight`] when you accumulate, have
+/// a schedule by epoch, or save checkpoints. Nor does a number leave out padding: `batch.num_samples()` of an idle
+/// rank's batch counts samples that do not exist. Use [`Batch::real`] where it must be a number.
 ///
 /// Gradients are multiplied by it and added up, in `f32` where they are `f32`: it is 0, or from 2⁻⁴⁰ to 2⁴⁰
 /// (about 10⁻¹² to 10¹²), which leaves them room on both sides.
@@ -62,11 +60,10 @@ pub(crate) enum Closing {
 }
 
 impl Weight {
-    /// Keeps the accumulation window open behind this call, however many it holds, and at the end of
-    /// an epoch too. Nothing is communicated; what it adds up is averaged when a later call ends the
-    /// window.
+    /// Keeps the accumulation window open after this call, however many micro-steps it holds, and at the end of an
+    /// epoch too. Nothing is communicated; the sums are averaged when a later call ends the window.
     ///
-    /// Every rank says so in the same calls. Where windows that end together hold different numbers of
+    /// Every rank must do so in the same calls. Where windows that end together hold different numbers of
     /// calls, `backward` fails on all ranks, with [`Error::is_misuse`](crate::Error::is_misuse).
     ///
     /// ```

@@ -1,10 +1,10 @@
-//! Local training: ranks step by themselves, and average parameters now and then.
+//! Local training: ranks step by themselves, and average parameters every few steps.
 //!
 //! Where communication is slow beside computing, gradients need not be averaged in every step. Under
 //! [`LocalSgd`] each rank steps its optimizer with its own gradients, and every so many steps the
-//! parameters of all ranks are averaged. [`DiLoCo`] takes hundreds of steps, and hands what they changed on
-//! average to an outer optimizer. Nothing is sent in between, so nobody notices in training where ranks take batches of
-//! different epochs, or the same samples from a loader that was not prepared.
+//! parameters of all ranks are averaged. [`DiLoCo`] takes hundreds of steps, and passes their mean change to an outer
+//! optimizer. Nothing is sent in between, so ranks that take batches of different epochs, or the same samples from a
+//! loader that was not prepared, are not detected in training.
 //!
 //! ```
 //! use accelerator::prelude::*;
@@ -52,8 +52,8 @@
 //! `save_model` refuse the model, on all ranks, with a typed error. Burn's `model.valid()` evaluates this rank's
 //! replica.
 //!
-//! What one rank has spoilt is not spread: where a parameter of one is not finite, the average fails on all of them
-//! before a model is written, and [`Error::is_not_finite`](crate::Error::is_not_finite) names rank and parameter.
+//! Where a parameter of a rank is not finite, the average fails on all ranks before any model is changed, and
+//! [`Error::is_not_finite`](crate::Error::is_not_finite) names rank and parameter.
 //!
 //! Layers that normalise over all ranks ([`SyncBatchNorm`](crate::nn::SyncBatchNorm)) are refused: Burn's
 //! `BatchNorm` sees this rank's batches, and its statistics are averaged with the parameters. It is enough that
@@ -141,7 +141,7 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
         self.rounds().backward(loss, model, weight.into())
     }
 
-    /// [Averages](Self::average) if the round is full. To be called behind the optimizer, in every step.
+    /// [Averages](Self::average) if the round is full. Call it after the optimizer, in every step.
     ///
     /// # Errors
     ///

@@ -145,18 +145,18 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! What goes on, and what begins anew, when a model is prepared again:
+//! What is kept, and what is reset, when a model is prepared again:
 //!
-//! | goes on | begins anew |
+//! | kept | reset |
 //! |---|---|
 //! | the optimizer, with the state of every parameter. That of a frozen one waits until it is trained again; where it is [`Sharded`], it stays on its rank | the buckets, which hold the gradients of what is trained |
-//! | the schedule; the count of steps | [overlap](crate::Overlap), which learns again in two windows when gradients are ready |
+//! | the schedule; the count of steps | [overlap](crate::Overlap), which records the order of gradients again in two windows |
 //! | the [scale of losses](crate::precision) | what a [communication hook](crate::hook) keeps |
 //! | [`Ema`](crate::Ema), [`DiLoCo`](crate::local::DiLoCo), running statistics, which are brought together over the ranks | |
 //!
 //! Let the optimizer use the gradients of the last `backward` before. In the middle of an accumulation window, or
 //! of [local training](crate::local), `prepare` returns [`Error::is_misuse`](crate::Error::is_misuse) on every
-//! rank, and the model goes on as it was.
+//! rank, and the model is unchanged.
 //!
 //! A checkpoint keeps the state of all parameters, and not which of them are frozen. After
 //! [`resume`](crate::Accelerator::resume), freeze what is frozen at [`Position::step`] or

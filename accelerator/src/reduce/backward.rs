@@ -10,7 +10,7 @@ use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;
 use super::model_state::ModelState;
-use super::reducer::{Reduced, Reducer};
+use super::reducer::{ReducedWindow, Reducer};
 use super::step_commit::StepCommit;
 use super::trial_memory::settle_device_reducer;
 use super::window::{Window, check_all_known};
@@ -36,11 +36,11 @@ pub(crate) fn backward<M: Module>(
     // Where collectives are refused, this rank calls alone, and no other waits for it.
     let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
-        return run(context, loss, model, weight, scope, before_reduction, None);
+        return run_backward(context, loss, model, weight, scope, before_reduction, None);
     }
     let batch = weight.ticket.as_ref().map(|ticket| ticket.position());
     let open = context.failed_calls.begin();
-    let gradients = run(
+    let gradients = run_backward(
         context,
         loss,
         model,
@@ -57,7 +57,7 @@ pub(crate) fn backward<M: Module>(
 }
 
 #[track_caller]
-fn run<M: Module>(
+fn run_backward<M: Module>(
     context: &ReduceContext,
     loss: Tensor<1>,
     model: &M,
@@ -173,7 +173,7 @@ fn run<M: Module>(
     let reduced = match scope {
         ReduceScope::Global => {
             before_reduction(&model_state)?;
-            reduce(
+            reduce_window(
                 context,
                 &model_state,
                 window,
@@ -183,7 +183,7 @@ fn run<M: Module>(
                 call,
             )?
         }
-        ReduceScope::Local => add_up(context, &model_state, window, loss, model, &weight)?,
+        ReduceScope::Local => sum_locally(context, &model_state, window, loss, model, &weight)?,
     };
     warn_same_losses(context, &model_state, reduced.same_losses);
     if reduced.total <= 0.0 {
@@ -245,7 +245,7 @@ fn run<M: Module>(
 
 /// Runs the backward pass of the last micro-step, and sums the window over the ranks.
 #[track_caller]
-fn reduce<M: Module>(
+fn reduce_window<M: Module>(
     context: &ReduceContext,
     model_state: &ModelState,
     window: Window,
@@ -253,7 +253,7 @@ fn reduce<M: Module>(
     (model, copy): (&M, WorkingCopy),
     weight: &Weight,
     call: Option<&BackwardCall>,
-) -> Result<Reduced> {
+) -> Result<ReducedWindow> {
     let group = context.group();
     let scale = window.loss_scale();
     let compression = context.settings.compression;
@@ -294,14 +294,14 @@ fn reduce<M: Module>(
 }
 
 /// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
-fn add_up<M: Module>(
+fn sum_locally<M: Module>(
     context: &ReduceContext,
     model_state: &ModelState,
     window: Window,
     loss: Tensor<1>,
     model: &M,
     weight: &Weight,
-) -> Result<Reduced> {
+) -> Result<ReducedWindow> {
     let (group, timeline) = (context.group(), &context.timeline);
     let scale = window.loss_scale();
     let reducer = Reducer::alone(model_state, group, window, weight.count, timeline);

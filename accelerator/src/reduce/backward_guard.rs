@@ -4,10 +4,10 @@ use accelerator_collective::ProcessGroup;
 
 use crate::core::error::{Error, Result};
 
-/// Whose turn it is among the threads of a rank.
+/// Lets one thread of a rank at a time into `backward`.
 ///
-/// Ranks pair what they send by its order. Two threads that are in `backward` at once leave the order
-/// to chance, and gradients of one would be added to those of the other.
+/// Ranks match collectives by their order. With two threads in `backward` at once that order is random, and gradients
+/// of one would be added to those of the other.
 #[derive(Debug, Default)]
 pub(crate) struct BackwardGuard(Mutex<()>);
 

@@ -34,7 +34,7 @@ pub(super) struct BucketSet {
     /// By parameter: a gradient that is being read.
     pub(super) held: Vec<Option<DispatchTensor>>,
     /// By parameter: what was sent before backward ended.
-    pub(super) flushed: Vec<FlushObserver>,
+    pub(super) flushed: Vec<FlushedGradient>,
     /// By parameter: whether some rank had a gradient, once that is known.
     pub(super) present: Vec<bool>,
     /// What ranks tell each other beside the sums; `None` while it travels.
@@ -80,7 +80,7 @@ pub(super) enum RangeCheck {
     clippy::large_enum_variant,
     reason = "there is one a parameter, in memory that is kept; tensors of some devices are large"
 )]
-pub(super) enum FlushObserver {
+pub(super) enum FlushedGradient {
     /// It has not been looked for.
     #[default]
     None,
@@ -90,7 +90,7 @@ pub(super) enum FlushObserver {
     Seen(DispatchTensor),
 }
 
-impl FlushObserver {
+impl FlushedGradient {
     pub(super) fn gradient(&self) -> Option<&DispatchTensor> {
         match self {
             Self::Seen(gradient) => Some(gradient),
@@ -126,7 +126,7 @@ impl BucketSet {
             written: vec![false; parameters],
             here: vec![false; parameters],
             held: none(parameters),
-            flushed: core::iter::repeat_with(FlushObserver::default)
+            flushed: core::iter::repeat_with(FlushedGradient::default)
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
@@ -151,8 +151,8 @@ impl BucketSet {
         for undo in &mut self.undo {
             undo.take_if(|undo| matches!(undo, BucketStorage::Device(_)));
         }
-        for stage in &mut self.states {
-            *stage = match core::mem::replace(stage, BucketState::Lost) {
+        for state in &mut self.states {
+            *state = match core::mem::replace(state, BucketState::Lost) {
                 BucketState::Open(store)
                 | BucketState::Complete(store)
                 | BucketState::Summed(store) => BucketState::Open(store.reopen()),
@@ -173,8 +173,8 @@ impl BucketSet {
             return;
         }
         for bucket in 0..self.states.len() {
-            let stage = core::mem::replace(&mut self.states[bucket], BucketState::Lost);
-            self.states[bucket] = match (stage, placement) {
+            let state = core::mem::replace(&mut self.states[bucket], BucketState::Lost);
+            self.states[bucket] = match (state, placement) {
                 (BucketState::Open(store), Placement::Host) => {
                     BucketState::Open(store.into_host(group))
                 }
@@ -201,7 +201,7 @@ impl BucketSet {
 
     /// Lets go of the gradients that were seen.
     pub(super) fn forget(&mut self) {
-        self.flushed.fill_with(FlushObserver::default);
+        self.flushed.fill_with(FlushedGradient::default);
     }
 
     /// Takes a bucket out that may still get gradients.
@@ -326,7 +326,7 @@ impl BucketSet {
     /// The sums of buckets on a device, of a window that was reduced, by bucket.
     pub(super) fn summed_on_device(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
         let states = self.states.iter_mut().enumerate();
-        states.filter_map(|(bucket, stage)| match stage {
+        states.filter_map(|(bucket, state)| match state {
             BucketState::Summed(BucketStorage::Device(flat)) => Some((bucket, flat)),
             _ => None,
         })
@@ -334,7 +334,7 @@ impl BucketSet {
 
     /// The sums of all buckets in memory, of a window that was reduced.
     pub(super) fn summed(&mut self) -> Vec<&mut Buffer> {
-        let summed = |stage| match stage {
+        let summed = |state| match state {
             &mut BucketState::Summed(BucketStorage::Host(ref mut buffer)) => Some(buffer),
             _ => None,
         };
@@ -343,8 +343,8 @@ impl BucketSet {
 
     /// Brings the sums of a window that was reduced to memory.
     pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
-        for stage in &mut self.states {
-            *stage = match core::mem::replace(stage, BucketState::Lost) {
+        for state in &mut self.states {
+            *state = match core::mem::replace(state, BucketState::Lost) {
                 BucketState::Summed(store) => BucketState::Summed(store.into_host(group)),
                 other => other,
             };

@@ -24,7 +24,7 @@ pub(super) struct Failed {
 #[derive(Clone, Debug)]
 pub(super) struct BackwardCall {
     calls: Arc<FailedCalls>,
-    /// Whether the other ranks have met this one in it.
+    /// Whether the ranks have communicated in it.
     synchronized: Arc<AtomicBool>,
 }
 

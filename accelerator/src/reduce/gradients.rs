@@ -8,11 +8,11 @@ use burn::tensor::{Device, Tensor};
 use super::bucket_sums::BucketSums;
 use super::clip::{Clip, Limit};
 use super::context::ReduceScope;
-use super::means::{GradientMean, GradientMeans};
+use super::gradient_means::{GradientMean, GradientMeans};
 use super::model_state::ModelState;
 use super::non_finite_loss::{self, OnNonFiniteLoss};
-use super::reduced::{GradientStorage, NormAsked, ReducedGradients};
-use super::reducer::Reduced;
+use super::reduced_gradients::{GradientStorage, NormAsked, ReducedGradients};
+use super::reducer::ReducedWindow;
 use super::step_commit::StepCommit;
 use super::updates::Clips;
 use crate::core::error::Result;
@@ -22,7 +22,7 @@ use crate::data::weight::Weight;
 use crate::model::TiedParameters;
 use crate::precision::Finiteness;
 
-/// The averaged gradients of a window, or the news that it is still open.
+/// The averaged gradients of a window, or none yet while it is open.
 ///
 /// Pass them to [`PreparedOptimizer::step`](crate::optim::PreparedOptimizer::step) in either
 /// case: an open window leaves the model as it is. Burn's own optimizers do not take them: where
@@ -52,7 +52,7 @@ pub struct AveragedGradients(WindowResult);
 
 enum WindowResult {
     Accumulating,
-    Reduced(Box<ReducedGradients>),
+    ReducedWindow(Box<ReducedGradients>),
     /// This rank had no sample in a step of its own.
     Idle {
         epoch: Option<u64>,
@@ -104,7 +104,7 @@ impl AveragedGradients {
     pub(super) fn reduced(
         model_state: Arc<ModelState>,
         device: Device,
-        reduced: Reduced,
+        reduced: ReducedWindow,
         epoch: Option<u64>,
     ) -> Self {
         let sums = BucketSums {
@@ -122,7 +122,7 @@ impl AveragedGradients {
             device,
             epoch,
             reduced.tickets,
-            GradientStorage::Reduced(sums),
+            GradientStorage::ReducedWindow(sums),
         )
     }
 
@@ -133,7 +133,7 @@ impl AveragedGradients {
         tickets: Vec<ConsumeTicket>,
         values: GradientStorage,
     ) -> Self {
-        Self(WindowResult::Reduced(Box::new(ReducedGradients {
+        Self(WindowResult::ReducedWindow(Box::new(ReducedGradients {
             device,
             epoch,
             factors: Vec::new(),
@@ -156,7 +156,7 @@ impl AveragedGradients {
 
     /// What the scale of losses learns of them.
     pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
-        if let WindowResult::Reduced(closed) = &mut self.0
+        if let WindowResult::ReducedWindow(closed) = &mut self.0
             && let Some(commit) = &mut closed.commit
         {
             commit.finiteness = Some(finiteness);
@@ -165,7 +165,7 @@ impl AveragedGradients {
 
     /// As those of this rank alone, which are in use for as long as they hold `token`.
     pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
-        if let WindowResult::Reduced(closed) = &mut self.0 {
+        if let WindowResult::ReducedWindow(closed) = &mut self.0 {
             closed.token = Some(token.clone());
         }
         self
@@ -214,7 +214,7 @@ impl AveragedGradients {
         match self.0 {
             WindowResult::Idle { .. } => true,
             WindowResult::Overflowed { scope, .. } => scope == ReduceScope::Local,
-            WindowResult::Accumulating | WindowResult::Reduced(_) => false,
+            WindowResult::Accumulating | WindowResult::ReducedWindow(_) => false,
         }
     }
 
@@ -253,11 +253,11 @@ impl AveragedGradients {
     /// over all samples, without the scale of the loss, so that limits are the same at any world size,
     /// accumulation and precision. Nothing happens while the window is open.
     ///
-    /// All ranks clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
-    /// gradient each, they do it together.
+    /// All ranks must clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
+    /// gradient each, it is a collective.
     ///
-    /// On one GPU, a limit of values or of the L2 norm is not waited for by the host; what several ranks clip by is
-    /// read.
+    /// With one rank on a GPU, the host does not wait for a clip by value or by the L2 norm; with several it reads the
+    /// norm.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -278,7 +278,7 @@ impl AveragedGradients {
     /// ```
     #[track_caller]
     pub fn clip(mut self, clip: Clip<'_>) -> Self {
-        let WindowResult::Reduced(closed) = &mut self.0 else {
+        let WindowResult::ReducedWindow(closed) = &mut self.0 else {
             return self;
         };
         let chosen = closed.chosen(&clip);
@@ -306,11 +306,11 @@ impl AveragedGradients {
     /// On a device they are added up in its own order and type, so that ranks may differ in the last bits: a
     /// [clip](Self::clip), for which all ranks use that of rank 0, makes them the same.
     ///
-    /// One rank may ask alone: nothing is communicated. With a [`Sharded`](crate::optim::Sharded) optimizer,
-    /// whose ranks have a part of the gradient each, it travels along with every window from the one
-    /// on in which it, or a clip, was first asked for. So it is `None` once where that is not the first window.
+    /// It is not a collective. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
+    /// gradient each, it is sent with every window after it, or a clip, was first asked for: a first call after the
+    /// first window returns `None`.
     pub fn norm(&mut self) -> Option<f64> {
-        let WindowResult::Reduced(closed) = &mut self.0 else {
+        let WindowResult::ReducedWindow(closed) = &mut self.0 else {
             return None;
         };
         if !closed.knows_norm() {
@@ -324,7 +324,7 @@ impl AveragedGradients {
     #[track_caller]
     pub(super) fn agree_on_norm(&mut self) -> Result<()> {
         match &mut self.0 {
-            WindowResult::Reduced(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
+            WindowResult::ReducedWindow(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
             WindowResult::Accumulating
             | WindowResult::Idle { .. }
             | WindowResult::Overflowed { .. } => Ok(()),
@@ -335,11 +335,11 @@ impl AveragedGradients {
     /// was clipped. With an infinite order it is the largest magnitude. `None` while the window is
     /// open.
     ///
-    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
-    /// ranks call it. Where that fails it is `None`, and so does the next call that communicates.
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
+    /// collective. Where it fails it is `None`, and the next call that communicates fails too.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
-        let WindowResult::Reduced(closed) = &mut self.0 else {
+        let WindowResult::ReducedWindow(closed) = &mut self.0 else {
             return None;
         };
         let all = vec![true; closed.model_state.parameters().len()];
@@ -403,7 +403,7 @@ impl AveragedGradients {
     fn read_loss(&self) -> Option<f64> {
         let closed = self.closed_ref()?;
         let read = || match &closed.values {
-            GradientStorage::Reduced(sums) => sums.loss.value() / sums.total,
+            GradientStorage::ReducedWindow(sums) => sums.loss.value() / sums.total,
             GradientStorage::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
         };
         Some(*closed.loss.get_or_init(read))
@@ -429,7 +429,7 @@ impl AveragedGradients {
     /// open. As the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
-            GradientStorage::Reduced(sums) => Some(sums.total),
+            GradientStorage::ReducedWindow(sums) => Some(sums.total),
             GradientStorage::Untouched { samples, .. } => Some(*samples),
         }
     }
@@ -479,9 +479,9 @@ impl AveragedGradients {
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             WindowResult::Overflowed { scale, .. } => Some(scale),
-            WindowResult::Accumulating | WindowResult::Reduced(_) | WindowResult::Idle { .. } => {
-                None
-            }
+            WindowResult::Accumulating
+            | WindowResult::ReducedWindow(_)
+            | WindowResult::Idle { .. } => None,
         }
     }
 
@@ -513,9 +513,9 @@ impl AveragedGradients {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, all
-    /// ranks call it, and get everything. Where that fails it is `None`, and the next call that
-    /// communicates tells why.
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
+    /// collective that returns whole gradients. Where it fails it is `None`, and the next call that communicates
+    /// returns the error.
     #[track_caller]
     pub fn into_params(mut self) -> Option<GradientsParams> {
         if self.is_lost() {
@@ -542,7 +542,7 @@ impl AveragedGradients {
     /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
     /// step is skipped.
     pub(crate) fn into_averaged(self) -> Option<GradientMean> {
-        let WindowResult::Reduced(mut closed) = self.0 else {
+        let WindowResult::ReducedWindow(mut closed) = self.0 else {
             return None;
         };
         if let GradientStorage::Untouched { .. } = closed.values {
@@ -556,7 +556,7 @@ impl AveragedGradients {
             ..
         } = *closed;
         Some(match values {
-            GradientStorage::Reduced(sums) => GradientMean::Sums(GradientMeans {
+            GradientStorage::ReducedWindow(sums) => GradientMean::Sums(GradientMeans {
                 device,
                 factors,
                 model_state,
@@ -569,7 +569,7 @@ impl AveragedGradients {
     /// Whether each rank has a part of them alone.
     pub(crate) fn is_sharded(&self) -> bool {
         let values = self.closed_ref().map(|closed| &closed.values);
-        matches!(values, Some(GradientStorage::Reduced(sums)) if sums.is_sharded())
+        matches!(values, Some(GradientStorage::ReducedWindow(sums)) if sums.is_sharded())
     }
 
     /// Whether something that all ranks do with them failed.
@@ -583,14 +583,14 @@ impl AveragedGradients {
             WindowResult::Accumulating
             | WindowResult::Idle { .. }
             | WindowResult::Overflowed { .. } => None,
-            WindowResult::Reduced(closed) => closed.commit.take(),
+            WindowResult::ReducedWindow(closed) => closed.commit.take(),
         }
     }
 
     pub(crate) fn epoch(&self) -> Option<u64> {
         match &self.0 {
             WindowResult::Accumulating => None,
-            WindowResult::Reduced(closed) => closed.epoch,
+            WindowResult::ReducedWindow(closed) => closed.epoch,
             WindowResult::Idle { epoch } | WindowResult::Overflowed { epoch, .. } => *epoch,
         }
     }
@@ -606,7 +606,7 @@ impl AveragedGradients {
             WindowResult::Accumulating
             | WindowResult::Idle { .. }
             | WindowResult::Overflowed { .. } => None,
-            WindowResult::Reduced(closed) => Some(closed),
+            WindowResult::ReducedWindow(closed) => Some(closed),
         }
     }
 }
@@ -619,7 +619,7 @@ impl fmt::Debug for AveragedGradients {
             WindowResult::Overflowed { scale, .. } => {
                 write!(f, "Gradients(not finite at scale {scale})")
             }
-            WindowResult::Reduced(closed) => f
+            WindowResult::ReducedWindow(closed) => f
                 .debug_struct("AveragedGradients")
                 .field("epoch", &closed.epoch)
                 .field("norm", &self.known_norm())

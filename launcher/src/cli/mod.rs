@@ -40,7 +40,7 @@ use argv::Argv;
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
-    command: Option<Sub>,
+    command: Option<Subcommands>,
     #[command(flatten)]
     options: Options,
     /// The script's arguments, which clap does not see.
@@ -49,7 +49,7 @@ pub(crate) struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
-enum Sub {
+enum Subcommands {
     /// Show this machine, its environment, and where each setting comes from.
     Env(EnvArgs),
     /// Show which rank gets which sample.
@@ -96,7 +96,7 @@ impl Cli {
     pub(crate) fn runs_a_job(&self) -> bool {
         match &self.command {
             None => !self.options.dry_run,
-            Some(Sub::Bench(arguments)) => arguments.starts_processes(),
+            Some(Subcommands::Bench(arguments)) => arguments.starts_processes(),
             Some(_) => false,
         }
     }
@@ -116,16 +116,16 @@ impl Cli {
             return launch::run(&self.options, &self.arguments, line, liveness);
         };
         match command {
-            Sub::Env(arguments) => env::run(arguments),
-            Sub::Plan(arguments) => plan::run(arguments),
-            Sub::Checkpoint(arguments) => checkpoint::run(arguments),
-            Sub::Estimate(arguments) => estimate::run(arguments),
-            Sub::Test(arguments) => selftest::run(arguments),
-            Sub::Rank(arguments) => Ok(selftest::rank(arguments)),
-            Sub::Completions(arguments) => docs::completions(arguments, Self::command()),
-            Sub::Man => docs::man(Self::command()),
-            Sub::Bench(arguments) => bench::run(arguments, line, liveness),
-            Sub::BenchRank(arguments) => Ok(bench::rank(arguments)),
+            Subcommands::Env(arguments) => env::run(arguments),
+            Subcommands::Plan(arguments) => plan::run(arguments),
+            Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
+            Subcommands::Estimate(arguments) => estimate::run(arguments),
+            Subcommands::Test(arguments) => selftest::run(arguments),
+            Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),
+            Subcommands::Completions(arguments) => docs::completions(arguments, Self::command()),
+            Subcommands::Man => docs::man(Self::command()),
+            Subcommands::Bench(arguments) => bench::run(arguments, line, liveness),
+            Subcommands::BenchRank(arguments) => Ok(bench::rank(arguments)),
         }
     }
 }
@@ -268,12 +268,12 @@ mod tests {
         let command = |line: &str| parse(line).unwrap().command;
         assert!(matches!(
             command("checkpoint show runs/a 3 --json"),
-            Some(Sub::Checkpoint(_))
+            Some(Subcommands::Checkpoint(_))
         ));
         for line in ["checkpoint", "checkpoint list", "checkpoint show a first"] {
             assert_eq!(parse(line).err().map(|x| x.exit_code()), Some(2), "{line}");
         }
-        assert!(matches!(command("env --json"), Some(Sub::Env(_))));
+        assert!(matches!(command("env --json"), Some(Subcommands::Env(_))));
         assert!(command("./env --json").is_none());
     }
 }

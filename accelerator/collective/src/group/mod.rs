@@ -3,12 +3,12 @@
 mod activity;
 mod buffers;
 mod collectives;
+mod data_path;
 mod engine;
 mod forbidden;
 mod heartbeat;
 mod in_flight;
 mod job_queue;
-mod negotiate;
 mod objects;
 mod observer;
 mod options;
@@ -212,7 +212,7 @@ impl ProcessGroup {
         let store = meeting.store.clone();
         let transport = Tcp::connect(&topology, meeting, patience)?.into_transport();
         let group = Self::join(topology, options, transport, store)?;
-        negotiate::negotiate(&group.0.rank_state, asked, began)?;
+        data_path::negotiate(&group.0.rank_state, asked, began)?;
         Ok(group)
     }
 

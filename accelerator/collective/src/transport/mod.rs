@@ -39,7 +39,7 @@ use crate::{
 /// How a group exchanges data and learns who is gone: a control plane, and the path that data take.
 ///
 /// Processes connect a TCP mesh, which is their control plane and moves chunks as well. Over it they agree on
-/// the path of data (`group/negotiate.rs`), which may be shared memory or another data plane.
+/// the path of data (`group/data_path.rs`), which may be shared memory or another data plane.
 pub(crate) struct Transport {
     peers: Arc<[Peer]>,
     inbox: Arc<Inbox>,

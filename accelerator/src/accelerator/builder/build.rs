@@ -6,7 +6,7 @@ use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
 use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
-use super::terms::{hook_term, switch, terms};
+use super::terms::{hook_term, overlap_switch, terms};
 use crate::accelerator::{Accelerator, Restarts, Settings, Shared, launch, variables};
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Accumulation, Context};
@@ -61,7 +61,7 @@ impl AcceleratorBuilder {
             // Which device it is depends on the local rank, which the ranks have found only now.
             None => open(group.topology()).inspect_err(|error| group.abort(error.to_string()))?,
         };
-        let switch = switch(group.topology(), &settings, kind);
+        let switch = overlap_switch(group.topology(), &settings, kind);
         let device_reducer = device_reducer(&settings, kind, &device);
         let mut terms = terms(&settings, switch, group.topology(), &device_reducer);
         terms.push(hook_term(&settings));
@@ -123,7 +123,7 @@ impl AcceleratorBuilder {
                 done: 0,
                 most: None,
             };
-            let switch = switch(group.topology(), &settings, kind);
+            let switch = overlap_switch(group.topology(), &settings, kind);
             if settings.reduce.hook.is_some() {
                 // The rest is one setting, and each thread makes hooks of its own.
                 agreement::check_all(&group, &[hook_term(&settings)])?;

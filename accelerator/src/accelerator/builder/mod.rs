@@ -120,16 +120,14 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Says that ranks may train on the same samples: in a benchmark, for example, or a test. Otherwise, a model whose
-    /// loss is the same on all ranks, to the bit, in eight steps one after the other is warned of, once, on rank 0:
-    /// its data is not shared out, and several ranks do what one does.
+    /// Allows ranks to train on the same samples: in a benchmark, for example, or a test. Otherwise rank 0 warns once
+    /// of a model whose loss has the same bits on all ranks in eight steps in a row: its data is not sharded.
     ///
-    /// Ranks tell each other a hash of their losses with their gradients, so it costs nothing. Losses that are 0 or not
-    /// finite do not count, nor do those that lie on GPUs which NCCL joins, where nobody has read them. Batches of
-    /// prepared loaders, where they are passed to `backward`, are known to be others on each rank: of them nothing is
-    /// said, whatever their losses are. Nor is anything said of samples that are the same under losses that differ, as
-    /// with dropout, or of a loader that was not prepared and is shuffled by another seed on each rank: a program may
-    /// share out its data by itself.
+    /// A hash of the losses is sent with the gradients, so the check costs nothing. Losses that are 0 or not finite do
+    /// not count, nor do losses on GPUs that NCCL joins, which are not read. Batches of prepared loaders that are
+    /// passed to `backward` are never warned of, whatever their losses. Nor are the same samples under losses that
+    /// differ, as with dropout, or a loader that was not prepared and is shuffled by another seed on each rank, since
+    /// a program may shard its data itself.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -271,7 +269,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Where this process stands among the others, instead of what the environment says.
+    /// The rank, world size and rendezvous of this process, in place of those from the environment.
     ///
     /// ```
     /// use accelerator::Accelerator;
@@ -309,11 +307,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How long a collective waits for a rank that lives but does not come. A rank that shows that it works
-    /// is waited for: one that saves or loads for all, one that calls
-    /// [`keep_alive`](crate::Accelerator::keep_alive), and for its
-    /// [busy timeout](Self::busy_timeout) one that is in a closure that only some ranks run. Default:
-    /// 10 minutes.
+    /// How long a collective waits for a rank that is alive but does not call it. Progress of that rank restarts the
+    /// timeout: it saves or loads for all, or calls [`keep_alive`](crate::Accelerator::keep_alive). In a closure that
+    /// only some ranks run, it has its [busy timeout](Self::busy_timeout). Default: 10 minutes.
     ///
     /// ```
     /// use accelerator::Accelerator;
@@ -369,7 +365,7 @@ impl AcceleratorBuilder {
 
     /// How gradients of a GPU get to the other ranks. Default: `ACCEL_REDUCTION`, else [`GradientReduction::Auto`].
     ///
-    /// Ranks that share a GPU, which NCCL does not take, go through memory by themselves; to say so:
+    /// Ranks that share a GPU use host memory by default, since NCCL refuses them; to set it:
     ///
     /// ```
     /// use accelerator::{Accelerator, Oversubscription, GradientReduction};
@@ -386,10 +382,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Reduces gradients in the program's own way: by a hook that `make` gives, once for each prepared model
-    /// of each rank, and once more to learn its name. See [`CommunicationHook`], and
-    /// [`PowerSgd`](crate::hook::PowerSgd) for one that is ready. Every rank uses a hook of the same name, or
-    /// none. Default: an exact all-reduce.
+    /// Reduces gradients by a hook of the program's own. `make` is called once for each prepared model of each rank,
+    /// and once more for the hook's name. See [`CommunicationHook`], and [`PowerSgd`](crate::hook::PowerSgd) for a
+    /// ready one. Every rank uses a hook of the same name, or none. Default: an exact all-reduce.
     ///
     /// Nothing is sent while backward runs, and there is no [`Compression`] beside it: [`build`](Self::build)
     /// fails with [`Error::is_config`](crate::Error::is_config) where both are asked for.
@@ -436,15 +431,15 @@ impl AcceleratorBuilder {
     /// rank. The model is as it was before that step. Default: the rank whose loss it is says so once a model, with
     /// the step, and training goes on.
     ///
-    /// In [local training](crate::local), ranks hear nothing of each other between averages, and the error is that of
-    /// this rank alone: end the program with it.
+    /// In [local training](crate::local), ranks do not communicate between averages, and this rank alone gets the
+    /// error: end the program with it.
     ///
     /// On a CPU it costs nothing. On a GPU each call of `backward` waits until its loss is computed; without it, such
     /// a loss is told there when the program asks for [`AveragedGradients::loss`](crate::AveragedGradients::loss).
     ///
-    /// The loss alone is looked at. Gradients that are not finite under a finite loss show in the loss of the next step;
-    /// after the last step they are in what is saved, and nothing is said:
-    /// [`AveragedGradients::norm`](crate::AveragedGradients::norm) tells.
+    /// Only the loss is checked. Gradients that are not finite under a finite loss show in the loss of the next step;
+    /// after the last step they are saved without a warning: check
+    /// [`AveragedGradients::norm`](crate::AveragedGradients::norm).
     ///
     /// ```
     /// use accelerator::prelude::*;

@@ -8,8 +8,12 @@ use crate::core::device::BackendKind;
 use crate::reduce::hook::HookFactory;
 use crate::reduce::{DeviceReducer, Overlap, OverlapSwitch};
 
-/// What the setting comes to for ranks that stand so.
-pub(super) fn switch(topology: &Topology, settings: &Settings, kind: BackendKind) -> OverlapSwitch {
+/// Whether gradients are sent during backward, on that topology and device.
+pub(super) fn overlap_switch(
+    topology: &Topology,
+    settings: &Settings,
+    kind: BackendKind,
+) -> OverlapSwitch {
     let on = match settings.reduce.overlap {
         // Hooks run when backward has ended.
         _ if settings.reduce.hook.is_some() => false,

@@ -115,12 +115,15 @@ pub(super) fn gradient<const D: usize>(tensor: &Tensor<D>, gradient: Tensor<D>) 
     part.flatten().map_or(gradient, Tensor::from_dispatch)
 }
 
+/// A loop over elements of a parameter, their gradients, and which ones they are.
+type StepLoop<'a, E> = &'a mut dyn FnMut(&mut [E], &[E], Range<usize>);
+
 /// Gives `work` the elements of a parameter, their gradients, and which ones they are: all at once, or
 /// block by block. It steps them.
 pub(super) fn step<E: Real>(
     tensor: DispatchTensor,
     gradient: DispatchTensor,
-    work: &mut dyn FnMut(&mut [E], &[E], Range<usize>),
+    work: StepLoop<'_, E>,
 ) -> DispatchTensor {
     STEPPED.set(STEPPED.get() + 1);
     let next = with_waiting(|waiting| waiting.next.take()).flatten();

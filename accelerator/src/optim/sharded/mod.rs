@@ -207,7 +207,7 @@ impl Shards {
         }
         let model = self.exchange(model, &mut means, stepped)?;
         if let Some(bounds) = bounds
-            && let Err(error) = means.spread_next(&bounds)
+            && let Err(error) = means.shard_next(&bounds)
         {
             // Other ranks cut the next window.
             self.group.abort(error.to_string());

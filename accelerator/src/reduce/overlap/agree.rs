@@ -4,7 +4,7 @@ use super::plan::ReadyOrder;
 use crate::core::error::Result;
 
 /// For how many windows ranks wait for one that had no samples in any of them.
-const PATIENCE: u32 = 32;
+const MAX_WINDOWS: u32 = 32;
 
 /// What a rank knows about when gradients are ready, from windows whose last micro-step had samples
 /// for it. What an idle rank computes may be anything, and teaches nothing.
@@ -30,7 +30,7 @@ pub(super) struct RankCalibration {
 /// What all ranks come to, which is the same on each of them.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum CalibrationOutcome {
-    /// Some rank goes on learning.
+    /// Some rank goes on calibration.
     NotYet,
     /// No gradient is ready before the end on any rank.
     NothingEarly,
@@ -68,7 +68,7 @@ impl RankCalibration {
         self.windows += 1;
         let mine = CalibrationProgress::of(&self.observation);
         let all = group.all_gather(&[mine as u8])?;
-        if all.contains(&(CalibrationProgress::Learning as u8)) && self.windows < PATIENCE {
+        if all.contains(&(CalibrationProgress::Learning as u8)) && self.windows < MAX_WINDOWS {
             return Ok(CalibrationOutcome::NotYet);
         }
         let teacher = all
@@ -117,14 +117,14 @@ impl CalibrationProgress {
 mod tests {
     use super::*;
 
-    /// What two ranks come to that know `lessons` after so many windows.
-    fn agreement(lessons: [fn() -> WindowObservation; 2], windows: u32) -> CalibrationOutcome {
+    /// What two ranks come to that know `observations` after so many windows.
+    fn agreement(observations: [fn() -> WindowObservation; 2], windows: u32) -> CalibrationOutcome {
         let both = crate::launch(2, |accelerator| {
-            let mut learning = RankCalibration {
-                observation: lessons[accelerator.rank()](),
+            let mut calibration = RankCalibration {
+                observation: observations[accelerator.rank()](),
                 windows: windows - 1,
             };
-            learning.agree(3, accelerator.group())
+            calibration.agree(3, accelerator.group())
         });
         let [one, other] = <[CalibrationOutcome; 2]>::try_from(both.unwrap()).unwrap();
         assert_eq!(one, other);
@@ -161,16 +161,19 @@ mod tests {
             (|| WindowObservation::Depth) as fn() -> WindowObservation,
             || WindowObservation::Places(9),
         ] {
-            for lessons in [[idle, early], [early, idle]] {
-                assert_eq!(agreement(lessons, PATIENCE - 1), CalibrationOutcome::NotYet);
-                let outcome = agreement(lessons, PATIENCE);
+            for observations in [[idle, early], [early, idle]] {
+                assert_eq!(
+                    agreement(observations, MAX_WINDOWS - 1),
+                    CalibrationOutcome::NotYet
+                );
+                let outcome = agreement(observations, MAX_WINDOWS);
                 assert!(
                     matches!(outcome, CalibrationOutcome::Order(_)),
                     "{outcome:?}"
                 );
             }
             assert_eq!(
-                agreement([idle, idle], PATIENCE),
+                agreement([idle, idle], MAX_WINDOWS),
                 CalibrationOutcome::NothingEarly
             );
         }

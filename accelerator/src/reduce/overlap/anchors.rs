@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use burn::backend::DispatchTensor;
 use burn::tensor::{Device, Tensor};
 
-use super::hook;
+use super::watch;
 
 /// Tensors of chosen depths, of which no gradient is asked: what is placed above one of them runs
 /// at its depth in backward.
@@ -71,7 +71,7 @@ impl Chain {
         };
         let mut anchor = anchor.clone();
         for _ in from..depth {
-            anchor = hook::deepen(anchor);
+            anchor = watch::deepen(anchor);
         }
         self.made.insert(depth, anchor.clone());
         anchor

@@ -17,11 +17,11 @@ use crate::core::error::Result;
 use crate::precision::Cast;
 use crate::reduce::element_values;
 use crate::reduce::model_state::ModelState;
-use crate::reduce::reducer::{Reduced, Reducer, Repair};
+use crate::reduce::reducer::{ReducedWindow, Reducer, Repair};
 use crate::reduce::working_parts::{WorkingCopy, WorkingPart};
 
 /// After how many steps in which a bucket was sent too early it is given up.
-const PATIENCE: u32 = 3;
+const MAX_REPAIRS: u32 = 3;
 
 /// Backward with a reducer that looks on.
 impl OverlapScheduler {
@@ -50,7 +50,7 @@ impl OverlapScheduler {
             // What is added up last is ready in the end, and a step that follows may have one copy.
             _ if matches!(copy, WorkingCopy::Several) => None,
             SchedulerPhase::Sending(points) if served => Some((
-                CalibratingObserver::Sending(points.clone()),
+                ProbeTask::Sending(points.clone()),
                 at_points(
                     points,
                     Leaves::of(model, take(&mut copy), model_state),
@@ -65,36 +65,36 @@ impl OverlapScheduler {
                     let gradients = GradientsParams::from_grads(loss.backward(), model);
                     return (gradients, reducer, Some(late));
                 }
-                WindowObservation::Depth => Some((CalibratingObserver::Measuring(0), Vec::new())),
+                WindowObservation::Depth => Some((ProbeTask::Measuring(0), Vec::new())),
                 WindowObservation::Places(depth) => {
                     let probes =
                         everywhere(depth, &Leaves::of(model, take(&mut copy), model_state));
                     let depths = probes.iter().map(|probe| probe.depth).collect();
                     let calibration = Calibration::new(model_state.parameters().len(), depths);
-                    Some((CalibratingObserver::Calibrating(calibration), probes))
+                    Some((ProbeTask::Calibrating(calibration), probes))
                 }
             },
             SchedulerPhase::Off | SchedulerPhase::Sending(_) | SchedulerPhase::GivenUp => None,
         };
-        let Some((watcher, probes)) = watched else {
+        let Some((task, probes)) = watched else {
             // Nobody compares what its casts make.
             drop((copy, casts));
             let gradients = GradientsParams::from_grads(loss.backward(), model);
             return (gradients, reducer, None);
         };
-        let reducer = match watcher {
-            CalibratingObserver::Sending(_) => reducer.with_casts(casts.clone()),
+        let reducer = match task {
+            ProbeTask::Sending(_) => reducer.with_casts(casts.clone()),
             _ => reducer,
         };
-        let observer = Arc::new(BackwardObserver(Mutex::new(Some((watcher, reducer)))));
+        let observer = Arc::new(BackwardObserver(Mutex::new(Some((task, reducer)))));
         let watching: Arc<dyn Observer> = observer.clone();
         let gradients = watch(loss, &mut self.anchors, probes, &watching).backward();
         let gradients = GradientsParams::from_grads(gradients, model);
         drop(watching);
-        let (watcher, reducer) = observer.close();
-        let observation = match watcher {
-            CalibratingObserver::Measuring(depth) => Some(WindowObservation::Places(depth)),
-            CalibratingObserver::Calibrating(calibration) => Some(WindowObservation::Learnt(
+        let (task, reducer) = observer.close();
+        let observation = match task {
+            ProbeTask::Measuring(depth) => Some(WindowObservation::Places(depth)),
+            ProbeTask::Calibrating(calibration) => Some(WindowObservation::Learnt(
                 calibration.result(|index, seen| {
                     let gradient =
                         element_values::look(&gradients, &model_state.parameters()[index]);
@@ -102,7 +102,7 @@ impl OverlapScheduler {
                     gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
                 }),
             )),
-            CalibratingObserver::Sending(_) => None,
+            ProbeTask::Sending(_) => None,
         };
         (gradients, reducer, observation)
     }
@@ -113,7 +113,7 @@ impl OverlapScheduler {
     pub(in crate::reduce) fn learn(
         &mut self,
         observation: Option<WindowObservation>,
-        reduced: &mut Reduced,
+        reduced: &mut ReducedWindow,
         model_state: &ModelState,
         group: &ProcessGroup,
     ) -> Result<()> {
@@ -143,10 +143,10 @@ impl OverlapScheduler {
             }
             SchedulerPhase::Sending(_) if reduced.repaired > 0 => {
                 self.repairs += 1;
-                if self.repairs >= PATIENCE {
+                if self.repairs >= MAX_REPAIRS {
                     tracing::warn!(
                         step = model_state.steps(),
-                        "gradients became ready in another order than before in {PATIENCE} \
+                        "gradients became ready in another order than before in {MAX_REPAIRS} \
                          steps, and had to be reduced again: from now on, gradients of this model are \
                          sent when backward has ended (said once)"
                     );
@@ -164,7 +164,7 @@ impl OverlapScheduler {
 
 /// Looks on, and keeps what it learns.
 #[derive(Debug)]
-enum CalibratingObserver {
+enum ProbeTask {
     Measuring(usize),
     Calibrating(Calibration),
     Sending(Vec<FlushPoint>),
@@ -172,35 +172,33 @@ enum CalibratingObserver {
 
 /// Open while backward runs.
 #[derive(Debug)]
-struct BackwardObserver(Mutex<Option<(CalibratingObserver, Reducer)>>);
+struct BackwardObserver(Mutex<Option<(ProbeTask, Reducer)>>);
 
 impl BackwardObserver {
     #[expect(
         clippy::expect_used,
         reason = "nobody else takes it out, and this is called once"
     )]
-    fn close(&self) -> (CalibratingObserver, Reducer) {
+    fn close(&self) -> (ProbeTask, Reducer) {
         self.lock().take().expect("an observer is closed once")
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<(CalibratingObserver, Reducer)>> {
+    fn lock(&self) -> MutexGuard<'_, Option<(ProbeTask, Reducer)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Observer for BackwardObserver {
     fn begins(&self, depth: usize) {
-        if let Some((CalibratingObserver::Measuring(found), _)) = &mut *self.lock() {
+        if let Some((ProbeTask::Measuring(found), _)) = &mut *self.lock() {
             *found = depth;
         }
     }
 
     fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>) {
         match &mut *self.lock() {
-            Some((CalibratingObserver::Calibrating(calibration), _)) => {
-                calibration.look(point, gradients)
-            }
-            Some((CalibratingObserver::Sending(points), reducer)) => {
+            Some((ProbeTask::Calibrating(calibration), _)) => calibration.look(point, gradients),
+            Some((ProbeTask::Sending(points), reducer)) => {
                 for &bucket in &points[point].buckets {
                     // Whatever becomes of one, the next starts at its own.
                     let mut own = (&mut *gradients).take(reducer.members(bucket).len());

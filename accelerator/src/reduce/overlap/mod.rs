@@ -2,12 +2,12 @@ mod agree;
 mod anchors;
 mod backward;
 mod calibration;
-mod hook;
 mod identity;
 mod plan;
 mod report;
 mod scheduler;
 mod setting;
+mod watch;
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ use burn::backend::DispatchTensor;
 use burn::tensor::Tensor;
 
 use self::anchors::Anchors;
-use self::hook::{Observer, ProbeWatch};
 pub(super) use self::identity::is_of;
 pub(super) use self::plan::ReadyOrder;
 pub use self::report::{OverlapReport, OverlapState};
 pub(super) use self::scheduler::OverlapScheduler;
 pub(crate) use self::scheduler::OverlapSwitch;
 pub use self::setting::Overlap;
+use self::watch::{Observer, ProbeWatch};
 
 /// A place in backward at which to look at gradients.
 #[derive(Debug)]
@@ -51,9 +51,9 @@ fn watch(
             observer: Arc::clone(observer),
             point,
         };
-        watched = hook::watch(watched, anchor, watch);
+        watched = watch::watch(watched, anchor, watch);
     }
-    Tensor::from_dispatch(hook::join(
+    Tensor::from_dispatch(watch::join(
         loss.into_dispatch(),
         watched,
         Arc::clone(observer),

@@ -24,8 +24,8 @@ impl Reducer {
     ) -> Result<()> {
         self.send_mode = SendMode::Blocking;
         let bucket_set = &mut self.bucket_set;
-        for (needs_retry, stage) in bucket_set.wrong.iter_mut().zip(&bucket_set.states) {
-            *needs_retry = match stage {
+        for (needs_retry, state) in bucket_set.wrong.iter_mut().zip(&bucket_set.states) {
+            *needs_retry = match state {
                 BucketState::Complete(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
                 _ => false,
             };

@@ -15,7 +15,7 @@ use burn::tensor::Tensor;
 
 use self::pending::PendingCollective;
 use self::sending::{is_networked, waited};
-use super::bucket_set::{BucketSet, BucketState, FlushObserver};
+use super::bucket_set::{BucketSet, BucketState, FlushedGradient};
 use super::compression::{Compression, CompressionScale};
 use super::device_reduce::{DeviceReducer, PendingReduce};
 use super::element_values;
@@ -100,7 +100,7 @@ pub(super) enum Repair {
 
 /// What a window comes to, over all ranks.
 #[derive(Debug)]
-pub(super) struct Reduced {
+pub(super) struct ReducedWindow {
     /// With Σ weight · gradient, and which parameters had a gradient somewhere.
     pub(super) bucket_set: Box<BucketSet>,
     pub(super) loss: LossSum,
@@ -295,7 +295,7 @@ impl Reducer {
         let layout = bucket_set.layout.clone();
         for (&parameter, gradient) in layout.members(bucket).iter().zip(gradients) {
             bucket_set.flushed[parameter] =
-                gradient.map_or(FlushObserver::Absent, FlushObserver::Seen);
+                gradient.map_or(FlushedGradient::Absent, FlushedGradient::Seen);
         }
         let seen = |parameter: usize| bucket_set.flushed[parameter].gradient();
         bucket_set.enter(bucket, &mut store, seen, self.weight);
@@ -327,7 +327,7 @@ impl Reducer {
         gradients: GradientsParams,
         loss: Tensor<1>,
         ticket: Option<ConsumeTicket>,
-    ) -> Result<Reduced> {
+    ) -> Result<ReducedWindow> {
         self.batches.add(ticket.as_ref());
         window::note(&mut self.tickets, ticket);
         match self.conclude(model_state, gradients, loss) {
@@ -398,7 +398,7 @@ impl Reducer {
         Ok(repaired)
     }
 
-    fn into_reduced(mut self, model_state: &ModelState, repaired: usize) -> Result<Reduced> {
+    fn into_reduced(mut self, model_state: &ModelState, repaired: usize) -> Result<ReducedWindow> {
         self.owed.keep();
         if self.send_mode != SendMode::Nowhere {
             let windows = control::check_windows(&self);
@@ -430,7 +430,7 @@ impl Reducer {
         let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
         let same_losses = self.send_mode != SendMode::Nowhere && sums.losses_agree(&self.group);
         let is_apart = self.send_mode != SendMode::Nowhere && self.bucket_set.is_on_device();
-        Ok(Reduced {
+        Ok(ReducedWindow {
             loss: LossSum { read, ..self.loss },
             tickets: self.tickets,
             total,

@@ -66,7 +66,7 @@ impl Reducer {
     pub(super) fn settle(&mut self, model_state: &ModelState) -> Result<()> {
         let mut states = self.bucket_set.states.iter();
         let mut fits =
-            !states.any(|stage| matches!(stage, BucketState::Rounded(_, RangeCheck::Beyond)));
+            !states.any(|state| matches!(state, BucketState::Rounded(_, RangeCheck::Beyond)));
         if self.compression != Compression::None && !self.sum_scope.is_whole() {
             fits = self.all_agree(fits)?;
         }

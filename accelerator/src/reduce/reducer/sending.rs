@@ -116,8 +116,8 @@ impl Reducer {
     /// Sends what was read, in its order: all of it, or what is there.
     pub(super) fn send_read(&mut self, wait: ReadWait) -> Result<()> {
         for bucket in 0..self.bucket_set.layout.len() {
-            let stage = &mut self.bucket_set.states[bucket];
-            let is_there = match stage {
+            let state = &mut self.bucket_set.states[bucket];
+            let is_there = match state {
                 BucketState::Read(reading) => wait == ReadWait::Yes || reading.is_ready(),
                 // Those behind it come after it.
                 BucketState::Open(_) | BucketState::Complete(_) => break,
@@ -126,7 +126,7 @@ impl Reducer {
             if !is_there {
                 break;
             }
-            let BucketState::Read(reading) = replace(stage, BucketState::Lost) else {
+            let BucketState::Read(reading) = replace(state, BucketState::Lost) else {
                 continue;
             };
             let copy = self
@@ -226,8 +226,8 @@ impl Reducer {
             self.loss.unread.push((1.0, sent.finish()));
         }
         for bucket in 0..self.bucket_set.layout.len() {
-            let stage = &mut self.bucket_set.states[bucket];
-            *stage = match replace(stage, BucketState::Lost) {
+            let state = &mut self.bucket_set.states[bucket];
+            *state = match replace(state, BucketState::Lost) {
                 BucketState::SentOnDevice(sending) => {
                     let flat = self.bucket_set.layout.flat(device, bucket);
                     BucketState::Summed(BucketStorage::Device(flat.with(sending.finish())))

@@ -97,7 +97,7 @@ impl GradientMeans {
 
     /// From the next window on, each rank gets the sums within its bounds alone. All ranks call it between
     /// the same windows.
-    pub(crate) fn spread_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
+    pub(crate) fn shard_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
         self.model_state.shard(bounds)
     }
 
