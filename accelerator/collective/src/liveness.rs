@@ -1,8 +1,9 @@
-//! The policy of liveness: how often heartbeats are sent, how long a peer may be silent, and when this process takes itself
-//! for suspended.
+//! The policy of liveness: how often heartbeats are sent, within which bounds a peer may be silent, and when this process
+//! takes itself for suspended. The timeout itself (5 s by default) is in `group/options.rs`.
 //!
-//! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh (`transport/tcp/heartbeat_round.rs`), a rank's connection to the store
-//! (`rendezvous/store_client.rs`), and the clock of the store (`rendezvous/store_state/clock.rs`).
+//! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh
+//! (`transport/tcp/heartbeat_round.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
+//! the store (`rendezvous/store_state/clock.rs`).
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +13,8 @@ pub(crate) fn store_interval(timeout: Duration) -> Duration {
     (timeout / 4).min(Duration::from_millis(250))
 }
 
-/// How often the mesh looks for silent peers. An idle connection carries a heartbeat four times in a liveness timeout, at
-/// most twenty times and at least once a second.
+/// The pause between two rounds of the mesh: an eighth of the liveness timeout, within 25 to 500 ms. A connection that
+/// carried nothing since the last round gets a heartbeat.
 pub(crate) fn mesh_interval(timeout: Duration) -> Duration {
     (timeout / 4).clamp(Duration::from_millis(50), Duration::from_secs(1)) / 2
 }

@@ -5,8 +5,8 @@ use accelerator_collective::ProcessGroup;
 
 use super::error::{Error, Result};
 
-/// Whether there are layers whose backward waits for other ranks. Their operations come in the order of
-/// the graph; gradients that were sent in between would come in an order of their own.
+/// Whether there are layers that communicate. Their collectives run in the order of the graph during backward, so no
+/// bucket of gradients may be sent then.
 #[derive(Debug, Default)]
 pub(crate) struct ForwardCollectives {
     /// Why such a layer, which can return no error, gave values of no use.

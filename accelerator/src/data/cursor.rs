@@ -288,7 +288,7 @@ impl ConsumeTicket {
         Arc::ptr_eq(&self.pass, &other.pass)
     }
 
-    /// Whether the program left the epoch of an earlier mark before its end, and went on with this one's over the same
+    /// Whether the program left the epoch of an earlier ticket before its end, and went on with this one's over the same
     /// loader. A second pass over one epoch goes on with it.
     pub(crate) fn leaves(&self, earlier: &Self) -> bool {
         let of_one_loader = Weak::ptr_eq(&self.pass.cursor, &earlier.pass.cursor);

@@ -65,7 +65,7 @@ impl GroupOptions {
         }
     }
 
-    /// How long the ranks may take to find one another, and how they exchange data.
+    /// How long the ranks may take to find one another and to agree on the path of data.
     pub fn with_connect_timeout(self, connect_timeout: Duration) -> Self {
         Self {
             connect_timeout,
@@ -201,7 +201,7 @@ impl GroupOptions {
         }
     }
 
-    /// The patience of what belongs to connecting, where `spent` of the time for it is over.
+    /// The timeouts of operations while the group connects; `spent` of the connect timeout has passed.
     ///
     /// A rank may have waited nearly all of it for the last one to come, and then needs a moment
     /// all the same.

@@ -1,4 +1,4 @@
-//! One rank's membership in a group: admission, order, failure and leave.
+//! The state of one rank in a group: the order of operations, failure, and leaving.
 
 use std::{
     fmt,

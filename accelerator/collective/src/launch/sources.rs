@@ -1,6 +1,7 @@
 //! The launchers whose variables tell a process its place, and those that are recognised only to refuse them.
 //!
-//! Another launcher is one entry of [`SOURCES`].
+//! Another launcher that sets rank, size and the two local variables is one entry of [`SOURCES`]. One that does not say
+//! where the ranks meet (Slurm) also needs its own reading of the store's host, in `Reader::rendezvous`.
 
 use super::{Reader, invalid};
 use crate::error::Result;
@@ -40,7 +41,7 @@ pub(super) enum Evidence {
     Rank(&'static str),
 }
 
-/// All sources. Supported ones come first; of the others the innermost, whose variables count where several are set.
+/// All sources. Supported launchers come first. Of the refused ones, a launcher that runs inside another stands before it.
 static SOURCES: [EnvSource; 7] = [
     // accel-launch and torchrun.
     EnvSource::Supported(PlaceVariables {

@@ -89,7 +89,7 @@ impl Reducer {
             return Ok(());
         };
         let sums = match self.compression.wire(flat.dtype()) {
-            // The other one is looked at in memory.
+            // The range of f16 is checked in host memory.
             Some(_) => flat.take().cast(DType::BF16),
             None => flat.take(),
         };
@@ -99,7 +99,7 @@ impl Reducer {
                 self.bucket_set.layout.bytes(bucket),
             );
             let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
-            // What can be had again is nobody's to add to.
+            // NCCL reduces in place: what can be undone is copied.
             let sums = match self.bucket_set.undo[bucket] {
                 Some(_) => sums.mul_scalar(1.0),
                 None => sums,
