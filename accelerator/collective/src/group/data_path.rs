@@ -215,8 +215,13 @@ where
     T: Serialize + for<'a> Deserialize<'a>,
 {
     let mut own = Vec::new();
-    ciborium::into_writer(value, &mut own)
-        .map_err(|error| Error::caused(Kind::Protocol, "what this rank says about its host cannot be written", error))?;
+    ciborium::into_writer(value, &mut own).map_err(|error| {
+        Error::caused(
+            Kind::Protocol,
+            "what this rank says about its host cannot be written",
+            error,
+        )
+    })?;
     let fingerprint = CollectiveFingerprint::new(OpKind::Connect, CallSite::new(file!(), line!()))
         .with_data(DType::U8, own.len());
     let mut all = vec![Vec::new(); rank_state.topology.world_size()];
