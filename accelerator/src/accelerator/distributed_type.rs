@@ -30,6 +30,13 @@ pub enum DistributedType {
 
 impl Accelerator {
     /// Whether there are several ranks, and on which kind of device they compute.
+    ///
+    /// ```
+    /// # use accelerator::DistributedType;
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// assert_eq!(accelerator.distributed_type(), DistributedType::No);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     pub fn distributed_type(&self) -> DistributedType {
         match self.backend_kind() {
             _ if self.world_size() == 1 => DistributedType::No,

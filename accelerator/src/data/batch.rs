@@ -344,6 +344,25 @@ impl<O> Batch<O> {
     ///
     /// What is made of it counts each sample once over all ranks, as
     /// [`gather_for_metrics`](crate::Accelerator::gather_for_metrics) does.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::data::dataset::InMemDataset;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let rows = launch(2, |accelerator| {
+    ///     let rows = LoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device));
+    ///     let loader = accelerator.prepare(rows.build(InMemDataset::new(vec![1.0; 3])))?;
+    ///     let mut rows = 0;
+    ///     for batch in loader.eval() {
+    ///         let batch = batch?;
+    ///         rows += batch.real_rows(&batch).map_or(0, |rows| rows.dims()[0]);
+    ///     }
+    ///     Ok(rows)
+    /// })?;
+    /// assert_eq!(rows, [2, 1]);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn real_rows<const D: usize, K: Basic>(
         &self,
         tensor: &Tensor<D, K>,
