@@ -22,7 +22,7 @@ use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 /// # let folder = tempfile::tempdir().unwrap();
 /// # let folder = folder.path();
 ///
-/// fn save_every<K>(context: &CheckpointContext, folder: &str, step: u64, parts: impl Save<K>) -> Result<()> {
+/// fn save_every<K>(accelerator: &Accelerator, folder: &str, step: u64, parts: impl Save<K>) -> Result<()> {
 ///     if step % 1000 == 0 {
 ///         accelerator.save_state(folder, parts)?;
 ///     }
@@ -67,7 +67,7 @@ pub trait Save<K> {
 /// # let folder = tempfile::tempdir().unwrap();
 /// # let folder = folder.path();
 ///
-/// fn resume_told<K, P: Resume<K>>(context: &CheckpointContext, folder: &str, parts: P) -> Result<P> {
+/// fn resume_told<K, P: Resume<K>>(accelerator: &Accelerator, folder: &str, parts: P) -> Result<P> {
 ///     let (parts, position) = accelerator.resume(folder, parts)?;
 ///     accelerator.print(format_args!("training goes on at {position}"));
 ///     Ok(parts)

@@ -77,7 +77,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///     .batch_size(2)
     ///     .build(InMemDataset::new(vec![0.5, 1.5, 2.5]));
     /// let loader = accelerator.prepare(loader)?;
-    /// let sums: Result<Vec<f32>> = loader.epoch(0).map(|batch| Ok(batch?.clone().sum().into_scalar())).collect();
+    /// let sums: Result<Vec<f32>> = loader.epoch(0).map(|batch| Ok(batch?.into_inner().sum().into_scalar())).collect();
     /// assert_eq!(sums?, [2.0, 2.5]);
     /// # Ok::<(), Error>(())
     /// ```
