@@ -9,6 +9,7 @@ use burn::tensor::Device;
 use crate::core::device::BackendKind;
 use crate::core::error::Result;
 use crate::core::forward_collectives::ForwardCollectives;
+use crate::core::outcome;
 use crate::timeline::Timeline;
 
 /// A rank: its group, its device, its place in the training. The layers below the facade take it in the place of an
@@ -75,6 +76,20 @@ impl Context {
             )
         });
         work()
+    }
+
+    /// Does `work` on rank 0 alone, and tells every rank how it went: what it comes to, on rank 0. Work that lasts shows
+    /// that it goes on.
+    #[track_caller]
+    pub(crate) fn on_main<T>(
+        &self,
+        action: &str,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<Option<T>> {
+        match self.is_main_process() {
+            true => outcome::tell(&self.group, self.alone(work)).map(Some),
+            false => outcome::hear(&self.group, action).map(|()| None),
+        }
     }
 
     /// Fails where a layer's collective failed in the forward pass, in a call that all ranks make.

@@ -126,19 +126,13 @@ fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Ch
 /// Ranks that run. They end when this is dropped.
 struct RankProcesses(Vec<Child>);
 
-impl RankProcesses {
-    fn end(&mut self) {
+impl Drop for RankProcesses {
+    fn drop(&mut self) {
         for rank in &mut self.0 {
             // One that has ended is no error.
             let _ = rank.kill();
             let _ = rank.wait();
         }
-    }
-}
-
-impl Drop for RankProcesses {
-    fn drop(&mut self) {
-        self.end();
     }
 }
 
@@ -159,7 +153,6 @@ fn supervise(mut ranks: RankProcesses) -> Result<()> {
         let is_late = failed.is_some_and(|(_, _, at)| at.elapsed() > GRACE);
         match failed {
             Some((rank, status, _)) if running == 0 || is_late => {
-                ranks.end();
                 let message = format!("rank {rank} of {} failed: {status}", ranks.0.len());
                 return Err(Error::new(Kind::Other, message));
             }

@@ -7,7 +7,6 @@ use tempfile::NamedTempFile;
 
 use super::Accelerator;
 use crate::core::error::{Error, Result};
-use crate::core::outcome;
 use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
 use crate::replicas;
 
@@ -178,13 +177,13 @@ impl Accelerator {
     /// holds; [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn save<T: Serialize>(&self, value: &T, path: impl AsRef<Path>) -> Result<()> {
-        let (context, path) = (&self.shared.context, path.as_ref());
-        if !self.is_main_process() {
-            return outcome::hear(self.group(), "save the value");
-        }
+        let path = path.as_ref();
         let failed = |error| Error::io("write the value to", path, error);
-        let written = context.alone(|| write_json(value, path).map_err(failed));
-        outcome::tell(self.group(), written)
+        let work = || write_json(value, path).map_err(failed);
+        self.shared
+            .context
+            .on_main("save the value", work)
+            .map(drop)
     }
 }
 

@@ -3,7 +3,6 @@ use serde::de::DeserializeOwned;
 
 use crate::context::Context;
 use crate::core::error::Result;
-use crate::core::outcome;
 
 /// How many bytes travel in one broadcast.
 const CHUNK: usize = 64 << 20;
@@ -16,17 +15,12 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
     action: &str,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    let group = context.group();
     if context.world_size() == 1 {
         return work();
     }
-    let reading = group.for_purpose(action);
-    if context.is_main_process() {
-        let mine = outcome::tell(group, context.alone(work))?;
-        return Ok(reading.broadcast_object(Some(&mine), 0)?);
-    }
-    outcome::hear(group, action)?;
-    Ok(reading.broadcast_object(None, 0)?)
+    let mine = context.on_main(action, work)?;
+    let reading = context.group().for_purpose(action);
+    Ok(reading.broadcast_object(mine.as_ref(), 0)?)
 }
 
 /// The bytes that `read` gives on rank 0, on every rank.

@@ -9,7 +9,6 @@ use super::write::FileNames;
 use super::{ModelSnapshot, SaveOptions};
 use crate::context::Context;
 use crate::core::error::{Error, Result};
-use crate::core::outcome;
 
 /// Rank 0 writes the model, and the others learn how it went.
 #[track_caller]
@@ -19,13 +18,9 @@ pub(crate) fn save<M: Module>(
     path: &Path,
     options: &SaveOptions,
 ) -> Result<()> {
-    let group = context.group();
-    if !context.is_main_process() {
-        return outcome::hear(group, "save the model");
-    }
-    let activity = group.activity();
+    let activity = context.group().activity();
     let work = || write(&ModelSnapshot::of(model), path, options, activity);
-    outcome::tell(group, context.alone(work))
+    context.on_main("save the model", work).map(drop)
 }
 
 /// Writes the files of a model beside their places, and then puts them there.

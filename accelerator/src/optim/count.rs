@@ -56,7 +56,7 @@ impl OptimizerCount {
 
     /// Whether there are optimizers, and each rank has only a part of the state of all of them.
     pub(crate) fn has_only_shards(&self) -> bool {
-        // One handle is the census's own.
+        // One handle is the count's own.
         Arc::strong_count(&self.sharded) > 1 && Arc::strong_count(&self.whole) == 1
     }
 }

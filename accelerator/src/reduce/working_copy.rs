@@ -35,15 +35,13 @@ pub(crate) fn working_copy<M: Module>(
     }
     let copy = model.clone().map(&mut caster);
     let Caster { parts, trains, .. } = caster;
-    if let Some(model_state) = &model_state
-        && trains
-    {
-        model_state.note_copied();
-    }
-    if let Some(model_state) = &model_state
-        && parts.iter().any(Option::is_some)
-    {
-        model_state.note_working(parts);
+    if let Some(model_state) = &model_state {
+        if trains {
+            model_state.note_copied();
+        }
+        if parts.iter().any(Option::is_some) {
+            model_state.note_working(parts);
+        }
     }
     copy
 }
