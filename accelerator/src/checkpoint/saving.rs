@@ -75,7 +75,7 @@ impl Saving {
         if group.world_size() == 1 {
             return Ok(work.has_ended());
         }
-        match work.news() {
+        match work.progress() {
             SaveProgress::Done => Ok(true),
             SaveProgress::Writing => {
                 work.hear(SaveProgress::Unknown);

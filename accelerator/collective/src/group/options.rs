@@ -193,7 +193,7 @@ impl GroupOptions {
         }
     }
 
-    pub(crate) fn patience(&self) -> OpTimeouts {
+    pub(crate) fn op_timeouts(&self) -> OpTimeouts {
         OpTimeouts {
             timeout: self.progress_timeout,
             warn_after: self.warn_after,
@@ -205,7 +205,7 @@ impl GroupOptions {
     ///
     /// A rank may have waited nearly all of it for the last one to come, and then needs a moment
     /// all the same.
-    pub(crate) fn patience_to_connect(&self, spent: Duration) -> OpTimeouts {
+    pub(crate) fn connect_timeouts(&self, spent: Duration) -> OpTimeouts {
         let left = self.connect_timeout.saturating_sub(spent);
         OpTimeouts {
             timeout: left.max(MIN_NEGOTIATION_TIME),

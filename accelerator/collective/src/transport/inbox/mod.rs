@@ -251,8 +251,8 @@ impl Inbox {
 
     /// Waits a while until each peer has sent a final message or is gone, and gives those that are
     /// neither.
-    pub(crate) fn wait_for_final_messages(&self, me: usize, patience: Duration) -> Vec<usize> {
-        let until = Instant::now() + patience;
+    pub(crate) fn wait_for_final_messages(&self, me: usize, timeout: Duration) -> Vec<usize> {
+        let until = Instant::now() + timeout;
         let mut state = self.lock();
         loop {
             let queues = state.queues.iter().enumerate();

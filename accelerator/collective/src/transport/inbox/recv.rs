@@ -1,4 +1,4 @@
-//! What an engine asks of its inbox: parts, news, and whether to go on.
+//! What an engine asks of its inbox: chunks, events, and whether to go on.
 
 use std::{
     ops::Range,
@@ -56,7 +56,7 @@ impl Inbox {
 
     /// Waits until something happens that was not counted in `version`, or it is time to ask
     /// again. `awaited` as for [`take`](Self::take).
-    pub(crate) fn wait_for_news(
+    pub(crate) fn wait_for_event(
         &self,
         version: u64,
         awaited: Range<usize>,
@@ -100,7 +100,7 @@ impl Inbox {
         }
     }
 
-    /// Ends the wait of [`wait_for_news`](Self::wait_for_news).
+    /// Ends the wait of [`wait_for_event`](Self::wait_for_event).
     pub(crate) fn wake(&self) {
         self.notify(self.lock());
     }
@@ -152,7 +152,7 @@ impl Inbox {
         self.lock().check_abort(peers, deadline)
     }
 
-    /// Waits a while for news about a peer to which nothing can be sent any more.
+    /// Waits a while for the reason why nothing can be sent to a peer any more.
     pub(crate) fn wait_for_cause(
         &self,
         to: usize,
