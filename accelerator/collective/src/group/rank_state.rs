@@ -22,6 +22,7 @@ use crate::{
     buffer::Meter,
     error::{Certainty, Culprit, Error, Kind, Result},
     fingerprint::CollectiveFingerprint,
+    liveness::suspect_after,
     rendezvous::StoreClient,
     sync::{Mutex, MutexGuard},
     topology::Topology,
@@ -321,7 +322,7 @@ impl RankState {
             store.report_failure(&self.error_for_store(&error));
         }
         // Nobody else sets them while the lock is held.
-        let silence = self.options.liveness_timeout() / 2;
+        let silence = suspect_after(self.options.liveness_timeout());
         let _ = self.suspects.set(self.transport.control().silent(silence));
         let _ = self.failure.set(error.clone());
         let abort = error.clone();

@@ -9,6 +9,7 @@ use super::Peer;
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
     fingerprint::CollectiveFingerprint,
+    liveness::SUSPEND_THRESHOLD,
     stderr_fallback::stderr_fallback,
 };
 
@@ -276,9 +277,6 @@ impl fmt::Display for OpDeadline {
 }
 
 const MIN_SLEEP: Duration = Duration::from_millis(1);
-
-/// A thread that wakes so much later than it asked for was kept from running.
-pub(crate) const SUSPEND_THRESHOLD: Duration = Duration::from_millis(250);
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use super::peer_queue::{OpPosition, PeerQueue, PeerState, RecvChunk};
 use crate::{
     error::{Certainty, Culprit, Error, Result},
-    transport::{OpDeadline, Peer, deadline::SUSPEND_THRESHOLD},
+    liveness::SUSPEND_THRESHOLD,
+    transport::{OpDeadline, Peer},
 };
 
 #[derive(Debug)]
