@@ -2,7 +2,7 @@ use core::fmt;
 use std::sync::Arc;
 
 use super::background::BackgroundSave;
-use super::context::CheckpointContext;
+use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
 use crate::core::error::Result;
 use crate::reduce::{SaveProgress, WatchedSave};

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
-use super::context::{ReduceContext, ReduceScope, SameBatches};
+use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
 use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;

@@ -8,7 +8,7 @@ use super::bucket_storage::{BucketStorage, MemberGradient, Placement};
 use super::control_vector;
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};
-use super::layout::Buckets;
+use super::bucket_layout::Buckets;
 use super::overlap;
 use crate::precision::Cast;
 

@@ -7,7 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::bucket_sums::BucketSums;
 use super::clip::{Clip, Limit};
-use super::context::ReduceScope;
+use super::reduce_context::ReduceScope;
 use super::gradient_means::{GradientMean, GradientMeans};
 use super::model_state::ModelState;
 use super::non_finite_loss::{self, OnNonFiniteLoss};

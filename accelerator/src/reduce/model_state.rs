@@ -13,7 +13,7 @@ use super::bucket_storage::{BucketStorage, Placement};
 use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
-use super::layout::Buckets;
+use super::bucket_layout::Buckets;
 use super::local_round::LocalRound;
 use super::loss_sum::MicroLoss;
 use super::non_finite_loss::{self, OnNonFiniteLoss};

@@ -5,7 +5,7 @@ use std::path::Path;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::context::ReduceContext;
+use super::reduce_context::ReduceContext;
 use super::hook::HookInstance;
 use super::model_state::ModelState;
 use crate::core::error::{Error, Result};

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 
 use super::bucket_storage::BucketStorage;
 use super::compression::Compression;
-use super::context::ReduceContext;
+use super::reduce_context::ReduceContext;
 use super::model_state::ModelState;
 use super::overlap::OverlapSwitch;
 use crate::core::error::Result;

@@ -1,7 +1,7 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{FloatDType, Tensor};
 
-use super::context::ReduceContext;
+use super::reduce_context::ReduceContext;
 use super::model_state::ModelState;
 use super::working_parts::WorkingPart;
 use crate::core::module_path::ModulePath;

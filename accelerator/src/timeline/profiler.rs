@@ -7,7 +7,7 @@ use accelerator_collective::ProcessGroup;
 
 use super::clock::{ClockSync, PURPOSE};
 use super::recorder::{RecordMode, Recorder, Recording};
-use super::schedule::{ProfilerSchedule, SchedulePhase};
+use super::profiler_schedule::{ProfilerSchedule, SchedulePhase};
 use super::summary::StepSummary;
 use super::trace::RankTrace;
 use super::trace_file;

@@ -1,7 +1,7 @@
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
 use super::StreamPass;
-use super::source::{PartReader, SampleStream, StreamPart};
+use super::sample_stream::{PartReader, SampleStream, StreamPart};
 use crate::core::error::Result;
 use crate::data::batch::{BatchInfo, StepShare};
 

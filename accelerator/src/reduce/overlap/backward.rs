@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 
 use super::agree::{CalibrationOutcome, WindowObservation};
 use super::calibration::{self, Calibration};
-use super::plan::{self, FlushPoint, ReadyOrder};
+use super::ready_order::{FlushPoint, ReadyOrder, flush_points};
 use super::scheduler::{OverlapScheduler, SchedulerPhase};
 use super::{Anchors, Observer, ProbePoint, identity, watch};
 use crate::core::autodiff;
@@ -224,7 +224,7 @@ fn lay_out(
         .map(|bucket| layout.members(bucket).to_vec())
         .take_while(|members| !members.iter().any(|index| late.contains(index)))
         .collect();
-    let points = plan::points(&early, ready);
+    let points = flush_points(&early, ready);
     tracing::debug!(
         buckets = layout.len(),
         points = points.len(),

@@ -1,7 +1,7 @@
 mod factors;
 mod matrix;
 mod rng;
-mod state;
+mod saved_state;
 
 use self::factors::{PendingFactors, PowerSgdState};
 use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
@@ -200,11 +200,11 @@ impl CommunicationHook for PowerSgd {
     }
 
     fn save(&self) -> Result<Vec<u8>, HookError> {
-        state::save(&self.single, &self.double)
+        saved_state::save(&self.single, &self.double)
     }
 
     fn restore(&mut self, saved: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
-        state::restore(saved, saved_by, &mut self.single, &mut self.double)
+        saved_state::restore(saved, saved_by, &mut self.single, &mut self.double)
     }
 }
 

@@ -325,7 +325,7 @@ fn a_hook_goes_on_from_what_was_saved() {
         assert_ne!(resumed[0].0, whole[0].0);
         let (mut single, mut double) = (PowerSgdState::default(), PowerSgdState::default());
         let saved = one[0].as_deref().unwrap();
-        state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
+        saved_state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
         assert!(double.tensors.values().all(|tensor| tensor.rest.is_empty()));
         assert!(double.tensors.values().any(|tensor| tensor.right[0] != 0.0));
     }

@@ -1,7 +1,7 @@
 use accelerator_plan::TailPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::source::{PartReader, StreamPart};
+use super::sample_stream::{PartReader, StreamPart};
 use super::{SampleStream, StreamPass, Streamed};
 use crate::core::error::{Error, Kind, Result};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
