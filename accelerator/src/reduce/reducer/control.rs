@@ -22,7 +22,7 @@ impl Reducer {
         let pending = self
             .group
             .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
-        self.owed.give();
+        self.collective.mark_started();
         self.weighing = Some(pending);
         Ok(())
     }
@@ -34,7 +34,7 @@ impl Reducer {
         others.as_mut_slice::<f64>()?[0] = f64::from(u8::from(!here));
         self.group
             .all_reduce_buffer_at(&mut others, ReduceOp::Max, self.caller)?;
-        self.owed.give();
+        self.collective.mark_started();
         let everywhere = others.as_slice::<f64>()? == [0.0];
         self.bucket_set.total = Some(others);
         Ok(everywhere)
@@ -89,7 +89,7 @@ impl Reducer {
                 let pending =
                     self.group
                         .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
-                self.owed.give();
+                self.collective.mark_started();
                 self.control = Some(pending);
             }
             SendMode::Blocking => {
@@ -97,7 +97,7 @@ impl Reducer {
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 self.group
                     .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
-                self.owed.give();
+                self.collective.mark_started();
                 self.bucket_set.control = Some(control);
             }
         }

@@ -40,8 +40,8 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 /// whether all fit; then all compressed buckets if one did not. See the README of `reduce`.
 #[derive(Debug)]
 pub(super) struct Reducer {
-    /// First, so that others hear of a failure before what is on its way is given up.
-    owed: PendingCollective,
+    /// The first field: it is dropped before operations in flight, so that the other ranks receive the failure first.
+    collective: PendingCollective,
     batches: BatchFingerprint,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
@@ -201,7 +201,7 @@ impl Reducer {
         let (mut bucket_set, tickets, before) = window.into_parts(|| model_state.lend(group));
         model_state.renew(group, &mut bucket_set);
         Self {
-            owed: PendingCollective::new(group),
+            collective: PendingCollective::new(group),
             batches: before.batches,
             caller: Location::caller(),
             casts: Vec::new(),
@@ -333,7 +333,7 @@ impl Reducer {
         match self.conclude(model_state, gradients, loss) {
             Ok(repaired) => self.into_reduced(model_state, repaired),
             Err(error) => {
-                self.owed.break_for(&error);
+                self.collective.abort(&error);
                 Err(error)
             }
         }
@@ -399,7 +399,7 @@ impl Reducer {
     }
 
     fn into_reduced(mut self, model_state: &ModelState, repaired: usize) -> Result<ReducedWindow> {
-        self.owed.keep();
+        self.collective.mark_complete();
         if self.send_mode != SendMode::Nowhere {
             let windows = control::check_windows(&self);
             if let Err(error) = &windows

@@ -68,7 +68,7 @@ impl Reducer {
                     }
                     None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
                 }
-                self.owed.give();
+                self.collective.mark_started();
                 BucketState::Summed(arrived(
                     &mut self.bucket_set,
                     bucket,
@@ -105,7 +105,7 @@ impl Reducer {
                 None => sums,
             };
             let sending = nccl.all_reduce(sums)?;
-            self.owed.give();
+            self.collective.mark_started();
             self.bucket_set.states[bucket] = BucketState::SentOnDevice(sending);
             return Ok(());
         }
@@ -153,7 +153,7 @@ impl Reducer {
             && let Placement::Device(device) = &self.bucket_set.placement
         {
             let sending = nccl.all_reduce(self.loss.sum_on(device))?;
-            self.owed.give();
+            self.collective.mark_started();
             self.loss.unread.clear();
             self.sent_loss = Some(sending);
             return Ok(());
@@ -170,7 +170,7 @@ impl Reducer {
             Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
             None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
         };
-        self.owed.give();
+        self.collective.mark_started();
         Ok(pending)
     }
 
