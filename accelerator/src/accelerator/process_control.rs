@@ -7,7 +7,7 @@ use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome;
 use crate::core::panic_text::panic_text;
 
-/// What only some ranks do, and in which order.
+/// Control of which ranks run what, and in which order.
 impl Accelerator {
     /// Whether this is rank 0.
     ///
