@@ -215,10 +215,10 @@ impl Accelerator {
         let group = &self.shared.context.group;
         if self.is_main_process() {
             return self.first(work, |failure| {
-                outcome::tell(group, failure.map_or(Ok(()), Err))
+                outcome::send(group, failure.map_or(Ok(()), Err))
             });
         }
-        outcome::hear(group, FIRST)?;
+        outcome::receive(group, FIRST)?;
         self.busy(work)
     }
 

@@ -107,7 +107,7 @@ fn run_backward<M: Module>(
             GradientsParams::from_grads(loss.backward(), model)
         };
         let loss = loss.inner();
-        let known = |parameter: &&Trainable| element_values::look(&gradients, parameter).is_some();
+        let known = |parameter: &&Trainable| element_values::peek(&gradients, parameter).is_some();
         let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
         check_all_known(unknown)?;
         check_some_trained(&model_state, !gradients.is_empty())?;

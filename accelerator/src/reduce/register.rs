@@ -25,7 +25,7 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
     };
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
-    let known = context.models.same(&layout);
+    let known = context.models.with_parameters(&layout);
     let between_steps = known
         .as_ref()
         .map(|model_state| check_between_steps(model_state));

@@ -60,7 +60,7 @@ impl Reserved {
         model_state.release_spare();
         let mut buckets = Vec::new();
         for _ in 0..usize::from(sums) + usize::from(undo) {
-            buckets.extend(model_state.stores(group).map(BucketStorage::written));
+            buckets.extend(model_state.stores(group).map(BucketStorage::zeroed));
         }
         let wire = |store: &BucketStorage| match store {
             BucketStorage::Host(buffer) if several => {

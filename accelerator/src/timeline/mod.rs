@@ -80,7 +80,7 @@ impl Timeline {
             timeline.recorder_of(group, recording)?;
         }
         if recording == Recording::Events {
-            timeline.meet(group)?;
+            timeline.sync_clocks(group)?;
         }
         Ok(timeline)
     }
@@ -149,7 +149,7 @@ impl Timeline {
         if self.0.written.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let met = self.meet(group);
+        let met = self.sync_clocks(group);
         let own = RankTrace::new(self.0.rank, recorder);
         let gathered = match met {
             Ok(()) => {
@@ -192,7 +192,7 @@ impl Timeline {
 
     /// Compares clocks with the other ranks.
     #[track_caller]
-    fn meet(&self, group: &ProcessGroup) -> Result<()> {
+    fn sync_clocks(&self, group: &ProcessGroup) -> Result<()> {
         if let Some(recorder) = self.recorder() {
             let meeting = ClockSync::hold(group, recorder.anchor())?;
             recorder.met(meeting);

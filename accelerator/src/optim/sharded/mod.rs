@@ -174,7 +174,7 @@ impl Shards {
             return Err(model);
         }
         let rank = self.group.rank();
-        means.bring_home(&self.group);
+        means.move_to_host(&self.group);
         let bounds = match self.settle(optimizer, &mut means) {
             Ok(bounds) => bounds,
             Err(error) => {
@@ -203,7 +203,7 @@ impl Shards {
         let (shards, mut means) = step::step_on(means, StepOutput::Sums, step);
         for shard in shards.into_elsewhere() {
             let (id, range) = (shard.id, shard.range.clone());
-            means.land(id, &range, &shard.into_bytes());
+            means.write(id, &range, &shard.into_bytes());
         }
         let model = self.exchange(model, &mut means, stepped)?;
         if let Some(bounds) = bounds

@@ -21,10 +21,10 @@ impl Reducer {
             let total = waited(&self.timeline, EventSubject::Weight, 8, total)?;
             let total_weight = total.as_slice::<f64>()?[0];
             self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
-            self.bucket_set.total = Some(total);
+            self.bucket_set.weight_buffer = Some(total);
         }
         while self.next < self.bucket_set.layout.len() {
-            let Some(store) = self.bucket_set.complete(self.next) else {
+            let Some(store) = self.bucket_set.take_complete(self.next) else {
                 break;
             };
             self.send(self.next, store)?;
@@ -141,7 +141,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Lets the loss of the window travel, or puts it with what ranks tell each other.
+    /// Sends the loss of the window, or adds it to the control vector.
     pub(super) fn send_loss(&mut self) -> Result<()> {
         if self.send_mode == SendMode::Nowhere {
             return Ok(());
