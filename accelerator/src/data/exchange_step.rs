@@ -168,7 +168,8 @@ mod tests {
                         epoch: 2,
                         ..POSITION
                     };
-                    exchange_step(group, position, Ok(5_u8), "read", Location::caller()).unwrap_err()
+                    exchange_step(group, position, Ok(5_u8), "read", Location::caller())
+                        .unwrap_err()
                 }
             };
             Ok(error)

@@ -7,9 +7,9 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
 use super::file_layout::FilePath;
 use super::layout::Layout;
+use super::load_report::{LoadReport, Misshapen, Mistyped};
 use super::options::{Casts, MismatchMode};
 use super::read::{ModelFile, StoredTensor};
-use super::load_report::{LoadReport, Misshapen, Mistyped};
 use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
 use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};

@@ -148,7 +148,9 @@ impl PublishLock {
         loop {
             match locked.try_lock() {
                 Ok(()) => return Some(Self { _locked: locked }),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => sleep(LOCK_RETRY_INTERVAL),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    sleep(LOCK_RETRY_INTERVAL)
+                }
                 Err(TryLockError::WouldBlock) => {
                     let folder = or_here(folder).display();
                     tracing::warn!(%folder, "another process keeps the folder locked; saving all the same");

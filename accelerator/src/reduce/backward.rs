@@ -5,11 +5,11 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
-use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
 use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;
 use super::model_state::ModelState;
+use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
 use super::reducer::{ReducedWindow, Reducer};
 use super::step_commit::StepCommit;
 use super::trial_memory::settle_device_reducer;

@@ -7,10 +7,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::bucket::{self, BLOCK};
+use super::bucket_layout::BucketRange;
 use super::bucket_set::BucketSet;
 use super::bucket_storage::BucketStorage;
 use super::device_bucket;
-use super::bucket_layout::BucketRange;
 use super::loss_sum::LossSum;
 use super::model_state::ModelState;
 use super::shard::SumScope;

@@ -171,7 +171,10 @@ mod tests {
             let WindowFingerprint(mine) = WindowFingerprint::of(ranks, window);
             WindowFingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
         });
-        let (all, agrees) = (sums.all_equal(ranks, Some(ranks)), sums.all_equal(ranks, None));
+        let (all, agrees) = (
+            sums.all_equal(ranks, Some(ranks)),
+            sums.all_equal(ranks, None),
+        );
         assert_eq!(all, agrees && silent == 0);
         agrees
     }

@@ -103,7 +103,9 @@ impl GradientMeans {
 
     /// The parameters that have a gradient, in path order: the same on every rank.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
-        self.sums.with_gradients().map(|(_, parameter, _, _)| parameter)
+        self.sums
+            .with_gradients()
+            .map(|(_, parameter, _, _)| parameter)
     }
 
     /// Whether they lie on a device, where nothing can be read or written in parts.

@@ -5,9 +5,9 @@ use std::path::Path;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::reduce_context::ReduceContext;
 use super::hook::HookInstance;
 use super::model_state::ModelState;
+use super::reduce_context::ReduceContext;
 use crate::core::error::{Error, Result};
 use crate::core::outcome::Failure;
 use crate::model::{self, Layout, TiedParameters, restore_values};

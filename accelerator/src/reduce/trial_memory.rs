@@ -9,9 +9,9 @@ use burn::tensor::Tensor;
 
 use super::bucket_storage::BucketStorage;
 use super::compression::Compression;
-use super::reduce_context::ReduceContext;
 use super::model_state::ModelState;
 use super::overlap::OverlapSwitch;
+use super::reduce_context::ReduceContext;
 use crate::core::error::Result;
 
 /// How many batches a window holds.

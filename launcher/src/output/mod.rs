@@ -1,9 +1,9 @@
 //! The ranks' output: read, prefixed, shown, and kept in log files.
 
+mod last_lines;
 mod lines;
 pub(crate) mod logs;
 mod shared_writer;
-mod last_lines;
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
+use last_lines::LastLines;
+pub(crate) use last_lines::headline;
 use lines::Lines;
 use logs::{Log, open_logs};
 use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
-use last_lines::LastLines;
-pub(crate) use last_lines::headline;
 
 /// How much is read at once.
 const CHUNK: usize = 64 << 10;

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use accelerator_tests::resumable::{OptimizerKind, TrainingJob, TrainingResult};
 use accelerator_tests::processes::{Ended, launcher, run_all, run_ranks};
+use accelerator_tests::resumable::{OptimizerKind, TrainingJob, TrainingResult};
 
 #[derive(Clone, Copy, Debug)]
 enum Damage {

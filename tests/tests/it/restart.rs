@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
-use accelerator_tests::resumable::{OptimizerKind, StepRecord, TrainingJob, TrainingResult};
 use accelerator_tests::processes::{Ended, launcher, run_all};
+use accelerator_tests::resumable::{OptimizerKind, StepRecord, TrainingJob, TrainingResult};
 
 fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
     TrainingJob {

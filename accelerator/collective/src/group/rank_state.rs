@@ -157,7 +157,12 @@ impl RankState {
     ) -> R {
         let permit = self.order.acquire(ticket);
         let start_timer = self.start_timer(thread);
-        let outcome = self.run_op(permit.number(), fingerprint, self.options.op_timeouts(), body);
+        let outcome = self.run_op(
+            permit.number(),
+            fingerprint,
+            self.options.op_timeouts(),
+            body,
+        );
         if let Some(start_timer) = start_timer {
             start_timer.end(permit.number(), fingerprint);
         }

@@ -107,7 +107,10 @@ where
             }
             None => (Ok(None), same(&|| DispatchMessage::End)),
         };
-        let messages: Vec<_> = messages.into_iter().map(|message| (position, message)).collect();
+        let messages: Vec<_> = messages
+            .into_iter()
+            .map(|message| (position, message))
+            .collect();
         let group = self.pass.group.for_purpose(PURPOSE);
         let sent = group.scatter_object_at::<_, (ReadPosition, DispatchMessage)>(
             Some(&messages),

@@ -1,11 +1,11 @@
 //! Optimizers whose state is shared out over the ranks.
 
+mod elements;
 mod param_shards;
 mod partition;
 pub(super) mod probe;
 mod record;
 mod trial_state;
-mod elements;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Bytes;
 
+use self::elements::Elements;
 use self::param_shards::{ShardGradients, ShardReader};
 use self::partition::{Partition, Partitioner};
 use self::record::{RecordEntry, Records};
 pub(super) use self::trial_state::state_for_trial;
-use self::elements::Elements;
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};

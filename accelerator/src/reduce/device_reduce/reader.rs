@@ -127,7 +127,10 @@ mod tests {
     #[test]
     fn a_reading_whose_thread_is_gone_is_an_error() {
         let (_, answer) = channel();
-        let mut reading = PendingRead { answer, received: None };
+        let mut reading = PendingRead {
+            answer,
+            received: None,
+        };
         assert!(reading.is_ready());
         assert!(reading.wait().unwrap_err().is_device());
     }

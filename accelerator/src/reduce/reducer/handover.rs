@@ -34,7 +34,10 @@ impl Reducer {
         self.receive_control()?;
         self.bucket_set.needs_retry.fill(false);
         let sums = self.sums()?;
-        let (total, is_finite) = (sums.header.weight, !sums.needs_retry().any(|needs_retry| needs_retry));
+        let (total, is_finite) = (
+            sums.header.weight,
+            !sums.needs_retry().any(|needs_retry| needs_retry),
+        );
         // All ranks get the same error for these.
         if total <= 0.0 || !sums.windows_agree(&self.group) {
             return Ok(());

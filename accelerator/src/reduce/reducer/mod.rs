@@ -482,7 +482,8 @@ impl Reducer {
                     bucket_set.save_undo(&self.group, bucket, &store);
                 }
                 bucket_set.add_gradients(bucket, &mut store, self.weight);
-                bucket_set.clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
+                bucket_set
+                    .clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
                 bucket_set.states[bucket] = BucketState::Complete(store);
             }
         }

@@ -56,10 +56,13 @@ impl InboxState {
 
     /// Why a rank is lost, from those who know best.
     pub(super) fn settled(&self, rank: usize) -> Option<&Culprit> {
-        let mut told = self.failures().iter().filter_map(|blame| match &blame.cause {
-            FailureCause::Reported(_, error) => error.culprit(),
-            _ => None,
-        });
+        let mut told = self
+            .failures()
+            .iter()
+            .filter_map(|blame| match &blame.cause {
+                FailureCause::Reported(_, error) => error.culprit(),
+                _ => None,
+            });
         told.find(|x| x.rank() == rank && x.certainty == Certainty::Settled)
     }
 

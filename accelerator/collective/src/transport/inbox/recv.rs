@@ -110,7 +110,8 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<MutexGuard<'a, InboxState>> {
         let (rank, sequence) = (deadline.rank, deadline.sequence);
-        let missing = awaited.filter(|peer| *peer != rank && !state.queues()[*peer].holds(sequence));
+        let missing =
+            awaited.filter(|peer| *peer != rank && !state.queues()[*peer].holds(sequence));
         self.await_rank(missing.clone().next());
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
         let pause = deadline.tick(roots, |rank| state.active(rank))?;

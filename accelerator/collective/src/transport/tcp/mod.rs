@@ -56,7 +56,11 @@ impl Tcp {
         connect_timeout: Duration,
     ) -> Result<Self> {
         let rank = topology.rank();
-        let streams = mesh::connect(rank, &meeting, Instant::now() + connect_timeout.min(MAX_WAIT))?;
+        let streams = mesh::connect(
+            rank,
+            &meeting,
+            Instant::now() + connect_timeout.min(MAX_WAIT),
+        )?;
         let peers: Arc<[Peer]> = meeting
             .ranks
             .into_iter()

@@ -326,7 +326,12 @@ fn a_hook_goes_on_from_what_was_saved() {
         let (mut single, mut double) = (PowerSgdState::default(), PowerSgdState::default());
         let saved = one[0].as_deref().unwrap();
         saved_state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
-        assert!(double.tensors.values().all(|tensor| tensor.error.is_empty()));
+        assert!(
+            double
+                .tensors
+                .values()
+                .all(|tensor| tensor.error.is_empty())
+        );
         assert!(double.tensors.values().any(|tensor| tensor.q[0] != 0.0));
     }
     let mut hook = PowerSgd::new(2);

@@ -113,12 +113,17 @@ fn silence_between_operations_is_noted() {
 #[test]
 fn a_rank_that_is_given_up_is_told() {
     let (sender, words) = mpsc::channel();
-    run(3, &short_liveness_timeout(), reduce(10), move |mut streams| {
-        show_life(&mut streams);
-        for stream in &mut streams {
-            let _ = sender.send(final_message(stream));
-        }
-    });
+    run(
+        3,
+        &short_liveness_timeout(),
+        reduce(10),
+        move |mut streams| {
+            show_life(&mut streams);
+            for stream in &mut streams {
+                let _ = sender.send(final_message(stream));
+            }
+        },
+    );
     for abort in words.iter().take(2) {
         let culprit = abort.error.culprit().unwrap();
         assert_eq!(culprit.rank(), 2);
