@@ -187,7 +187,7 @@ fn assert_lost(errors: &[Error], rank: usize) {
         let text = error.to_string();
         assert!(text.starts_with(&process), "{text}");
         assert!(text.contains("collective #0, all_reduce sum f32"), "{text}");
-        assert!(text.contains("tests.rs:"), "{text}");
+        assert!(text.contains("tests/mod.rs:"), "{text}");
     }
 }
 
