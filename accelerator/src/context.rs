@@ -87,8 +87,8 @@ impl Context {
         work: impl FnOnce() -> Result<T>,
     ) -> Result<Option<T>> {
         match self.is_main_process() {
-            true => outcome::tell(&self.group, self.alone(work)).map(Some),
-            false => outcome::hear(&self.group, action).map(|()| None),
+            true => outcome::send(&self.group, self.alone(work)).map(Some),
+            false => outcome::receive(&self.group, action).map(|()| None),
         }
     }
 

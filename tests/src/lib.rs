@@ -12,9 +12,9 @@
     reason = "this crate is tests; a panic is how they fail"
 )]
 
-pub mod enduring;
 pub mod fixtures;
 pub mod matrix;
 pub mod problems;
 pub mod processes;
+pub mod resumable;
 pub mod trajectory;

@@ -56,15 +56,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///     })
 /// }
 ///
-/// let impatient = GroupOptions::new().with_progress_timeout(Duration::from_millis(100));
-/// let hangs = error(drop, &impatient);
+/// let short = GroupOptions::new().with_progress_timeout(Duration::from_millis(100));
+/// let hangs = error(drop, &short);
 /// assert!(hangs.is_timeout());
 /// assert_eq!(hangs.ranks(), [1]);
 ///
-/// let patient = GroupOptions::new();
-/// let left = error(|group| group.close().unwrap(), &patient);
+/// let long = GroupOptions::new();
+/// let left = error(|group| group.close().unwrap(), &long);
 /// assert!(left.is_peer_left() && left.is_peer_lost());
-/// let confused = error(|group| drop(group.barrier()), &patient);
+/// let confused = error(|group| drop(group.barrier()), &long);
 /// assert!(confused.is_mismatch());
 ///
 /// let group = ProcessGroup::single();
@@ -168,8 +168,8 @@ impl Error {
     }
 
     /// The rank that failed first, and why, as far as this rank knows. It is known for lost peers
-    /// and for those that broke the protocol, and stays known where the news came through other
-    /// ranks.
+    /// and for those that broke the protocol, and stays known where another rank
+    /// reported it.
     ///
     /// ```
     /// use std::thread;

@@ -668,8 +668,6 @@ fn invalid(message: impl Into<String>) -> Error {
     Error::new(Kind::Topology, message)
 }
 
-pub(crate) use accelerator_env::SHORTEST_LIVENESS;
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,5 +1,5 @@
-//! The policy of liveness: how often heartbeats are sent, within which bounds a peer may be silent, and when this process
-//! takes itself for suspended. The timeout itself (5 s by default) is in `group/options.rs`.
+//! The policy of liveness: how often heartbeats are sent, how long a peer may be silent, and when this process takes
+//! itself for suspended.
 //!
 //! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh
 //! (`transport/tcp/heartbeat_round.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
@@ -19,6 +19,11 @@ pub(crate) fn mesh_interval(timeout: Duration) -> Duration {
     (timeout / 4).clamp(Duration::from_millis(50), Duration::from_secs(1)) / 2
 }
 
+/// How long a peer was silent that is suspected when the group fails: half the liveness timeout.
+pub(crate) fn suspect_after(timeout: Duration) -> Duration {
+    timeout / 2
+}
+
 /// How late a loop runs that wanted to run when it was `due`, where that is so late that the process was suspended:
 /// stopped, or kept from running. It then blames no peer for the silence of that time.
 pub(crate) fn suspended_for(
@@ -35,7 +40,14 @@ pub(crate) fn bounded(timeout: Duration) -> Duration {
     timeout.clamp(MIN_TIMEOUT, MAX_TIMEOUT)
 }
 
-/// With a shorter timeout the scheduler would decide which ranks are lost.
-pub(crate) const MIN_TIMEOUT: Duration = Duration::from_millis(100);
+/// The liveness timeout where neither the program nor the launch sets one.
+pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// With a shorter timeout the scheduler would decide which ranks are lost. The grammar of `ACCEL_LIVENESS_TIMEOUT` has the
+/// same bound.
+pub(crate) use accelerator_env::SHORTEST_LIVENESS as MIN_TIMEOUT;
 
 pub(crate) const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+
+/// A thread of an operation that wakes so much later than it asked for was kept from running.
+pub(crate) const SUSPEND_THRESHOLD: Duration = Duration::from_millis(250);

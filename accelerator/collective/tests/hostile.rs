@@ -370,13 +370,13 @@ fn mesh(rank0: SocketAddr, damage: Option<Damage>, frames: Arc<AtomicUsize>) -> 
             let Ok(rank0) = TcpStream::connect(rank0) else {
                 return;
             };
-            let patience = Some(Duration::from_secs(5));
+            let timeout = Some(Duration::from_secs(5));
             let ends = [
                 (0, rank0.try_clone().unwrap(), rank1.try_clone().unwrap()),
                 (1, rank1, rank0),
             ];
             for (from, source, target) in ends {
-                target.set_write_timeout(patience).unwrap();
+                target.set_write_timeout(timeout).unwrap();
                 target.set_nodelay(true).unwrap();
                 let damage = damage.filter(|damage| damage.from == from);
                 let frames = Arc::clone(&frames);

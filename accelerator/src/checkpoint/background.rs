@@ -116,7 +116,7 @@ pub(crate) struct BackgroundSave {
     /// What every rank was told.
     told: OnceLock<Result<Saved>>,
     /// What every rank knows before that.
-    news: Mutex<SaveProgress>,
+    progress: Mutex<SaveProgress>,
 }
 
 impl BackgroundSave {
@@ -137,10 +137,10 @@ impl BackgroundSave {
         Arc::new(work)
     }
 
-    pub(super) fn news(&self) -> SaveProgress {
+    pub(super) fn progress(&self) -> SaveProgress {
         match self.told.get() {
             Some(_) => SaveProgress::Done,
-            None => *lock(&self.news),
+            None => *lock(&self.progress),
         }
     }
 
@@ -181,10 +181,10 @@ impl WatchedSave for BackgroundSave {
     }
 
     /// What is done stays done.
-    fn hear(&self, news: SaveProgress) {
-        let mut known = lock(&self.news);
+    fn hear(&self, progress: SaveProgress) {
+        let mut known = lock(&self.progress);
         if *known != SaveProgress::Done {
-            *known = news;
+            *known = progress;
         }
     }
 }

@@ -55,7 +55,7 @@
 //! hashes, and the checkpoint before it is used. `accel-launch checkpoint` lists and verifies them.
 
 mod background;
-mod context;
+mod checkpoint_context;
 mod distribute;
 mod parts;
 mod position;
@@ -65,11 +65,11 @@ mod saved;
 mod saving;
 mod settings;
 mod snapshot;
-mod state;
+mod state_file;
 mod world;
 mod write;
 
-pub(crate) use self::context::CheckpointContext;
+pub(crate) use self::checkpoint_context::CheckpointContext;
 pub use self::parts::{Object, PerRank, Resume, Save, kind};
 pub use self::position::Position;
 pub(crate) use self::resume::{Restorer, resume, resume_loader};

@@ -9,13 +9,13 @@ use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::context::CheckpointContext;
+use super::checkpoint_context::CheckpointContext;
 use super::distribute::{bytes_from_main, from_main};
 use super::parts::Resume;
 use super::position::Position;
 use super::settings::{Checkpoints, Resumed};
 use super::snapshot::PartKind;
-use super::state::{HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode};
+use super::state_file::{HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode};
 use super::world::{Rescale, WorldChange};
 use crate::context::WindowSize;
 use crate::core::agreement::{self, Term};

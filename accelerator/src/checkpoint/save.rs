@@ -5,7 +5,7 @@ use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
 use super::background::BackgroundSave;
-use super::context::CheckpointContext;
+use super::checkpoint_context::CheckpointContext;
 use super::distribute::from_main;
 use super::parts::Save;
 use super::saved::Saved;

@@ -2,7 +2,7 @@ use core::fmt;
 use std::sync::Arc;
 
 use super::background::BackgroundSave;
-use super::context::CheckpointContext;
+use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
 use crate::core::error::Result;
 use crate::reduce::{SaveProgress, WatchedSave};
@@ -75,7 +75,7 @@ impl Saving {
         if group.world_size() == 1 {
             return Ok(work.has_ended());
         }
-        match work.news() {
+        match work.progress() {
             SaveProgress::Done => Ok(true),
             SaveProgress::Writing => {
                 work.hear(SaveProgress::Unknown);

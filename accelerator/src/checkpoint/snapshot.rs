@@ -7,8 +7,8 @@ use accelerator_collective::ProcessGroup;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::context::CheckpointContext;
-use super::state::{HookState, PartState, SavedModel, StateFile, encode};
+use super::checkpoint_context::CheckpointContext;
+use super::state_file::{HookState, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};
 use crate::data::LoaderState;

@@ -5,11 +5,11 @@ use accelerator_manifest::{
     self as manifest, CheckpointKind, FileName, Folder, Metadata, Role, VerifyLevel,
 };
 
-use super::context::CheckpointContext;
+use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
-use super::state::{HookState, Names, StateFile, encode};
+use super::state_file::{HookState, Names, StateFile, encode};
 use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};

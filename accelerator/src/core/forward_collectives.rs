@@ -11,16 +11,16 @@ use super::error::{Error, Result};
 pub(crate) struct ForwardCollectives {
     /// Why such a layer, which can return no error, gave values of no use.
     failure: Mutex<Option<Error>>,
-    there: AtomicBool,
+    noted: AtomicBool,
 }
 
 impl ForwardCollectives {
     pub(crate) fn note(&self) {
-        self.there.store(true, Ordering::Relaxed);
+        self.noted.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn is_noted(&self) -> bool {
-        self.there.load(Ordering::Relaxed)
+        self.noted.load(Ordering::Relaxed)
     }
 
     /// Keeps why the ranks could not compute a layer together.

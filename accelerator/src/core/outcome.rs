@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::error::{Error, Kind, Result};
 
-/// Tells the other ranks, which [`hear`], how this rank's work for all went; to be called on rank
+/// Tells the other ranks, which [`receive`] it, how this rank's work for all went; to be called on rank
 /// 0, which gets its outcome back.
 #[track_caller]
-pub(crate) fn tell<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
+pub(crate) fn send<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
     let failure = mine.as_ref().err().map(Failure::of);
     let told = group
         .for_purpose(PURPOSE)
@@ -18,10 +18,10 @@ pub(crate) fn tell<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
     Ok(value)
 }
 
-/// Waits for what rank 0 [`tell`]s. When it failed, the error answers to predicates as rank 0's
+/// Receives what rank 0 [`send`]s. When it failed, the error answers to predicates as rank 0's
 /// does, and says that rank 0 failed to do `action`, and why.
 #[track_caller]
-pub(crate) fn hear(group: &ProcessGroup, action: &str) -> Result<()> {
+pub(crate) fn receive(group: &ProcessGroup, action: &str) -> Result<()> {
     let told: Option<Failure> = group.for_purpose(PURPOSE).broadcast_object(None, 0)?;
     match told {
         Some(failure) => Err(failure.into_error(0, action)),
@@ -98,8 +98,8 @@ mod tests {
         crate::launch(2, |accelerator| {
             let group = accelerator.group();
             Ok(match accelerator.on_main_process(|| work(group)) {
-                Some(mine) => tell(group, mine),
-                None => hear(group, "save"),
+                Some(mine) => send(group, mine),
+                None => receive(group, "save"),
             })
         })
         .unwrap()

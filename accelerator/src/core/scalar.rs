@@ -9,28 +9,28 @@ pub(crate) struct Scalar(Arc<ScalarValue>);
 
 struct ScalarValue {
     /// Of one element; `None` where it was never on a device.
-    there: Option<Tensor<1>>,
+    tensor: Option<Tensor<1>>,
     read: OnceLock<f64>,
 }
 
 impl Scalar {
     /// What a device has in one element.
-    pub(crate) fn on_device(there: Tensor<1>) -> Self {
+    pub(crate) fn on_device(tensor: Tensor<1>) -> Self {
         Self(Arc::new(ScalarValue {
-            there: Some(there),
+            tensor: Some(tensor),
             read: OnceLock::new(),
         }))
     }
 
     /// Where it lies.
-    pub(crate) fn there(&self) -> Option<&Tensor<1>> {
-        self.0.there.as_ref()
+    pub(crate) fn tensor(&self) -> Option<&Tensor<1>> {
+        self.0.tensor.as_ref()
     }
 
     /// Its value, for which this waits where it has not been read yet.
     pub(crate) fn read(&self) -> f64 {
-        let ScalarValue { there, read } = &*self.0;
-        *read.get_or_init(|| there.clone().map_or(f64::NAN, number))
+        let ScalarValue { tensor, read } = &*self.0;
+        *read.get_or_init(|| tensor.clone().map_or(f64::NAN, number))
     }
 
     pub(crate) fn is_read(&self) -> bool {
@@ -41,7 +41,7 @@ impl Scalar {
 impl From<f64> for Scalar {
     fn from(value: f64) -> Self {
         Self(Arc::new(ScalarValue {
-            there: None,
+            tensor: None,
             read: OnceLock::from(value),
         }))
     }

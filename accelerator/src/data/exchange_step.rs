@@ -37,11 +37,11 @@ impl fmt::Display for ReadPosition {
     }
 }
 
-/// Tells all ranks of this one's step, and hears of theirs, in rank order.
+/// Sends this rank's step to all ranks, and receives theirs, in rank order.
 ///
 /// Where a rank has failed to do `action`, all fail: this one with its own error, if it has one. Where ranks
 /// are at different places, all fail alike. Errors of the communication name the line of `caller`.
-pub(super) fn meet<T: Serialize + DeserializeOwned>(
+pub(super) fn exchange_step<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     position: ReadPosition,
     mine: Result<T, &Error>,
@@ -124,7 +124,7 @@ mod tests {
             ][rank];
             let failed = Error::new(Kind::Data, "no disk");
             let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
-            let error = meet(
+            let error = exchange_step(
                 accelerator.group(),
                 position,
                 mine,
@@ -155,7 +155,7 @@ mod tests {
         let errors = crate::launch(2, |accelerator| {
             let group = accelerator.group();
             let error = match accelerator.rank() {
-                0 => meet(
+                0 => exchange_step(
                     group,
                     POSITION,
                     Ok("aaa".to_owned()),
@@ -168,7 +168,8 @@ mod tests {
                         epoch: 2,
                         ..POSITION
                     };
-                    meet(group, position, Ok(5_u8), "read", Location::caller()).unwrap_err()
+                    exchange_step(group, position, Ok(5_u8), "read", Location::caller())
+                        .unwrap_err()
                 }
             };
             Ok(error)
@@ -185,7 +186,7 @@ mod tests {
             group.abort("this rank gives up".to_owned());
             let failed = Error::new(Kind::Data, "no disk");
             let caller = Location::caller();
-            Ok(meet::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err())
+            Ok(exchange_step::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err())
         });
         for error in errors.unwrap() {
             assert!(error.is_data(), "{error:?}");

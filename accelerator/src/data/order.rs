@@ -7,7 +7,7 @@ use accelerator_plan::{self as plan, BatchPlan, EpochPlan, Plan, PlannedBatch, m
 
 use super::batch_size_spec::Spec;
 use super::cursor::EpochPosition;
-use super::exchange_step::{ReadPosition, meet};
+use super::exchange_step::{ReadPosition, exchange_step};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};
 
@@ -155,7 +155,7 @@ impl EpochAssignment {
             return mine;
         }
         let digest = mine.as_ref().map(|assignment| assignment.digest);
-        let digests = meet(group, position, digest, "sample an epoch", caller)?;
+        let digests = exchange_step(group, position, digest, "sample an epoch", caller)?;
         let mine = mine?;
         if digests.iter().all(|digest| *digest == mine.digest) {
             return Ok(mine);

@@ -125,18 +125,18 @@ impl Confusion {
 
     /// Of the samples that got this answer, the share for which it was right.
     pub fn precision(&self, class: usize) -> f64 {
-        share(self.entry(class, class), self.answered(class))
+        share(self.entry(class, class), self.predicted(class))
     }
 
     /// Of the samples of this class, the share that got the right answer.
     pub fn recall(&self, class: usize) -> f64 {
-        share(self.entry(class, class), self.there(class))
+        share(self.entry(class, class), self.actual(class))
     }
 
     /// The harmonic mean of precision and recall of a class.
     pub fn f1(&self, class: usize) -> f64 {
         let right = self.entry(class, class);
-        share(2.0 * right, self.there(class) + self.answered(class))
+        share(2.0 * right, self.actual(class) + self.predicted(class))
     }
 
     /// The mean precision of the classes, each of which counts the same.
@@ -176,12 +176,12 @@ impl Confusion {
     }
 
     /// How many samples there are of a class.
-    fn there(&self, class: usize) -> f64 {
+    fn actual(&self, class: usize) -> f64 {
         self.each(|answer| self.entry(class, answer))
     }
 
-    /// How many samples got that answer.
-    fn answered(&self, class: usize) -> f64 {
+    /// How many samples were predicted to be of a class.
+    fn predicted(&self, class: usize) -> f64 {
         self.each(|target| self.entry(target, class))
     }
 
@@ -205,7 +205,7 @@ impl fmt::Display for Confusion {
                 self.precision(class),
                 self.recall(class),
                 self.f1(class),
-                self.there(class)
+                self.actual(class)
             )?;
         }
         write!(

@@ -7,9 +7,9 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
 use super::file_layout::FilePath;
 use super::layout::Layout;
+use super::load_report::{LoadReport, Misshapen, Mistyped};
 use super::options::{Casts, MismatchMode};
 use super::read::{ModelFile, StoredTensor};
-use super::report::{LoadReport, Misshapen, Mistyped};
 use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
 use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
@@ -35,11 +35,11 @@ pub(crate) fn load_on_all<M: Module>(
     }
     let loading = group.for_purpose("load a model");
     let (model, report) = if group.rank() == 0 {
-        let (model, report) = outcome::tell(group, load(model))?;
+        let (model, report) = outcome::send(group, load(model))?;
         loading.broadcast_object(Some(&report), 0)?;
         (model, report)
     } else {
-        outcome::hear(group, "load the model")?;
+        outcome::receive(group, "load the model")?;
         (model, loading.broadcast_object(None, 0)?)
     };
     let layout = Layout::of(&model);

@@ -144,11 +144,13 @@ impl PublishLock {
     /// turn keeps nobody for ever.
     fn take(folder: &Path) -> Option<Self> {
         let locked = File::open(or_here(folder)).ok()?;
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + LOCK_TIMEOUT;
         loop {
             match locked.try_lock() {
                 Ok(()) => return Some(Self { _locked: locked }),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => sleep(LOOK),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    sleep(LOCK_RETRY_INTERVAL)
+                }
                 Err(TryLockError::WouldBlock) => {
                     let folder = or_here(folder).display();
                     tracing::warn!(%folder, "another process keeps the folder locked; saving all the same");
@@ -161,8 +163,8 @@ impl PublishLock {
 }
 
 /// Renaming takes far less; only a writer that does not run takes longer.
-const PATIENCE: Duration = Duration::from_secs(10);
-const LOOK: Duration = Duration::from_millis(10);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 fn remove_if_there(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {

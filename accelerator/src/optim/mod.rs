@@ -172,18 +172,18 @@
 mod count;
 mod factor;
 pub mod fused;
-mod plan;
+mod optimizer_state;
 mod prepared;
 mod rate;
 mod record_io;
 mod schedule;
 mod sharded;
-mod state;
+mod training_plan;
 mod unsharded;
 
 pub(crate) use self::count::OptimizerCount;
 pub use self::fused::InitFused;
-pub use self::plan::{RateScaling, TrainingPlan};
+pub(crate) use self::optimizer_state::{OptimizerSnapshot, OptimizerState, ScheduleKind};
 pub use self::prepared::{PreparedOptimizer, StepOutcome};
 pub use self::rate::IntoLearningRate;
 pub(crate) use self::record_io::{check_known, check_types, other_state};
@@ -191,4 +191,4 @@ pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
-pub(crate) use self::state::{OptimizerSnapshot, OptimizerState, ScheduleKind};
+pub use self::training_plan::{RateScaling, TrainingPlan};

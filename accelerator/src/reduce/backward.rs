@@ -5,11 +5,11 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
-use super::context::{ReduceContext, ReduceScope, SameBatches};
 use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;
 use super::model_state::ModelState;
+use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
 use super::reducer::{ReducedWindow, Reducer};
 use super::step_commit::StepCommit;
 use super::trial_memory::settle_device_reducer;
@@ -107,7 +107,7 @@ fn run_backward<M: Module>(
             GradientsParams::from_grads(loss.backward(), model)
         };
         let loss = loss.inner();
-        let known = |parameter: &&Trainable| element_values::look(&gradients, parameter).is_some();
+        let known = |parameter: &&Trainable| element_values::peek(&gradients, parameter).is_some();
         let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
         check_all_known(unknown)?;
         check_some_trained(&model_state, !gradients.is_empty())?;

@@ -4,61 +4,62 @@ use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
 use super::bucket::WriteMode;
+use super::bucket_layout::Buckets;
 use super::bucket_storage::{BucketStorage, MemberGradient, Placement};
 use super::control_vector;
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};
-use super::layout::Buckets;
 use super::overlap;
 use crate::precision::Cast;
 
-/// The sums of a window, with what is recorded for each bucket and parameter. The next window uses it again, so
+/// The buckets of a window, with a record of each bucket and parameter. The next window of the model uses the same set, so
 /// that steps allocate nothing and pages stay warm.
 #[derive(Debug)]
 pub(super) struct BucketSet {
-    /// Where its sums are kept.
+    /// Where the sums lie.
     pub(super) placement: Placement,
     pub(super) layout: Arc<Buckets>,
     /// By bucket.
     pub(super) states: Vec<BucketState>,
-    /// By bucket: sums as they were before the last micro-step, which can be undone.
+    /// By bucket: the sums before the last micro-step, so that the bucket can be filled again.
     pub(super) undo: Vec<Option<BucketStorage>>,
-    /// By bucket: whether this rank sent it too early.
-    pub(super) wrong: Vec<bool>,
-    /// By bucket: what one travels in that is compressed, or on a device.
+    /// By bucket: whether this rank asks all ranks to reduce it again. It has sent it too early; or, for a hook, its values
+    /// are not finite.
+    pub(super) needs_retry: Vec<bool>,
+    /// By bucket: the buffer that is sent, where the bucket is compressed or lies on a device.
     pub(super) wires: Vec<Option<Buffer>>,
-    /// By parameter: whether a micro-step before this one had a gradient.
+    /// By parameter: whether an earlier micro-step of the window has added a gradient.
     pub(super) written: Vec<bool>,
     /// By parameter: whether this micro-step has a gradient.
-    pub(super) here: Vec<bool>,
-    /// By parameter: a gradient that is being read.
-    pub(super) held: Vec<Option<DispatchTensor>>,
-    /// By parameter: what was sent before backward ended.
+    pub(super) has_gradient: Vec<bool>,
+    /// By parameter: a gradient that is about to be added to its bucket.
+    pub(super) gradients: Vec<Option<DispatchTensor>>,
+    /// By parameter: the gradient that was added before backward ended.
     pub(super) flushed: Vec<FlushedGradient>,
-    /// By parameter: whether some rank had a gradient, once that is known.
+    /// By parameter: whether any rank has a gradient; known when the control vector was received.
     pub(super) present: Vec<bool>,
-    /// What ranks tell each other beside the sums; `None` while it travels.
+    /// The control vector; `None` while it is reduced.
     pub(super) control: Option<Buffer>,
-    /// For the weight of the window, where that goes ahead.
-    pub(super) total: Option<Buffer>,
+    /// The buffer in which the weight of the window is reduced ahead of the buckets; `None` while it is reduced.
+    pub(super) weight_buffer: Option<Buffer>,
 }
 
-/// How far a bucket is.
+/// The progress of a bucket within its window.
 #[derive(Debug)]
 pub(super) enum BucketState {
-    /// It holds sums of this rank, and may get more.
+    /// It holds sums of this rank; gradients may be added.
     Open(BucketStorage),
-    /// It holds all that this rank has to give.
+    /// It holds all gradients of this rank and is ready to be sent.
     Complete(BucketStorage),
-    /// It is read from its device, to travel.
+    /// Its sums are being read from the device, to be sent then.
     Read(PendingRead),
-    /// It travels as it is.
+    /// Its reduction is in flight.
     Sent(Pending),
-    /// It travels from device to device.
+    /// Its reduction from device to device is in flight.
     SentOnDevice(PendingReduce),
-    /// It stays, and what was rounded travels.
+    /// The reduction of its rounded sums is in flight; the buffer holds this rank's exact ones.
     SentRounded(Buffer, Pending),
-    /// It holds what this rank has to give, and `wires` the rounded sums of all ranks.
+    /// The buffer holds this rank's exact sums, and `wires` the rounded sums of all ranks.
     Rounded(Buffer, RangeCheck),
     /// It holds the sums of all ranks.
     Summed(BucketStorage),
@@ -66,7 +67,7 @@ pub(super) enum BucketState {
     Lost,
 }
 
-/// Whether rounded sums are within the range of the type in which they travelled.
+/// Whether rounded sums are within the range of the type in which they were sent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RangeCheck {
     Within,
@@ -74,19 +75,19 @@ pub(super) enum RangeCheck {
     Beyond,
 }
 
-/// What was seen of a parameter's gradient when its bucket was filled before backward ended.
+/// The gradient of a parameter whose bucket was filled before backward ended.
 #[derive(Debug, Default)]
 #[allow(
     clippy::large_enum_variant,
     reason = "there is one a parameter, in memory that is kept; tensors of some devices are large"
 )]
 pub(super) enum FlushedGradient {
-    /// It has not been looked for.
+    /// Its bucket was not filled early.
     #[default]
     None,
-    /// There was no gradient.
+    /// It had no gradient.
     Absent,
-    /// There was this one, whose memory is held.
+    /// It had this one, which is kept in memory for comparison.
     Seen(DispatchTensor),
 }
 
@@ -98,7 +99,7 @@ impl FlushedGradient {
         }
     }
 
-    /// Whether it is the gradient that a parameter has in the end, or what `cast` has made that of.
+    /// Whether it is the gradient at the end of backward, or the one from which `cast` made that.
     pub(super) fn is_of(&self, gradient: Option<&DispatchTensor>, cast: Option<&Cast>) -> bool {
         match (self, gradient) {
             (Self::Absent, None) => true,
@@ -121,33 +122,33 @@ impl BucketSet {
             placement: placement.clone(),
             states: (0..buckets).map(store).collect(),
             undo: none(buckets),
-            wrong: vec![false; buckets],
+            needs_retry: vec![false; buckets],
             wires: none(buckets),
             written: vec![false; parameters],
-            here: vec![false; parameters],
-            held: none(parameters),
+            has_gradient: vec![false; parameters],
+            gradients: none(parameters),
             flushed: core::iter::repeat_with(FlushedGradient::default)
                 .take(parameters)
                 .collect(),
             present: vec![false; parameters],
             control: Some(group.buffer(DType::F64, control_vector::length(parameters, buckets))),
-            total: None,
+            weight_buffer: None,
             layout,
         }
     }
 
-    /// Whether its sums lie on a device.
+    /// Whether the sums lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
         matches!(self.placement, Placement::Device(_))
     }
 
-    /// Makes it ready for another window; `false` where a buffer was lost.
+    /// Clears the records for the next window; `false` where a buffer was lost.
     pub(super) fn reopen(&mut self) -> bool {
         self.written.fill(false);
-        self.here.fill(false);
-        self.wrong.fill(false);
-        self.forget();
-        // Memory of the host is used again.
+        self.has_gradient.fill(false);
+        self.needs_retry.fill(false);
+        self.release_flushed();
+        // Host memory is kept for the next window.
         for undo in &mut self.undo {
             undo.take_if(|undo| matches!(undo, BucketStorage::Device(_)));
         }
@@ -167,7 +168,7 @@ impl BucketSet {
         self.control.is_some()
     }
 
-    /// Moves sums that are still open to where the others of their model are kept.
+    /// Moves the sums of open buckets to the placement of their model.
     pub(super) fn move_to(&mut self, group: &ProcessGroup, placement: &Placement) {
         if self.is_at(placement) {
             return;
@@ -179,8 +180,8 @@ impl BucketSet {
                     BucketState::Open(store.into_host(group))
                 }
                 (BucketState::Open(mut store), Placement::Device(device)) => {
-                    // What nobody has written to means nothing here, and is 0 there.
-                    self.clear(bucket, &mut store, |_| false);
+                    // In host memory an unwritten range holds sums of an earlier window; on the device it must be 0.
+                    self.clear_unwritten(bucket, &mut store, |_| false);
                     BucketState::Open(store.into_device(device))
                 }
                 (other, _) => other,
@@ -191,7 +192,7 @@ impl BucketSet {
         self.wires.fill_with(|| None);
     }
 
-    /// Whether sums are kept there.
+    /// Whether the sums lie in this placement.
     pub(super) fn is_at(&self, placement: &Placement) -> bool {
         matches!(
             (&self.placement, placement),
@@ -199,13 +200,13 @@ impl BucketSet {
         )
     }
 
-    /// Lets go of the gradients that were seen.
-    pub(super) fn forget(&mut self) {
+    /// Frees the gradients that were kept for comparison.
+    pub(super) fn release_flushed(&mut self) {
         self.flushed.fill_with(FlushedGradient::default);
     }
 
-    /// Takes a bucket out that may still get gradients.
-    pub(super) fn open(&mut self, bucket: usize) -> Option<BucketStorage> {
+    /// Takes a bucket out to which gradients may still be added.
+    pub(super) fn take_open(&mut self, bucket: usize) -> Option<BucketStorage> {
         match core::mem::replace(&mut self.states[bucket], BucketState::Lost) {
             BucketState::Open(store) => Some(store),
             other => {
@@ -215,8 +216,8 @@ impl BucketSet {
         }
     }
 
-    /// Takes a bucket out that is to be sent.
-    pub(super) fn complete(&mut self, bucket: usize) -> Option<BucketStorage> {
+    /// Takes a bucket out that is ready to be sent.
+    pub(super) fn take_complete(&mut self, bucket: usize) -> Option<BucketStorage> {
         match core::mem::replace(&mut self.states[bucket], BucketState::Lost) {
             BucketState::Complete(store) => Some(store),
             other => {
@@ -226,9 +227,8 @@ impl BucketSet {
         }
     }
 
-    /// Adds `weight · gradient` of each of its members to a bucket. Those of which no micro-step has
-    /// a gradient are left as they are.
-    pub(super) fn enter<'a>(
+    /// Adds `weight · gradient` of each parameter of a bucket to it. A parameter without a gradient is left as it is.
+    pub(super) fn add<'a>(
         &'a self,
         bucket: usize,
         store: &mut BucketStorage,
@@ -236,44 +236,45 @@ impl BucketSet {
         weight: f64,
     ) {
         let members = self.layout.members(bucket).iter();
-        let entrants = members.map(move |&parameter| MemberGradient {
+        let gradients = members.map(move |&parameter| MemberGradient {
             range: &self.layout.place(parameter).range,
             gradient: gradient(parameter),
-            entry: match self.written[parameter] {
+            mode: match self.written[parameter] {
                 true => WriteMode::Add,
                 false => WriteMode::Replace,
             },
         });
-        store.enter(entrants, weight);
+        store.add(gradients, weight);
     }
 
-    /// The same for the gradients that are held, and lets go of them.
-    pub(super) fn enter_held(&mut self, bucket: usize, store: &mut BucketStorage, weight: f64) {
-        let held = &self.held;
-        self.enter(bucket, store, |parameter| held[parameter].as_ref(), weight);
+    /// Adds `weight` times the gradients that are kept in `gradients`, and frees them.
+    pub(super) fn add_gradients(&mut self, bucket: usize, store: &mut BucketStorage, weight: f64) {
+        let gradients = &self.gradients;
+        let gradient = |parameter: usize| gradients[parameter].as_ref();
+        self.add(bucket, store, gradient, weight);
         for &parameter in self.layout.members(bucket) {
-            self.held[parameter] = None;
+            self.gradients[parameter] = None;
         }
     }
 
-    /// Zeroes what nobody has written to in a bucket.
-    pub(super) fn clear(
+    /// Zeroes the ranges of parameters without a gradient in any micro-step.
+    pub(super) fn clear_unwritten(
         &self,
         bucket: usize,
         store: &mut BucketStorage,
-        is_there: impl Fn(usize) -> bool,
+        has_gradient: impl Fn(usize) -> bool,
     ) {
         for &parameter in self.layout.members(bucket) {
-            if !self.written[parameter] && !is_there(parameter) {
+            if !self.written[parameter] && !has_gradient(parameter) {
                 store.clear(&self.layout.place(parameter).range);
             }
         }
     }
 
-    /// Keeps what a bucket holds, so that it can be had again, where a micro-step before this
-    /// one has written to it.
-    pub(super) fn keep(&mut self, group: &ProcessGroup, bucket: usize, store: &BucketStorage) {
-        if !self.is_used(bucket) {
+    /// Copies the sums of a bucket, so that the last micro-step can be undone. A bucket without sums of earlier micro-steps
+    /// needs no copy.
+    pub(super) fn save_undo(&mut self, group: &ProcessGroup, bucket: usize, store: &BucketStorage) {
+        if !self.is_written(bucket) {
             return;
         }
         match (store, &mut self.undo[bucket]) {
@@ -291,23 +292,23 @@ impl BucketSet {
         }
     }
 
-    /// Gives a bucket what was kept.
-    pub(super) fn restore(&mut self, bucket: usize, store: &mut BucketStorage) {
-        let used = self.is_used(bucket);
+    /// Restores the sums of a bucket from before the last micro-step.
+    pub(super) fn restore_undo(&mut self, bucket: usize, store: &mut BucketStorage) {
+        let written = self.is_written(bucket);
         match (store, &mut self.undo[bucket]) {
-            (BucketStorage::Host(buffer), Some(BucketStorage::Host(kept))) if used => {
+            (BucketStorage::Host(buffer), Some(BucketStorage::Host(kept))) if written => {
                 buffer.bytes_mut().copy_from_slice(kept.bytes());
             }
-            (BucketStorage::Device(flat), Some(BucketStorage::Device(kept))) if used => {
+            (BucketStorage::Device(flat), Some(BucketStorage::Device(kept))) if written => {
                 *flat = kept.clone()
             }
-            // What nobody has written to is replaced as a whole.
+            // A bucket that was not written before is overwritten as a whole.
             (BucketStorage::Host(_), _) => {}
             (BucketStorage::Device(flat), _) => *flat = flat.blank(),
         }
     }
 
-    /// The sums of all ranks, of a window that was reduced.
+    /// The sums of a bucket over all ranks; `None` before they were reduced.
     pub(super) fn sums(&self, bucket: usize) -> Option<&BucketStorage> {
         match &self.states[bucket] {
             BucketState::Summed(store) => Some(store),
@@ -315,7 +316,7 @@ impl BucketSet {
         }
     }
 
-    /// The same, to be changed.
+    /// The same, mutable.
     pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut BucketStorage> {
         match &mut self.states[bucket] {
             BucketState::Summed(store) => Some(store),
@@ -323,8 +324,8 @@ impl BucketSet {
         }
     }
 
-    /// The sums of buckets on a device, of a window that was reduced, by bucket.
-    pub(super) fn summed_on_device(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
+    /// The number and the reduced sums of each bucket that lies on a device.
+    pub(super) fn device_sums_mut(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
         let states = self.states.iter_mut().enumerate();
         states.filter_map(|(bucket, state)| match state {
             BucketState::Summed(BucketStorage::Device(flat)) => Some((bucket, flat)),
@@ -332,8 +333,8 @@ impl BucketSet {
         })
     }
 
-    /// The sums of all buckets in memory, of a window that was reduced.
-    pub(super) fn summed(&mut self) -> Vec<&mut Buffer> {
+    /// The reduced sums of each bucket that lies in host memory.
+    pub(super) fn host_sums_mut(&mut self) -> Vec<&mut Buffer> {
         let summed = |state| match state {
             &mut BucketState::Summed(BucketStorage::Host(ref mut buffer)) => Some(buffer),
             _ => None,
@@ -341,8 +342,8 @@ impl BucketSet {
         self.states.iter_mut().filter_map(summed).collect()
     }
 
-    /// Brings the sums of a window that was reduced to memory.
-    pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
+    /// Moves the reduced sums to host memory.
+    pub(super) fn move_to_host(&mut self, group: &ProcessGroup) {
         for state in &mut self.states {
             *state = match core::mem::replace(state, BucketState::Lost) {
                 BucketState::Summed(store) => BucketState::Summed(store.into_host(group)),
@@ -352,7 +353,8 @@ impl BucketSet {
         self.placement = Placement::Host;
     }
 
-    fn is_used(&self, bucket: usize) -> bool {
+    /// Whether an earlier micro-step has added to a bucket.
+    fn is_written(&self, bucket: usize) -> bool {
         let members = self.layout.members(bucket);
         members.iter().any(|&parameter| self.written[parameter])
     }

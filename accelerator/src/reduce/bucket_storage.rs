@@ -1,4 +1,4 @@
-//! Where the sums of a bucket are.
+//! The memory of a bucket's sums.
 
 use core::fmt;
 use core::ops::Range;
@@ -11,10 +11,10 @@ use super::bucket::{self, WriteMode};
 use super::device_bucket::DeviceBucket;
 use super::element_values::{ElementValues, with_values};
 
-/// Where the sums of a model are kept.
+/// Where the sums of a model lie.
 #[derive(Clone, Debug, Default)]
 pub(crate) enum Placement {
-    /// In memory, where the CPU and other processes work on them.
+    /// In host memory, where the CPU and other processes reduce them.
     #[default]
     Host,
     /// On the device of the gradients.
@@ -41,15 +41,15 @@ pub(super) enum BucketStorage {
     Device(DeviceBucket),
 }
 
-/// What a member of a bucket gets.
+/// The gradient of one parameter of a bucket, and how it is written.
 pub(super) struct MemberGradient<'a> {
     pub(super) range: &'a Range<usize>,
     pub(super) gradient: Option<&'a DispatchTensor>,
-    pub(super) entry: WriteMode,
+    pub(super) mode: WriteMode,
 }
 
 impl BucketStorage {
-    /// For so many elements; what is in it means nothing.
+    /// New memory for `length` elements, all 0.
     pub(super) fn new(
         group: &ProcessGroup,
         placement: &Placement,
@@ -62,42 +62,42 @@ impl BucketStorage {
         }
     }
 
-    /// Adds `weight · gradient` of each member. Those without one are left as they are.
-    pub(super) fn enter<'a>(
+    /// Adds `weight · gradient` of each parameter. A parameter without a gradient is left as it is.
+    pub(super) fn add<'a>(
         &mut self,
         members: impl Iterator<Item = MemberGradient<'a>> + Clone,
         weight: f64,
     ) {
         match self {
             Self::Host(buffer) => {
-                let there = members
+                let present = members
                     .clone()
                     .enumerate()
                     .filter_map(|(at, member)| Some((at, member.gradient?)));
                 let members: Vec<_> = members.collect();
-                with_values(there, |at, values| {
-                    let MemberGradient { range, entry, .. } = members[at];
-                    bucket::write(buffer, range, values, weight, entry);
+                with_values(present, |at, values| {
+                    let MemberGradient { range, mode, .. } = members[at];
+                    bucket::write(buffer, range, values, weight, mode);
                 });
             }
             Self::Device(flat) => {
                 let members = members.map(|member| (member.range, member.gradient));
-                flat.enter(members, weight);
+                flat.add(members, weight);
             }
         }
     }
 
-    /// Zeroes a place that nobody has written to.
+    /// Zeroes a range that was not written.
     pub(super) fn clear(&mut self, range: &Range<usize>) {
         match self {
             Self::Host(buffer) => bucket::clear(buffer, range),
-            // It is 0 where nobody has written.
+            // On a device, an unwritten range is 0.
             Self::Device(_) => {}
         }
     }
 
-    /// The same with zeros, and all its memory taken: a page or a tensor is there when it is written to.
-    pub(super) fn written(self) -> Self {
+    /// Fills it with zeros, which takes all of its memory: pages and tensors are allocated when they are written.
+    pub(super) fn zeroed(self) -> Self {
         match self {
             Self::Host(mut buffer) => {
                 buffer.bytes_mut().fill(0);
@@ -107,7 +107,7 @@ impl BucketStorage {
         }
     }
 
-    /// Makes it ready for another window.
+    /// Clears it for the next window.
     pub(super) fn reopen(self) -> Self {
         match self {
             Self::Host(buffer) => Self::Host(buffer),
@@ -115,7 +115,7 @@ impl BucketStorage {
         }
     }
 
-    /// The same sums, kept in memory.
+    /// The same sums in host memory.
     pub(super) fn into_host(self, group: &ProcessGroup) -> Self {
         let mut flat = match self {
             Self::Host(buffer) => return Self::Host(buffer),
@@ -133,7 +133,7 @@ impl BucketStorage {
         Self::Host(buffer)
     }
 
-    /// The same sums, kept on that device.
+    /// The same sums on a device.
     pub(super) fn into_device(self, device: &Device) -> Self {
         match self {
             Self::Host(buffer) => {
@@ -145,7 +145,7 @@ impl BucketStorage {
     }
 }
 
-/// A copy of what is in a buffer, on that device.
+/// A copy of a buffer on a device.
 pub(super) fn uploaded(buffer: &Buffer, device: &Device) -> Tensor<1> {
     fn data<E: Element + burn::tensor::Element>(buffer: &Buffer) -> Option<TensorData> {
         let values = buffer.as_slice::<E>().ok()?.to_vec();

@@ -7,10 +7,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::bucket::{self, BLOCK};
+use super::bucket_layout::BucketRange;
 use super::bucket_set::BucketSet;
 use super::bucket_storage::BucketStorage;
 use super::device_bucket;
-use super::layout::BucketRange;
 use super::loss_sum::LossSum;
 use super::model_state::ModelState;
 use super::shard::SumScope;
@@ -39,7 +39,7 @@ pub(super) struct BucketSums {
 
 impl BucketSums {
     /// The parameters that have a gradient, in path order, and where its sum lies.
-    pub(super) fn there(
+    pub(super) fn with_gradients(
         &self,
     ) -> impl Iterator<Item = (usize, &Trainable, &BucketStorage, &Range<usize>)> {
         let parameters = self.model_state.parameters().iter().enumerate();
@@ -62,9 +62,9 @@ impl BucketSums {
     }
 
     /// Brings them to memory, where they lie on a device.
-    pub(super) fn bring_home(&mut self, group: &ProcessGroup) {
+    pub(super) fn move_to_host(&mut self, group: &ProcessGroup) {
         if let Some(bucket_set) = &mut self.bucket_set {
-            bucket_set.bring_home(group);
+            bucket_set.move_to_host(group);
         }
     }
 
@@ -83,7 +83,7 @@ impl BucketSums {
         let mut places = Vec::new();
         let mut powers = vec![0.0; self.model_state.parameters().len()];
         let mut on_device = (Vec::new(), Vec::new());
-        for (at, _, store, range) in self.there().filter(|(at, ..)| asked(*at)) {
+        for (at, _, store, range) in self.with_gradients().filter(|(at, ..)| asked(*at)) {
             let buffer = match store {
                 BucketStorage::Host(buffer) => buffer,
                 BucketStorage::Device(flat) => {
@@ -160,7 +160,7 @@ impl BucketSums {
                 }));
             }
         }
-        let mut buffers = bucket_set.summed();
+        let mut buffers = bucket_set.host_sums_mut();
         let mut whole: Vec<Vec<u8>> = buffers
             .iter()
             .map(|buffer| vec![0; buffer.bytes().len()])
@@ -212,7 +212,7 @@ impl BucketSums {
     }
 
     /// What is chosen, on its device: whole buckets where they are.
-    pub(super) fn there_on_device(&self, chosen: &[bool]) -> Vec<Tensor<1>> {
+    pub(super) fn chosen_on_device(&self, chosen: &[bool]) -> Vec<Tensor<1>> {
         let Some(bucket_set) = self.bucket_set.as_ref() else {
             return Vec::new();
         };
@@ -240,7 +240,7 @@ impl BucketSums {
             return;
         };
         let layout = bucket_set.layout.clone();
-        for (bucket, flat) in bucket_set.summed_on_device() {
+        for (bucket, flat) in bucket_set.device_sums_mut() {
             let members = layout.members(bucket).iter();
             let places = members.map(|&at| (layout.place(at).range.clone(), chosen[at]));
             flat.scale(by, places);
@@ -253,7 +253,7 @@ impl BucketSums {
             return;
         };
         let layout = bucket_set.layout.clone();
-        for (bucket, flat) in bucket_set.summed_on_device() {
+        for (bucket, flat) in bucket_set.device_sums_mut() {
             let members = layout.members(bucket);
             let ranges = members.iter().map(|&at| layout.place(at).range.clone());
             flat.change(ranges, |number, sums| {
@@ -273,7 +273,7 @@ impl BucketSums {
     ) -> GradientsParams {
         let mut gradients = GradientsParams::new();
         self.params_on_device(factors, &asked, &mut gradients);
-        for (index, parameter, store, range) in self.there() {
+        for (index, parameter, store, range) in self.with_gradients() {
             let BucketStorage::Host(buffer) = store else {
                 continue;
             };

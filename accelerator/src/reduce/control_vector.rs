@@ -1,19 +1,19 @@
-//! The vector that ranks add up beside their gradients, by which each learns of the others.
+//! The control vector: numbers that ranks sum with each window, beside the gradients.
 
 use accelerator_collective::{Buffer, ProcessGroup};
 use accelerator_plan::mix;
 
 use crate::core::error::{Error, Kind, Result};
 
-/// How many numbers a control vector has.
+/// The length of a control vector: the header, a flag for each parameter and bucket, and the trigger.
 pub(super) fn length(parameters: usize, buckets: usize) -> usize {
     HEADER + parameters + buckets + 1
 }
 
-/// How many stand in front of the flags.
+/// The length of the header.
 pub(super) const HEADER: usize = size_of::<ControlHeader>() / size_of::<f64>();
 
-/// What stands in front of the flags: of one rank, or the sums over all of them.
+/// The numbers before the flags: of one rank, or summed over all ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ControlHeader {
     pub(super) weight: f64,
@@ -22,7 +22,7 @@ pub(super) struct ControlHeader {
     pub(super) window: WindowFingerprint,
     pub(super) batches: WindowFingerprint,
     pub(super) losses: WindowFingerprint,
-    /// How many ranks want the norm.
+    /// How many ranks ask for the norm.
     pub(super) norm: f64,
 }
 
@@ -30,17 +30,17 @@ impl ControlHeader {
     fn read(values: &[f64]) -> Self {
         let mut header = Self::default();
         let mut values = values.iter();
-        header.each(|number| *number = values.next().copied().unwrap_or_default());
+        header.for_each_number(|number| *number = values.next().copied().unwrap_or_default());
         header
     }
 
     pub(super) fn write(mut self, values: &mut [f64]) {
         let mut values = values.iter_mut();
-        self.each(|number| values.next().into_iter().for_each(|value| *value = *number));
+        self.for_each_number(|number| values.next().into_iter().for_each(|value| *value = *number));
     }
 
-    /// All numbers, in the order in which they are sent.
-    fn each(&mut self, visit: impl FnMut(&mut f64)) {
+    /// Visits all numbers, in the order in which they are sent.
+    fn for_each_number(&mut self, visit: impl FnMut(&mut f64)) {
         let Self {
             weight,
             loss,
@@ -58,53 +58,54 @@ impl ControlHeader {
     }
 }
 
-/// What ranks compare: how many of them send a fingerprint, the sum of the fingerprints, and the sum of their echoes.
+/// A hash that ranks compare by its sum: how many ranks send a hash, the sum of the hashes, and the sum of the hashes of
+/// these hashes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WindowFingerprint([f64; 3]);
 
 impl WindowFingerprint {
-    /// What one of so many ranks sends; `None` is not compared.
+    /// The fingerprint of one of `ranks` ranks; `None` is not compared.
     pub(super) fn of(ranks: usize, numbers: Option<&[u64]>) -> Self {
         numbers.map_or_else(Self::default, |numbers| {
-            let fingerprint = bounded(ranks, numbers);
-            let echo = bounded(ranks, &[fingerprint]);
-            Self([1.0, fingerprint as f64, echo as f64])
+            let hash = bounded_hash(ranks, numbers);
+            let second = bounded_hash(ranks, &[hash]);
+            Self([1.0, hash as f64, second as f64])
         })
     }
 
-    /// Whether all that was sent is one fingerprint, and of as many ranks as are `wanted`. Where it is one, it is the
-    /// mean, and so is its echo. All ranks see the same sums, and come to the same.
-    fn is_one(self, ranks: usize, wanted: Option<usize>) -> bool {
-        let [senders, fingerprints, echoes] = self.0;
-        let mean = (fingerprints as u64)
+    /// Whether all ranks that sent a hash sent the same one, and whether `wanted` ranks did. Equal hashes are equal to their
+    /// mean, and so are their second hashes. All ranks have the same sums, and so the same result.
+    fn all_equal(self, ranks: usize, wanted: Option<usize>) -> bool {
+        let [senders, hashes, seconds] = self.0;
+        let mean = (hashes as u64)
             .checked_div(senders as u64)
             .unwrap_or_default();
-        let echo = bounded(ranks, &[mean]);
+        let second = bounded_hash(ranks, &[mean]);
         wanted.is_none_or(|wanted| senders == wanted as f64)
-            && mean as f64 * senders == fingerprints
-            && echo as f64 * senders == echoes
+            && mean as f64 * senders == hashes
+            && second as f64 * senders == seconds
     }
 }
 
-/// A number of these in as many bits as leave the sum over the ranks exact in an `f64`.
-fn bounded(ranks: usize, numbers: &[u64]) -> u64 {
+/// A hash of `numbers` in so few bits that the sum over the ranks is exact in an `f64`.
+fn bounded_hash(ranks: usize, numbers: &[u64]) -> u64 {
     mix(numbers) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
 }
 
-/// What all ranks have told each other in a control vector: sums over them.
+/// A control vector, summed over all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ControlSums<'a> {
     pub(super) header: ControlHeader,
     /// By parameter: how many ranks have a gradient.
     pub(super) present: &'a [f64],
-    /// By bucket: on how many ranks something is odd about it.
+    /// By bucket: how many ranks ask for another reduction of it.
     needs_retry: &'a [f64],
-    /// What `Trigger` tells.
+    /// The number of the `Trigger`.
     pub(super) trigger: f64,
 }
 
 impl<'a> ControlSums<'a> {
-    /// What came of a window of so many parameters.
+    /// Splits a reduced control vector of a window with `parameters` parameters.
     pub(super) fn read(control: &'a Option<Buffer>, parameters: usize) -> Result<Self> {
         let values = match control {
             Some(control) => control.as_slice::<f64>()?,
@@ -113,7 +114,7 @@ impl<'a> ControlSums<'a> {
         let Some((header, [flags @ .., trigger])) = values.split_at_checked(HEADER) else {
             return Err(Error::new(
                 Kind::Collective,
-                "what ranks tell each other of a window was given up before it came",
+                "the reduction of a window was given up before its control vector was received",
             ));
         };
         let (present, needs_retry) = flags.split_at(parameters.min(flags.len()));
@@ -129,25 +130,24 @@ impl<'a> ControlSums<'a> {
         self.header.norm > 0.0
     }
 
-    /// By bucket: whether something is odd about it on some rank.
+    /// By bucket: whether any rank asks for another reduction of it.
     pub(super) fn needs_retry(&self) -> impl Iterator<Item = bool> {
         self.needs_retry.iter().map(|ranks| *ranks > 0.0)
     }
 
-    /// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which
-    /// has missed one.
+    /// Whether the windows of all ranks have the same length, model and batches, and no rank has missed a window.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
         let ControlHeader {
             window, batches, ..
         } = self.header;
-        window.is_one(ranks, Some(ranks)) && batches.is_one(ranks, None)
+        window.all_equal(ranks, Some(ranks)) && batches.all_equal(ranks, None)
     }
 
-    /// Whether all ranks have told a loss, which is the same to the bit.
+    /// Whether all ranks have sent a loss, and the same one to the bit.
     pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
-        ranks > 1 && self.header.losses.is_one(ranks, Some(ranks))
+        ranks > 1 && self.header.losses.all_equal(ranks, Some(ranks))
     }
 }
 
@@ -157,21 +157,24 @@ mod tests {
 
     use super::*;
 
-    /// What ranks come to that are in these windows.
+    /// The result of ranks in these windows.
     fn agree(windows: &[[u64; 3]]) -> bool {
         agree_beside(0, windows)
     }
 
-    /// The same, where there are so many more that tell nothing.
+    /// The same, with `silent` more ranks that send no hash.
     fn agree_beside(silent: usize, windows: &[[u64; 3]]) -> bool {
         let ranks = windows.len() + silent;
-        let told = windows.iter().map(|window| Some(&window[..]));
-        let told = told.chain(core::iter::repeat_n(None, silent));
-        let sums = told.fold(WindowFingerprint::default(), |sums, window| {
+        let sent = windows.iter().map(|window| Some(&window[..]));
+        let sent = sent.chain(core::iter::repeat_n(None, silent));
+        let sums = sent.fold(WindowFingerprint::default(), |sums, window| {
             let WindowFingerprint(mine) = WindowFingerprint::of(ranks, window);
             WindowFingerprint(core::array::from_fn(|at| sums.0[at] + mine[at]))
         });
-        let (all, agrees) = (sums.is_one(ranks, Some(ranks)), sums.is_one(ranks, None));
+        let (all, agrees) = (
+            sums.all_equal(ranks, Some(ranks)),
+            sums.all_equal(ranks, None),
+        );
         assert_eq!(all, agrees && silent == 0);
         agrees
     }
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_that_differ_in_one_number_are_told_apart() {
+    fn windows_that_differ_in_one_number_do_not_agree() {
         let window = [7, 3, 0];
         for at in 0..3 {
             let mut other = window;

@@ -73,7 +73,7 @@ impl DeviceBucket {
 
     /// Adds `weight · gradient` to those places, which lie one behind the other and fill the bucket. Where
     /// there is no gradient, nothing changes.
-    pub(super) fn enter<'a>(
+    pub(super) fn add<'a>(
         &mut self,
         gradients: impl Iterator<Item = (&'a Range<usize>, Option<&'a DispatchTensor>)>,
         weight: f64,
@@ -302,11 +302,11 @@ mod tests {
         let (first, last) = (dispatch(&first), dispatch(&last));
         let ranges = [0..2, 2..2, 2..5, 5..6];
         let members = [Some(&first), None, None, Some(&last)];
-        flat.enter(ranges.iter().zip(members), 2.0);
+        flat.add(ranges.iter().zip(members), 2.0);
         assert_eq!(values(&flat), [2.0, 4.0, 0.0, 0.0, 0.0, 6.0]);
         // Where there is none, nothing changes.
-        flat.enter(ranges.iter().zip([None; 4]), 9.0);
-        flat.enter(ranges.iter().zip([Some(&first), None, None, None]), 1.0);
+        flat.add(ranges.iter().zip([None; 4]), 9.0);
+        flat.add(ranges.iter().zip([Some(&first), None, None, None]), 1.0);
         assert_eq!(values(&flat), [3.0, 6.0, 0.0, 0.0, 0.0, 6.0]);
         flat.change([0..2, 2..2, 5..6].into_iter(), |number, values| {
             values.add_scalar(number as f32 + 1.0)

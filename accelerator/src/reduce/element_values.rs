@@ -9,14 +9,14 @@ use burn::tensor::{DType, Tensor, TensorData, Transaction};
 use crate::core::tensor_rank::{any_rank, register, with_rank};
 use crate::model::Trainable;
 
-/// The gradient of a parameter, which stays where it is.
-pub(super) fn look(gradients: &GradientsParams, parameter: &Trainable) -> Option<DispatchTensor> {
+/// The gradient of a parameter, left in `gradients`.
+pub(super) fn peek(gradients: &GradientsParams, parameter: &Trainable) -> Option<DispatchTensor> {
     with_rank!(parameter.shape.len(), D => {
         gradients.get::<D>(parameter.id).map(Tensor::into_dispatch)
     })
 }
 
-/// The gradient of a parameter, taken out.
+/// The gradient of a parameter, removed from `gradients`.
 pub(super) fn take(
     gradients: &mut GradientsParams,
     parameter: &Trainable,

@@ -103,7 +103,9 @@ impl GradientMeans {
 
     /// The parameters that have a gradient, in path order: the same on every rank.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = &Trainable> {
-        self.sums.there().map(|(_, parameter, _, _)| parameter)
+        self.sums
+            .with_gradients()
+            .map(|(_, parameter, _, _)| parameter)
     }
 
     /// Whether they lie on a device, where nothing can be read or written in parts.
@@ -112,8 +114,8 @@ impl GradientMeans {
     }
 
     /// Brings them to memory, where they lie on a device.
-    pub(crate) fn bring_home(&mut self, group: &ProcessGroup) {
-        self.sums.bring_home(group);
+    pub(crate) fn move_to_host(&mut self, group: &ProcessGroup) {
+        self.sums.move_to_host(group);
     }
 
     /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape; `None` where
@@ -164,8 +166,8 @@ impl GradientMeans {
         Some(from_data(data, &self.device))
     }
 
-    /// Puts bytes of new elements of a parameter in the place of their sums.
-    pub(crate) fn land(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
+    /// Writes bytes of new elements of a parameter over their sums.
+    pub(crate) fn write(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
         let width = bytes.len() / range.len().max(1);
         if let Some(index) = self.model_state.number(id)
             && let Some((BucketStorage::Host(buffer), place)) = self.sums.place_mut(index)
@@ -175,7 +177,7 @@ impl GradientMeans {
         }
     }
 
-    /// Shows every rank what has [landed](Self::land) on each: the bytes of the part of each
+    /// Shows every rank what each has [written](Self::write): the bytes of the part of each
     /// parameter that a rank has, and where they begin in the parameter. It shows everything, or nothing.
     #[track_caller]
     pub(crate) fn exchange(
@@ -208,7 +210,7 @@ impl GradientMeans {
                 }
             }
         }
-        let mut buffers = bucket_set.summed();
+        let mut buffers = bucket_set.host_sums_mut();
         group.all_gather_parts(&mut buffers, &parts, |rank, number, bytes| {
             let (id, start) = targets[rank][number];
             sink(id, start, bytes);

@@ -7,10 +7,10 @@ use burn::tensor::{Device, Tensor};
 
 use super::bucket_sums::BucketSums;
 use super::clip::{Clip, Limit};
-use super::context::ReduceScope;
 use super::gradient_means::{GradientMean, GradientMeans};
 use super::model_state::ModelState;
 use super::non_finite_loss::{self, OnNonFiniteLoss};
+use super::reduce_context::ReduceScope;
 use super::reduced_gradients::{GradientStorage, NormAsked, ReducedGradients};
 use super::reducer::ReducedWindow;
 use super::step_commit::StepCommit;

@@ -8,12 +8,12 @@ use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::backward_guard::BackwardGuard;
+use super::bucket_layout::Buckets;
 use super::bucket_set::BucketSet;
 use super::bucket_storage::{BucketStorage, Placement};
 use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
-use super::layout::Buckets;
 use super::local_round::LocalRound;
 use super::loss_sum::MicroLoss;
 use super::non_finite_loss::{self, OnNonFiniteLoss};

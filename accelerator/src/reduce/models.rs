@@ -9,18 +9,18 @@ use super::updates::SeenUpdates;
 use crate::core::error::{Error, Result};
 use crate::model::{Layout, Trainable};
 
-/// The models that were prepared, known by their parameters' ids.
+/// The prepared models, by the ids of their parameters.
 ///
-/// Nothing tells when a program has dropped the last copy of a model, which is Burn's own type: so its entry
-/// stays as long as the accelerator lives, with a few hundred bytes for each parameter. The memory in which its
-/// gradients travelled is given back when another model is prepared.
+/// A model is Burn's own type, so this map does not notice when the program drops the last copy of it. An entry stays as
+/// long as the accelerator lives, and takes a few hundred bytes for each parameter. The buckets of a model are freed when
+/// another model is prepared.
 #[derive(Debug, Default)]
 pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<ModelState>>>);
 
 impl Models {
-    /// The model state of a prepared model, whatever has become of its values since.
+    /// The state of a prepared model. Its values may have changed since.
     ///
-    /// What a model trains tells which one it is: a part that is frozen in it may be a model of its own.
+    /// Trainable parameters identify the model: a part that is frozen in it may be a model of its own.
     pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
         let known = self.lock();
         let mut search = IdSearch {
@@ -66,7 +66,7 @@ impl Models {
         }
     }
 
-    /// By the first of its parameters: the models for which `backward` was called, and no optimizer stepped.
+    /// The models for which `backward` was called and no optimizer stepped, each by the path of its first parameter.
     pub(crate) fn unstepped(&self) -> Vec<String> {
         let unstepped = self.models().filter(|model_state| {
             model_state.was_trained()
@@ -78,8 +78,8 @@ impl Models {
         firsts.collect()
     }
 
-    /// By the first of its parameters: the models for which `backward` was never called, and which may have been trained
-    /// all the same: neither was another one trained, beside which it may be a target, nor were its replicas compared.
+    /// The models that the program may have trained without `backward`, each by the path of its first parameter: neither was
+    /// another model trained, beside which this one may be a target, nor were its replicas compared.
     pub(crate) fn untrained(&self) -> Vec<String> {
         let trains_another = self.models().any(|model_state| model_state.was_trained());
         let untrained = self
@@ -90,20 +90,20 @@ impl Models {
         firsts.collect()
     }
 
-    /// A trainable parameter of a prepared model.
+    /// The trainable parameter with this id, of any prepared model.
     pub(crate) fn parameter(&self, id: ParamId) -> Option<Trainable> {
         let known = self.lock();
         let model_state = known.get(&id)?;
         Some(model_state.parameters()[model_state.number(id)?].clone())
     }
 
-    /// Warns of the models of which micro-steps are left, now that the program is at its end.
+    /// At the end of the program, warns of each model whose window still holds micro-steps.
     pub(crate) fn warn_open_windows(&self) {
         self.models()
             .for_each(|model_state| model_state.warn_open_window());
     }
 
-    /// How each was updated on this rank, in an order that is the same on all of them.
+    /// How each model was updated on this rank, in an order that is the same on all ranks.
     pub(crate) fn updates(&self) -> Vec<SeenUpdates> {
         let mut models: Vec<_> = self.models().collect();
         models.sort_by_key(|model_state| {
@@ -115,7 +115,7 @@ impl Models {
             .collect()
     }
 
-    /// Gives back the memory in which gradients of the models travel.
+    /// Frees the buckets of all models that are not in use.
     pub(crate) fn release_spares(&self) {
         self.models()
             .for_each(|model_state| model_state.release_spare());
@@ -131,8 +131,8 @@ impl Models {
         models.into_iter()
     }
 
-    /// The model state of the model with all of these parameters, and no others, trained or frozen.
-    pub(super) fn same(&self, layout: &Layout) -> Option<Arc<ModelState>> {
+    /// The state of the model with exactly these parameters, trained or frozen.
+    pub(super) fn with_parameters(&self, layout: &Layout) -> Option<Arc<ModelState>> {
         let ids = layout.ids();
         let known = self.lock();
         let known = |id: &u64| known.get(&ParamId::from(*id));
@@ -142,13 +142,13 @@ impl Models {
             .cloned()
     }
 
-    /// Makes a model known; where it was before, as what it is now.
+    /// Adds a model, and replaces the entry of an earlier `prepare` of it.
     pub(super) fn insert(&self, layout: &Layout, model_state: ModelState) {
-        // What is frozen now is known no more by what was trained then.
+        // The entry may have ids of parameters that are frozen now.
         self.forget(layout);
         let model_state = Arc::new(model_state);
         let mut known = self.lock();
-        // One that still trains takes it again.
+        // A model that is still trained allocates its buckets again.
         known
             .values()
             .for_each(|model_state| model_state.release_spare());
@@ -157,9 +157,9 @@ impl Models {
         }
     }
 
-    /// Removes the model state of the model with these parameters, if it is known.
+    /// Removes the model with exactly these parameters, if there is one.
     pub(super) fn forget(&self, layout: &Layout) {
-        if let Some(before) = self.same(layout) {
+        if let Some(before) = self.with_parameters(layout) {
             self.lock()
                 .retain(|_, model_state| !Arc::ptr_eq(model_state, &before));
         }
@@ -170,18 +170,20 @@ impl Models {
     }
 }
 
+/// Looks the parameters of a model up.
 struct IdSearch<'a> {
     known: &'a HashMap<ParamId, Arc<ModelState>>,
-    /// By what takes a gradient.
+    /// The models of its trainable parameters.
     trained: FoundIds,
-    /// By the rest: all of a model for evaluation.
+    /// The models of its frozen parameters: all parameters, if the model is one for evaluation.
     frozen: FoundIds,
-    /// Whether there is a parameter that takes a gradient.
+    /// Whether any parameter is trainable.
     trains: bool,
-    /// Whether it is still what was given to `prepare`.
+    /// Whether a trainable parameter is one that was given to `prepare`, not one that `prepare` returned.
     is_clone_from_before: bool,
 }
 
+/// How many models a set of parameters belongs to.
 #[derive(Default)]
 enum FoundIds {
     #[default]

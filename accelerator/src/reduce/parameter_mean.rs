@@ -3,7 +3,7 @@ use core::panic::Location;
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::backend::DispatchTensor;
 
-use super::context::ReduceContext;
+use super::reduce_context::ReduceContext;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::tensor_rank::from_data;
 use crate::reduce::bucket::{self, WriteMode};

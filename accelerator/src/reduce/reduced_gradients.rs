@@ -217,10 +217,10 @@ impl ReducedGradients {
             return false;
         }
         self.apply_factors();
-        let known = self.norm.as_ref().and_then(|known| known.value.there());
+        let known = self.norm.as_ref().and_then(|known| known.value.tensor());
         let norm = match known {
             Some(norm) if is_first && chosen.iter().all(|chosen| *chosen) => Some(norm.clone()),
-            _ => self.norm_there(chosen),
+            _ => self.norm_on_device(chosen),
         };
         if let Some(norm) = norm {
             let factor = device_bucket::down_to(max, norm);
@@ -236,7 +236,7 @@ impl ReducedGradients {
         }
         if self.norm.is_none() {
             let all = vec![true; self.model_state.parameters().len()];
-            let norm = self.norm_there(&all).map(Scalar::on_device);
+            let norm = self.norm_on_device(&all).map(Scalar::on_device);
             self.norm = norm.map(|value| KnownNorm {
                 value,
                 by: NormAsked::ByAll,
@@ -246,16 +246,16 @@ impl ReducedGradients {
     }
 
     /// The L2 norm of what is chosen, without factors, on the device.
-    fn norm_there(&self, chosen: &[bool]) -> Option<Tensor<1>> {
+    fn norm_on_device(&self, chosen: &[bool]) -> Option<Tensor<1>> {
         match &self.values {
             GradientStorage::ReducedWindow(sums) => {
-                let norm = device_bucket::norm(&sums.there_on_device(chosen))?;
+                let norm = device_bucket::norm(&sums.chosen_on_device(chosen))?;
                 Some(norm.div_scalar(sums.divisor))
             }
             GradientStorage::Untouched { gradients, .. } => {
                 let parameters = self.model_state.parameters().iter().zip(chosen);
                 let chosen = parameters.filter(|(_, chosen)| **chosen);
-                let there = chosen.filter_map(|(known, _)| element_values::look(gradients, known));
+                let there = chosen.filter_map(|(known, _)| element_values::peek(gradients, known));
                 let there = there.map(|gradient| {
                     let gradient = Tensor::<1>::from_dispatch(gradient);
                     let elements = gradient.shape().num_elements();
@@ -361,7 +361,7 @@ impl GradientStorage {
             Self::Untouched { gradients, .. } => {
                 let parameters = model_state.parameters().iter();
                 let mut there =
-                    parameters.filter_map(|known| element_values::look(gradients, known));
+                    parameters.filter_map(|known| element_values::peek(gradients, known));
                 there.all(|gradient| !is_in_memory(&gradient.kind))
             }
         }
@@ -386,7 +386,7 @@ impl GradientStorage {
                     if !asked(at) {
                         continue;
                     }
-                    if let Some(gradient) = element_values::look(gradients, parameter)
+                    if let Some(gradient) = element_values::peek(gradients, parameter)
                         && !is_in_memory(&gradient.kind)
                     {
                         numbers.push(at);

@@ -5,9 +5,9 @@ use std::path::Path;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::context::ReduceContext;
 use super::hook::HookInstance;
 use super::model_state::ModelState;
+use super::reduce_context::ReduceContext;
 use crate::core::error::{Error, Result};
 use crate::core::outcome::Failure;
 use crate::model::{self, Layout, TiedParameters, restore_values};
@@ -25,7 +25,7 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
     };
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
-    let known = context.models.same(&layout);
+    let known = context.models.with_parameters(&layout);
     let between_steps = known
         .as_ref()
         .map(|model_state| check_between_steps(model_state));

@@ -9,9 +9,9 @@ use burn::tensor::Tensor;
 
 use super::bucket_storage::BucketStorage;
 use super::compression::Compression;
-use super::context::ReduceContext;
 use super::model_state::ModelState;
 use super::overlap::OverlapSwitch;
+use super::reduce_context::ReduceContext;
 use crate::core::error::Result;
 
 /// How many batches a window holds.
@@ -60,7 +60,7 @@ impl Reserved {
         model_state.release_spare();
         let mut buckets = Vec::new();
         for _ in 0..usize::from(sums) + usize::from(undo) {
-            buckets.extend(model_state.stores(group).map(BucketStorage::written));
+            buckets.extend(model_state.stores(group).map(BucketStorage::zeroed));
         }
         let wire = |store: &BucketStorage| match store {
             BucketStorage::Host(buffer) if several => {

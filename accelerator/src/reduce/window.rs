@@ -106,18 +106,18 @@ impl Window {
         if count > 0.0 {
             let layout = bucket_set.layout.clone();
             for bucket in 0..layout.len() {
-                let Some(mut store) = bucket_set.open(bucket) else {
+                let Some(mut store) = bucket_set.take_open(bucket) else {
                     continue;
                 };
                 for &index in layout.members(bucket) {
-                    bucket_set.held[index] =
+                    bucket_set.gradients[index] =
                         element_values::take(&mut gradients, &parameters[index]);
-                    bucket_set.here[index] = bucket_set.held[index].is_some();
+                    bucket_set.has_gradient[index] = bucket_set.gradients[index].is_some();
                 }
-                bucket_set.enter_held(bucket, &mut store, count);
+                bucket_set.add_gradients(bucket, &mut store, count);
                 bucket_set.states[bucket] = BucketState::Open(store);
                 for &index in layout.members(bucket) {
-                    bucket_set.written[index] |= bucket_set.here[index];
+                    bucket_set.written[index] |= bucket_set.has_gradient[index];
                 }
             }
             check_all_known(gradients.len())?;

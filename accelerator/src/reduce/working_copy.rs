@@ -1,8 +1,8 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{FloatDType, Tensor};
 
-use super::context::ReduceContext;
 use super::model_state::ModelState;
+use super::reduce_context::ReduceContext;
 use super::working_parts::WorkingPart;
 use crate::core::module_path::ModulePath;
 use crate::precision::Cast;

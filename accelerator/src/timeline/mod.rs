@@ -10,9 +10,9 @@ mod event;
 mod interval;
 mod open_step;
 mod profiler;
+mod profiler_schedule;
 mod recorder;
 mod ring;
-mod schedule;
 mod span;
 mod step_stats;
 mod summary;
@@ -30,8 +30,8 @@ use accelerator_collective::ProcessGroup;
 pub(crate) use self::event::{EventSubject, Phase};
 pub use self::profiler::{Cycle, Profiler};
 pub(crate) use self::profiler::{Output, check_cycles};
+pub use self::profiler_schedule::{ProfilerSchedule, SchedulePhase};
 pub(crate) use self::recorder::Recording;
-pub use self::schedule::{ProfilerSchedule, SchedulePhase};
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
 pub(crate) use self::trace_file::{TraceFile, clear_traces};
@@ -80,7 +80,7 @@ impl Timeline {
             timeline.recorder_of(group, recording)?;
         }
         if recording == Recording::Events {
-            timeline.meet(group)?;
+            timeline.sync_clocks(group)?;
         }
         Ok(timeline)
     }
@@ -149,7 +149,7 @@ impl Timeline {
         if self.0.written.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let met = self.meet(group);
+        let met = self.sync_clocks(group);
         let own = RankTrace::new(self.0.rank, recorder);
         let gathered = match met {
             Ok(()) => {
@@ -192,7 +192,7 @@ impl Timeline {
 
     /// Compares clocks with the other ranks.
     #[track_caller]
-    fn meet(&self, group: &ProcessGroup) -> Result<()> {
+    fn sync_clocks(&self, group: &ProcessGroup) -> Result<()> {
         if let Some(recorder) = self.recorder() {
             let meeting = ClockSync::hold(group, recorder.anchor())?;
             recorder.met(meeting);

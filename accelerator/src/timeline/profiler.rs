@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use accelerator_collective::ProcessGroup;
 
 use super::clock::{ClockSync, PURPOSE};
+use super::profiler_schedule::{ProfilerSchedule, SchedulePhase};
 use super::recorder::{RecordMode, Recorder, Recording};
-use super::schedule::{ProfilerSchedule, SchedulePhase};
 use super::summary::StepSummary;
 use super::trace::RankTrace;
 use super::trace_file;

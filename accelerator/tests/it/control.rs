@@ -1,4 +1,4 @@
-//! What only some ranks do, and the flag that any of them raises. C13 and C14 are numbers of the
+//! Control of which ranks run what, and the flag that any of them raises. C13 and C14 are numbers of the
 //! conformance list that follows Accelerate's tests.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -442,11 +442,11 @@ fn a_program_can_ask_which_life_of_the_job_this_is() {
 
 #[test]
 fn a_lost_rank_is_named_and_the_deadline_for_silence_is_the_builders() {
-    let patience = Duration::from_millis(700);
+    let timeout = Duration::from_millis(700);
     let outcomes = Accelerator::builder()
-        .liveness_timeout(patience)
+        .liveness_timeout(timeout)
         .launch(3, |accelerator| {
-            assert_eq!(accelerator.group().options().liveness_timeout(), patience);
+            assert_eq!(accelerator.group().options().liveness_timeout(), timeout);
             if accelerator.rank() == 2 {
                 accelerator.group().abort("its disk is full");
                 return Ok(None);

@@ -49,7 +49,7 @@ fn the_program() {
 const SLOW_FOLDER: &str = "SLOW_SAVES_FOLDER";
 
 /// How long ranks wait for one that shows no progress.
-const PATIENCE: Duration = Duration::from_secs(4);
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Two ranks that save once, at once or beside training, and print what came of it.
 #[test]
@@ -59,7 +59,7 @@ fn the_slow_program() {
     };
     let folder = Path::new(&folder);
     let outcomes = Accelerator::builder()
-        .progress_timeout(PATIENCE)
+        .progress_timeout(PROGRESS_TIMEOUT)
         .launch(2, |accelerator| {
             let state = Object(&"state");
             let saved = match folder.ends_with("beside") {

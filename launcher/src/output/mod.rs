@@ -1,9 +1,9 @@
 //! The ranks' output: read, prefixed, shown, and kept in log files.
 
+mod last_lines;
 mod lines;
 pub(crate) mod logs;
 mod shared_writer;
-mod tail;
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
+use last_lines::LastLines;
+pub(crate) use last_lines::headline;
 use lines::Lines;
 use logs::{Log, open_logs};
 use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
-use tail::Tail;
-pub(crate) use tail::headline;
 
 /// How much is read at once.
 const CHUNK: usize = 64 << 10;
@@ -101,7 +101,7 @@ impl Output {
                 on_output_error,
                 lost: AtomicBool::new(false),
                 logs,
-                tails: (0..size).map(|_| Mutex::default()).collect(),
+                last_lines: (0..size).map(|_| Mutex::default()).collect(),
                 stderr_drained: (0..size).map(|_| AtomicBool::new(false)).collect(),
                 writing: AtomicUsize::new(0),
                 over: AtomicBool::new(false),
@@ -181,9 +181,9 @@ impl Output {
     /// The last lines of `rank`'s standard error.
     pub(crate) fn stderr_tail(&self, rank: usize) -> Vec<String> {
         self.shared
-            .tails
+            .last_lines
             .get(rank)
-            .map_or_else(Vec::new, |tail| lock(tail).text())
+            .map_or_else(Vec::new, |lines| lock(lines).text())
     }
 
     /// Whether the standard error of `rank` has been read to its end.
@@ -208,7 +208,7 @@ struct Shared {
     on_output_error: OnOutputError,
     lost: AtomicBool,
     logs: Vec<Log>,
-    tails: Vec<Mutex<Tail>>,
+    last_lines: Vec<Mutex<LastLines>>,
     /// Whether a rank's standard error has come to its end.
     stderr_drained: Vec<AtomicBool>,
     /// How many readers are writing at the moment.
@@ -237,7 +237,7 @@ impl Shared {
             };
             self.writing.fetch_add(1, Ordering::Relaxed);
             if stream == Stream::Err {
-                lock(&self.tails[rank]).feed(bytes);
+                lock(&self.last_lines[rank]).feed(bytes);
             }
             match self.prefix {
                 Prefix::Raw => self.forward(rank, stream, source, &prefix, bytes),

@@ -80,14 +80,14 @@ fn main() -> Result<()> {
             })?;
             print(&outcomes);
         }
-        ["endure", job] => {
+        ["train-resumable", job] => {
             let job = serde_json::from_str(job).expect("a job");
             let accelerator = Accelerator::builder()
                 .device(BackendKind::Flex)
                 .accumulation_steps(2)
                 .seed(5)
                 .build()?;
-            accelerator_tests::enduring::train(&accelerator, &job)?;
+            accelerator_tests::resumable::train(&accelerator, &job)?;
         }
         ["connect", seconds] => {
             let timeout = Duration::from_secs(number(seconds) as u64);

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use accelerator_tests::enduring::{Endurance, Outcome};
 use accelerator_tests::processes::{Ended, launcher, run_all, run_ranks};
+use accelerator_tests::resumable::{OptimizerKind, TrainingJob, TrainingResult};
 
 #[derive(Clone, Copy, Debug)]
 enum Damage {
@@ -19,20 +19,20 @@ enum Damage {
 fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole");
-    let job = |checkpoints: &Path| Endurance {
+    let job = |checkpoints: &Path| TrainingJob {
         checkpoints: checkpoints.to_owned(),
-        outcome: folder.path().join("outcome.json"),
+        result: folder.path().join("result.json"),
         epochs: 1,
         samples: 64,
         batch_size: 8,
         save_every: 1,
         dropout: 0.2,
-        adaptive: true,
-        pause: 0,
+        optimizer: OptimizerKind::AdamW,
+        pause_ms: 0,
     };
-    assert!(endure(&job(&whole)).status.success());
-    let first: Outcome =
-        serde_json::from_slice(&fs::read(folder.path().join("outcome.json")).unwrap()).unwrap();
+    assert!(train(&job(&whole)).status.success());
+    let first: TrainingResult =
+        serde_json::from_slice(&fs::read(folder.path().join("result.json")).unwrap()).unwrap();
     let newest = newest(&whole);
     let name = newest.file_name().unwrap().to_str().unwrap().to_owned();
     let files = files(&newest);
@@ -57,7 +57,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
             assert_eq!(listing(&copy), before, "verifying changed the folder");
 
             // The resume goes on from the one before, and comes to the same end.
-            let ended = endure(&job(&copy));
+            let ended = train(&job(&copy));
             assert!(
                 ended.status.success(),
                 "{file} {damage:?}: {}",
@@ -69,17 +69,17 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
                 "{file} {damage:?} was not named: {shown}"
             );
             assert!(copy.join(&name).is_dir(), "{file} {damage:?}: deleted");
-            let outcome = fs::read(folder.path().join("outcome.json")).unwrap();
-            let outcome: Outcome = serde_json::from_slice(&outcome).unwrap();
-            assert_eq!(outcome.parameters, first.parameters, "{file} {damage:?}");
+            let result = fs::read(folder.path().join("result.json")).unwrap();
+            let result: TrainingResult = serde_json::from_slice(&result).unwrap();
+            assert_eq!(result.parameters, first.parameters, "{file} {damage:?}");
             fs::remove_dir_all(&copy).unwrap();
         }
     }
 }
 
 /// One rank, alone; warnings go to its standard error.
-fn endure(job: &Endurance) -> Ended {
-    let args = ["endure", &serde_json::to_string(job).unwrap()];
+fn train(job: &TrainingJob) -> Ended {
+    let args = ["train-resumable", &serde_json::to_string(job).unwrap()];
     run_ranks(Path::new(env!("CARGO_BIN_EXE_rank")), &args, 1, |_, _| {}).remove(0)
 }
 

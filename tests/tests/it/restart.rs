@@ -4,44 +4,44 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
-use accelerator_tests::enduring::{Endurance, Outcome, Step};
 use accelerator_tests::processes::{Ended, launcher, run_all};
+use accelerator_tests::resumable::{OptimizerKind, StepRecord, TrainingJob, TrainingResult};
 
-fn job(folder: &Path, dropout: f64, adaptive: bool) -> Endurance {
-    Endurance {
+fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
+    TrainingJob {
         checkpoints: folder.join("checkpoints"),
-        outcome: folder.join("outcome.json"),
+        result: folder.join("result.json"),
         epochs: 3,
         // 5 batches of each of two ranks and a ragged rest, in windows of two.
         samples: 97,
         batch_size: 8,
         save_every: 2,
         dropout,
-        adaptive,
-        pause: 0,
+        optimizer,
+        pause_ms: 0,
     }
 }
 
-fn launch(options: &[&str], job: &Endurance, faults: &str) -> Ended {
+fn launch(options: &[&str], job: &TrainingJob, faults: &str) -> Ended {
     let mut command = Command::new(launcher());
     command
         .args(options)
         .arg(env!("CARGO_BIN_EXE_rank"))
-        .args(["endure", &serde_json::to_string(job).unwrap()])
+        .args(["train-resumable", &serde_json::to_string(job).unwrap()])
         .env("ACCEL_FAULTS", faults)
         .env("ACCEL_LIVENESS_TIMEOUT", "2");
     let mut ended = run_all(std::iter::once(command));
     ended.remove(0)
 }
 
-fn outcome(job: &Endurance, ended: &Ended) -> Outcome {
+fn result(job: &TrainingJob, ended: &Ended) -> TrainingResult {
     assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-    serde_json::from_slice(&std::fs::read(&job.outcome).unwrap()).unwrap()
+    serde_json::from_slice(&std::fs::read(&job.result).unwrap()).unwrap()
 }
 
-/// The samples of each step that counts: that of the last life of the job which ran it.
-fn history(folder: &Path) -> BTreeMap<u64, Vec<Step>> {
-    let mut steps: BTreeMap<u64, Vec<Step>> = BTreeMap::new();
+/// The records of each step, from the last attempt of the job that ran it.
+fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
+    let mut steps: BTreeMap<u64, Vec<StepRecord>> = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path
@@ -52,7 +52,7 @@ fn history(folder: &Path) -> BTreeMap<u64, Vec<Step>> {
             let text = std::fs::read_to_string(path).unwrap();
             let lines = text
                 .lines()
-                .filter_map(|line| serde_json::from_str::<Step>(line).ok());
+                .filter_map(|line| serde_json::from_str::<StepRecord>(line).ok());
             lines.for_each(|step| steps.entry(step.step).or_default().push(step));
         }
     }
@@ -65,7 +65,7 @@ fn history(folder: &Path) -> BTreeMap<u64, Vec<Step>> {
 }
 
 /// Each sample of an epoch once.
-fn assert_exact(folder: &Path, job: &Endurance) {
+fn assert_exact(folder: &Path, job: &TrainingJob) {
     let mut epochs: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
     for step in history(folder).into_values().flatten() {
         epochs.entry(step.epoch).or_default().extend(step.samples);
@@ -82,41 +82,41 @@ fn assert_exact(folder: &Path, job: &Endurance) {
     }
 }
 
-/// Ten lives end in ten ways, one between data and name of a checkpoint, one by rank 0.
+/// Ten attempts end in ten ways: one between data and name of a checkpoint, one by rank 0.
 #[test]
 fn a_job_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
-    let calm = tempfile::tempdir().unwrap();
-    let calm_job = job(calm.path(), 0.2, true);
-    let undisturbed = outcome(&calm_job, &launch(&["-n", "2"], &calm_job, ""));
+    let reference = tempfile::tempdir().unwrap();
+    let reference_job = job(reference.path(), 0.2, OptimizerKind::AdamW);
+    let undisturbed = result(&reference_job, &launch(&["-n", "2"], &reference_job, ""));
     assert_eq!(undisturbed.restarts, 0);
 
-    let rough = tempfile::tempdir().unwrap();
-    let rough_job = job(rough.path(), 0.2, true);
+    let killed = tempfile::tempdir().unwrap();
+    let killed_job = job(killed.path(), 0.2, OptimizerKind::AdamW);
     let faults = "rank=1 step=1 kill; rank=0 restart=1 step=3 kill; \
                   rank=0 restart=2 save=2 written kill; rank=1 restart=3 rendezvous exit 9; \
                   rank=1 restart=4 step=6 panic; rank=0 restart=5 save=4 data kill; \
                   rank=1 restart=6 step=8 segv; rank=0 restart=7 save=5 renamed kill; \
                   rank=1 restart=8 op=14 drop-connection; rank=0 restart=9 step=11 exit 4";
     let options = ["-n", "2", "--max-restarts", "20", "--restart-delay", "0"];
-    let ended = launch(&options, &rough_job, faults);
-    let disturbed = outcome(&rough_job, &ended);
+    let ended = launch(&options, &killed_job, faults);
+    let disturbed = result(&killed_job, &ended);
     assert_eq!(disturbed.restarts, 10, "{}", ended.stderr);
     assert_eq!(disturbed.parameters, undisturbed.parameters);
     assert_eq!(disturbed.history, undisturbed.history);
     assert_eq!(disturbed.steps, undisturbed.steps);
-    assert_exact(rough.path(), &rough_job);
-    assert_only_checkpoints(&rough_job.checkpoints);
+    assert_exact(killed.path(), &killed_job);
+    assert_only_checkpoints(&killed_job.checkpoints);
 }
 
-/// A slot that is gone for good: the rest goes on with what the checkpoint says.
+/// Rank 2 fails in two attempts: the job goes on from the checkpoint with two ranks.
 #[test]
 fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
     let folder = tempfile::tempdir().unwrap();
-    let job = job(folder.path(), 0.0, false);
+    let job = job(folder.path(), 0.0, OptimizerKind::Sgd);
     let faults = "rank=2 step=3 kill; rank=2 restart=1 step=5 kill";
     let options = ["-n", "2:3", "--max-restarts", "5", "--restart-delay", "0"];
     let ended = launch(&options, &job, faults);
-    let shrunk = outcome(&job, &ended);
+    let shrunk = result(&job, &ended);
     assert_eq!(
         (shrunk.restarts, shrunk.world_size),
         (2, 2),
@@ -126,13 +126,13 @@ fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
     assert_exact(folder.path(), &job);
 
     // The global batch stays, so the trajectory does too, up to rounding.
-    let calm = tempfile::tempdir().unwrap();
-    let calm_job = Endurance {
-        checkpoints: calm.path().join("checkpoints"),
-        outcome: calm.path().join("outcome.json"),
+    let reference = tempfile::tempdir().unwrap();
+    let reference_job = TrainingJob {
+        checkpoints: reference.path().join("checkpoints"),
+        result: reference.path().join("result.json"),
         ..job
     };
-    let whole = outcome(&calm_job, &launch(&["-n", "3"], &calm_job, ""));
+    let whole = result(&reference_job, &launch(&["-n", "3"], &reference_job, ""));
     assert_eq!(whole.steps, shrunk.steps);
     for (at, (left, right)) in whole.parameters.iter().zip(&shrunk.parameters).enumerate() {
         let (left, right) = (f64::from_bits(*left), f64::from_bits(*right));

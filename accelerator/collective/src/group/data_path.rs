@@ -225,8 +225,8 @@ where
     let fingerprint = CollectiveFingerprint::new(OpKind::Connect, CallSite::new(file!(), line!()))
         .with_data(DType::U8, own.len());
     let mut all = vec![Vec::new(); rank_state.topology.world_size()];
-    let patience = rank_state.options.patience_to_connect(began.elapsed());
-    rank_state.run_op(0, &fingerprint, patience, |ctx| {
+    let timeouts = rank_state.options.connect_timeouts(began.elapsed());
+    rank_state.run_op(0, &fingerprint, timeouts, |ctx| {
         ctx.gather(
             &own,
             |_, _| true,

@@ -64,7 +64,7 @@ pub(super) fn serve(rank_state: &RankState, jobs: &Receiver<Job>) {
     let _abort_on_panic = AbortOnPanic { rank_state };
     let inbox = rank_state.transport.inbox();
     loop {
-        // Before jobs are looked for: one that comes after that is news.
+        // Read before the jobs: a job that comes later counts as an event.
         let version = inbox.version();
         if !ops.admit(jobs, max_in_flight) {
             return;
@@ -157,7 +157,7 @@ impl<'a> InFlightOps<'a> {
         );
         let mut scratch = self.spare.pop().unwrap_or_default();
         scratch.clear(world_size);
-        let patience = self.rank_state.options.patience();
+        let timeouts = self.rank_state.options.op_timeouts();
         let len = buffer.bytes().len();
         let reduction = Reduction::new(buffer.dtype(), op, output, len, world_size);
         let state = match self.rank_state.check_open() {
@@ -165,7 +165,7 @@ impl<'a> InFlightOps<'a> {
             Err(error) => OpState::Failed(error),
         };
         self.ops.push_back(InFlightOp {
-            deadline: OpDeadline::new(rank, permit.number(), fingerprint, patience),
+            deadline: OpDeadline::new(rank, permit.number(), fingerprint, timeouts),
             fingerprint,
             start_timer: self.rank_state.start_timer(ExecThread::Communication),
             permit,
@@ -177,8 +177,8 @@ impl<'a> InFlightOps<'a> {
         });
     }
 
-    /// Goes on with everything, ends what is done, and waits for news since `version` where there
-    /// is nothing else to do.
+    /// Goes on with everything, ends what is done, and waits for an event after `version` where
+    /// there is nothing else to do.
     fn advance(&mut self, version: u64) {
         let inbox = self.rank_state.transport.inbox();
         let mut position = OpPosition::First;
@@ -195,7 +195,7 @@ impl<'a> InFlightOps<'a> {
         }
         if let Some(first) = self.ops.front_mut()
             && let OpState::Running(OpProgress::Waiting(awaited)) = &first.state
-            && let Err(error) = inbox.wait_for_news(
+            && let Err(error) = inbox.wait_for_event(
                 version,
                 awaited.clone(),
                 &self.rank_state.transport,
@@ -216,7 +216,7 @@ impl<'a> InFlightOps<'a> {
             let outcome = match &first.state {
                 OpState::Running(OpProgress::Waiting(_)) => {
                     if any {
-                        // Its patience begins when those before it are done.
+                        // Its deadline begins when those before it are done.
                         first.deadline.restart();
                     }
                     break;

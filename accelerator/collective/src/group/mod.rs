@@ -204,13 +204,13 @@ impl ProcessGroup {
                 ),
             ));
         };
-        let (patience, began) = (options.connect_timeout(), Instant::now());
+        let (connect_timeout, began) = (options.connect_timeout(), Instant::now());
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
-        let meeting = rendezvous.meet(&launch.topology, patience, liveness, asked)?;
+        let meeting = rendezvous.meet(&launch.topology, connect_timeout, liveness, asked)?;
         let topology = resolve_local_rank(launch.topology, &meeting.ranks)?;
         let store = meeting.store.clone();
-        let transport = Tcp::connect(&topology, meeting, patience)?.into_transport();
+        let transport = Tcp::connect(&topology, meeting, connect_timeout)?.into_transport();
         let group = Self::join(topology, options, transport, store)?;
         data_path::negotiate(&group.0.rank_state, asked, began)?;
         Ok(group)

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use crate::{
     error::{Error, Kind, Result, Seconds},
-    launch::{Launch, SHORTEST_LIVENESS},
+    launch::Launch,
+    liveness,
     transport::{OpTimeouts, TimeoutKind, TransportKind},
 };
 
@@ -144,7 +145,7 @@ impl GroupOptions {
 
     /// After how long without a heartbeat a rank is lost.
     pub fn liveness_timeout(&self) -> Duration {
-        self.liveness_timeout.unwrap_or(DEFAULT_LIVENESS)
+        self.liveness_timeout.unwrap_or(liveness::DEFAULT_TIMEOUT)
     }
 
     /// After how long without progress a warning is logged.
@@ -170,15 +171,15 @@ impl GroupOptions {
                 ));
             }
         }
-        let liveness = self.liveness_timeout();
-        if liveness < SHORTEST_LIVENESS {
+        let timeout = self.liveness_timeout();
+        if timeout < liveness::MIN_TIMEOUT {
             return Err(Error::new(
                 Kind::Misuse,
                 format!(
                     "the liveness timeout is {}, expected at least {}: a busy machine holds ranks up \
                      for longer, which would then count as lost",
-                    Seconds(liveness),
-                    Seconds(SHORTEST_LIVENESS),
+                    Seconds(timeout),
+                    Seconds(liveness::MIN_TIMEOUT),
                 ),
             ));
         }
@@ -193,7 +194,7 @@ impl GroupOptions {
         }
     }
 
-    pub(crate) fn patience(&self) -> OpTimeouts {
+    pub(crate) fn op_timeouts(&self) -> OpTimeouts {
         OpTimeouts {
             timeout: self.progress_timeout,
             warn_after: self.warn_after,
@@ -205,7 +206,7 @@ impl GroupOptions {
     ///
     /// A rank may have waited nearly all of it for the last one to come, and then needs a moment
     /// all the same.
-    pub(crate) fn patience_to_connect(&self, spent: Duration) -> OpTimeouts {
+    pub(crate) fn connect_timeouts(&self, spent: Duration) -> OpTimeouts {
         let left = self.connect_timeout.saturating_sub(spent);
         OpTimeouts {
             timeout: left.max(MIN_NEGOTIATION_TIME),
@@ -220,8 +221,6 @@ impl Default for GroupOptions {
         Self::new()
     }
 }
-
-const DEFAULT_LIVENESS: Duration = Duration::from_secs(5);
 
 /// The least that ranks which have met get to agree on how they exchange data.
 const MIN_NEGOTIATION_TIME: Duration = Duration::from_secs(5);
@@ -250,7 +249,7 @@ mod tests {
             GroupOptions::new().with_connect_timeout(Duration::ZERO),
             GroupOptions::new().with_progress_timeout(Duration::ZERO),
             GroupOptions::new().with_liveness_timeout(Duration::ZERO),
-            GroupOptions::new().with_liveness_timeout(SHORTEST_LIVENESS / 2),
+            GroupOptions::new().with_liveness_timeout(liveness::MIN_TIMEOUT / 2),
         ] {
             assert!(options.check().unwrap_err().is_misuse());
         }

@@ -22,6 +22,7 @@ use crate::{
     buffer::Meter,
     error::{Certainty, Culprit, Error, Kind, Result},
     fingerprint::CollectiveFingerprint,
+    liveness::suspect_after,
     rendezvous::StoreClient,
     sync::{Mutex, MutexGuard},
     topology::Topology,
@@ -47,7 +48,7 @@ pub(crate) struct RankState {
     /// The connection to the store.
     store: Option<StoreClient>,
     /// Exit notices of the store that the transport has not confirmed, with when they came.
-    news: Mutex<Vec<(usize, String, Instant)>>,
+    exit_notices: Mutex<Vec<(usize, String, Instant)>>,
     pub(super) heartbeat: Arc<HeartbeatThread>,
     /// The memory of the buffers that live.
     pub(super) buffers: Meter,
@@ -73,7 +74,7 @@ impl RankState {
             left: AtomicBool::new(false),
             forbidden: Mutex::default(),
             store,
-            news: Mutex::default(),
+            exit_notices: Mutex::default(),
             heartbeat: Arc::default(),
             buffers: Meter::default(),
             observer: OnceLock::new(),
@@ -92,7 +93,7 @@ impl RankState {
         }
         if let Some(store) = &self.store {
             let heartbeat = Arc::clone(&self.heartbeat);
-            store.on_news(move || heartbeat.wake());
+            store.on_event(move || heartbeat.wake());
         }
         HeartbeatThread::start(self)
     }
@@ -107,18 +108,18 @@ impl RankState {
         let Some(store) = &self.store else {
             return Some(pause);
         };
-        let mut news = self.news.lock();
-        while let Some((rank, text)) = store.news() {
+        let mut notices = self.exit_notices.lock();
+        while let Some((rank, text)) = store.next_exit_notice() {
             if rank < self.topology.world_size() && rank != self.topology.rank() {
-                news.push((rank, text, Instant::now()));
+                notices.push((rank, text, Instant::now()));
             }
         }
         // A rank's own final message may be on its way for a moment.
-        news.retain(|(rank, text, came)| {
+        notices.retain(|(rank, text, came)| {
             came.elapsed() < FINAL_MESSAGE_DELAY
                 || !self.transport.control().report_exit(*rank, text)
         });
-        match news.is_empty() {
+        match notices.is_empty() {
             true => Some(pause),
             false => Some(pause.min(FINAL_MESSAGE_DELAY / 4)),
         }
@@ -156,7 +157,12 @@ impl RankState {
     ) -> R {
         let permit = self.order.acquire(ticket);
         let start_timer = self.start_timer(thread);
-        let outcome = self.run_op(permit.number(), fingerprint, self.options.patience(), body);
+        let outcome = self.run_op(
+            permit.number(),
+            fingerprint,
+            self.options.op_timeouts(),
+            body,
+        );
         if let Some(start_timer) = start_timer {
             start_timer.end(permit.number(), fingerprint);
         }
@@ -182,12 +188,12 @@ impl RankState {
         &self,
         sequence: u64,
         fingerprint: &CollectiveFingerprint,
-        patience: OpTimeouts,
+        timeouts: OpTimeouts,
         body: impl FnOnce(OpContext<'_>) -> Result<T>,
     ) -> Result<T> {
         self.check_open()?;
         let _abort_on_panic = AbortOnPanic { rank_state: self };
-        let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, patience);
+        let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, timeouts);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock();
         let ctx = OpContext::new(&self.transport, &mut deadline, &mut scratch);
@@ -250,9 +256,9 @@ impl RankState {
     /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
     pub(crate) fn lost(&self) -> Vec<usize> {
         let failure = self.failure.get();
-        let patience = failure.map_or(Duration::ZERO, |_| FINAL_MESSAGES_WAIT);
+        let timeout = failure.map_or(Duration::ZERO, |_| FINAL_MESSAGES_WAIT);
         let inbox = self.transport.inbox();
-        let speechless = inbox.wait_for_final_messages(self.topology.rank(), patience);
+        let speechless = inbox.wait_for_final_messages(self.topology.rank(), timeout);
         let mut lost = inbox.gone();
         lost.extend(failure.and_then(Error::culprit).map(Culprit::rank));
         let suspects = self.suspects.get().map_or(&[][..], Vec::as_slice);
@@ -321,7 +327,7 @@ impl RankState {
             store.report_failure(&self.error_for_store(&error));
         }
         // Nobody else sets them while the lock is held.
-        let silence = self.options.liveness_timeout() / 2;
+        let silence = suspect_after(self.options.liveness_timeout());
         let _ = self.suspects.set(self.transport.control().silent(silence));
         let _ = self.failure.set(error.clone());
         let abort = error.clone();
@@ -411,5 +417,5 @@ const FINAL_MESSAGES_WAIT: Duration = Duration::from_secs(2);
 /// How long a failing rank waits for what the store knows.
 const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
-/// How long the final message of a rank may come after the news of its end.
+/// How long the final message of a rank may come after the notice of its end.
 const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);

@@ -100,8 +100,8 @@ impl ProcessGroup {
     /// rank that gave up because of them is not lost: it may still run. What it does afterwards
     /// is not observed.
     ///
-    /// In a group that failed, this waits up to two seconds for news of ranks that are not
-    /// heard of yet. Nothing is sent. Ranks that can reach one another come to the same answer,
+    /// In a group that failed, this waits up to two seconds for the final messages of ranks
+    /// that have sent none yet. Nothing is sent. Ranks that can reach one another come to the same answer,
     /// except where one dies, or is slow to notice the failure, just then; where the network
     /// splits, each side takes the other for lost.
     ///

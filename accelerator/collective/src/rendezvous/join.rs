@@ -34,7 +34,7 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) topology: &'a Topology,
     pub(super) key: Option<Key>,
     pub(super) deadline: Instant,
-    pub(super) patience: Duration,
+    pub(super) connect_timeout: Duration,
     /// After how long without a heartbeat somebody is lost.
     pub(super) liveness: Duration,
     /// The transport that this rank was asked to use.
@@ -87,7 +87,7 @@ impl JoinAttempt<'_> {
                 return Err(self.error(format_args!(
                     "it could not be reached within {}: {failure}; is rank 0 or the launcher \
                      running, and do MASTER_ADDR and the port name it?",
-                    Seconds(self.patience)
+                    Seconds(self.connect_timeout)
                 )));
             }
             if started.elapsed() > warning {
@@ -218,7 +218,7 @@ impl JoinAttempt<'_> {
             self.topology.rank(),
             self.rendezvous,
             Seconds(waited),
-            Seconds(self.patience)
+            Seconds(self.connect_timeout)
         );
         tracing::warn!("{text}");
         stderr_fallback(&text);
@@ -262,7 +262,7 @@ impl JoinAttempt<'_> {
             host: host_name(),
             pid: std::process::id(),
             address,
-            patience: self.deadline.saturating_duration_since(Instant::now()),
+            connect_timeout: self.deadline.saturating_duration_since(Instant::now()),
             liveness: self.liveness,
             transport: self.transport,
             boot: boot_id(),

@@ -116,7 +116,7 @@ mod tests {
             host: host.to_owned(),
             pid: 1,
             address: "127.0.0.1:1".parse().unwrap(),
-            patience: Duration::ZERO,
+            connect_timeout: Duration::ZERO,
             liveness: Duration::ZERO,
             transport: TransportKind::Auto,
             boot: Some(boot.to_owned()).filter(|boot| !boot.is_empty()),

@@ -37,12 +37,12 @@ pub(crate) struct Meeting {
 }
 
 impl Rendezvous {
-    /// Meets the other ranks within `patience`. A rank from which nothing comes for `liveness`
+    /// Meets the other ranks within `connect_timeout`. A rank from which nothing comes for `liveness`
     /// is lost, and all must have been asked for the same `transport`.
     pub(crate) fn meet(
         &self,
         topology: &Topology,
-        patience: Duration,
+        connect_timeout: Duration,
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
@@ -53,7 +53,7 @@ impl Rendezvous {
             ));
         }
         let liveness = bounded(liveness);
-        let deadline = Instant::now() + patience.min(MAX_WAIT);
+        let deadline = Instant::now() + connect_timeout.min(MAX_WAIT);
         let token = match &self.token {
             TokenSource::File(path) => Some(Token::from_file(path)?),
             TokenSource::Given(token) => Some(token.clone()),
@@ -72,7 +72,7 @@ impl Rendezvous {
             topology,
             key: token.as_ref().map(Token::key),
             deadline,
-            patience,
+            connect_timeout,
             liveness,
             transport,
             outward: addresses[0],

@@ -24,15 +24,15 @@ pub(crate) enum PeerOrigin {
 }
 
 impl PeerOrigin {
-    /// Looks as long as `patience` for an owner.
-    pub(crate) fn of(stream: &TcpStream, patience: Duration) -> Self {
+    /// Looks as long as `timeout` for an owner.
+    pub(crate) fn of(stream: &TcpStream, timeout: Duration) -> Self {
         let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
             return Self::Remote;
         };
         if !peer.ip().is_loopback() && peer.ip() != local.ip() {
             return Self::Remote;
         }
-        match owner(peer, local, patience) {
+        match owner(peer, local, timeout) {
             // Root may do anything on this host anyway.
             Some(user) if user == 0 || user == rustix::process::geteuid().as_raw() => {
                 Self::SameUser
@@ -44,13 +44,13 @@ impl PeerOrigin {
 }
 
 /// The user who owns the socket that is bound to `local` and connected to `remote`, where the
-/// system tells within `patience`.
+/// system tells within `timeout`.
 #[cfg(target_os = "linux")]
-fn owner(local: SocketAddr, remote: SocketAddr, patience: Duration) -> Option<u32> {
+fn owner(local: SocketAddr, remote: SocketAddr, timeout: Duration) -> Option<u32> {
     // The kernel works for each line. Connections that come all at once must not keep the
     // processors from everything else.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let until = Instant::now() + patience;
+    let until = Instant::now() + timeout;
     loop {
         let turn = ONE_AT_A_TIME.lock();
         let found = ["/proc/net/tcp", "/proc/net/tcp6"]
@@ -70,7 +70,7 @@ fn owner(local: SocketAddr, remote: SocketAddr, patience: Duration) -> Option<u3
 const LOOKUP_INTERVAL: Duration = Duration::from_millis(10);
 
 #[cfg(not(target_os = "linux"))]
-fn owner(_local: SocketAddr, _remote: SocketAddr, _patience: Duration) -> Option<u32> {
+fn owner(_local: SocketAddr, _remote: SocketAddr, _timeout: Duration) -> Option<u32> {
     None
 }
 
@@ -148,10 +148,10 @@ mod tests {
     fn who_has_gone_or_not_come_is_not_our_own() {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (soon, patience) = (Duration::from_millis(20), Duration::from_secs(5));
+        let (soon, timeout) = (Duration::from_millis(20), Duration::from_secs(5));
         assert_eq!(PeerOrigin::of(&near, soon), PeerOrigin::Unknown);
         let (far, _) = listener.accept().unwrap();
-        assert_eq!(PeerOrigin::of(&near, patience), PeerOrigin::SameUser);
+        assert_eq!(PeerOrigin::of(&near, timeout), PeerOrigin::SameUser);
         drop(near);
         assert_eq!(PeerOrigin::of(&far, soon), PeerOrigin::Unknown);
     }

@@ -32,7 +32,7 @@ pub(super) struct RankConnection {
 impl Registry {
     /// Whether bytes wait to be read. The end of a connection does too, and is told by its
     /// thread.
-    pub(super) fn has_news(&self, connection: Connection) -> bool {
+    pub(super) fn has_unread(&self, connection: Connection) -> bool {
         let Some(rank) = self.connections.get(&connection) else {
             return false;
         };

@@ -68,19 +68,19 @@ impl StoreClient {
 
     /// What the store knows about the end of a rank, waiting a moment for it. The text goes on
     /// from "rank 2 is lost: ".
-    pub(crate) fn exit_notice(&self, rank: usize, patience: Duration) -> Option<String> {
+    pub(crate) fn exit_notice(&self, rank: usize, timeout: Duration) -> Option<String> {
         let connection = &self.0.connection;
         // Rank 0 sees connections end as every rank does; a launcher sees how processes end.
-        let patience = match connection.store.host {
-            StoreHost::Launcher => patience,
+        let timeout = match connection.store.host {
+            StoreHost::Launcher => timeout,
             StoreHost::Rank0 => Duration::ZERO,
         };
-        let waiting = |known: &mut StoreNews| {
+        let waiting = |known: &mut ClientState| {
             known.end == ConnectionEnd::Open && !known.exit_notices.contains_key(&rank)
         };
         let waited = connection
             .changed
-            .wait_timeout_while(connection.known(), patience, waiting);
+            .wait_timeout_while(connection.known(), timeout, waiting);
         let known = waited;
         known.exit_notices.get(&rank).cloned()
     }
@@ -105,14 +105,14 @@ impl StoreClient {
         }
     }
 
-    /// An exit notice that has arrived, each given once: the rank and the text.
-    pub(crate) fn news(&self) -> Option<(usize, String)> {
-        self.0.connection.known().news.pop_front()
+    /// Takes the oldest exit notice that was not taken before: the rank and the text.
+    pub(crate) fn next_exit_notice(&self) -> Option<(usize, String)> {
+        self.0.connection.known().unread_notices.pop_front()
     }
 
-    /// Calls `wake` on the thread that reads whenever there may be [`news`](Self::news), and once at
-    /// once. It takes the place of the one before.
-    pub(crate) fn on_news(&self, wake: impl Fn() + Send + Sync + 'static) {
+    /// Calls `wake` on the reading thread after every message that changes the state: there may be an
+    /// [exit notice](Self::next_exit_notice). It is called once at once, and replaces the callback before it.
+    pub(crate) fn on_event(&self, wake: impl Fn() + Send + Sync + 'static) {
         let wake: Wake = Arc::new(wake);
         *self.0.connection.wake_slot() = Some(Arc::clone(&wake));
         wake();
@@ -282,7 +282,7 @@ struct StoreConnection {
     liveness: Duration,
     store: Store,
     writer: Mutex<ConnectionWriter>,
-    known: Mutex<StoreNews>,
+    known: Mutex<ClientState>,
     changed: Condvar,
     wake: Mutex<Option<Wake>>,
 }
@@ -297,9 +297,9 @@ enum ConnectionWriter {
 }
 
 #[derive(Debug, Default)]
-struct StoreNews {
+struct ClientState {
     exit_notices: BTreeMap<usize, String>,
-    news: VecDeque<(usize, String)>,
+    unread_notices: VecDeque<(usize, String)>,
     connect_failure: Option<Error>,
     connected: bool,
     end: ConnectionEnd,
@@ -410,7 +410,7 @@ impl StoreConnection {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, StoreNews> {
+    fn known(&self) -> MutexGuard<'_, ClientState> {
         // Each change can stand alone: what is known of one rank, or of the store.
         self.known.lock()
     }
@@ -420,10 +420,10 @@ impl StoreConnection {
     }
 }
 
-impl StoreNews {
+impl ClientState {
     fn report_exit(&mut self, rank: usize, text: String) {
         self.exit_notices.insert(rank, text.clone());
-        self.news.push_back((rank, text));
+        self.unread_notices.push_back((rank, text));
     }
 }
 

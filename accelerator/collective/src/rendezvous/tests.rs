@@ -117,7 +117,7 @@ impl Odd {
             host: "far".to_owned(),
             pid: 4711,
             address: odd.listener.local_addr().unwrap(),
-            patience: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(60),
             liveness: LIVENESS,
             transport: TransportKind::Tcp,
             boot: None,

@@ -1,4 +1,4 @@
-//! The patience of an operation, and the words in which it ends.
+//! The timeouts of an operation, and the words in which it ends.
 
 use std::{
     fmt,
@@ -9,6 +9,7 @@ use super::Peer;
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
     fingerprint::CollectiveFingerprint,
+    liveness::SUSPEND_THRESHOLD,
     stderr_fallback::stderr_fallback,
 };
 
@@ -37,7 +38,7 @@ pub(crate) struct OpDeadline {
     pub(crate) rank: usize,
     pub(crate) sequence: u64,
     pub(crate) fingerprint: CollectiveFingerprint,
-    patience: OpTimeouts,
+    timeouts: OpTimeouts,
     /// The last progress, where the limit is that of progress; else the beginning.
     began: Instant,
     /// The same, or the last sign of work of those that are waited for, where that came later.
@@ -52,14 +53,14 @@ impl OpDeadline {
         rank: usize,
         sequence: u64,
         fingerprint: CollectiveFingerprint,
-        patience: OpTimeouts,
+        timeouts: OpTimeouts,
     ) -> Self {
         let now = Instant::now();
         Self {
             rank,
             sequence,
             fingerprint,
-            patience,
+            timeouts,
             began: now,
             since: now,
             warned: false,
@@ -69,7 +70,7 @@ impl OpDeadline {
 
     /// Notes progress: the clock starts again, unless it is that of connecting.
     pub(crate) fn on_progress(&mut self, now: Instant) {
-        if self.patience.limit == TimeoutKind::Progress {
+        if self.timeouts.limit == TimeoutKind::Progress {
             self.began = now;
             self.since = now;
             self.warned = false;
@@ -88,7 +89,7 @@ impl OpDeadline {
 
     /// Waits no longer than the time until the warning from here on, whoever works.
     pub(crate) fn shorten(&mut self) {
-        self.patience.timeout = self.patience.timeout.min(self.patience.warn_after);
+        self.timeouts.timeout = self.timeouts.timeout.min(self.timeouts.warn_after);
         self.shortened = true;
     }
 
@@ -103,16 +104,16 @@ impl OpDeadline {
         missing: impl Fn(&Self) -> Vec<usize>,
         active: impl Fn(usize) -> Option<Instant>,
     ) -> Result<Duration> {
-        if self.since.elapsed() > self.patience.timeout {
+        if self.since.elapsed() > self.timeouts.timeout {
             self.since = self.last_sign(missing(self), &active)?;
             self.warned = false;
         }
         let waited = self.since.elapsed();
-        let left = self.patience.timeout.saturating_sub(waited);
+        let left = self.timeouts.timeout.saturating_sub(waited);
         if self.warned {
             return Ok(left.max(MIN_SLEEP));
         }
-        match self.patience.warn_after.checked_sub(waited) {
+        match self.timeouts.warn_after.checked_sub(waited) {
             Some(calm) if !calm.is_zero() => Ok(left.min(calm).max(MIN_SLEEP)),
             _ => {
                 self.warned = true;
@@ -124,7 +125,7 @@ impl OpDeadline {
                     self.rank,
                     Seconds(self.began.elapsed()),
                     list_ranks(&missing),
-                    Seconds(self.patience.timeout),
+                    Seconds(self.timeouts.timeout),
                 );
                 if !working.is_empty() {
                     let working = list_ranks(&working);
@@ -143,7 +144,7 @@ impl OpDeadline {
     }
 
     /// Notes that this thread slept until `woke` though it wanted to wake at `due`: the time in
-    /// between does not count, since news that came in it could not be read, and a moment is
+    /// between does not count, since messages that came in it could not be read, and a moment is
     /// given to read them.
     pub(crate) fn compensate(&mut self, due: Instant, woke: Instant) {
         let late = woke.saturating_duration_since(due);
@@ -175,8 +176,8 @@ impl OpDeadline {
 
     /// The last sign of work of a rank, where the operation waits for it because of that.
     fn works(&self, active: Option<Instant>) -> Option<Instant> {
-        let counts = self.patience.limit == TimeoutKind::Progress && !self.shortened;
-        active.filter(|at| counts && at.elapsed() <= self.patience.timeout)
+        let counts = self.timeouts.limit == TimeoutKind::Progress && !self.shortened;
+        active.filter(|at| counts && at.elapsed() <= self.timeouts.timeout)
     }
 
     pub(crate) fn lost(&self, peer: &Peer, cause: &str, certainty: Certainty) -> Error {
@@ -248,7 +249,7 @@ impl OpDeadline {
     }
 
     fn overdue(&self, missing: Vec<usize>) -> Error {
-        let advice = match self.patience.limit {
+        let advice = match self.timeouts.limit {
             TimeoutKind::Connect => "ranks that need longer ask for a longer connect timeout",
             TimeoutKind::Progress => {
                 "a rank that needs longer shows that it works (`keep_alive`) or asks for a longer \
@@ -277,9 +278,6 @@ impl fmt::Display for OpDeadline {
 
 const MIN_SLEEP: Duration = Duration::from_millis(1);
 
-/// A thread that wakes so much later than it asked for was kept from running.
-pub(crate) const SUSPEND_THRESHOLD: Duration = Duration::from_millis(250);
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -288,14 +286,14 @@ mod tests {
     #[test]
     fn progress_gives_no_more_time_to_connect() {
         let deadline = |limit| {
-            let patience = OpTimeouts {
+            let timeouts = OpTimeouts {
                 timeout: Duration::from_nanos(1),
                 warn_after: Duration::from_secs(50),
                 limit,
             };
             let fingerprint =
                 CollectiveFingerprint::new(OpKind::Connect, CallSite::new("here.rs", 1));
-            let mut deadline = OpDeadline::new(0, 0, fingerprint, patience);
+            let mut deadline = OpDeadline::new(0, 0, fingerprint, timeouts);
             deadline.on_progress(Instant::now() + Duration::from_secs(3600));
             deadline
         };
@@ -310,13 +308,13 @@ mod tests {
 
     /// A clock of a second that ran out, for ranks 0 and 2, of which the first works.
     fn late() -> OpDeadline {
-        let patience = OpTimeouts {
+        let timeouts = OpTimeouts {
             timeout: Duration::from_secs(1),
             warn_after: Duration::from_secs(1),
             limit: TimeoutKind::Progress,
         };
         let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-        let mut deadline = OpDeadline::new(1, 0, fingerprint, patience);
+        let mut deadline = OpDeadline::new(1, 0, fingerprint, timeouts);
         deadline.began -= Duration::from_secs(9);
         deadline.since -= Duration::from_secs(9);
         deadline

@@ -77,7 +77,7 @@ pub(crate) trait DataPlane: fmt::Debug + Send + Sync {
 /// Knows which ranks live: heartbeats, aborts and goodbyes.
 ///
 /// A rank that is gone is reported to the inbox of every other rank, and an [`Abort`] of a rank arrives before
-/// the news that this rank is gone.
+/// the notice that this rank is gone.
 pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
     /// Sends the final message to every peer, without waiting for any of them for long. Nothing is sent
     /// afterwards.

@@ -191,7 +191,9 @@ pub(crate) struct Registration {
     /// Where it listens for the other ranks.
     pub(crate) address: SocketAddr,
     /// How long it will wait for the others.
-    pub(crate) patience: Duration,
+    // Its name on the wire.
+    #[serde(rename = "patience")]
+    pub(crate) connect_timeout: Duration,
     /// After how long without a heartbeat it takes others for lost.
     pub(crate) liveness: Duration,
     /// The transport that it was asked to use.

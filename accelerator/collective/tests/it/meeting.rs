@@ -23,8 +23,8 @@ fn a_rank() {
     }
     // What is logged goes to the output too.
     tracing_subscriber::fmt().with_ansi(false).init();
-    let patience = env::var(PATIENCE).map_or(100, |seconds| seconds.parse().unwrap());
-    let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(patience));
+    let connect_timeout = env::var(CONNECT_TIMEOUT).map_or(100, |seconds| seconds.parse().unwrap());
+    let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(connect_timeout));
     let outcome = ProcessGroup::connect(&Launch::from_env().unwrap(), &options);
     let text = match outcome {
         Ok(group) => format!("{} by {}", group.topology(), group.transport()),
@@ -201,20 +201,20 @@ fn a_dead_rank_is_named_while_connecting_that_hosts_the_store() {
 fn a_rank_that_gives_up_is_believed_before_its_end_is_told() {
     let store = StoreServer::bind(("127.0.0.1", 0), 3, None).unwrap();
     let port = store.local_addr().port();
-    let start = |rank, patience| {
+    let start = |rank, connect_timeout| {
         let variables = [
             ("ACCEL_STORE", "launcher"),
             ("ACCEL_FAULTS", "rank=1 connect slow 60s"),
-            (PATIENCE, patience),
+            (CONNECT_TIMEOUT, connect_timeout),
         ];
         Process::start(rank, 3, port, &variables)
     };
-    let (patient, _slow, hasty) = (start(0, "60"), start(1, "60"), start(2, "5"));
+    let (waits_long, _slow, gives_up) = (start(0, "60"), start(1, "60"), start(2, "5"));
     let blame = "[1] None rank 2 cannot connect to rank 1";
-    let said = hasty.said();
+    let said = gives_up.said();
     store.report_exit(2, "it ended with exit code 1");
     assert!(said.starts_with(blame), "{said}");
-    let said = patient.said();
+    let said = waits_long.said();
     assert!(said.starts_with(blame), "{said}");
 }
 
@@ -263,7 +263,7 @@ fn ranks_with_one_local_rank_on_a_host_are_told() {
 const MARK: &str = "MEETING_RANK";
 
 /// For how many seconds a rank waits for the others.
-const PATIENCE: &str = "MEETING_PATIENCE";
+const CONNECT_TIMEOUT: &str = "MEETING_CONNECT_TIMEOUT";
 
 /// After this a rank hangs.
 const DEADLINE: Duration = Duration::from_secs(30);

@@ -205,9 +205,9 @@ fn the_same_transport_may_be_asked_for_in_two_ways() {
     });
 }
 
-/// How long an operation may wait says nothing about connecting.
+/// Connecting has a timeout of its own.
 #[test]
-fn an_impatient_group_has_all_the_time_to_connect() {
+fn the_progress_timeout_does_not_bound_connecting() {
     let store = StoreServer::bind(("127.0.0.1", 0), 4, None).unwrap();
     let launches = (0..4).map(|rank| launch(rank, 4, &at(&store)));
     let options = GroupOptions::new().with_progress_timeout(Duration::from_nanos(1));

@@ -97,7 +97,7 @@ fn sum(communicator: &Communicator) -> Result<()> {
 /// Longer than anything here takes.
 const LONG: Duration = Duration::from_secs(60);
 
-const PATIENCE: CommTimeouts = CommTimeouts {
+const TIMEOUTS: CommTimeouts = CommTimeouts {
     connecting: LONG,
     closing: LONG,
 };
@@ -180,7 +180,7 @@ fn a_rank_outside_the_world_is_refused() {
     let gpu = setting.gpu.as_ref().unwrap();
     for (rank, world_size) in [(2, 2), (0, 0), (0, usize::MAX)] {
         let (group, place) = (setting.group.clone(), (rank, world_size));
-        let error = Communicator::connect(gpu, &setting.id, place, group, PATIENCE);
+        let error = Communicator::connect(gpu, &setting.id, place, group, TIMEOUTS);
         assert!(error.unwrap_err().is_misuse());
     }
     assert_eq!(setting.fake.calls(), ["retain 0"]);
@@ -356,7 +356,7 @@ fn a_group_whose_detection_panics_has_failed() {
 
     let setting = Setting::new(Fake::new());
     let gpu = setting.gpu.as_ref().unwrap();
-    let connected = Communicator::connect(gpu, &setting.id, (1, 2), Arc::new(Broken), PATIENCE);
+    let connected = Communicator::connect(gpu, &setting.id, (1, 2), Arc::new(Broken), TIMEOUTS);
     let error = connected.unwrap_err();
     assert!(
         error
@@ -383,7 +383,7 @@ fn a_drop_that_waits_for_peers_is_freed_by_the_group() {
 }
 
 #[test]
-fn peers_that_do_not_end_are_left_when_patience_is_over() {
+fn peers_that_do_not_end_are_left_when_the_timeout_is_over() {
     let setting = Setting::new(Fake::new());
     let communicator = setting.connect_for(LONG, Duration::ZERO).unwrap();
     setting.fake.stick();

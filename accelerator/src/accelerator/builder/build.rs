@@ -7,7 +7,7 @@ use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
 use super::terms::{hook_term, overlap_switch, terms};
-use crate::accelerator::{Accelerator, Restarts, Settings, Shared, launch, variables};
+use crate::accelerator::{Accelerator, Restarts, Settings, Shared, launch_threads, variables};
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Accumulation, Context};
 use crate::core::agreement;
@@ -116,7 +116,7 @@ impl AcceleratorBuilder {
             ));
         }
         let groups = ProcessGroup::threads(world_size.get(), &self.options)?;
-        launch::run(groups, |group| {
+        launch_threads::run(groups, |group| {
             let (kind, device) = self.open_device(group.topology(), &settings)?;
             // Threads are started by this program, which nothing restarts.
             let restarts = Restarts {

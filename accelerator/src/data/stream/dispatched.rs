@@ -11,7 +11,7 @@ use crate::core::panic_text::caught;
 use crate::data::batch::{Batch, BatchInfo};
 use crate::data::batch_stream::{Ahead, read_ahead};
 use crate::data::deferred::DeferredBatch;
-use crate::data::exchange_step::{PURPOSE, ReadPosition, meet};
+use crate::data::exchange_step::{PURPOSE, ReadPosition, exchange_step};
 
 /// This rank's batches of a stream that rank 0 reads for all.
 pub(super) struct DispatchedBatches<S: SampleStream, O> {
@@ -28,7 +28,7 @@ pub(super) struct DispatchedBatches<S: SampleStream, O> {
 struct Dispatch<O> {
     own: Batch<DeferredBatch<O>>,
     /// For each rank; rank 0's own is not used.
-    told: Vec<DispatchMessage>,
+    messages: Vec<DispatchMessage>,
 }
 
 /// What rank 0 tells another one.
@@ -71,16 +71,16 @@ where
         }
         let position = self.pass.position(self.step);
         let batch = match ahead {
-            Some(ahead) => self.tell(position, ahead),
-            None => self.hear(position),
+            Some(ahead) => self.send(position, ahead),
+            None => self.receive(position),
         };
-        // Each rank makes its own before they meet.
+        // Each rank makes its own before the ranks exchange the step.
         let seed = self.pass.seed_of_batch(self.step);
         let batch = batch.and_then(|batch| batch.map(|batch| batch.resolved(seed)).transpose());
         self.step = self.step.saturating_add(1);
         let made = batch.as_ref().map(|_| ());
         let (group, caller) = (&self.pass.group, self.pass.caller);
-        meet(
+        exchange_step(
             group,
             position,
             made,
@@ -91,26 +91,29 @@ where
     }
 
     /// Sends what was read to the others.
-    fn tell(
+    fn send(
         &self,
         position: ReadPosition,
         ahead: Option<Result<Dispatch<O>>>,
     ) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let same = |told: &dyn Fn() -> DispatchMessage| {
-            (0..self.pass.world_size()).map(|_| told()).collect()
+        let same = |message: &dyn Fn() -> DispatchMessage| {
+            (0..self.pass.world_size()).map(|_| message()).collect()
         };
-        let (own, told): (_, Vec<_>) = match ahead {
-            Some(Ok(Dispatch { own, told })) => (Ok(Some(own)), told),
+        let (own, messages): (_, Vec<_>) = match ahead {
+            Some(Ok(Dispatch { own, messages })) => (Ok(Some(own)), messages),
             Some(Err(error)) => {
-                let told = same(&|| DispatchMessage::Failed(Failure::of(&error)));
-                (Err(error), told)
+                let messages = same(&|| DispatchMessage::Failed(Failure::of(&error)));
+                (Err(error), messages)
             }
             None => (Ok(None), same(&|| DispatchMessage::End)),
         };
-        let told: Vec<_> = told.into_iter().map(|told| (position, told)).collect();
+        let messages: Vec<_> = messages
+            .into_iter()
+            .map(|message| (position, message))
+            .collect();
         let group = self.pass.group.for_purpose(PURPOSE);
         let sent = group.scatter_object_at::<_, (ReadPosition, DispatchMessage)>(
-            Some(&told),
+            Some(&messages),
             0,
             self.pass.caller,
         );
@@ -120,18 +123,18 @@ where
         Ok(own)
     }
 
-    fn hear(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
+    fn receive(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
         let group = pass.group.for_purpose(PURPOSE);
-        let told = group
+        let message = group
             .scatter_object_at::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
                 None,
                 0,
                 pass.caller,
             )?;
-        match told {
-            // Of no use here, which is what comes to light when the ranks meet.
-            (there, _) if there != position => Ok(None),
+        match message {
+            // Of no use here: the exchange of the step below fails.
+            (sent_for, _) if sent_for != position => Ok(None),
             (_, DispatchMessage::End) => Ok(None),
             (_, DispatchMessage::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
             (_, DispatchMessage::Batch(info, bytes)) => caught("making a batch", || {
@@ -185,9 +188,9 @@ where
         let Some(own) = round.hand(0, pass) else {
             return Ok(None);
         };
-        let mut told = vec![DispatchMessage::End];
+        let mut messages = vec![DispatchMessage::End];
         for rank in 1..pass.world_size() {
-            told.push(match round.hand(rank, pass) {
+            messages.push(match round.hand(rank, pass) {
                 Some(hand) => {
                     let bytes = Bytes(encode(&round.items(&hand))?);
                     DispatchMessage::Batch(hand.info, bytes)
@@ -201,7 +204,7 @@ where
         let value = batching.batch(pass.epoch, items, &own.info.indices, &pass.device);
         Ok(Some(Dispatch {
             own: Batch::new(value, own.info),
-            told,
+            messages,
         }))
     }
 }

@@ -3,9 +3,9 @@
 mod build;
 mod dispatched;
 mod interleaved;
-mod parts;
+mod part_batches;
 mod rounds;
-mod source;
+mod sample_stream;
 
 use core::fmt;
 use core::panic::Location;
@@ -17,7 +17,7 @@ use burn::tensor::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-pub use self::source::{SampleStream, StreamError, StreamItems, StreamPart};
+pub use self::sample_stream::{SampleStream, StreamError, StreamItems, StreamPart};
 use super::batch_size_spec::Spec;
 use super::batch_stream::{Feed, read_ahead};
 use super::cursor::EpochPosition;
@@ -150,7 +150,7 @@ impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Parts<S, O> {
     }
 
     fn feed(&self, pass: StreamPass) -> Feed<O> {
-        Box::new(parts::PartBatches::new(self.0.clone(), pass))
+        Box::new(part_batches::PartBatches::new(self.0.clone(), pass))
     }
 }
 

@@ -1,7 +1,7 @@
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
 use super::StreamPass;
-use super::source::{PartReader, SampleStream, StreamPart};
+use super::sample_stream::{PartReader, SampleStream, StreamPart};
 use crate::core::error::Result;
 use crate::data::batch::{BatchInfo, StepShare};
 
@@ -78,7 +78,7 @@ impl<I: Clone> StreamRounds<I> {
         }
         let is_full = new.len() == self.size();
         let next = match is_full {
-            true => self.reader.look(self.telling()),
+            true => self.reader.peek(self.lookahead()),
             false => Some(0),
         };
         self.has_ended = next == Some(0);
@@ -105,7 +105,7 @@ impl<I: Clone> StreamRounds<I> {
     }
 
     /// How many samples of the next round tell whether this rank has a batch in it.
-    fn telling(&self) -> usize {
+    fn lookahead(&self) -> usize {
         match self.pass.spec.tail() {
             TailPolicy::Exact | TailPolicy::Pad => 1,
             TailPolicy::Drop => self.size(),

@@ -141,7 +141,7 @@ impl<E: Real> MomentRule<E> for AdamUpdate<E> {
     }
 
     #[inline(always)]
-    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+    fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         parameter - moment_1 * self.factor / (moment_2.root() + self.epsilon) * self.rate
     }
 }
@@ -153,7 +153,7 @@ impl<E: Real> MomentRule<E> for AdamDecayed<E> {
     }
 
     #[inline(always)]
-    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
-        self.0.land(parameter, moment_1, moment_2)
+    fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
+        self.0.update(parameter, moment_1, moment_2)
     }
 }

@@ -161,7 +161,7 @@ impl<E: Real> MomentRule<E> for Plain<E> {
     }
 
     #[inline(always)]
-    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+    fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         self.0.of(parameter, moment_1, moment_2)
     }
 }
@@ -173,7 +173,7 @@ impl<E: Real> MomentRule<E> for AdamWDecayed<E> {
     }
 
     #[inline(always)]
-    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+    fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         self.0.of(parameter * self.1, moment_1, moment_2)
     }
 }
@@ -185,7 +185,7 @@ impl<E: Real> MomentRule<E> for Cautious<E> {
     }
 
     #[inline(always)]
-    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E {
+    fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         let differ = (parameter >= E::ZERO) != (moment_1 >= E::ZERO);
         let decay = if differ { E::ZERO } else { parameter * self.1 };
         self.0.of(parameter - decay, moment_1, moment_2)

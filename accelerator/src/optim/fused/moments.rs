@@ -45,7 +45,7 @@ pub(super) trait MomentRule<E>: Copy {
     fn gradient(self, parameter: E, gradient: E) -> E;
 
     /// The parameter after the step.
-    fn land(self, parameter: E, moment_1: E, moment_2: E) -> E;
+    fn update(self, parameter: E, moment_1: E, moment_2: E) -> E;
 }
 
 /// An [`AdaptiveMomentumState`] of any rank.
@@ -131,7 +131,7 @@ pub(super) fn step<E: Real, R: MomentRule<E>>(
                 true => max.copy_from_slice(v),
                 false => raise(max, v),
             }
-            vectorised(|| land(rule, p, m, max));
+            vectorised(|| update_parameters(rule, p, m, max));
         });
         (tensor, Some(max.into_tensor()))
     } else {
@@ -166,7 +166,7 @@ fn first<E: Real, R: MomentRule<E>>(
         let entering = || p.iter().zip(g).map(|(&p, &g)| rule.gradient(p, g));
         m.extend(entering().map(|g| g * speed.factor_1));
         v.extend(entering().map(|g| g * g * speed.factor_2));
-        land(rule, p, &m[at.clone()], &v[at]);
+        update_parameters(rule, p, &m[at.clone()], &v[at]);
     });
     let moments = Moments {
         time: 1,
@@ -245,7 +245,7 @@ fn sweep<E: Real, R: MomentRule<E>>(
 ) {
     for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
         (*m, *v) = speed.moments(rule.gradient(*p, *g), *m, *v);
-        *p = rule.land(*p, *m, *v);
+        *p = rule.update(*p, *m, *v);
     }
 }
 
@@ -264,11 +264,11 @@ fn advance<E: Real, R: MomentRule<E>>(
     }
 }
 
-/// Parameters alone.
+/// Updates parameters, and leaves the moments.
 #[inline(always)]
-fn land<E: Real, R: MomentRule<E>>(rule: R, p: &mut [E], m: &[E], v: &[E]) {
+fn update_parameters<E: Real, R: MomentRule<E>>(rule: R, p: &mut [E], m: &[E], v: &[E]) {
     for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
-        *p = rule.land(*p, *m, *v);
+        *p = rule.update(*p, *m, *v);
     }
 }
 

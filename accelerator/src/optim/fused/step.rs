@@ -38,8 +38,8 @@ struct PendingStep {
     output: StepOutput,
     /// The elements of the parameter that comes next, where its gradient stands for sums.
     next: Option<(ParamId, Range<usize>)>,
-    /// Whether the last one lies in the place of its sums.
-    landed: bool,
+    /// Whether the last one was written over its sums.
+    wrote_sums: bool,
 }
 
 /// Runs a step on sums. Gives them back.
@@ -52,7 +52,7 @@ pub(in crate::optim) fn step_on<R>(
         means,
         output,
         next: None,
-        landed: false,
+        wrote_sums: false,
     };
     let restore = RestorePending(WAITING.replace(Some(waiting)));
     let result = step();
@@ -88,13 +88,13 @@ pub(in crate::optim) fn step_next<R>(
 ) -> (R, bool) {
     with_waiting(|waiting| waiting.next = Some((id, elements)));
     let result = step();
-    let outcome = with_waiting(|waiting| (waiting.next.take().is_none(), waiting.landed));
-    let (taken, landed) = outcome.unwrap_or((true, false));
+    let outcome = with_waiting(|waiting| (waiting.next.take().is_none(), waiting.wrote_sums));
+    let (taken, wrote_sums) = outcome.unwrap_or((true, false));
     assert!(
         taken,
         "expected the fused optimizer that stepped a sample of parameter {id} to step the parameter too"
     );
-    (result, landed)
+    (result, wrote_sums)
 }
 
 /// Whether `work` has stepped a parameter in the loops of this module, which can read sums of gradients where they
@@ -109,7 +109,7 @@ pub(in crate::optim) fn steps_in_loops(work: impl FnOnce()) -> bool {
 pub(super) fn gradient<const D: usize>(tensor: &Tensor<D>, gradient: Tensor<D>) -> Tensor<D> {
     let part = with_waiting(|waiting| {
         let (id, elements) = waiting.next.take()?;
-        waiting.landed = false;
+        waiting.wrote_sums = false;
         waiting.means.part(id, &elements, &tensor.dims())
     });
     part.flatten().map_or(gradient, Tensor::from_dispatch)
@@ -135,11 +135,11 @@ pub(super) fn step<E: Real>(
         return parameters.into_tensor();
     };
     let stepped = with_waiting(|waiting| {
-        waiting.landed = waiting.output == StepOutput::Sums;
+        waiting.wrote_sums = waiting.output == StepOutput::Sums;
         let SumLocation { sums, scale } = waiting.means.place::<E>(id, &elements)?;
         let mut gradients = [E::ZERO; BLOCK];
         let mut start = 0;
-        if waiting.landed {
+        if waiting.wrote_sums {
             let mut parameters = [E::ZERO; BLOCK];
             with_elements(&tensor, |from: &[E]| {
                 assert_eq!(from.len(), sums.len(), "elements of parameter {id}");

@@ -1,11 +1,11 @@
 //! Optimizers whose state is shared out over the ranks.
 
+mod elements;
 mod param_shards;
 mod partition;
 pub(super) mod probe;
 mod record;
 mod trial_state;
-mod write;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Bytes;
 
+use self::elements::Elements;
 use self::param_shards::{ShardGradients, ShardReader};
 use self::partition::{Partition, Partitioner};
 use self::record::{RecordEntry, Records};
 pub(super) use self::trial_state::state_for_trial;
-use self::write::Elements;
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
@@ -174,7 +174,7 @@ impl Shards {
             return Err(model);
         }
         let rank = self.group.rank();
-        means.bring_home(&self.group);
+        means.move_to_host(&self.group);
         let bounds = match self.settle(optimizer, &mut means) {
             Ok(bounds) => bounds,
             Err(error) => {
@@ -203,7 +203,7 @@ impl Shards {
         let (shards, mut means) = step::step_on(means, StepOutput::Sums, step);
         for shard in shards.into_elsewhere() {
             let (id, range) = (shard.id, shard.range.clone());
-            means.land(id, &range, &shard.into_bytes());
+            means.write(id, &range, &shard.into_bytes());
         }
         let model = self.exchange(model, &mut means, stepped)?;
         if let Some(bounds) = bounds

@@ -27,7 +27,7 @@ type Answer = core::result::Result<TensorData, String>;
 /// What is on its way from a device.
 pub(in crate::reduce) struct PendingRead {
     answer: Receiver<Answer>,
-    here: Option<Answer>,
+    received: Option<Answer>,
 }
 
 impl DeviceReader {
@@ -58,7 +58,7 @@ impl DeviceReader {
         let _ = self.requests.send(ReadRequest { tensor, answer });
         PendingRead {
             answer: receiver,
-            here: None,
+            received: None,
         }
     }
 }
@@ -66,19 +66,19 @@ impl DeviceReader {
 impl PendingRead {
     /// Whether [`wait`](Self::wait) returns at once.
     pub(in crate::reduce) fn is_ready(&mut self) -> bool {
-        if self.here.is_none() {
-            self.here = match self.answer.try_recv() {
+        if self.received.is_none() {
+            self.received = match self.answer.try_recv() {
                 Ok(answer) => Some(answer),
                 Err(TryRecvError::Empty) => None,
                 Err(TryRecvError::Disconnected) => Some(Err("its thread ended".to_owned())),
             };
         }
-        self.here.is_some()
+        self.received.is_some()
     }
 
-    /// The values, when they are here.
+    /// The values, when they were received.
     pub(in crate::reduce) fn wait(mut self) -> Result<TensorData> {
-        let answer = match self.here.take() {
+        let answer = match self.received.take() {
             Some(answer) => answer,
             None => {
                 let gone = |_| Err("its thread ended".to_owned());
@@ -97,7 +97,7 @@ impl PendingRead {
 impl fmt::Debug for PendingRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PendingRead")
-            .field("is_here", &self.here.is_some())
+            .field("is_received", &self.received.is_some())
             .finish_non_exhaustive()
     }
 }
@@ -127,7 +127,10 @@ mod tests {
     #[test]
     fn a_reading_whose_thread_is_gone_is_an_error() {
         let (_, answer) = channel();
-        let mut reading = PendingRead { answer, here: None };
+        let mut reading = PendingRead {
+            answer,
+            received: None,
+        };
         assert!(reading.is_ready());
         assert!(reading.wait().unwrap_err().is_device());
     }

@@ -23,14 +23,14 @@
 //! # Ok::<(), accelerator::Error>(())
 //! ```
 
-mod bucket;
+mod gradient_bucket;
 mod instance;
 mod power_sgd;
 mod ranks;
 
 use std::error::Error as StdError;
 
-pub use self::bucket::{BucketParameter, BucketValues, GradientBucket};
+pub use self::gradient_bucket::{BucketParameter, BucketValues, GradientBucket};
 pub(crate) use self::instance::{HookFactory, HookInstance};
 pub use self::power_sgd::PowerSgd;
 pub use self::ranks::Ranks;

@@ -1,6 +1,6 @@
 use accelerator_collective::ProcessGroup;
 
-use super::plan::ReadyOrder;
+use super::ready_order::ReadyOrder;
 use crate::core::error::Result;
 
 /// For how many windows ranks wait for one that had no samples in any of them.

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 
 use super::agree::{CalibrationOutcome, WindowObservation};
 use super::calibration::{self, Calibration};
-use super::plan::{self, FlushPoint, ReadyOrder};
+use super::ready_order::{FlushPoint, ReadyOrder, flush_points};
 use super::scheduler::{OverlapScheduler, SchedulerPhase};
 use super::{Anchors, Observer, ProbePoint, identity, watch};
 use crate::core::autodiff;
@@ -97,7 +97,7 @@ impl OverlapScheduler {
             ProbeTask::Calibrating(calibration) => Some(WindowObservation::Learnt(
                 calibration.result(|index, seen| {
                     let gradient =
-                        element_values::look(&gradients, &model_state.parameters()[index]);
+                        element_values::peek(&gradients, &model_state.parameters()[index]);
                     let cast = casts.get(index).and_then(Option::as_deref);
                     gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
                 }),
@@ -197,7 +197,7 @@ impl Observer for BackwardObserver {
 
     fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>) {
         match &mut *self.lock() {
-            Some((ProbeTask::Calibrating(calibration), _)) => calibration.look(point, gradients),
+            Some((ProbeTask::Calibrating(calibration), _)) => calibration.observe(point, gradients),
             Some((ProbeTask::Sending(points), reducer)) => {
                 for &bucket in &points[point].buckets {
                     // Whatever becomes of one, the next starts at its own.
@@ -224,7 +224,7 @@ fn lay_out(
         .map(|bucket| layout.members(bucket).to_vec())
         .take_while(|members| !members.iter().any(|index| late.contains(index)))
         .collect();
-    let points = plan::points(&early, ready);
+    let points = flush_points(&early, ready);
     tracing::debug!(
         buckets = layout.len(),
         points = points.len(),

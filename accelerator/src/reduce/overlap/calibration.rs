@@ -42,7 +42,7 @@ impl Calibration {
     }
 
     /// What the parameters' gradients are at the point of that number. Points come in order.
-    pub(super) fn look(
+    pub(super) fn observe(
         &mut self,
         point: usize,
         gradients: impl Iterator<Item = Option<DispatchTensor>>,

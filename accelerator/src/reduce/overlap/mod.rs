@@ -3,7 +3,7 @@ mod anchors;
 mod backward;
 mod calibration;
 mod identity;
-mod plan;
+mod ready_order;
 mod report;
 mod scheduler;
 mod setting;
@@ -16,7 +16,7 @@ use burn::tensor::Tensor;
 
 use self::anchors::Anchors;
 pub(super) use self::identity::is_of;
-pub(super) use self::plan::ReadyOrder;
+pub(super) use self::ready_order::ReadyOrder;
 pub use self::report::{OverlapReport, OverlapState};
 pub(super) use self::scheduler::OverlapScheduler;
 pub(crate) use self::scheduler::OverlapSwitch;

@@ -1,6 +1,6 @@
 use super::Anchors;
 use super::agree::RankCalibration;
-use super::plan::FlushPoint;
+use super::ready_order::FlushPoint;
 use super::report::{OverlapReport, OverlapState};
 
 /// Whether buckets are to be sent while backward runs: the same on all ranks.

@@ -41,7 +41,7 @@ impl Observer for Eyes {
         let mut seen = self.0.lock().unwrap();
         seen.points.push(point);
         if let Some(calibration) = &mut seen.calibration {
-            calibration.look(point, gradients);
+            calibration.observe(point, gradients);
         }
     }
 }

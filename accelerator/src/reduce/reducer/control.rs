@@ -16,27 +16,27 @@ use crate::timeline::{EventSubject, Phase};
 impl Reducer {
     /// Lets the ranks add up their weights, before anybody sends.
     pub(super) fn start_weighing(&mut self) -> Result<()> {
-        let spare = self.bucket_set.total.take();
+        let spare = self.bucket_set.weight_buffer.take();
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         total.as_mut_slice::<f64>()?[0] = self.total;
         let pending = self
             .group
             .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
-        self.owed.give();
+        self.collective.mark_started();
         self.weighing = Some(pending);
         Ok(())
     }
 
     /// Whether it is so on all ranks.
     pub(super) fn all_agree(&mut self, here: bool) -> Result<bool> {
-        let spare = self.bucket_set.total.take();
+        let spare = self.bucket_set.weight_buffer.take();
         let mut others = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         others.as_mut_slice::<f64>()?[0] = f64::from(u8::from(!here));
         self.group
             .all_reduce_buffer_at(&mut others, ReduceOp::Max, self.caller)?;
-        self.owed.give();
+        self.collective.mark_started();
         let everywhere = others.as_slice::<f64>()? == [0.0];
-        self.bucket_set.total = Some(others);
+        self.bucket_set.weight_buffer = Some(others);
         Ok(everywhere)
     }
 
@@ -72,11 +72,11 @@ impl Reducer {
             norm: f64::from(u8::from(self.wants_norm)),
         }
         .write(header);
-        let here = bucket_set.written.iter().zip(&bucket_set.here);
-        let here = here.map(|(written, here)| written | here);
+        let in_window = bucket_set.written.iter().zip(&bucket_set.has_gradient);
+        let in_window = in_window.map(|(written, has_gradient)| written | has_gradient);
         for (value, flag) in rest
             .iter_mut()
-            .zip(here.chain(bucket_set.wrong.iter().copied()))
+            .zip(in_window.chain(bucket_set.needs_retry.iter().copied()))
         {
             *value = f64::from(u8::from(flag));
         }
@@ -89,7 +89,7 @@ impl Reducer {
                 let pending =
                     self.group
                         .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
-                self.owed.give();
+                self.collective.mark_started();
                 self.control = Some(pending);
             }
             SendMode::Blocking => {
@@ -97,7 +97,7 @@ impl Reducer {
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 self.group
                     .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
-                self.owed.give();
+                self.collective.mark_started();
                 self.bucket_set.control = Some(control);
             }
         }
@@ -112,7 +112,7 @@ impl Reducer {
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
             let bucket_set = &self.bucket_set;
-            let bytes = 8 * length(bucket_set.here.len(), bucket_set.wrong.len());
+            let bytes = 8 * length(bucket_set.has_gradient.len(), bucket_set.needs_retry.len());
             self.bucket_set.control = Some(waited(
                 &self.timeline,
                 EventSubject::Control,

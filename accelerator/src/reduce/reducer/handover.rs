@@ -24,7 +24,7 @@ impl Reducer {
     ) -> Result<()> {
         self.send_mode = SendMode::Blocking;
         let bucket_set = &mut self.bucket_set;
-        for (needs_retry, state) in bucket_set.wrong.iter_mut().zip(&bucket_set.states) {
+        for (needs_retry, state) in bucket_set.needs_retry.iter_mut().zip(&bucket_set.states) {
             *needs_retry = match state {
                 BucketState::Complete(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
                 _ => false,
@@ -32,9 +32,12 @@ impl Reducer {
         }
         self.send_control()?;
         self.receive_control()?;
-        self.bucket_set.wrong.fill(false);
+        self.bucket_set.needs_retry.fill(false);
         let sums = self.sums()?;
-        let (total, is_finite) = (sums.header.weight, !sums.needs_retry().any(|is_odd| is_odd));
+        let (total, is_finite) = (
+            sums.header.weight,
+            !sums.needs_retry().any(|needs_retry| needs_retry),
+        );
         // All ranks get the same error for these.
         if total <= 0.0 || !sums.windows_agree(&self.group) {
             return Ok(());
@@ -42,7 +45,7 @@ impl Reducer {
         let group = self.group.clone();
         let layout = self.bucket_set.layout.clone();
         for number in 0..layout.len() {
-            let Some(store) = self.bucket_set.complete(number) else {
+            let Some(store) = self.bucket_set.take_complete(number) else {
                 continue;
             };
             // Where there is a hook, sums are kept in memory already.

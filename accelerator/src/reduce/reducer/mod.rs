@@ -40,8 +40,8 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 /// whether all fit; then all compressed buckets if one did not. See the README of `reduce`.
 #[derive(Debug)]
 pub(super) struct Reducer {
-    /// First, so that others hear of a failure before what is on its way is given up.
-    owed: PendingCollective,
+    /// The first field: it is dropped before operations in flight, so that the other ranks receive the failure first.
+    collective: PendingCollective,
     batches: BatchFingerprint,
     /// Where the program called `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
@@ -201,7 +201,7 @@ impl Reducer {
         let (mut bucket_set, tickets, before) = window.into_parts(|| model_state.lend(group));
         model_state.renew(group, &mut bucket_set);
         Self {
-            owed: PendingCollective::new(group),
+            collective: PendingCollective::new(group),
             batches: before.batches,
             caller: Location::caller(),
             casts: Vec::new(),
@@ -284,22 +284,22 @@ impl Reducer {
         if self.outcome.is_err() {
             return;
         }
-        let Some(mut store) = self.bucket_set.open(bucket) else {
+        let Some(mut store) = self.bucket_set.take_open(bucket) else {
             return;
         };
         let copy = self
             .timeline
             .span(Phase::Copy(EventSubject::bucket(bucket)));
         let bucket_set = &mut self.bucket_set;
-        bucket_set.keep(&self.group, bucket, &store);
+        bucket_set.save_undo(&self.group, bucket, &store);
         let layout = bucket_set.layout.clone();
         for (&parameter, gradient) in layout.members(bucket).iter().zip(gradients) {
             bucket_set.flushed[parameter] =
                 gradient.map_or(FlushedGradient::Absent, FlushedGradient::Seen);
         }
         let seen = |parameter: usize| bucket_set.flushed[parameter].gradient();
-        bucket_set.enter(bucket, &mut store, seen, self.weight);
-        bucket_set.clear(bucket, &mut store, |parameter| seen(parameter).is_some());
+        bucket_set.add(bucket, &mut store, seen, self.weight);
+        bucket_set.clear_unwritten(bucket, &mut store, |parameter| seen(parameter).is_some());
         bucket_set.states[bucket] = BucketState::Complete(store);
         drop(copy);
         // Backward does not wait for anybody.
@@ -333,7 +333,7 @@ impl Reducer {
         match self.conclude(model_state, gradients, loss) {
             Ok(repaired) => self.into_reduced(model_state, repaired),
             Err(error) => {
-                self.owed.break_for(&error);
+                self.collective.abort(&error);
                 Err(error)
             }
         }
@@ -367,8 +367,8 @@ impl Reducer {
             _ => self.exchange(model_state, &gradients)?,
         };
         let bucket_set = &mut self.bucket_set;
-        for (written, here) in bucket_set.written.iter_mut().zip(&bucket_set.here) {
-            *written |= here;
+        for (written, has_gradient) in bucket_set.written.iter_mut().zip(&bucket_set.has_gradient) {
+            *written |= has_gradient;
         }
         // An idle rank has none of its own, and that is as it should be.
         if self.total > 0.0 {
@@ -399,7 +399,7 @@ impl Reducer {
     }
 
     fn into_reduced(mut self, model_state: &ModelState, repaired: usize) -> Result<ReducedWindow> {
-        self.owed.keep();
+        self.collective.mark_complete();
         if self.send_mode != SendMode::Nowhere {
             let windows = control::check_windows(&self);
             if let Err(error) = &windows
@@ -459,34 +459,35 @@ impl Reducer {
             let _copy = self
                 .timeline
                 .span(Phase::Copy(EventSubject::bucket(bucket)));
-            let open = bucket_set.open(bucket);
+            let open = bucket_set.take_open(bucket);
             for &index in layout.members(bucket) {
                 let parameter = &model_state.parameters()[index];
                 let gradient = match self.repair {
                     // Another rank may ask for it once more.
-                    Repair::Possible => element_values::look(gradients, parameter),
+                    Repair::Possible => element_values::peek(gradients, parameter),
                     Repair::Unneeded => element_values::take(gradients, parameter),
                 };
-                bucket_set.here[index] = gradient.is_some();
+                bucket_set.has_gradient[index] = gradient.is_some();
                 unknown -= usize::from(gradient.is_some());
                 if open.is_some() {
-                    bucket_set.held[index] = gradient;
+                    bucket_set.gradients[index] = gradient;
                 } else {
                     let cast = self.casts.get(index).and_then(Option::as_deref);
-                    bucket_set.wrong[bucket] |=
+                    bucket_set.needs_retry[bucket] |=
                         !bucket_set.flushed[index].is_of(gradient.as_ref(), cast);
                 }
             }
             if let Some(mut store) = open {
                 if self.repair == Repair::Possible {
-                    bucket_set.keep(&self.group, bucket, &store);
+                    bucket_set.save_undo(&self.group, bucket, &store);
                 }
-                bucket_set.enter_held(bucket, &mut store, self.weight);
-                bucket_set.clear(bucket, &mut store, |index| bucket_set.here[index]);
+                bucket_set.add_gradients(bucket, &mut store, self.weight);
+                bucket_set
+                    .clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
                 bucket_set.states[bucket] = BucketState::Complete(store);
             }
         }
-        bucket_set.forget();
+        bucket_set.release_flushed();
         unknown
     }
 }

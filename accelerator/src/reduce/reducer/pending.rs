@@ -2,8 +2,9 @@ use accelerator_collective::ProcessGroup;
 
 use crate::core::error::Error;
 
-/// Who has sent a part of a window owes the other ranks the rest: they wait for it, or would take
-/// what this rank sends next for it. Where it does not come, the group fails, on all ranks at once.
+/// The collective operations of one window. A rank that has started them must issue all of them: the other ranks wait for
+/// the rest, or would take this rank's next operations for it. Where the rest does not follow, the group fails on all
+/// ranks.
 #[derive(Debug)]
 pub(super) struct PendingCollective {
     group: ProcessGroup,
@@ -12,51 +13,52 @@ pub(super) struct PendingCollective {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum PendingState {
-    /// Nothing was sent: an operation that the group refuses at once owes nothing.
-    Free,
-    Given,
-    /// Everything was sent, or the group has failed.
-    Over,
+    /// No operation was accepted: one that the group refuses at once does not count.
+    NotStarted,
+    Started,
+    /// All operations were issued, or the group has failed.
+    Ended,
 }
 
 impl PendingCollective {
     pub(super) fn new(group: &ProcessGroup) -> Self {
         Self {
             group: group.clone(),
-            state: PendingState::Free,
+            state: PendingState::NotStarted,
         }
     }
 
-    /// The group has accepted something.
-    pub(super) fn give(&mut self) {
-        self.state = PendingState::Given;
+    /// Notes that the group has accepted an operation.
+    pub(super) fn mark_started(&mut self) {
+        self.state = PendingState::Started;
     }
 
-    /// Everything was sent.
-    pub(super) fn keep(&mut self) {
-        self.state = PendingState::Over;
+    /// Notes that all operations were issued.
+    pub(super) fn mark_complete(&mut self) {
+        self.state = PendingState::Ended;
     }
 
-    /// The rest is not sent, since this happened. Does nothing to a group that failed before.
-    pub(super) fn break_for(&mut self, error: &Error) {
-        self.give_up(&format!(
+    /// Fails the group where operations were started: the rest does not follow because of this error. Does nothing to a
+    /// group that failed before.
+    pub(super) fn abort(&mut self, error: &Error) {
+        self.end(&format!(
             "it stopped in the middle of reducing gradients: {error}"
         ));
     }
 
-    fn give_up(&mut self, reason: &str) {
-        if self.state == PendingState::Given {
+    fn end(&mut self, reason: &str) {
+        if self.state == PendingState::Started {
             self.group.abort(reason);
         }
-        self.state = PendingState::Over;
+        self.state = PendingState::Ended;
     }
 }
 
 impl Drop for PendingCollective {
     fn drop(&mut self) {
-        // The group tells of a panic itself, when its last handle goes.
+        // The group reports a panic itself, when its last handle is dropped.
         if !std::thread::panicking() {
-            self.give_up("it dropped gradients of which a part was sent");
+            self.end("it dropped gradients of which a part was sent");
         }
     }
 }

@@ -24,10 +24,10 @@ impl Reducer {
         let bucket_set = &mut self.bucket_set;
         let layout = bucket_set.layout.clone();
         let sums = ControlSums::read(&bucket_set.control, bucket_set.present.len())?;
-        for (wrong, is_odd) in bucket_set.wrong.iter_mut().zip(sums.needs_retry()) {
-            *wrong = is_odd;
+        for (mine, some_rank) in bucket_set.needs_retry.iter_mut().zip(sums.needs_retry()) {
+            *mine = some_rank;
         }
-        if self.repair == Repair::Unneeded && bucket_set.wrong.contains(&true) {
+        if self.repair == Repair::Unneeded && bucket_set.needs_retry.contains(&true) {
             return Err(Error::misuse(
                 "another rank sends gradients while backward runs, and this one does not: build the same \
                  layers on every rank",
@@ -36,7 +36,7 @@ impl Reducer {
         let mut count = 0;
         for bucket in 0..layout.len() {
             let bucket_set = &mut self.bucket_set;
-            if !bucket_set.wrong[bucket] {
+            if !bucket_set.needs_retry[bucket] {
                 continue;
             }
             count += 1;
@@ -45,13 +45,13 @@ impl Reducer {
                 BucketState::Rounded(buffer, _) => BucketStorage::Host(buffer),
                 _ => continue,
             };
-            bucket_set.restore(bucket, &mut store);
+            bucket_set.restore_undo(bucket, &mut store);
             for &index in layout.members(bucket) {
-                bucket_set.held[index] =
-                    element_values::look(gradients, &model_state.parameters()[index]);
+                bucket_set.gradients[index] =
+                    element_values::peek(gradients, &model_state.parameters()[index]);
             }
-            bucket_set.enter_held(bucket, &mut store, self.weight);
-            bucket_set.clear(bucket, &mut store, |index| bucket_set.here[index]);
+            bucket_set.add_gradients(bucket, &mut store, self.weight);
+            bucket_set.clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
             self.send(bucket, store)?;
         }
         if count > 0 {
@@ -93,7 +93,7 @@ impl Reducer {
                     }
                     other => other,
                 };
-            match bucket_set.complete(bucket) {
+            match bucket_set.take_complete(bucket) {
                 Some(BucketStorage::Host(buffer)) => self.send_exactly(bucket, buffer)?,
                 // Nothing of a device is rounded here.
                 Some(store @ BucketStorage::Device(_)) => {

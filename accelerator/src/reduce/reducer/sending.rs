@@ -21,10 +21,10 @@ impl Reducer {
             let total = waited(&self.timeline, EventSubject::Weight, 8, total)?;
             let total_weight = total.as_slice::<f64>()?[0];
             self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
-            self.bucket_set.total = Some(total);
+            self.bucket_set.weight_buffer = Some(total);
         }
         while self.next < self.bucket_set.layout.len() {
-            let Some(store) = self.bucket_set.complete(self.next) else {
+            let Some(store) = self.bucket_set.take_complete(self.next) else {
                 break;
             };
             self.send(self.next, store)?;
@@ -68,7 +68,7 @@ impl Reducer {
                     }
                     None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
                 }
-                self.owed.give();
+                self.collective.mark_started();
                 BucketState::Summed(arrived(
                     &mut self.bucket_set,
                     bucket,
@@ -105,7 +105,7 @@ impl Reducer {
                 None => sums,
             };
             let sending = nccl.all_reduce(sums)?;
-            self.owed.give();
+            self.collective.mark_started();
             self.bucket_set.states[bucket] = BucketState::SentOnDevice(sending);
             return Ok(());
         }
@@ -141,7 +141,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Lets the loss of the window travel, or puts it with what ranks tell each other.
+    /// Sends the loss of the window, or adds it to the control vector.
     pub(super) fn send_loss(&mut self) -> Result<()> {
         if self.send_mode == SendMode::Nowhere {
             return Ok(());
@@ -153,7 +153,7 @@ impl Reducer {
             && let Placement::Device(device) = &self.bucket_set.placement
         {
             let sending = nccl.all_reduce(self.loss.sum_on(device))?;
-            self.owed.give();
+            self.collective.mark_started();
             self.loss.unread.clear();
             self.sent_loss = Some(sending);
             return Ok(());
@@ -170,7 +170,7 @@ impl Reducer {
             Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
             None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
         };
-        self.owed.give();
+        self.collective.mark_started();
         Ok(pending)
     }
 

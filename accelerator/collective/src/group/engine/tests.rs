@@ -100,7 +100,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))
             .with_op(ReduceOp::Sum)
             .with_data(DType::U8, len);
-    let patience = OpTimeouts {
+    let timeouts = OpTimeouts {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
         limit: TimeoutKind::Progress,
@@ -116,7 +116,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         notes.clone(),
         Some(notes.clone()),
     );
-    let mut deadline = OpDeadline::new(0, 0, fingerprint, patience);
+    let mut deadline = OpDeadline::new(0, 0, fingerprint, timeouts);
     let mut scratch = Scratch::default();
     scratch.clear(2);
     let output = Output::Shard(Arc::clone(&shards));

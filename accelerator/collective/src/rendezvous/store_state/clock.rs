@@ -98,7 +98,7 @@ impl StoreState {
             // Nobody can come again. The launcher may still say how the process ended.
             (Some(gone), _) => gone + EXIT_NOTICE,
             (None, _) => {
-                // A rank that is more patient sends heartbeats less often.
+                // A rank with a longer liveness timeout sends heartbeats less often.
                 let own = 4 * store_interval(bounded(participant.registration.liveness));
                 participant.heard + self.liveness().max(own)
             }

@@ -15,7 +15,7 @@ fn registration(rank: usize, world_size: usize) -> Registration {
         host: "here".to_owned(),
         pid: 100 + rank as u32,
         address: "127.0.0.1:1".parse().unwrap(),
-        patience: Duration::from_secs(60),
+        connect_timeout: Duration::from_secs(60),
         liveness: LIVENESS,
         transport: TransportKind::Auto,
         boot: None,
@@ -378,21 +378,21 @@ fn a_store_that_overslept_accuses_nobody() {
 }
 
 #[test]
-fn the_least_patient_rank_decides_how_long_silence_may_last() {
+fn the_shortest_liveness_timeout_bounds_the_silence() {
     let start = Instant::now();
     let mut state = StoreState::new(3);
-    let mut patient = registration(0, 3);
-    patient.liveness = Duration::from_secs(3600);
-    let mut hasty = registration(1, 3);
-    hasty.liveness = Duration::from_millis(200);
-    for (connection, registration) in [(1, patient), (2, hasty)] {
+    let mut long = registration(0, 3);
+    long.liveness = Duration::from_secs(3600);
+    let mut short = registration(1, 3);
+    short.liveness = Duration::from_millis(200);
+    for (connection, registration) in [(1, long), (2, short)] {
         let event = StoreInput::Registered {
             connection,
             registration,
         };
         state.step(event, start);
     }
-    // The hasty rank beats often, the patient one four times a second.
+    // The rank with the short timeout sends heartbeats often, the other one four times a second.
     let soon = start + Duration::from_millis(200);
     let error = refusal(&state.step(StoreInput::Tick, soon), &[1, 2]);
     assert_eq!(error.ranks(), [1]);

@@ -28,7 +28,7 @@ fn no_wake_up_is_lost() {
             let owner = Arc::new(SharedLine::new());
             let waiters = targets.iter().map(|target| {
                 let owner = Arc::clone(&owner);
-                thread::spawn(move || assert!(owner.wait(*target, &mut Patient)))
+                thread::spawn(move || assert!(owner.wait(*target, &mut SleepUntilWoken)))
             });
             let waiters: Vec<_> = waiters.collect();
             owner.publish(1);
@@ -49,7 +49,7 @@ fn what_was_written_before_a_count_is_read_after_it() {
             .map(|_| {
                 let owner = Arc::clone(&owner);
                 thread::spawn(move || {
-                    if owner.0.wait(1, &mut Hasty) {
+                    if owner.0.wait(1, &mut NoTimeLeft) {
                         // SAFETY: loom checks that nobody writes meanwhile.
                         assert_eq!(owner.1.with(|value| unsafe { *value }), 7);
                     }
@@ -208,8 +208,8 @@ impl ModelWorld {
             let others = self.members.iter().enumerate();
             let mut others = others.filter(|(peer, _)| *peer != rank);
             let all = others.all(|(_, member)| match death {
-                Death::None => member.counter.wait(step, &mut Patient),
-                Death::After { .. } => member.counter.wait(step, &mut Hasty),
+                Death::None => member.counter.wait(step, &mut SleepUntilWoken),
+                Death::After { .. } => member.counter.wait(step, &mut NoTimeLeft),
             });
             all.then_some(())
         };
@@ -286,8 +286,8 @@ impl SharedLine {
         });
     }
 
-    fn wait(&self, target: u32, patience: &mut impl WaitStrategy<Self>) -> bool {
-        wait(self, target, patience)
+    fn wait(&self, target: u32, strategy: &mut impl WaitStrategy<Self>) -> bool {
+        wait(self, target, strategy)
     }
 }
 
@@ -306,9 +306,9 @@ impl SharedWord for SharedLine {
 }
 
 /// Sleeps until it is woken.
-struct Patient;
+struct SleepUntilWoken;
 
-impl WaitStrategy<SharedLine> for Patient {
+impl WaitStrategy<SharedLine> for SleepUntilWoken {
     fn spin(&mut self) -> bool {
         false
     }
@@ -324,9 +324,9 @@ impl WaitStrategy<SharedLine> for Patient {
 }
 
 /// Has no time left to sleep.
-struct Hasty;
+struct NoTimeLeft;
 
-impl WaitStrategy<SharedLine> for Hasty {
+impl WaitStrategy<SharedLine> for NoTimeLeft {
     fn spin(&mut self) -> bool {
         false
     }

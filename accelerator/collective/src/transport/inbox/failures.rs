@@ -1,72 +1,30 @@
-//! What is known of the senders, and what follows for an operation.
+//! Why ranks failed, as far as this one knows, and what follows for an operation. Nothing here changes the state.
 
 use std::time::{Duration, Instant};
 
-use super::peer_queue::{OpPosition, PeerQueue, PeerState, RecvChunk};
+use super::peer_queue::PeerState;
+use super::state::InboxState;
 use crate::{
     error::{Certainty, Culprit, Error, Result},
-    transport::{OpDeadline, Peer, deadline::SUSPEND_THRESHOLD},
+    liveness::SUSPEND_THRESHOLD,
+    transport::{OpDeadline, Peer},
 };
 
-#[derive(Debug)]
-pub(super) struct InboxState {
-    pub(super) queues: Vec<PeerQueue>,
-    /// The failures that became known, in that order: the later ones are mostly collateral of
-    /// the first.
-    pub(super) failures: Vec<ObservedFailure>,
-    /// Who dropped its group without a word of why, and when.
-    pub(super) dropped: Option<(usize, Instant)>,
-    pub(super) closed: bool,
-    /// Grows with everything that happens.
-    pub(super) version: u64,
-    /// How many threads wait for an arrival.
-    pub(super) sleepers: usize,
-    /// How many threads wait for room.
-    pub(super) blocked: usize,
-    /// Whether the engine sleeps until its waker rings.
-    pub(super) polling: bool,
-    /// When this process last said that it runs, and after how long without that the others may
-    /// give it up.
-    pub(super) last_run: Option<(Instant, Duration)>,
-    /// When it ran again after it had not for too long, and for how long.
-    pub(super) suspended: Option<(Instant, Duration)>,
-}
-
 impl InboxState {
-    pub(super) fn record_failure(&mut self, sequence: Option<u64>, cause: FailureCause) {
-        if self.failures.len() < MAX_FAILURES {
-            self.failures.push(ObservedFailure {
-                sequence,
-                cause,
-                since: Instant::now(),
-            });
-        }
-    }
-
-    pub(super) fn detect_suspension(&mut self, now: Instant) {
-        if let Some((last, limit)) = self.last_run {
-            let slept = now.saturating_duration_since(last);
-            if slept > limit {
-                self.suspended = Some((now, slept));
-                self.last_run = Some((now, limit));
-            }
-        }
-    }
-
     /// See [`Inbox::active`](super::Inbox::active).
     pub(super) fn active(&self, rank: usize) -> Option<Instant> {
-        self.queues.get(rank)?.active
+        self.queues().get(rank)?.active
     }
 
     /// See [`Inbox::roots`](super::Inbox::roots). Ranks that wait in a circle, or for this one, are taken as they are.
     pub(super) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
         let awaited = |rank: usize| {
-            let (awaited, told) = self.queues.get(rank)?.awaited?;
+            let (awaited, told) = self.queues().get(rank)?.awaited?;
             (told >= deadline.since()).then_some(awaited)
         };
         let root = |rank: usize| {
             let mut last = rank;
-            for _ in &self.queues {
+            for _ in self.queues() {
                 match awaited(last) {
                     None => return last,
                     Some(next) if next == deadline.rank => return rank,
@@ -88,20 +46,23 @@ impl InboxState {
             FailureCause::Reported(_, error) => error.culprit().is_some_and(|x| x.rank() == me),
             _ => false,
         };
-        let failures = || self.failures.iter();
+        let failures = || self.failures().iter();
         let spoken = || failures().find(|blame| !blame.is_guessed());
         failures()
             .find(about_me)
             .or_else(spoken)
-            .or(self.failures.first())
+            .or(self.failures().first())
     }
 
     /// Why a rank is lost, from those who know best.
     pub(super) fn settled(&self, rank: usize) -> Option<&Culprit> {
-        let mut told = self.failures.iter().filter_map(|blame| match &blame.cause {
-            FailureCause::Reported(_, error) => error.culprit(),
-            _ => None,
-        });
+        let mut told = self
+            .failures()
+            .iter()
+            .filter_map(|blame| match &blame.cause {
+                FailureCause::Reported(_, error) => error.culprit(),
+                _ => None,
+            });
         told.find(|x| x.rank() == rank && x.certainty == Certainty::Settled)
     }
 
@@ -160,22 +121,6 @@ impl InboxState {
         }
     }
 
-    /// The next part from a peer, unless something speaks against going on.
-    pub(super) fn attempt(
-        &mut self,
-        from: usize,
-        place: OpPosition,
-        peers: &[Peer],
-        deadline: &OpDeadline,
-    ) -> Result<Option<RecvChunk>> {
-        self.check_abort(peers, deadline)?;
-        let chunk = self.queues[from].pop(place, deadline.sequence);
-        if chunk.is_none() {
-            self.check(from, peers, deadline)?;
-        }
-        Ok(chunk)
-    }
-
     /// Fails where a peer gave up this operation, or an earlier one, even if its data are here:
     /// a rank that comes too late must not take the operation for done.
     pub(super) fn check_abort(&self, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
@@ -185,7 +130,7 @@ impl InboxState {
                 cause,
                 ..
             }) if *at <= deadline.sequence => Err(self.error(cause, peers, deadline)),
-            _ if self.closed => Err(deadline.interrupted()),
+            _ if self.is_closed() => Err(deadline.interrupted()),
             _ => Ok(()),
         }
     }
@@ -197,7 +142,7 @@ impl InboxState {
     /// since a rank that failed because of another may end before the other is heard.
     pub(super) fn check(&self, from: usize, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
         self.check_abort(peers, deadline)?;
-        let state = self.queues[from].state;
+        let state = self.queues()[from].state;
         match self.cause(deadline.rank) {
             Some(blame) => {
                 let suspected =
@@ -220,7 +165,7 @@ impl InboxState {
     /// Shortens a pause: a process that was stopped notices it by waking late, and where a moment
     /// of grace runs its end matters.
     pub(super) fn pause(&self, pause: Duration) -> Duration {
-        match self.failures.is_empty() {
+        match self.failures().is_empty() {
             false => pause.min(GRACE / 4),
             true => pause.min(SUSPEND_THRESHOLD),
         }
@@ -257,9 +202,6 @@ pub(super) enum FailureCause {
 }
 
 pub(super) const GRACE: Duration = Duration::from_millis(100);
-
-/// How many failures are kept.
-const MAX_FAILURES: usize = 64;
 
 pub(super) const DROPPED: &str =
     "it dropped its group without closing it: its program returned early or failed";

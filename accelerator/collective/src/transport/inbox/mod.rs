@@ -4,6 +4,7 @@ mod activity_clock;
 mod failures;
 mod peer_queue;
 mod recv;
+mod state;
 
 use std::{
     sync::{
@@ -26,8 +27,9 @@ use crate::{
     sync::{Condvar, Mutex, MutexGuard},
 };
 
-use failures::{DROPPED, FailureCause, GRACE, InboxState};
-use peer_queue::{PeerQueue, PeerState, QUEUE_BYTES};
+use failures::{DROPPED, GRACE};
+use peer_queue::PeerState;
+use state::InboxState;
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
 #[derive(Debug)]
@@ -60,18 +62,7 @@ impl Inbox {
 
     fn with(world_size: usize, waker: Option<Waker>) -> Self {
         Self {
-            state: Mutex::new(InboxState {
-                queues: (0..world_size).map(|_| PeerQueue::default()).collect(),
-                failures: Vec::new(),
-                dropped: None,
-                closed: false,
-                version: 0,
-                sleepers: 0,
-                blocked: 0,
-                polling: false,
-                last_run: None,
-                suspended: None,
-            }),
+            state: Mutex::new(InboxState::new(world_size)),
             arrival: Condvar::new(),
             room: Condvar::new(),
             pool: Arc::new(Pool::default()),
@@ -91,107 +82,63 @@ impl Inbox {
     /// [`close`](Self::close) it is dropped.
     pub(crate) fn push(&self, from: usize, chunk: RecvChunk) -> bool {
         let mut state = self.lock();
-        if state.closed {
+        if state.is_closed() {
             return true;
         }
-        let queue = &mut state.queues[from];
-        queue.bytes += chunk.weight();
-        queue.chunks.push_back(chunk);
-        let has_room = queue.bytes < QUEUE_BYTES;
+        state.push(from, chunk);
+        let has_room = !state.is_full(from);
         self.notify(state);
         has_room
     }
 
     /// Waits a while for room in the queue of a sender, and says whether there is some.
     pub(crate) fn has_room(&self, from: usize, pause: Duration) -> bool {
-        let full =
-            |state: &mut InboxState| !state.closed && state.queues[from].bytes >= QUEUE_BYTES;
         let mut state = self.lock();
-        if pause.is_zero() || !full(&mut state) {
-            return !full(&mut state);
+        if pause.is_zero() || !state.is_full(from) {
+            return !state.is_full(from);
         }
-        state.blocked += 1;
+        state.begin_block();
         let mut state = self
             .room
-            .wait_timeout_while(state, pause, |state| full(state));
-        state.blocked -= 1;
-        !full(&mut state)
+            .wait_timeout_while(state, pause, |state| state.is_full(from));
+        state.end_block();
+        !state.is_full(from)
     }
 
     /// Notes that a peer said goodbye.
     pub(crate) fn left(&self, rank: usize, kind: LeaveKind) {
         let mut state = self.lock();
-        state.queues[rank].state = match kind {
-            LeaveKind::Closed => PeerState::Left,
-            LeaveKind::Dropped => PeerState::Dropped,
-        };
-        if kind == LeaveKind::Dropped {
-            state.dropped.get_or_insert((rank, Instant::now()));
-        }
+        state.on_left(rank, kind);
         self.notify(state);
     }
 
     /// Notes that a peer is gone, unless it has sent a final message before.
     pub(crate) fn lost(&self, rank: usize, cause: impl Into<String>, certainty: Certainty) {
         let mut state = self.lock();
-        if state.queues[rank].state != PeerState::Present {
-            return;
+        if state.on_lost(rank, cause.into(), certainty) {
+            self.notify_failure(state);
         }
-        state.queues[rank].state = PeerState::Lost;
-        let cause = cause.into();
-        state.detect_suspension(Instant::now());
-        let cause = match state.suspended {
-            // Who ended a connection meanwhile has given this rank up.
-            Some((woke, slept))
-                if certainty == Certainty::Guessed && woke.elapsed() < SUSPENSION_GRACE =>
-            {
-                FailureCause::Suspended(slept, rank, cause)
-            }
-            _ => FailureCause::Lost(rank, cause, certainty),
-        };
-        state.record_failure(None, cause);
-        self.has_failures.store(true, Ordering::Release);
-        self.notify(state);
     }
 
     /// Notes that a peer sends what the protocol does not allow.
     pub(crate) fn broke(&self, rank: usize, what: String) {
         let mut state = self.lock();
-        state.queues[rank].state = PeerState::Broken;
-        state.record_failure(Some(0), FailureCause::BrokeProtocol(rank, what));
-        self.has_failures.store(true, Ordering::Release);
-        self.notify(state);
+        state.on_broke_protocol(rank, what);
+        self.notify_failure(state);
     }
 
     /// Notes that this rank cannot go on.
     pub(crate) fn failed(&self, why: &str) {
         let mut state = self.lock();
-        state.record_failure(Some(0), FailureCause::OwnFailure(why.to_owned()));
-        self.has_failures.store(true, Ordering::Release);
-        self.notify(state);
+        state.on_own_failure(why);
+        self.notify_failure(state);
     }
 
     /// Notes that a peer has given up.
     pub(crate) fn aborted(&self, rank: usize, abort: Abort) {
         let mut state = self.lock();
-        let cause = match abort.error.culprit() {
-            // It reports its own end; the receiver adds the operation.
-            Some(culprit) if culprit.rank() == rank && abort.error.is_peer_lost() => {
-                state.queues[rank].state = PeerState::Lost;
-                FailureCause::Lost(rank, culprit.cause().to_owned(), culprit.certainty)
-            }
-            culprit => {
-                let blamed = culprit.and_then(|x| state.queues.get_mut(x.rank()));
-                if let Some(queue) = blamed {
-                    queue.blamed = true;
-                }
-                state.queues[rank].state = PeerState::Aborted;
-                FailureCause::Reported(rank, abort.error)
-            }
-        };
-        state.record_failure(Some(abort.sequence), cause);
-        self.has_failures.store(true, Ordering::Release);
-        self.notify(state);
+        state.on_aborted(rank, abort);
+        self.notify_failure(state);
     }
 
     /// Notes for which rank this one waits, so that others do not take it for the cause.
@@ -213,8 +160,7 @@ impl Inbox {
     /// Notes how long ago a peer showed that it works.
     pub(crate) fn note_activity(&self, rank: usize, age: Duration) {
         let at = Instant::now().checked_sub(age);
-        let active = &mut self.lock().queues[rank].active;
-        *active = at.max(*active);
+        self.lock().on_activity(rank, at);
     }
 
     /// When a peer showed last that it works.
@@ -224,10 +170,7 @@ impl Inbox {
 
     /// Notes for which rank a peer waits.
     pub(crate) fn note_waiting(&self, rank: usize, awaited: Option<usize>) {
-        let mut state = self.lock();
-        let world_size = state.queues.len();
-        let awaited = awaited.filter(|rank| *rank < world_size);
-        state.queues[rank].awaited = awaited.map(|rank| (rank, Instant::now()));
+        self.lock().on_waiting(rank, awaited);
     }
 
     /// Those for whom `missing` wait in the end, and who wait for nobody themselves.
@@ -240,22 +183,22 @@ impl Inbox {
 
     /// Whether a peer has neither sent a final message nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
-        self.lock().queues[rank].state == PeerState::Present
+        self.lock().queues()[rank].state == PeerState::Present
     }
 
     /// Whether a peer runs, as far as this rank knows, and has not sent a final message.
     pub(crate) fn can_receive(&self, rank: usize) -> bool {
-        let state = self.lock().queues[rank].state;
+        let state = self.lock().queues()[rank].state;
         matches!(state, PeerState::Broken | PeerState::Present)
     }
 
     /// Waits a while until each peer has sent a final message or is gone, and gives those that are
     /// neither.
-    pub(crate) fn wait_for_final_messages(&self, me: usize, patience: Duration) -> Vec<usize> {
-        let until = Instant::now() + patience;
+    pub(crate) fn wait_for_final_messages(&self, me: usize, timeout: Duration) -> Vec<usize> {
+        let until = Instant::now() + timeout;
         let mut state = self.lock();
         loop {
-            let queues = state.queues.iter().enumerate();
+            let queues = state.queues().iter().enumerate();
             let present: Vec<usize> = queues
                 .filter(|(rank, queue)| *rank != me && queue.state == PeerState::Present)
                 .map(|(rank, _)| rank)
@@ -276,14 +219,14 @@ impl Inbox {
             let is_settled = blame.since.elapsed() >= GRACE;
             return is_settled.then(|| state.describe(&blame.cause, peers, me));
         }
-        let (rank, since) = state.dropped?;
+        let (rank, since) = state.dropped()?;
         (since.elapsed() >= GRACE).then(|| format!("{} is lost: {DROPPED}", peers[rank]))
     }
 
     /// The ranks that are gone, by their own message or without one, or by the message of others.
     pub(crate) fn gone(&self) -> Vec<usize> {
         let state = self.lock();
-        let queues = state.queues.iter().enumerate();
+        let queues = state.queues().iter().enumerate();
         queues
             .filter(|(_, queue)| queue.is_gone())
             .map(|(rank, _)| rank)
@@ -293,22 +236,15 @@ impl Inbox {
     /// Notes that this process runs, and does so again soon. Where it did not for `limit`,
     /// the others have reason to give it up.
     pub(crate) fn note_running(&self, limit: Duration) {
-        let now = Instant::now();
-        let mut state = self.lock();
-        state.detect_suspension(now);
-        state.last_run = Some((now, limit));
+        self.lock().on_running(limit);
     }
 
     /// Drops what is there and whatever still comes.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
-        state.closed = true;
+        state.close();
         self.has_failures.store(true, Ordering::Release);
-        state.version += 1;
-        for queue in &mut state.queues {
-            queue.chunks.clear();
-            queue.bytes = 0;
-        }
+        state.count_event();
         self.wake_poller(&mut state);
         drop(state);
         self.room.notify_all();
@@ -316,12 +252,17 @@ impl Inbox {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.lock().closed
+        self.lock().is_closed()
+    }
+
+    fn notify_failure(&self, state: MutexGuard<'_, InboxState>) {
+        self.has_failures.store(true, Ordering::Release);
+        self.notify(state);
     }
 
     fn notify(&self, mut state: MutexGuard<'_, InboxState>) {
-        state.version += 1;
-        let asleep = state.sleepers > 0;
+        state.count_event();
+        let asleep = state.has_sleepers();
         self.wake_poller(&mut state);
         drop(state);
         if asleep {
@@ -331,7 +272,7 @@ impl Inbox {
 
     /// Wakes the engine where it sleeps elsewhere.
     fn wake_poller(&self, state: &mut InboxState) {
-        if std::mem::take(&mut state.polling)
+        if state.end_poll()
             && let Some(waker) = &self.waker
         {
             waker.wake();
@@ -344,10 +285,9 @@ impl Inbox {
         until: Instant,
     ) -> MutexGuard<'a, InboxState> {
         let pause = until.saturating_duration_since(Instant::now());
-        state.sleepers += 1;
-        let waited = self.arrival.wait_timeout(state, pause);
-        let mut state = waited;
-        state.sleepers -= 1;
+        state.begin_sleep();
+        let mut state = self.arrival.wait_timeout(state, pause);
+        state.end_sleep();
         state
     }
 
@@ -355,10 +295,6 @@ impl Inbox {
         self.state.lock()
     }
 }
-
-/// How long after this process ran again the end of a connection is taken for the answer to its
-/// silence.
-const SUSPENSION_GRACE: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! What an engine asks of its inbox: parts, news, and whether to go on.
+//! What an engine asks of its inbox: chunks, events, and whether to go on.
 
 use std::{
     ops::Range,
@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Inbox, OpPosition, RecvChunk, failures::InboxState};
+use super::{Inbox, OpPosition, RecvChunk, state::InboxState};
 use crate::{
     error::Result,
     transport::{OpDeadline, Peer, Transport, waker::Waker},
@@ -25,7 +25,7 @@ impl Inbox {
         let peers = transport.peers();
         let mut state = self.lock();
         loop {
-            if let Some(chunk) = state.attempt(from, OpPosition::First, peers, deadline)? {
+            if let Some(chunk) = state.next_chunk(from, OpPosition::First, peers, deadline)? {
                 self.taken(state, deadline);
                 return Ok(chunk);
             }
@@ -42,7 +42,7 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<Option<RecvChunk>> {
         let mut state = self.lock();
-        let chunk = state.attempt(from, place, peers, deadline)?;
+        let chunk = state.next_chunk(from, place, peers, deadline)?;
         if chunk.is_some() {
             self.taken(state, deadline);
         }
@@ -51,12 +51,11 @@ impl Inbox {
 
     /// Counts what happened here.
     pub(crate) fn version(&self) -> u64 {
-        self.lock().version
+        self.lock().version()
     }
 
-    /// Waits until something happens that was not counted in `version`, or it is time to ask
-    /// again. `awaited` as for [`take`](Self::take).
-    pub(crate) fn wait_for_news(
+    /// Waits for an event after `version`, or until it is time to ask again. `awaited` as for [`take`](Self::take).
+    pub(crate) fn wait_for_event(
         &self,
         version: u64,
         awaited: Range<usize>,
@@ -64,7 +63,7 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<()> {
         let state = self.lock();
-        if state.version == version {
+        if state.version() == version {
             drop(self.pause(state, awaited, transport, deadline)?);
         }
         Ok(())
@@ -74,33 +73,30 @@ impl Inbox {
     #[cfg(feature = "fuzzing")]
     pub(crate) fn sleep(&self, version: u64, due: Instant) {
         let mut state = self.lock();
-        while state.version == version && Instant::now() < due {
+        while state.version() == version && Instant::now() < due {
             state = self.wait(state, due);
         }
     }
 
-    /// Says that the engine is about to sleep until its waker rings, unless something happened
-    /// that was not counted in `version`; says whether it may. It [gets up](Self::after_poll)
-    /// afterwards.
+    /// Says that the engine is about to sleep until its waker wakes it, unless there was an event
+    /// after `version`; gives the waker if it may. [`after_poll`](Self::after_poll) follows.
     pub(crate) fn before_poll(&self, version: u64) -> Option<&Waker> {
         let waker = self.waker.as_ref()?;
-        let mut state = self.lock();
-        state.polling = state.version == version;
-        state.polling.then_some(waker)
+        self.lock().begin_poll(version).then_some(waker)
     }
 
     /// Says that the engine does not sleep any more.
     pub(crate) fn after_poll(&self) {
         let mut state = self.lock();
-        // Whoever rang has cleared it.
-        if !std::mem::take(&mut state.polling)
+        // Whoever woke it has noted the end.
+        if !state.end_poll()
             && let Some(waker) = &self.waker
         {
             waker.drain();
         }
     }
 
-    /// Ends the wait of [`wait_for_news`](Self::wait_for_news).
+    /// Ends the wait of [`wait_for_event`](Self::wait_for_event).
     pub(crate) fn wake(&self) {
         self.notify(self.lock());
     }
@@ -114,12 +110,13 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<MutexGuard<'a, InboxState>> {
         let (rank, sequence) = (deadline.rank, deadline.sequence);
-        let missing = awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(sequence));
+        let missing =
+            awaited.filter(|peer| *peer != rank && !state.queues()[*peer].holds(sequence));
         self.await_rank(missing.clone().next());
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
         let pause = deadline.tick(roots, |rank| state.active(rank))?;
         let due = Instant::now() + state.pause(pause);
-        let version = state.version;
+        let version = state.version();
         drop(state);
         transport.wait_for_arrival(version, due, deadline)?;
         deadline.compensate(due, Instant::now());
@@ -127,7 +124,7 @@ impl Inbox {
     }
 
     fn taken(&self, state: MutexGuard<'_, InboxState>, deadline: &mut OpDeadline) {
-        let blocked = state.blocked > 0;
+        let blocked = state.has_blocked();
         drop(state);
         self.await_rank(None);
         // The system is asked only where somebody waits.
@@ -152,7 +149,7 @@ impl Inbox {
         self.lock().check_abort(peers, deadline)
     }
 
-    /// Waits a while for news about a peer to which nothing can be sent any more.
+    /// Waits a while for the reason why nothing can be sent to a peer any more.
     pub(crate) fn wait_for_cause(
         &self,
         to: usize,

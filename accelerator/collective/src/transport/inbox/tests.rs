@@ -7,12 +7,12 @@ use crate::{
 
 fn deadline(sequence: u64) -> OpDeadline {
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    let patience = OpTimeouts {
+    let timeouts = OpTimeouts {
         timeout: Duration::from_secs(50),
         warn_after: Duration::from_secs(50),
         limit: TimeoutKind::Progress,
     };
-    OpDeadline::new(0, sequence, fingerprint, patience)
+    OpDeadline::new(0, sequence, fingerprint, timeouts)
 }
 
 #[test]

@@ -63,7 +63,7 @@ impl ControlPlane for Tcp {
                 self.inbox.is_present(*rank)
                     && link.liveness.has_spoken()
                     && link.liveness.silence(now) >= silence
-                    && !link.has_news()
+                    && !link.has_unread()
             })
             .map(|(rank, _)| rank)
             .collect()
@@ -73,7 +73,7 @@ impl ControlPlane for Tcp {
         if let Some(link) = &self.links[rank]
             && self.inbox.is_present(rank)
         {
-            if link.liveness.is_paused() || link.has_news() {
+            if link.liveness.is_paused() || link.has_unread() {
                 return false;
             }
             self.inbox.lost(rank, text, Certainty::Settled);

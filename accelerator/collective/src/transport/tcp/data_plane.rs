@@ -93,7 +93,7 @@ impl DataPlane for Tcp {
     }
 
     fn wait_for_arrival(&self, version: u64, due: Instant) {
-        self.poll_until_news(version, due);
+        self.poll_until_event(version, due);
     }
 
     fn max_in_flight(&self) -> usize {

@@ -466,13 +466,13 @@ mod tests {
             rank,
             location: PeerLocation::Thread,
         });
-        let patience = OpTimeouts {
+        let timeouts = OpTimeouts {
             timeout: Duration::from_secs(50),
             warn_after: Duration::from_secs(50),
             limit: TimeoutKind::Progress,
         };
         let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-        let mut deadline = OpDeadline::new(0, 5, fingerprint, patience);
+        let mut deadline = OpDeadline::new(0, 5, fingerprint, timeouts);
         let mut make_room = || {
             inbox
                 .poll(1, OpPosition::First, &peers, &mut deadline)

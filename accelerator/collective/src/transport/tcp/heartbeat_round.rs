@@ -44,7 +44,7 @@ impl Tcp {
             let limit = match link.liveness.has_spoken() {
                 true => liveness,
                 // It may be waiting for others to connect to it, and shows no life meanwhile.
-                false => liveness.saturating_add(self.patience),
+                false => liveness.saturating_add(self.connect_timeout),
             };
             let silence = link.liveness.silence(now);
             if silence < limit {
@@ -53,7 +53,7 @@ impl Tcp {
             }
             next = next.min(MIN_PAUSE);
             // The socket is checked before the clock, so that a suspension in between blames no peer.
-            if link.has_news() {
+            if link.has_unread() {
                 continue;
             }
             if let Some(late) = suspended_for(Some(now), Instant::now(), liveness) {

@@ -106,7 +106,7 @@ impl Link {
     }
 
     /// Whether bytes, or the end of the connection, wait to be read.
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn has_unread(&self) -> bool {
         is_ready(&self.control, PollFlags::IN)
     }
 

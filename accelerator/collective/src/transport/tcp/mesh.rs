@@ -60,9 +60,9 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
     let _door = Acceptor::open(rank, world_size, meeting, sender.clone())?;
     let _caller = Connector::start(rank, meeting, deadline, sender.clone())?;
     if let Some(store) = &meeting.store {
-        store.on_news(move || {
+        store.on_event(move || {
             // Nobody waits for it once the ranks are connected.
-            let _ = sender.send(MeshEvent::News);
+            let _ = sender.send(MeshEvent::StoreEvent);
         });
     }
     let missing = |streams: &[Option<TcpStream>]| {
@@ -82,7 +82,7 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
         let left = (deadline + RESULT_GRACE).saturating_duration_since(Instant::now());
         match events.recv_timeout(left) {
             Ok(MeshEvent::Failed(error)) => return Err(error),
-            Ok(MeshEvent::News) => {}
+            Ok(MeshEvent::StoreEvent) => {}
             // A second connection replaces one that the other side has given up.
             Ok(MeshEvent::Peer(peer, stream)) => streams[peer] = Some(stream),
             Err(_) => {
@@ -102,8 +102,8 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
 enum MeshEvent {
     /// A peer cannot be reached.
     Failed(Error),
-    /// The store may have said something.
-    News,
+    /// The store may have sent something.
+    StoreEvent,
     /// A peer is connected.
     Peer(usize, TcpStream),
 }
@@ -420,5 +420,5 @@ const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
 const MAX_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// By how much the caller's news may come after the deadline.
+/// By how much the report of the connecting thread may come after the deadline.
 const RESULT_GRACE: Duration = Duration::from_millis(250);

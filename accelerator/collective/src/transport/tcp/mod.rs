@@ -42,7 +42,7 @@ pub(crate) struct Tcp {
     /// How long an operation that waits keeps its core.
     busy: Duration,
     /// How long the others may take to complete their connections.
-    patience: Duration,
+    connect_timeout: Duration,
     round_due: Mutex<Option<Instant>>,
     /// Whether the next chunk is to be corrupted, as a fault.
     corrupt_next: AtomicBool,
@@ -53,10 +53,14 @@ impl Tcp {
     pub(crate) fn connect(
         topology: &Topology,
         meeting: Meeting,
-        patience: Duration,
+        connect_timeout: Duration,
     ) -> Result<Self> {
         let rank = topology.rank();
-        let streams = mesh::connect(rank, &meeting, Instant::now() + patience.min(MAX_WAIT))?;
+        let streams = mesh::connect(
+            rank,
+            &meeting,
+            Instant::now() + connect_timeout.min(MAX_WAIT),
+        )?;
         let peers: Arc<[Peer]> = meeting
             .ranks
             .into_iter()
@@ -92,7 +96,7 @@ impl Tcp {
             links,
             inbox,
             handoff,
-            patience,
+            connect_timeout,
             round_due: Mutex::default(),
             corrupt_next: AtomicBool::new(false),
         })

@@ -12,7 +12,7 @@ use super::{
 
 impl Tcp {
     /// Reads until something happens that was not counted in `version`, or it is `due`.
-    pub(super) fn poll_until_news(&self, version: u64, due: Instant) {
+    pub(super) fn poll_until_event(&self, version: u64, due: Instant) {
         let _polling = self.handoff.enter();
         let mut busy = Instant::now() + self.busy;
         loop {

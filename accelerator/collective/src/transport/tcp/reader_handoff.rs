@@ -118,7 +118,7 @@ mod tests {
 
     use super::*;
 
-    /// Reading threads, and the news of those that have their turn.
+    /// Reading threads; each sends a message when it has its turn.
     fn readers(handoff: &Arc<ReaderHandoff>) -> mpsc::Receiver<()> {
         let (sender, turns) = mpsc::channel();
         for _ in 0..READERS {

@@ -10,7 +10,7 @@ use std::{
 
 use accelerator_collective::{Element, ProcessGroup, ReduceOp, ShardLayout};
 
-use super::world::{Means, patient, run, run_with};
+use super::world::{Means, long_timeouts, run, run_with};
 pub(crate) use super::{computing::*, scattering::*};
 
 /// Who gets an error keeps a buffer of its own: nobody writes to it any more.
@@ -170,7 +170,7 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
 
 /// A rank that does not come in time is named by all the others, and told when it comes.
 pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
-    let options = patient().with_progress_timeout(Duration::from_millis(700));
+    let options = long_timeouts().with_progress_timeout(Duration::from_millis(700));
     let late = world_size - 1;
     // Who connects last may be late by more than that.
     let connected = Arc::new(Barrier::new(world_size));
@@ -211,7 +211,7 @@ fn wait_for_failure(group: &ProcessGroup) {
 /// works, or says that it is busy.
 pub(crate) fn a_rank_that_works_is_waited_for(means: Means, world_size: usize) {
     let timeout = Duration::from_secs(2);
-    let options = patient()
+    let options = long_timeouts()
         .with_liveness_timeout(timeout)
         .with_progress_timeout(timeout);
     run_with(means, world_size, &options, move |group| {
@@ -234,7 +234,7 @@ pub(crate) fn a_rank_that_works_is_waited_for(means: Means, world_size: usize) {
 /// A rank that stops showing that it works is named, and so is one that is busy for too long. Others
 /// that work are not.
 pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
-    let options = patient()
+    let options = long_timeouts()
         .with_liveness_timeout(Duration::from_secs(2))
         .with_busy_timeout(Duration::from_millis(500))
         .with_progress_timeout(Duration::from_secs(2));
@@ -401,7 +401,7 @@ pub(crate) fn a_rank_that_aborts(means: Means, world_size: usize) {
 
 /// A rank that is slow, but lives, is waited for beyond the liveness deadline.
 pub(crate) fn a_slow_rank_is_not_lost(means: Means, world_size: usize) {
-    let options = patient().with_liveness_timeout(Duration::from_secs(1));
+    let options = long_timeouts().with_liveness_timeout(Duration::from_secs(1));
     run_with(means, world_size, &options, |group| {
         if group.rank() == 1 {
             std::thread::sleep(Duration::from_millis(2500));

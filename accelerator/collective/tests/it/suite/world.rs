@@ -27,8 +27,8 @@ impl Means {
     }
 }
 
-/// Deadlines that a loaded machine keeps.
-pub(crate) fn patient() -> GroupOptions {
+/// Timeouts that a loaded machine keeps.
+pub(crate) fn long_timeouts() -> GroupOptions {
     GroupOptions::new()
         .with_connect_timeout(Duration::from_secs(60))
         .with_progress_timeout(Duration::from_secs(60))
@@ -41,7 +41,7 @@ pub(crate) fn run<R: Send + 'static>(
     world_size: usize,
     body: impl Fn(ProcessGroup) -> R + Clone + Send + 'static,
 ) -> Vec<R> {
-    run_with(means, world_size, &patient(), body)
+    run_with(means, world_size, &long_timeouts(), body)
 }
 
 pub(crate) fn run_with<R: Send + 'static>(

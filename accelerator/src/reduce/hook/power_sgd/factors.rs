@@ -9,27 +9,28 @@ use super::{ErrorFeedback, IterationStart, PowerSgdSettings};
 use crate::core::error::Result;
 use crate::reduce::hook::{BucketParameter, Ranks};
 
-/// What is kept of the parameters of one type, and memory to work in.
+/// What is kept of the parameters of one type, and memory to work in. Names are the paper's: a gradient M is approximated
+/// by the product of its factors P and Qᵀ.
 #[derive(Debug)]
 pub(super) struct PowerSgdState<T> {
     /// By path.
     pub(super) tensors: BTreeMap<String, Tensor<T>>,
-    /// What travels first: values that are sent as they are, and left factors.
-    first: Vec<T>,
-    /// What travels then: right factors.
-    second: Vec<T>,
-    /// This rank's part of that.
-    own: Vec<T>,
+    /// What the first all-reduce sends: the values that are sent exactly, and each P.
+    exact_and_p: Vec<T>,
+    /// What the second all-reduce sends: each Q.
+    q: Vec<T>,
+    /// This rank's part of the sums in `q`.
+    own_q: Vec<T>,
 }
 
 /// What is kept of a parameter from step to step.
 #[derive(Debug)]
 pub(super) struct Tensor<T> {
-    /// The right factor, column by column: the same on every rank. A column of zeros is to be drawn.
-    pub(super) right: Vec<T>,
-    /// What of this rank's gradients was not sent yet; empty without error feedback.
-    pub(super) rest: Vec<T>,
-    /// How many elements a row has.
+    /// Q, column by column: the same on every rank. A column of zeros is to be drawn.
+    pub(super) q: Vec<T>,
+    /// The error: what of this rank's gradients was not sent yet; empty without error feedback.
+    pub(super) error: Vec<T>,
+    /// How many elements a row of M has.
     pub(super) columns: usize,
 }
 
@@ -57,9 +58,9 @@ impl<T> Default for PowerSgdState<T> {
     fn default() -> Self {
         Self {
             tensors: BTreeMap::new(),
-            first: Vec::new(),
-            second: Vec::new(),
-            own: Vec::new(),
+            exact_and_p: Vec::new(),
+            q: Vec::new(),
+            own_q: Vec::new(),
         }
     }
 }
@@ -84,75 +85,75 @@ impl<T: MatrixFloat> PowerSgdState<T> {
             return Ok(PendingFactors::Nothing);
         }
         let exact = || present().filter(|parameter| Matrix::of(parameter, settings).is_none());
-        self.first.clear();
+        self.exact_and_p.clear();
         for parameter in exact() {
-            self.first
+            self.exact_and_p
                 .extend_from_slice(&values[parameter.range.clone()]);
         }
-        let lefts = self.first.len();
+        let exact_len = self.exact_and_p.len();
         for matrix in &matrices {
             let tensor = tensor_of(&mut self.tensors, matrix, settings);
-            let wide = &mut values[matrix.range.clone()];
-            for (value, &rest) in wide.iter_mut().zip(&tensor.rest) {
-                *value += rest;
+            let m = &mut values[matrix.range.clone()];
+            for (value, &error) in m.iter_mut().zip(&tensor.error) {
+                *value += error;
             }
             if settings.start == IterationStart::Cold {
-                tensor.right.fill(T::default());
+                tensor.q.fill(T::default());
             }
             let mut draws = StepRng::new(settings.seed, matrix.path, step);
-            matrix::orthonormalize(&mut tensor.right, matrix.columns, Some(&mut draws));
-            let left = grown(&mut self.first, matrix.rows * matrix.rank);
-            matrix::times(wide, matrix.columns, &tensor.right, left);
+            matrix::orthonormalize(&mut tensor.q, matrix.columns, Some(&mut draws));
+            let p = grown(&mut self.exact_and_p, matrix.rows * matrix.rank);
+            matrix::times(m, matrix.columns, &tensor.q, p);
         }
-        ranks.all_reduce(&mut self.first, ReduceOp::Sum)?;
-        if !matrix::is_finite(&self.first) {
-            return Ok(self.give_up(&matrices));
+        ranks.all_reduce(&mut self.exact_and_p, ReduceOp::Sum)?;
+        if !matrix::is_finite(&self.exact_and_p) {
+            return Ok(self.send_exactly(&matrices));
         }
-        self.second.clear();
-        let mut left = &mut self.first[lefts..];
+        self.q.clear();
+        let mut ps = &mut self.exact_and_p[exact_len..];
         for matrix in &matrices {
-            let (mine, others) = left.split_at_mut(matrix.rows * matrix.rank);
-            left = others;
-            matrix::orthonormalize(mine, matrix.rows, None);
-            let wide = &values[matrix.range.clone()];
-            let right = grown(&mut self.second, matrix.columns * matrix.rank);
-            matrix::transposed_times(wide, matrix.columns, mine, right);
+            let (p, others) = ps.split_at_mut(matrix.rows * matrix.rank);
+            ps = others;
+            matrix::orthonormalize(p, matrix.rows, None);
+            let m = &values[matrix.range.clone()];
+            let q = grown(&mut self.q, matrix.columns * matrix.rank);
+            matrix::transposed_times(m, matrix.columns, p, q);
         }
-        self.own.clone_from(&self.second);
-        ranks.all_reduce(&mut self.second, ReduceOp::Sum)?;
-        if !matrix::is_finite(&self.second) {
-            return Ok(self.give_up(&matrices));
+        self.own_q.clone_from(&self.q);
+        ranks.all_reduce(&mut self.q, ReduceOp::Sum)?;
+        if !matrix::is_finite(&self.q) {
+            return Ok(self.send_exactly(&matrices));
         }
-        let mut sums = &self.first[..];
+        let mut sums = &self.exact_and_p[..];
         for parameter in exact() {
             let (mine, others) = sums.split_at(parameter.range.len());
             sums = others;
             values[parameter.range.clone()].copy_from_slice(mine);
         }
-        let (mut lefts, mut rights, mut own) = (sums, &self.second[..], &self.own[..]);
+        let (mut ps, mut qs, mut own_qs) = (sums, &self.q[..], &self.own_q[..]);
         for matrix in &matrices {
-            let left = cut(&mut lefts, matrix.rows * matrix.rank);
-            let right = cut(&mut rights, matrix.columns * matrix.rank);
-            let own = cut(&mut own, matrix.columns * matrix.rank);
+            let p = cut(&mut ps, matrix.rows * matrix.rank);
+            let q = cut(&mut qs, matrix.columns * matrix.rank);
+            let own_q = cut(&mut own_qs, matrix.columns * matrix.rank);
             let tensor = tensor_of(&mut self.tensors, matrix, settings);
-            let wide = &mut values[matrix.range.clone()];
+            let m = &mut values[matrix.range.clone()];
             if settings.error_feedback == ErrorFeedback::On {
-                tensor.rest.copy_from_slice(wide);
-                matrix::subtract(left, own, matrix.columns, &mut tensor.rest);
+                tensor.error.copy_from_slice(m);
+                matrix::subtract(p, own_q, matrix.columns, &mut tensor.error);
             }
-            matrix::multiply(left, right, matrix.columns, wide);
-            tensor.right.copy_from_slice(right);
+            matrix::multiply(p, q, matrix.columns, m);
+            tensor.q.copy_from_slice(q);
         }
         Ok(PendingFactors::Everything)
     }
 
-    /// Values whose products leave the range of their type are to be sent as they are, with what was left
-    /// of earlier steps, so that nothing is left of them.
-    fn give_up(&mut self, matrices: &[Matrix<'_>]) -> PendingFactors {
+    /// Lets a bucket whose products leave the range of their type be sent exactly. Its values hold the errors of earlier
+    /// steps already, so those are cleared.
+    fn send_exactly(&mut self, matrices: &[Matrix<'_>]) -> PendingFactors {
         for matrix in matrices {
             if let Some(tensor) = self.tensors.get_mut(matrix.path) {
-                tensor.rest.fill(T::default());
-                tensor.right.fill(T::default());
+                tensor.error.fill(T::default());
+                tensor.q.fill(T::default());
             }
         }
         PendingFactors::Nothing
@@ -189,15 +190,15 @@ fn tensor_of<'a, T: MatrixFloat>(
     matrix: &Matrix<'_>,
     settings: &PowerSgdSettings,
 ) -> &'a mut Tensor<T> {
-    let right = matrix.columns * matrix.rank;
-    let rest = match settings.error_feedback {
+    let q_len = matrix.columns * matrix.rank;
+    let error_len = match settings.error_feedback {
         ErrorFeedback::Off => 0,
         ErrorFeedback::On => matrix.rows * matrix.columns,
     };
     if !tensors.contains_key(matrix.path) {
         let blank = Tensor {
-            right: Vec::new(),
-            rest: Vec::new(),
+            q: Vec::new(),
+            error: Vec::new(),
             columns: matrix.columns,
         };
         tensors.insert(matrix.path.to_owned(), blank);
@@ -206,11 +207,11 @@ fn tensor_of<'a, T: MatrixFloat>(
     #[expect(clippy::expect_used, reason = "it was inserted where it was missing")]
     let tensor = tensors.get_mut(matrix.path).expect("it is there");
     tensor.columns = matrix.columns;
-    if tensor.right.len() != right {
-        tensor.right = vec![T::default(); right];
+    if tensor.q.len() != q_len {
+        tensor.q = vec![T::default(); q_len];
     }
-    if tensor.rest.len() != rest {
-        tensor.rest = vec![T::default(); rest];
+    if tensor.error.len() != error_len {
+        tensor.error = vec![T::default(); error_len];
     }
     tensor
 }

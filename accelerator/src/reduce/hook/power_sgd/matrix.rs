@@ -1,8 +1,8 @@
-//! Thin matrices beside a wide one, in plain loops over rows.
+//! A gradient M and its factors P and Q, in plain loops over rows.
 //!
-//! The wide matrix is `rows × columns`, row by row, as a gradient lies. The thin ones lie column by column:
-//! `left` has columns of `rows` elements, `right` columns of `columns` elements, as many of each. Every sum
-//! has one fixed order, so that ranks with the same numbers get the same bits.
+//! M is `rows × columns` and lies row by row, as a gradient does. P and Q have as many columns each, and lie column by
+//! column: a column of P has `rows` elements, one of Q `columns`. Every sum has one fixed order, so that ranks with the
+//! same numbers get the same bits.
 
 use core::ops::{AddAssign, Mul, SubAssign};
 
@@ -54,58 +54,53 @@ pub(super) fn is_finite<T: MatrixFloat>(values: &[T]) -> bool {
         .fold(true, |finite, value| finite & value.widened().is_finite())
 }
 
-/// `left = wide · right`.
-pub(super) fn times<T: MatrixFloat>(wide: &[T], columns: usize, right: &[T], left: &mut [T]) {
-    let rows = wide.len() / columns;
-    for (at, row) in wide.chunks_exact(columns).enumerate() {
-        let cells = left.iter_mut().skip(at).step_by(rows);
-        for (cell, right) in cells.zip(right.chunks_exact(columns)) {
-            *cell = dot(row, right);
+/// `p = m · q`.
+pub(super) fn times<T: MatrixFloat>(m: &[T], columns: usize, q: &[T], p: &mut [T]) {
+    let rows = m.len() / columns;
+    for (at, row) in m.chunks_exact(columns).enumerate() {
+        let cells = p.iter_mut().skip(at).step_by(rows);
+        for (cell, q) in cells.zip(q.chunks_exact(columns)) {
+            *cell = dot(row, q);
         }
     }
 }
 
-/// `right = wideᵀ · left`.
-pub(super) fn transposed_times<T: MatrixFloat>(
-    wide: &[T],
-    columns: usize,
-    left: &[T],
-    right: &mut [T],
-) {
-    let rows = wide.len() / columns;
-    right.fill(T::default());
-    for (at, row) in wide.chunks_exact(columns).enumerate() {
-        let cells = left.iter().skip(at).step_by(rows);
-        for (&cell, right) in cells.zip(right.chunks_exact_mut(columns)) {
-            for (right, &value) in right.iter_mut().zip(row) {
-                *right += cell * value;
+/// `q = mᵀ · p`.
+pub(super) fn transposed_times<T: MatrixFloat>(m: &[T], columns: usize, p: &[T], q: &mut [T]) {
+    let rows = m.len() / columns;
+    q.fill(T::default());
+    for (at, row) in m.chunks_exact(columns).enumerate() {
+        let cells = p.iter().skip(at).step_by(rows);
+        for (&cell, q) in cells.zip(q.chunks_exact_mut(columns)) {
+            for (q, &value) in q.iter_mut().zip(row) {
+                *q += cell * value;
             }
         }
     }
 }
 
-/// `wide = left · rightᵀ`.
-pub(super) fn multiply<T: MatrixFloat>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
-    let rows = wide.len() / columns;
-    wide.fill(T::default());
-    for (at, row) in wide.chunks_exact_mut(columns).enumerate() {
-        let cells = left.iter().skip(at).step_by(rows);
-        for (&cell, right) in cells.zip(right.chunks_exact(columns)) {
-            for (value, &right) in row.iter_mut().zip(right) {
-                *value += cell * right;
+/// `m = p · qᵀ`.
+pub(super) fn multiply<T: MatrixFloat>(p: &[T], q: &[T], columns: usize, m: &mut [T]) {
+    let rows = m.len() / columns;
+    m.fill(T::default());
+    for (at, row) in m.chunks_exact_mut(columns).enumerate() {
+        let cells = p.iter().skip(at).step_by(rows);
+        for (&cell, q) in cells.zip(q.chunks_exact(columns)) {
+            for (value, &q) in row.iter_mut().zip(q) {
+                *value += cell * q;
             }
         }
     }
 }
 
-/// `wide -= left · rightᵀ`.
-pub(super) fn subtract<T: MatrixFloat>(left: &[T], right: &[T], columns: usize, wide: &mut [T]) {
-    let rows = wide.len() / columns;
-    for (at, row) in wide.chunks_exact_mut(columns).enumerate() {
-        let cells = left.iter().skip(at).step_by(rows);
-        for (&cell, right) in cells.zip(right.chunks_exact(columns)) {
-            for (value, &right) in row.iter_mut().zip(right) {
-                *value -= cell * right;
+/// `m -= p · qᵀ`.
+pub(super) fn subtract<T: MatrixFloat>(p: &[T], q: &[T], columns: usize, m: &mut [T]) {
+    let rows = m.len() / columns;
+    for (at, row) in m.chunks_exact_mut(columns).enumerate() {
+        let cells = p.iter().skip(at).step_by(rows);
+        for (&cell, q) in cells.zip(q.chunks_exact(columns)) {
+            for (value, &q) in row.iter_mut().zip(q) {
+                *value -= cell * q;
             }
         }
     }
@@ -227,40 +222,40 @@ mod tests {
         fn products_are_those_of_the_definition(
             rows in 1_usize..20, columns in 1_usize..40, rank in 1_usize..5, seed: u64,
         ) {
-            let wide = drawn(rows * columns, seed);
-            let right = drawn(columns * rank, seed ^ 1);
-            let mut left = vec![7.0; rows * rank];
-            times(&wide, columns, &right, &mut left);
+            let m = drawn(rows * columns, seed);
+            let q = drawn(columns * rank, seed ^ 1);
+            let mut p = vec![7.0; rows * rank];
+            times(&m, columns, &q, &mut p);
             for row in 0..rows {
                 for k in 0..rank {
                     let wanted: f64 = (0..columns)
-                        .map(|column| wide[row * columns + column] * right[k * columns + column])
+                        .map(|column| m[row * columns + column] * q[k * columns + column])
                         .sum();
-                    prop_assert!((left[k * rows + row] - wanted).abs() < 1e-12);
+                    prop_assert!((p[k * rows + row] - wanted).abs() < 1e-12);
                 }
             }
             let mut back = vec![7.0; columns * rank];
-            transposed_times(&wide, columns, &left, &mut back);
+            transposed_times(&m, columns, &p, &mut back);
             for column in 0..columns {
                 for k in 0..rank {
                     let wanted: f64 = (0..rows)
-                        .map(|row| wide[row * columns + column] * left[k * rows + row])
+                        .map(|row| m[row * columns + column] * p[k * rows + row])
                         .sum();
                     prop_assert!((back[k * columns + column] - wanted).abs() < 1e-11);
                 }
             }
             let mut product = vec![7.0; rows * columns];
-            multiply(&left, &right, columns, &mut product);
+            multiply(&p, &q, columns, &mut product);
             for row in 0..rows {
                 for column in 0..columns {
                     let wanted: f64 = (0..rank)
-                        .map(|k| left[k * rows + row] * right[k * columns + column])
+                        .map(|k| p[k * rows + row] * q[k * columns + column])
                         .sum();
                     prop_assert!((product[row * columns + column] - wanted).abs() < 1e-12);
                 }
             }
             let mut nothing = product.clone();
-            subtract(&left, &right, columns, &mut nothing);
+            subtract(&p, &q, columns, &mut nothing);
             prop_assert!(nothing.iter().all(|value| value.abs() < 1e-12));
         }
 

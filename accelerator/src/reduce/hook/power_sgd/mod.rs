@@ -1,7 +1,7 @@
 mod factors;
 mod matrix;
 mod rng;
-mod state;
+mod saved_state;
 
 use self::factors::{PendingFactors, PowerSgdState};
 use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
@@ -11,17 +11,16 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 ///
 /// The gradient of a parameter is read as a matrix of `rows`, its first dimension, by `columns`, all others
 /// together. Of `rows · columns` values, `rank · (rows + columns)` travel: one step of a power iteration
-/// finds the directions in which the sum of all ranks is largest. What is not sent is not lost: each
-/// rank adds its own rest to its next gradient (error feedback), and the iteration goes on from the
-/// directions of the step before (warm start).
+/// finds the directions in which the sum of all ranks is largest. In the paper's names, a gradient M is replaced by P · Qᵀ.
+/// What is not sent is not lost: each rank adds its error, the part that was not sent, to its next gradient (error
+/// feedback), and the iteration goes on from the Q of the step before (warm start).
 ///
-/// What does not pay, biases and small parameters among it, travels exactly. A bucket takes two
-/// all-reduces: what is exact with the left factors, and the right factors.
+/// Where it does not pay, for biases and small parameters among others, gradients are sent exactly. A bucket takes two
+/// all-reduces: one of the exact values and each P, and one of each Q.
 ///
-/// Each rank keeps its rest of every compressed parameter, as much memory as the gradient has, and the
-/// right factors. They go into checkpoints: a run that goes on with as many ranks repeats the bits of one
-/// that was not interrupted. With another number of ranks the right factors are kept, and the rests start
-/// at zero.
+/// Each rank keeps its error of every compressed parameter, as much memory as the gradient has, and each Q. They go into
+/// checkpoints: a run that goes on with as many ranks repeats the bits of one that was not interrupted. With another number
+/// of ranks, each Q is kept, and the errors start at zero.
 ///
 /// Gradients are approximate, so losses differ from those of exact training; the learning rate and the
 /// length of the exact beginning (`start_after`) are worth a look. Worth it where the network is slow
@@ -35,7 +34,7 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 /// | `use_error_feedback=False` | [`without_error_feedback`](Self::without_error_feedback) | it is used |
 /// | `warm_start=False` | [`without_warm_start`](Self::without_warm_start) | it is warm |
 /// | `random_seed` | [`seed`](Self::seed) | 0 |
-/// | `orthogonalization_epsilon` | nothing | columns that depend on others are found by their rest |
+/// | `orthogonalization_epsilon` | nothing | columns that depend on others are found by what is left of them |
 ///
 /// ```
 /// use accelerator::hook::PowerSgd;
@@ -142,7 +141,7 @@ impl PowerSgd {
         self
     }
 
-    /// Begins each step at random directions. Nothing but the rests is kept from step to step, and the
+    /// Begins each step at random directions. Nothing but the errors is kept from step to step, and the
     /// approximation is worse.
     pub fn without_warm_start(mut self) -> Self {
         self.settings.start = IterationStart::Cold;
@@ -200,11 +199,11 @@ impl CommunicationHook for PowerSgd {
     }
 
     fn save(&self) -> Result<Vec<u8>, HookError> {
-        state::save(&self.single, &self.double)
+        saved_state::save(&self.single, &self.double)
     }
 
     fn restore(&mut self, saved: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
-        state::restore(saved, saved_by, &mut self.single, &mut self.double)
+        saved_state::restore(saved, saved_by, &mut self.single, &mut self.double)
     }
 }
 

@@ -123,7 +123,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn what_was_sent_and_what_is_left_add_up_to_the_gradients(
+    fn what_was_sent_and_the_errors_add_up_to_the_gradients(
         seed: u64, ranks in 1_usize..4, rank in 1_usize..4, steps in 1_u64..9, is_warm: bool,
     ) {
         let outcomes = on_ranks(ranks, |group| {
@@ -146,7 +146,7 @@ proptest! {
             for parameter in &bench.parameters {
                 let end = start + parameter.shape.iter().product::<usize>();
                 if let Some(tensor) = bench.hook.double.tensors.get(&parameter.path) {
-                    left[start..end].copy_from_slice(&tensor.rest);
+                    left[start..end].copy_from_slice(&tensor.error);
                 }
                 start = end;
             }
@@ -193,7 +193,7 @@ fn a_warm_start_finds_the_largest_direction() {
     let (rows, columns) = (30, 30);
     let values = values_of::<f64>(rows * columns, 3, 0, 0);
     let group = ProcessGroup::single();
-    let rest_after = |hook: PowerSgd| {
+    let error_after = |hook: PowerSgd| {
         let hook = every(hook).without_error_feedback();
         let mut bench = Bench::new(&group, hook, &[&[rows, columns]]);
         let mut found = Vec::new();
@@ -206,8 +206,8 @@ fn a_warm_start_finds_the_largest_direction() {
             .sum::<f64>()
     };
     let (warm, cold) = (
-        rest_after(PowerSgd::new(1)),
-        rest_after(PowerSgd::new(1).without_warm_start()),
+        error_after(PowerSgd::new(1)),
+        error_after(PowerSgd::new(1).without_warm_start()),
     );
     assert!(warm < 0.97 * cold, "{warm} {cold}");
 }
@@ -233,26 +233,26 @@ fn a_product_beyond_the_range_is_sent_as_it_is() {
                 assert!(found.iter().all(|value| value.abs() < 10.0));
                 sent += found[7];
             }
-            (sum, sent, bench.hook.single.tensors["layer.0"].rest[7])
+            (sum, sent, bench.hook.single.tensors["layer.0"].error[7])
         });
         // Nothing is left of the odd step, nor of those before it.
-        let sum: f32 = outcomes.iter().map(|(sum, _, rest)| sum - rest).sum();
+        let sum: f32 = outcomes.iter().map(|(sum, _, error)| sum - error).sum();
         assert!((sum - outcomes[0].1).abs() < 1e-4, "{outcomes:?}");
     }
 }
 
 #[test]
-fn what_nobody_has_a_gradient_for_keeps_its_rest() {
+fn a_parameter_without_a_gradient_keeps_its_error() {
     let group = ProcessGroup::single();
     let mut bench = Bench::new(&group, every(PowerSgd::new(1)), &[&[8, 8], &[4, 6]]);
     bench.reduce(&values_of::<f64>(88, 1, 0, 0));
-    let rest = bench.hook.double.tensors["layer.1"].rest.clone();
-    assert!(rest.iter().any(|value| *value != 0.0));
+    let error = bench.hook.double.tensors["layer.1"].error.clone();
+    assert!(error.iter().any(|value| *value != 0.0));
     bench.absent = Some(1);
     let mut values = values_of::<f64>(88, 1, 0, 1);
     values[64..].fill(0.0);
     bench.reduce(&values);
-    assert_eq!(bench.hook.double.tensors["layer.1"].rest, rest);
+    assert_eq!(bench.hook.double.tensors["layer.1"].error, error);
 }
 
 #[test]
@@ -319,15 +319,20 @@ fn a_hook_goes_on_from_what_was_saved() {
         let own = vec![state(0, step), state(1, step)];
         let resumed = run(step as u64, own, SavedBy::ThisRank);
         assert_eq!(resumed[0].0, whole[0].0, "from step {step}");
-        // The rests of rank 0 would count twice.
+        // The errors of rank 0 would count twice.
         let one = vec![state(0, step), state(0, step)];
         let resumed = run(step as u64, one.clone(), SavedBy::OneForAll);
         assert_ne!(resumed[0].0, whole[0].0);
         let (mut single, mut double) = (PowerSgdState::default(), PowerSgdState::default());
         let saved = one[0].as_deref().unwrap();
-        state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
-        assert!(double.tensors.values().all(|tensor| tensor.rest.is_empty()));
-        assert!(double.tensors.values().any(|tensor| tensor.right[0] != 0.0));
+        saved_state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
+        assert!(
+            double
+                .tensors
+                .values()
+                .all(|tensor| tensor.error.is_empty())
+        );
+        assert!(double.tensors.values().any(|tensor| tensor.q[0] != 0.0));
     }
     let mut hook = PowerSgd::new(2);
     assert!(hook.restore(b"no such file", SavedBy::ThisRank).is_err());

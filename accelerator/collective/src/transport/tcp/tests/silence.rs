@@ -7,7 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{brisk, final_message, pair, patient, reduce, run, run_with_witness, show_life};
+use super::{
+    final_message, long_timeouts, pair, reduce, run, run_with_witness, short_liveness_timeout,
+    show_life,
+};
 use crate::{
     element::Element,
     error::Result,
@@ -52,7 +55,7 @@ fn silence_is_named_in_every_operation() {
                     let error = operation(&group).unwrap_err();
                     (error, started.elapsed())
                 };
-                let told = run(3, &brisk(), honest, move |mut streams| {
+                let told = run(3, &short_liveness_timeout(), honest, move |mut streams| {
                     show_life(&mut streams);
                     let _ = held.recv();
                 });
@@ -88,13 +91,13 @@ fn silence_between_operations_is_noted() {
             assert!(Instant::now() < until, "nobody noticed");
             thread::sleep(Duration::from_millis(10));
         }
-        let patient = Instant::now();
+        let called = Instant::now();
         let error = group.barrier().unwrap_err();
         // A whole period has passed before.
-        assert!(patient.elapsed() < Duration::from_secs(1), "{error}");
+        assert!(called.elapsed() < Duration::from_secs(1), "{error}");
         error
     };
-    let errors = run(2, &brisk(), honest, move |mut streams| {
+    let errors = run(2, &short_liveness_timeout(), honest, move |mut streams| {
         show_life(&mut streams);
         let _ = held.recv();
     });
@@ -110,12 +113,17 @@ fn silence_between_operations_is_noted() {
 #[test]
 fn a_rank_that_is_given_up_is_told() {
     let (sender, words) = mpsc::channel();
-    run(3, &brisk(), reduce(10), move |mut streams| {
-        show_life(&mut streams);
-        for stream in &mut streams {
-            let _ = sender.send(final_message(stream));
-        }
-    });
+    run(
+        3,
+        &short_liveness_timeout(),
+        reduce(10),
+        move |mut streams| {
+            show_life(&mut streams);
+            for stream in &mut streams {
+                let _ = sender.send(final_message(stream));
+            }
+        },
+    );
     for abort in words.iter().take(2) {
         let culprit = abort.error.culprit().unwrap();
         assert_eq!(culprit.rank(), 2);
@@ -140,7 +148,7 @@ fn a_full_queue_is_no_silence() {
         group.broadcast(&mut values, 1).unwrap();
         values.iter().all(|x| *x == 7)
     };
-    let whole = run(2, &brisk(), honest, |mut streams| {
+    let whole = run(2, &short_liveness_timeout(), honest, |mut streams| {
         show_life(&mut streams);
         let fingerprint = CollectiveFingerprint::new(OpKind::Broadcast, CallSite::new("odd.rs", 1))
             .with_data(u8::DTYPE, LEN)
@@ -201,8 +209,8 @@ fn who_was_stopped_and_given_up_knows_it() {
     thread::sleep(5 * liveness);
     drop(other);
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    let patience = patient().patience();
-    let mut deadline = OpDeadline::new(0, 4, fingerprint, patience);
+    let timeouts = long_timeouts().op_timeouts();
+    let mut deadline = OpDeadline::new(0, 4, fingerprint, timeouts);
     let transport = tcp.into_transport();
     let inbox = transport.inbox();
     let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
@@ -223,7 +231,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
         let sender = scope.spawn(|| {
             let fingerprint =
                 CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-            let mut deadline = OpDeadline::new(0, 4, fingerprint, patient().patience());
+            let mut deadline = OpDeadline::new(0, 4, fingerprint, long_timeouts().op_timeouts());
             let part = OutgoingChunk {
                 tag: Tag {
                     sequence: 4,
@@ -250,15 +258,15 @@ fn who_cannot_send_says_whom_it_waits_for() {
     assert_eq!(tcp.inbox.awaited(), None);
 }
 
-/// News from other threads wake an operation that sleeps on its connections.
+/// An event on another thread wakes an operation that sleeps on its connections.
 #[test]
-fn news_wake_who_waits_for_a_part() {
+fn an_event_wakes_an_operation_that_waits_for_a_part() {
     let (tcp, _other) = pair();
     let version = tcp.inbox.version();
     thread::scope(|scope| {
         let waits = scope.spawn(|| {
             let until = Instant::now() + Duration::from_secs(30);
-            tcp.poll_until_news(version, until);
+            tcp.poll_until_event(version, until);
             Instant::now() < until
         });
         while tcp.handoff.nap().is_none() {
@@ -273,7 +281,7 @@ fn news_wake_who_waits_for_a_part() {
 
 #[test]
 fn a_witness_says_how_a_rank_died() {
-    let errors = run_with_witness(3, &patient(), reduce(10), |streams, store| {
+    let errors = run_with_witness(3, &long_timeouts(), reduce(10), |streams, store| {
         store.report_exit(2, "it was killed by SIGKILL");
         drop(streams);
     });
@@ -294,7 +302,7 @@ fn a_witness_says_how_a_rank_died() {
 #[test]
 fn a_witness_is_believed_though_the_connections_stand() {
     let (release, held) = mpsc::channel::<()>();
-    let options = patient().with_liveness_timeout(Duration::from_secs(50));
+    let options = long_timeouts().with_liveness_timeout(Duration::from_secs(50));
     let errors = run_with_witness(3, &options, reduce(10), move |mut streams, store| {
         show_life(&mut streams);
         store.report_exit(2, "it was killed by SIGKILL");

@@ -38,16 +38,16 @@ fn nothing_is_left_unread_after_the_last_word() {
     let mut others = [other.try_clone().unwrap()];
     await_that(|| {
         show_life(&mut others);
-        link.has_news()
+        link.has_unread()
     });
     tcp.leave(&FinalMessage::Goodbye(LeaveKind::Closed));
-    assert!(!link.has_news());
+    assert!(!link.has_unread());
     let head = Head::read(&mut other).unwrap();
     assert_eq!(head.kind, FrameKind::Goodbye);
     // Nor later.
     for _ in 0..3 {
         show_life(&mut others);
-        await_that(|| !link.has_news());
+        await_that(|| !link.has_unread());
     }
 }
 
@@ -219,12 +219,12 @@ fn part(index: u32, payload: &[u8]) -> OutgoingChunk<'_> {
 
 fn deadline(timeout: Duration) -> OpDeadline {
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    let patience = OpTimeouts {
+    let timeouts = OpTimeouts {
         timeout,
         warn_after: timeout,
         limit: TimeoutKind::Progress,
     };
-    OpDeadline::new(0, 4, fingerprint, patience)
+    OpDeadline::new(0, 4, fingerprint, timeouts)
 }
 
 fn await_that(mut condition: impl FnMut() -> bool) {

@@ -1,4 +1,4 @@
-//! From where each gradient is ready to the order of buckets and the places of watches.
+//! The order of buckets, and the points of backward where each is complete, from where each gradient is ready.
 
 /// Parameters in the order in which they enter buckets, and how many of them are ready before the
 /// end of backward. Those that are not go last, and share no bucket with the others.
@@ -46,12 +46,12 @@ pub(in crate::reduce) struct FlushPoint {
     pub(in crate::reduce) buckets: Vec<usize>,
 }
 
-/// Where to look on a rank on which gradients are ready at these depths: from the deepest to the
+/// The points of backward on a rank where gradients are ready at these depths: from the deepest to the
 /// shallowest. `buckets` has the parameters of each bucket.
 ///
 /// Buckets are sent in their order, so that none is watched after one that is only complete in the
 /// end.
-pub(in crate::reduce) fn points(
+pub(in crate::reduce) fn flush_points(
     buckets: &[Vec<usize>],
     ready: &[Option<usize>],
 ) -> Vec<FlushPoint> {
@@ -108,9 +108,9 @@ mod tests {
                 buckets: vec![0],
             },
         ];
-        assert_eq!(points(&buckets, &ready), expected);
+        assert_eq!(flush_points(&buckets, &ready), expected);
         // A bucket without parameters has nothing to wait for, and is never watched.
-        assert_eq!(points(&[vec![]], &ready), []);
+        assert_eq!(flush_points(&[vec![]], &ready), []);
     }
 
     proptest! {
@@ -136,7 +136,7 @@ mod tests {
             let order = ReadyOrder::of(&ready);
             let buckets: Vec<Vec<usize>> =
                 order.parameters.chunks(cut).map(<[usize]>::to_vec).collect();
-            let points = points(&buckets, &ready);
+            let points = flush_points(&buckets, &ready);
             prop_assert!(points.is_sorted_by(|one, next| one.depth > next.depth));
             let mut watched: Vec<usize> = Vec::new();
             for point in &points {

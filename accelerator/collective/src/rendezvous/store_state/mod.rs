@@ -156,7 +156,7 @@ impl StoreState {
         } = registration.clone();
         let participant = Participant {
             connection: Some(connection),
-            deadline: now + registration.patience.min(MAX_WAIT),
+            deadline: now + registration.connect_timeout.min(MAX_WAIT),
             heard: now,
             gone: None,
             ended: None,

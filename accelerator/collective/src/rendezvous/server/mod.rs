@@ -333,7 +333,7 @@ impl ServerState {
                 Some(due) if due <= now => {
                     // A heartbeat may have come that its thread had no time to read.
                     for (rank, connection) in registry.state.silent(now) {
-                        if registry.has_news(connection) {
+                        if registry.has_unread(connection) {
                             let said = RankMessage::Heartbeat;
                             self.step_at(&mut registry, StoreInput::Said { rank, said }, now);
                         }

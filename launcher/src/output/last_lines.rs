@@ -13,14 +13,14 @@ const WIDTH: usize = 400;
 
 /// The last lines of a stream, bounded in number and width.
 #[derive(Debug, Default)]
-pub(crate) struct Tail {
+pub(crate) struct LastLines {
     lines: VecDeque<Vec<u8>>,
     current: Vec<u8>,
     /// How many lines came since the last panic began.
     since_panic: usize,
 }
 
-impl Tail {
+impl LastLines {
     /// Takes in what the stream brings.
     pub(crate) fn feed(&mut self, chunk: &[u8]) {
         for &byte in chunk {
@@ -117,11 +117,11 @@ mod tests {
     use super::*;
 
     fn text(bytes: &[u8]) -> Vec<String> {
-        let mut tail = Tail::default();
+        let mut last_lines = LastLines::default();
         for chunk in bytes.chunks(3) {
-            tail.feed(chunk);
+            last_lines.feed(chunk);
         }
-        tail.text()
+        last_lines.text()
     }
 
     #[test]

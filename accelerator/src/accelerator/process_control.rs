@@ -7,7 +7,7 @@ use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome;
 use crate::core::panic_text::panic_text;
 
-/// What only some ranks do, and in which order.
+/// Control of which ranks run what, and in which order.
 impl Accelerator {
     /// Whether this is rank 0.
     ///
@@ -215,10 +215,10 @@ impl Accelerator {
         let group = &self.shared.context.group;
         if self.is_main_process() {
             return self.first(work, |failure| {
-                outcome::tell(group, failure.map_or(Ok(()), Err))
+                outcome::send(group, failure.map_or(Ok(()), Err))
             });
         }
-        outcome::hear(group, FIRST)?;
+        outcome::receive(group, FIRST)?;
         self.busy(work)
     }
 

@@ -1,4 +1,4 @@
-//! What goes into checkpoints, as a safetensors file: `right/PATH`, a column a row, and `rest/PATH`.
+//! What goes into checkpoints, as a safetensors file: Q as `right/PATH`, a column a row, and the error as `rest/PATH`.
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
@@ -6,8 +6,9 @@ use super::factors::{PowerSgdState, Tensor};
 use super::matrix::MatrixFloat;
 use crate::reduce::hook::{HookError, SavedBy};
 
-const RIGHT: &str = "right/";
-const REST: &str = "rest/";
+/// In front of the path, in the file.
+const Q: &str = "right/";
+const ERROR: &str = "rest/";
 
 pub(super) fn save(
     single: &PowerSgdState<f32>,
@@ -77,8 +78,8 @@ stored!(f32 F32, f64 F64);
 /// A name, with type, shape and bytes.
 type Field = (String, Dtype, [usize; 2], Vec<u8>);
 
-fn fields<T: StoredFloat>(lane: &PowerSgdState<T>) -> Vec<Field> {
-    let fields = lane.tensors.iter().flat_map(|(path, tensor)| {
+fn fields<T: StoredFloat>(state: &PowerSgdState<T>) -> Vec<Field> {
+    let fields = state.tensors.iter().flat_map(|(path, tensor)| {
         // Nothing that was read may be divided by zero.
         let columns = tensor.columns.max(1);
         let field = move |kind: &str, values: &[T]| {
@@ -92,15 +93,15 @@ fn fields<T: StoredFloat>(lane: &PowerSgdState<T>) -> Vec<Field> {
                 bytes,
             )
         };
-        let rest = (!tensor.rest.is_empty()).then(|| field(REST, &tensor.rest));
-        core::iter::once(field(RIGHT, &tensor.right)).chain(rest)
+        let error = (!tensor.error.is_empty()).then(|| field(ERROR, &tensor.error));
+        core::iter::once(field(Q, &tensor.q)).chain(error)
     });
     fields.collect()
 }
 
-/// Takes a field over. What does not fit the program's parameters is replaced when it is used.
+/// Restores a field. What does not fit the program's parameters is replaced when it is used.
 fn take<T: StoredFloat>(
-    lane: &mut PowerSgdState<T>,
+    state: &mut PowerSgdState<T>,
     saved_by: SavedBy,
     name: &str,
     view: &TensorView<'_>,
@@ -110,18 +111,18 @@ fn take<T: StoredFloat>(
         bytes.map(T::of_bytes).collect::<Vec<_>>()
     };
     let blank = |columns| Tensor {
-        right: Vec::new(),
-        rest: Vec::new(),
+        q: Vec::new(),
+        error: Vec::new(),
         columns,
     };
     let columns = view.shape().last().copied().unwrap_or(0);
-    if let Some(path) = name.strip_prefix(RIGHT) {
-        let tensor = lane.tensors.entry(path.to_owned());
-        tensor.or_insert_with(|| blank(columns)).right = values();
-    } else if let Some(path) = name.strip_prefix(REST)
+    if let Some(path) = name.strip_prefix(Q) {
+        let tensor = state.tensors.entry(path.to_owned());
+        tensor.or_insert_with(|| blank(columns)).q = values();
+    } else if let Some(path) = name.strip_prefix(ERROR)
         && saved_by == SavedBy::ThisRank
     {
-        let tensor = lane.tensors.entry(path.to_owned());
-        tensor.or_insert_with(|| blank(columns)).rest = values();
+        let tensor = state.tensors.entry(path.to_owned());
+        tensor.or_insert_with(|| blank(columns)).error = values();
     }
 }

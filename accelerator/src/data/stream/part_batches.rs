@@ -1,13 +1,13 @@
 use accelerator_plan::TailPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::source::{PartReader, StreamPart};
+use super::sample_stream::{PartReader, StreamPart};
 use super::{SampleStream, StreamPass, Streamed};
 use crate::core::error::{Error, Kind, Result};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
 use crate::data::batch_stream::{Ahead, read_ahead};
 use crate::data::deferred::DeferredBatch;
-use crate::data::exchange_step::meet;
+use crate::data::exchange_step::exchange_step;
 
 /// This rank's batches of a stream of which each rank reads a part of its own.
 ///
@@ -72,7 +72,7 @@ impl<O: Send + 'static> PartBatches<O> {
             // Its thread ends after an error only, behind which nothing is asked for.
             None => return Ok(None),
         };
-        // Each rank makes its own before they meet.
+        // Each rank makes its own before the ranks exchange the step.
         let seed = self.pass.seed_of_batch(self.step);
         let own = own.and_then(|own| own.resolved(seed));
         let is_uneven = self.pass.spec.is_uneven();
@@ -84,7 +84,7 @@ impl<O: Send + 'static> PartBatches<O> {
                 let position = self.pass.position(self.step);
                 let mine = own.as_ref().map(StepReport::of);
                 let (group, caller) = (&self.pass.group, self.pass.caller);
-                meet(group, position, mine, "read its part of the stream", caller)?
+                exchange_step(group, position, mine, "read its part of the stream", caller)?
             }
         };
         let own = own?;
@@ -202,7 +202,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
         let wanted = if tail == TailPolicy::Drop { size } else { 1 };
         // What cannot be read is more: its error comes in the next step.
         let has_more =
-            items.len() == size && reader.look(wanted).is_none_or(|found| found == wanted);
+            items.len() == size && reader.peek(wanted).is_none_or(|found| found == wanted);
         let real = items.len();
         let start = self.place();
         let (items, share) = match tail {

@@ -65,12 +65,12 @@ fn run_with_witness<R: Send + 'static>(
     }
     let witness = Arc::clone(&store);
     thread::spawn(move || {
-        let patience = Duration::from_secs(30);
+        let timeout = Duration::from_secs(30);
         let rank = world_size - 1;
         let topology = Topology::new(rank, world_size).unwrap();
-        let meeting = rendezvous.meet(&topology, patience, patience, TransportKind::Tcp);
+        let meeting = rendezvous.meet(&topology, timeout, timeout, TransportKind::Tcp);
         let meeting = meeting.unwrap();
-        let streams = mesh::connect(rank, &meeting, Instant::now() + patience).unwrap();
+        let streams = mesh::connect(rank, &meeting, Instant::now() + timeout).unwrap();
         gate.wait();
         odd(streams.into_iter().flatten().collect(), &witness);
     });
@@ -91,15 +91,15 @@ fn reduce(len: usize) -> impl Fn(ProcessGroup) -> Error + Clone + Send {
     }
 }
 
-fn patient() -> GroupOptions {
+fn long_timeouts() -> GroupOptions {
     GroupOptions::new()
         .with_progress_timeout(Duration::from_secs(50))
         .with_transport(TransportKind::Tcp)
 }
 
 /// A liveness deadline of a second.
-fn brisk() -> GroupOptions {
-    patient().with_liveness_timeout(Duration::from_secs(1))
+fn short_liveness_timeout() -> GroupOptions {
+    long_timeouts().with_liveness_timeout(Duration::from_secs(1))
 }
 
 fn show_life(streams: &mut [TcpStream]) {
@@ -143,12 +143,12 @@ fn final_message(stream: &mut TcpStream) -> Abort {
 fn pair() -> (Tcp, TcpStream) {
     let mut meetings = meetings(1);
     let (second, first) = (meetings.pop().unwrap(), meetings.pop().unwrap());
-    let patience = Duration::from_secs(40);
+    let timeout = Duration::from_secs(40);
     let other = thread::spawn(move || {
-        let mut streams = mesh::connect(1, &second, Instant::now() + patience).unwrap();
+        let mut streams = mesh::connect(1, &second, Instant::now() + timeout).unwrap();
         streams.remove(0).unwrap()
     });
-    let tcp = Tcp::connect(&Topology::new(0, 2).unwrap(), first, patience).unwrap();
+    let tcp = Tcp::connect(&Topology::new(0, 2).unwrap(), first, timeout).unwrap();
     (tcp, other.join().unwrap())
 }
 
@@ -163,7 +163,7 @@ fn meetings(job: u8) -> Vec<Meeting> {
             host: "here".to_owned(),
             pid: 1,
             address: addresses[rank],
-            patience: Duration::from_secs(30),
+            connect_timeout: Duration::from_secs(30),
             liveness: Duration::from_secs(30),
             transport: TransportKind::Tcp,
             boot: None,
@@ -187,19 +187,19 @@ fn assert_lost(errors: &[Error], rank: usize) {
         let text = error.to_string();
         assert!(text.starts_with(&process), "{text}");
         assert!(text.contains("collective #0, all_reduce sum f32"), "{text}");
-        assert!(text.contains("tests.rs:"), "{text}");
+        assert!(text.contains("tests/mod.rs:"), "{text}");
     }
 }
 
 #[test]
 fn a_death_before_the_operation_is_named_by_all() {
-    let errors = run(4, &patient(), reduce(10), drop);
+    let errors = run(4, &long_timeouts(), reduce(10), drop);
     assert_lost(&errors, 3);
 }
 
 #[test]
 fn a_death_in_the_operation_is_named_by_all() {
-    let errors = run(3, &patient(), reduce(3_000_000), |mut streams| {
+    let errors = run(3, &long_timeouts(), reduce(3_000_000), |mut streams| {
         // Takes a part of what comes, says nothing, dies.
         for stream in &mut streams {
             stream.read_exact(&mut [0; 1000]).unwrap();
@@ -210,7 +210,7 @@ fn a_death_in_the_operation_is_named_by_all() {
 
 #[test]
 fn a_death_within_a_frame_is_named() {
-    let errors = run(3, &patient(), reduce(10), |mut streams| {
+    let errors = run(3, &long_timeouts(), reduce(10), |mut streams| {
         let head = Head::new(FrameKind::Header, 0, 0, &[0; 20], &[0; 40]).encode();
         for stream in &mut streams {
             stream.write_all(&head[..20]).unwrap();
@@ -221,7 +221,7 @@ fn a_death_within_a_frame_is_named() {
 
 #[test]
 fn a_death_is_named_though_a_living_rank_is_late() {
-    let options = patient();
+    let options = long_timeouts();
     let errors = run(
         3,
         &options,
@@ -246,7 +246,7 @@ fn a_survivor_that_is_late_is_not_lost() {
     let wait = Arc::new(Mutex::new(wait));
     let lost = run(
         3,
-        &patient(),
+        &long_timeouts(),
         move |group| {
             if group.rank() == 1 {
                 let _ = wait.lock().unwrap().recv();
@@ -266,7 +266,7 @@ fn a_survivor_that_is_late_is_not_lost() {
 
 #[test]
 fn a_rank_that_was_silent_when_another_died_is_lost() {
-    let options = patient().with_liveness_timeout(Duration::from_secs(8));
+    let options = long_timeouts().with_liveness_timeout(Duration::from_secs(8));
     let (keep, kept) = mpsc::channel();
     let lost = run(
         4,
@@ -296,7 +296,7 @@ fn a_rank_that_was_silent_when_another_died_is_lost() {
 fn a_death_ends_started_operations() {
     let errors = run(
         3,
-        &patient(),
+        &long_timeouts(),
         |group| {
             let start = || group.start_all_reduce(group.buffer(f32::DTYPE, 100), ReduceOp::Sum);
             let first = start().unwrap();
@@ -314,7 +314,7 @@ fn a_death_ends_started_operations() {
 
 #[test]
 fn a_rank_that_takes_nothing_is_named_in_time() {
-    let options = patient().with_progress_timeout(Duration::from_secs(1));
+    let options = long_timeouts().with_progress_timeout(Duration::from_secs(1));
     let (release, held) = mpsc::channel::<()>();
     // More than the sockets hold, so that the sender stalls.
     let errors = run(
@@ -362,7 +362,7 @@ fn bytes_that_are_no_frame_are_told() {
     for (bytes, text) in garbage {
         let bytes = bytes.to_vec();
         let (release, held) = mpsc::channel::<()>();
-        let errors = run(3, &patient(), reduce(10), move |mut streams| {
+        let errors = run(3, &long_timeouts(), reduce(10), move |mut streams| {
             for stream in &mut streams {
                 stream.write_all(&bytes).unwrap();
             }
@@ -383,7 +383,7 @@ fn bytes_that_are_no_frame_are_told() {
 fn started_operations_are_under_way_together() {
     let sums = run(
         2,
-        &patient(),
+        &long_timeouts(),
         |group| {
             let pending: Vec<_> = (0..3)
                 .map(|index| {
@@ -417,7 +417,7 @@ fn started_operations_are_under_way_together() {
 fn what_comes_before_an_error_is_done() {
     let outcomes = run(
         2,
-        &patient(),
+        &long_timeouts(),
         |group| {
             let start = |_| {
                 let buffer = group.buffer(f32::DTYPE, 4);
@@ -457,7 +457,7 @@ fn what_comes_before_an_error_is_done() {
 #[test]
 fn frames_out_of_order_are_told() {
     let (release, held) = mpsc::channel::<()>();
-    let errors = run(2, &patient(), reduce(10), move |mut streams| {
+    let errors = run(2, &long_timeouts(), reduce(10), move |mut streams| {
         let head = Head::new(FrameKind::Gather, 5, 3, &[], &[]);
         streams[0].write_all(&head.encode()).unwrap();
         let _ = held.recv();

@@ -165,21 +165,21 @@ fn publish<W: SharedWord>(word: &W, to: u32, wake_all: impl FnOnce(&W)) {
     }
 }
 
-/// Waits until the word is at `target`, or until there is no more patience.
-fn wait<W: SharedWord>(word: &W, target: u32, patience: &mut impl WaitStrategy<W>) -> bool {
+/// Waits until the word is at `target`, or until the strategy gives up.
+fn wait<W: SharedWord>(word: &W, target: u32, strategy: &mut impl WaitStrategy<W>) -> bool {
     loop {
         let seen = word.load();
         if is_reached(seen, target) {
             return true;
         }
-        if patience.spin() {
+        if strategy.spin() {
             continue;
         }
         let asleep = seen | ASLEEP;
         if seen != asleep && !word.replace(seen, asleep) {
             continue;
         }
-        if !patience.sleep(word, asleep) {
+        if !strategy.sleep(word, asleep) {
             return is_reached(word.load(), target);
         }
     }

@@ -1,4 +1,4 @@
-//! A training with everything that a resume must get right: shuffling, accumulation, dropout,
+//! A training job with everything that a resume must restore: shuffling, accumulation, dropout,
 //! augmentation, batch normalisation, a schedule, prefetching workers, two loaders, and a value of
 //! the user's own.
 
@@ -14,50 +14,56 @@ use burn::lr_scheduler::step::StepLrSchedulerConfig;
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
-use burn::optim::AdamWConfig;
+use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
 use crate::problems::{flat, noise};
 
-/// What to train, where to keep it, and where to write what came of it.
+/// What to train, and where to write checkpoints and the result.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub struct Endurance {
+pub struct TrainingJob {
     /// The folder of the checkpoints.
     pub checkpoints: PathBuf,
-    /// Where rank 0 writes the [`Outcome`] as JSON, and each rank its [`Step`]s as JSON lines
+    /// Where rank 0 writes the [`TrainingResult`] as JSON, and each rank its [`StepRecord`]s as JSON lines
     /// (`rank-N.jsonl` beside it).
-    pub outcome: PathBuf,
+    pub result: PathBuf,
     pub epochs: u64,
     pub samples: usize,
-    /// Of each rank, at the size at which the job began.
+    /// Of each rank, at the world size with which the job began.
     pub batch_size: usize,
     /// In optimizer steps.
     pub save_every: u64,
     pub dropout: f64,
-    /// AdamW, or plain SGD where the size changes.
-    pub adaptive: bool,
-    /// In milliseconds, so that a signal from outside finds the job at work.
-    pub pause: u64,
+    pub optimizer: OptimizerKind,
+    /// The pause before each batch, so that a signal reaches the job while it trains.
+    pub pause_ms: u64,
 }
 
-/// What a run came to.
+/// AdamW, or plain SGD for a job whose world size changes.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub enum OptimizerKind {
+    AdamW,
+    Sgd,
+}
+
+/// The result of a job that trained to its end.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-pub struct Outcome {
+pub struct TrainingResult {
     /// The bits of all parameters and running statistics.
     pub parameters: Vec<u64>,
     pub steps: u64,
     /// The user's own value.
     pub history: Vec<u64>,
-    /// In how many lives of the job.
+    /// How often the job was restarted.
     pub restarts: u64,
     pub world_size: usize,
 }
 
 /// One optimizer step of one rank, with the samples that it used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub struct Step {
+pub struct StepRecord {
     pub restart: u64,
     pub epoch: u64,
     /// The number of the optimizer step that used them, from 1.
@@ -72,12 +78,12 @@ pub struct Step {
 /// # Errors
 ///
 /// Those of the library.
-pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
+pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
     let device = accelerator.device();
     let model = Net::new(&device, job.dropout);
-    let optimizer = match job.adaptive {
-        true => AdamWConfig::new().with_weight_decay(0.01).init(),
-        false => burn::optim::SgdConfig::new().init(),
+    let optimizer = match job.optimizer {
+        OptimizerKind::AdamW => AdamWConfig::new().with_weight_decay(0.01).init(),
+        OptimizerKind::Sgd => SgdConfig::new().init(),
     };
     let schedule = StepLrSchedulerConfig::new(0.02, 7)
         .with_gamma(0.9)
@@ -104,7 +110,7 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
     let (mut model, mut optimizer, train, valid, Object(mut history)) = parts;
 
     let log = job
-        .outcome
+        .result
         .with_file_name(format!("rank-{}.jsonl", accelerator.rank()));
     let mut log = std::fs::OpenOptions::new()
         .create(true)
@@ -115,7 +121,7 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
     for epoch in position.epoch()..job.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;
-            std::thread::sleep(std::time::Duration::from_millis(job.pause));
+            std::thread::sleep(std::time::Duration::from_millis(job.pause_ms));
             window.extend_from_slice(batch.real_indices());
             let loss = loss(&model, &batch);
             let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
@@ -123,7 +129,7 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
                 continue;
             }
             model = optimizer.step(model, gradients);
-            let step = Step {
+            let step = StepRecord {
                 restart: accelerator.restarts(),
                 epoch,
                 step: optimizer.steps(),
@@ -138,7 +144,7 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
                 accelerator.save_state(&checkpoints, parts)?;
             }
         }
-        // Draws from nothing, and reads the other loader in between.
+        // Reads the second loader between epochs of the first.
         let mut seen = Mean::new();
         for batch in valid.epoch(epoch) {
             let batch = batch?;
@@ -150,20 +156,20 @@ pub fn train(accelerator: &Accelerator, job: &Endurance) -> Result<()> {
     if accelerator.is_main_process() {
         let mut parameters = Vec::new();
         flat(&model.valid(), &mut parameters);
-        let outcome = Outcome {
+        let result = TrainingResult {
             parameters: parameters.into_iter().map(f64::to_bits).collect(),
             steps: optimizer.steps(),
             history,
             restarts: accelerator.restarts(),
             world_size: accelerator.world_size(),
         };
-        let text = serde_json::to_string(&outcome).expect("plain data");
-        std::fs::write(&job.outcome, text).expect("a writable folder");
+        let text = serde_json::to_string(&result).expect("plain data");
+        std::fs::write(&job.result, text).expect("a writable folder");
     }
     accelerator.finish()
 }
 
-fn loss(model: &Net, batch: &Rows8) -> Tensor<1> {
+fn loss(model: &Net, batch: &RowBatch) -> Tensor<1> {
     CrossEntropyLossConfig::new()
         .init(&batch.rows.device())
         .forward(model.forward(batch.rows.clone()), batch.targets.clone())
@@ -223,18 +229,18 @@ impl Dataset<[f64; 9]> for Rows {
 }
 
 #[derive(Clone, Debug)]
-struct Rows8 {
+struct RowBatch {
     rows: Tensor<2>,
     targets: Tensor<1, Int>,
 }
 
 struct RowBatcher;
 
-impl Batcher<[f64; 9], Rows8> for RowBatcher {
-    fn batch(&self, items: Vec<[f64; 9]>, device: &Device) -> Rows8 {
+impl Batcher<[f64; 9], RowBatch> for RowBatcher {
+    fn batch(&self, items: Vec<[f64; 9]>, device: &Device) -> RowBatch {
         let values: Vec<f64> = items.iter().flat_map(|row| row[..8].to_vec()).collect();
         let targets: Vec<i64> = items.iter().map(|row| row[8] as i64).collect();
-        Rows8 {
+        RowBatch {
             rows: Tensor::from_data(TensorData::new(values, [items.len(), 8]), device),
             targets: Tensor::from_data(TensorData::new(targets, [items.len()]), device),
         }

@@ -236,7 +236,7 @@ impl<I> PartReader<I> {
 
     /// How many samples come next, of which no more than `count` are looked for; `None` where they cannot be
     /// read, which is told to who takes them.
-    pub(super) fn look(&mut self, count: usize) -> Option<usize> {
+    pub(super) fn peek(&mut self, count: usize) -> Option<usize> {
         self.read(count);
         let found = self.ahead.len().min(count);
         (found == count || self.failed.is_none()).then_some(found)
