@@ -103,6 +103,12 @@ impl Models {
             .for_each(|model_state| model_state.warn_open_window());
     }
 
+    /// Whether one of them is in the middle of a round of local training.
+    pub(crate) fn is_any_apart(&self) -> bool {
+        self.models()
+            .any(|model_state| model_state.round().is_apart())
+    }
+
     /// How each was updated on this rank, in an order that is the same on all of them.
     pub(crate) fn updates(&self) -> Vec<SeenUpdates> {
         let mut models: Vec<_> = self.models().collect();
