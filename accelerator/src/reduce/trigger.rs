@@ -151,3 +151,60 @@ impl fmt::Debug for Trigger {
         f.debug_struct("Trigger").finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[derive(Debug, Default)]
+    struct WrittenSave(Mutex<SaveProgress>);
+
+    impl WatchedSave for WrittenSave {
+        fn has_ended(&self) -> bool {
+            true
+        }
+
+        fn hear(&self, progress: SaveProgress) {
+            *self.0.lock().unwrap() = progress;
+        }
+    }
+
+    /// What a window has told: of the flag, of a preemption, of the save.
+    fn told(sum: f64) -> (Option<bool>, Option<bool>, SaveProgress) {
+        let (trigger, save) = (Trigger::default(), Arc::new(WrittenSave::default()));
+        let watched: Weak<WrittenSave> = Arc::downgrade(&save);
+        trigger.watch(watched);
+        trigger.receive(sum);
+        let state = trigger.state();
+        (state.told, state.preempted, *save.0.lock().unwrap())
+    }
+
+    #[test]
+    fn what_a_sum_tells_does_not_mix() {
+        let ranks = accelerator_collective::Topology::LARGEST as f64;
+        for flags in [0.0, 1.0, ranks] {
+            for preempted in [0.0, 1.0, ranks] {
+                let sum = flags + preempted * PREEMPTED;
+                let [flag, preempted] = [flags, preempted].map(|ranks| Some(ranks > 0.0));
+                assert_eq!(told(sum), (flag, preempted, SaveProgress::Writing));
+                assert_eq!(told(sum + WRITTEN), (flag, preempted, SaveProgress::Done));
+            }
+        }
+    }
+
+    #[test]
+    fn the_flag_is_told_once_and_a_preemption_for_good() {
+        let trigger = Trigger::default();
+        let passed = Preemption::new().with_signals([]);
+        let passed = passed.with_deadline(SystemTime::now());
+        trigger.watch_preemption(passed).unwrap();
+        trigger.set();
+        assert_eq!([trigger.send(0), trigger.send(0)], [1.0 + PREEMPTED, PREEMPTED]);
+        trigger.receive(PREEMPTED);
+        trigger.receive(0.0);
+        assert_eq!(trigger.state().preempted, Some(true));
+    }
+}

@@ -6,6 +6,7 @@
     reason = "this program is part of tests; a panic is how they fail"
 )]
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use accelerator::metric::Mean;
@@ -16,7 +17,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::FloatDType;
 use serde::Serialize;
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
@@ -87,7 +88,7 @@ fn main() -> Result<()> {
                 .accumulation_steps(2)
                 .seed(5)
                 .build()?;
-            accelerator_tests::enduring::train(&accelerator, &job)?;
+            return accelerator_tests::enduring::train(&accelerator, &job);
         }
         ["connect", seconds] => {
             let timeout = Duration::from_secs(number(seconds) as u64);
@@ -119,7 +120,7 @@ fn main() -> Result<()> {
         }
         _ => panic!("unknown task {args:?}"),
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn number(text: &str) -> usize {
