@@ -43,7 +43,8 @@ impl Accelerator {
     /// #     let dataset = InMemDataset::new(vec![0.5_f32; 40]);
     /// #     let train = LoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
     ///     let accelerator = Accelerator::new()?;
-    ///     accelerator.on_preemption(Preemption::new().with_file(leave))?;
+    ///     accelerator.on_preemption(Preemption::new())?;
+    /// #     accelerator.on_preemption(Preemption::new().with_signals([]).with_file(leave))?;
     /// #     let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
     ///     // Model, optimizer and loader as ever; they go on where they were.
     ///     let parts = accelerator.prepare((model, SgdConfig::new().init(), train))?;

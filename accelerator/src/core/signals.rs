@@ -1,6 +1,7 @@
 //! Signals that this process listens to. Handlers belong to the process, so accelerators share them.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -24,14 +25,12 @@ impl SignalListener {
             Error::with_source(Kind::Io, message, error)
         };
         let mut handled = handled();
-        let listeners = match handled.get_mut(&signal) {
-            Some(listeners) => listeners,
-            None => {
+        let listeners = match handled.entry(signal) {
+            Entry::Occupied(listeners) => listeners.into_mut(),
+            Entry::Vacant(place) => {
                 let has_none = Arc::new(AtomicBool::new(true));
-                // Handlers run in the order of their registration: this one is the first.
                 flag::register_conditional_default(signal, has_none.clone()).map_err(failed)?;
-                let count = 0;
-                handled.entry(signal).or_insert(Listeners { count, has_none })
+                place.insert(Listeners { count: 0, has_none })
             }
         };
         let id = flag::register(signal, received.clone()).map_err(failed)?;

@@ -93,6 +93,11 @@ impl Trigger {
         any(group, mine).inspect_err(|_| self.state().set |= mine > 0.0)
     }
 
+    /// Whether all ranks have learned that one is preempted.
+    pub(crate) fn has_told_of_preemption(&self) -> bool {
+        self.state().preempted == Some(true)
+    }
+
     /// Whether some rank is preempted, as all ranks know, or ask each other now.
     #[track_caller]
     pub(crate) fn is_preempted(&self, group: &ProcessGroup) -> Result<bool> {

@@ -387,11 +387,7 @@ mod tests {
     #[test]
     fn whatever_else_fails_precedes_a_rank_that_was_preempted() {
         use FailureClass::{BlamedFailed, ErrorExit, Killed, Preempted, Secondary};
-        check(
-            &[Ended(0, End::PREEMPTED), Ended(1, End::PREEMPTED)][..1],
-            0,
-            Preempted,
-        );
+        check(&[Ended(0, End::PREEMPTED)], 0, Preempted);
         check(&[Ended(0, End::PREEMPTED), Ended(1, KILL)], 1, Killed);
         check(
             &[Ended(0, End::PREEMPTED), Ended(1, Code(1))],

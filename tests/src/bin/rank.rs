@@ -60,6 +60,12 @@ fn main() -> Result<ExitCode> {
                     "fail" if accelerator.rank() == 1 => {
                         return Err(Error::other("no labels here"));
                     }
+                    "preempt" => {
+                        let passed = std::time::SystemTime::now();
+                        accelerator.on_preemption(Preemption::new().with_deadline(passed))?;
+                        assert!(accelerator.preempted()?);
+                        return accelerator.finish_preempted().map(drop);
+                    }
                     "sleep" => std::thread::sleep(Duration::from_secs(600)),
                     _ => {}
                 }
