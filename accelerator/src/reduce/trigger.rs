@@ -207,7 +207,10 @@ mod tests {
         let passed = passed.with_deadline(SystemTime::now());
         trigger.watch_preemption(passed).unwrap();
         trigger.set();
-        assert_eq!([trigger.send(0), trigger.send(0)], [1.0 + PREEMPTED, PREEMPTED]);
+        assert_eq!(
+            [trigger.send(0), trigger.send(0)],
+            [1.0 + PREEMPTED, PREEMPTED]
+        );
         trigger.receive(PREEMPTED);
         trigger.receive(0.0);
         assert_eq!(trigger.state().preempted, Some(true));

@@ -150,7 +150,10 @@ fn a_preemption_is_told_with_its_window_and_stays() {
             .map(|step| (step + 1) % accumulation == 0 && step >= 4)
             .collect();
         for ((_, without), (answers, with)) in plain.iter().zip(asked.unwrap()) {
-            assert_eq!(answers, expected, "{ranks} ranks, {accumulation}, {overlap:?}");
+            assert_eq!(
+                answers, expected,
+                "{ranks} ranks, {accumulation}, {overlap:?}"
+            );
             assert_eq!(with, *without, "operations of a rank");
         }
     }
@@ -173,7 +176,11 @@ fn a_preemption_and_the_flag_are_told_each_by_itself() {
         }
         let count = counted(&accelerator)?;
         answers.push([accelerator.preempted()?, accelerator.check_trigger()?]);
-        assert_eq!(count.load(Ordering::Relaxed), 1, "the flag alone is asked for");
+        assert_eq!(
+            count.load(Ordering::Relaxed),
+            1,
+            "the flag alone is asked for"
+        );
         Ok(answers)
     });
     let expected = vec![[true, true], [true, true], [true, false]];

@@ -389,11 +389,7 @@ mod tests {
         use FailureClass::{BlamedFailed, ErrorExit, Killed, Preempted, Secondary};
         check(&[Ended(0, End::PREEMPTED)], 0, Preempted);
         check(&[Ended(0, End::PREEMPTED), Ended(1, KILL)], 1, Killed);
-        check(
-            &[Ended(0, End::PREEMPTED), Ended(1, Code(1))],
-            1,
-            ErrorExit,
-        );
+        check(&[Ended(0, End::PREEMPTED), Ended(1, Code(1))], 1, ErrorExit);
         check(
             &[Ended(0, End::PREEMPTED), FailureReported(1, &[2])],
             2,

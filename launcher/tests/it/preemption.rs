@@ -19,9 +19,8 @@ fn a_signal_to_the_launcher_ends_the_job_with_the_code_of_its_ranks() {
         (Signal::USR2, "USR2"),
     ] {
         let folder = Folder::new();
-        let body = format!(
-            "{NOTE}trap 'sleep 0.1; exit 75' {name}; echo $$ >> pids; {LONG_SLEEP} & wait"
-        );
+        let body =
+            format!("{NOTE}trap 'sleep 0.1; exit 75' {name}; echo $$ >> pids; {LONG_SLEEP} & wait");
         folder.script("job.sh", &body);
         let mut command = folder.launcher();
         let options = ["-n", "2", "--max-restarts", "3", "--log-dir", "logs"];
@@ -68,7 +67,15 @@ fn a_notice_that_stands_is_not_met_for_ever() {
     let folder = Folder::new();
     folder.script("job.sh", &format!("{NOTE}exit 75"));
     folder
-        .launch(["-n", "1", "--max-restarts", "9", "--log-dir", "logs", "job.sh"])
+        .launch([
+            "-n",
+            "1",
+            "--max-restarts",
+            "9",
+            "--log-dir",
+            "logs",
+            "job.sh",
+        ])
         .expect(75)
         .says("it was preempted again within 10 minutes of its restart");
     assert_eq!(folder.read("seen"), "0 9\n1 10\n");
@@ -81,7 +88,8 @@ fn a_job_of_which_one_rank_fails_has_failed() {
     for (how, code) in [("kill -KILL $$", 137), ("exit 3", 3)] {
         let folder = Folder::new();
         let wait = "while [ ! -e ready ]; do sleep 0.02; done";
-        let body = format!("[ $RANK = 0 ] && {{ {wait}; exit 75; }}; touch ready; sleep 0.1; {how}");
+        let body =
+            format!("[ $RANK = 0 ] && {{ {wait}; exit 75; }}; touch ready; sleep 0.1; {how}");
         folder.script("job.sh", &body);
         folder
             .launch(["-n", "2", "--log-dir", "logs", "job.sh"])

@@ -29,7 +29,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
         dropout: 0.2,
         adaptive: true,
         pause: 0,
-..Endurance::default()
+        ..Endurance::default()
     };
     assert!(endure(&job(&whole)).status.success());
     let first: Outcome =

@@ -19,7 +19,7 @@ fn job(folder: &Path, dropout: f64, adaptive: bool) -> Endurance {
         dropout,
         adaptive,
         pause: 0,
-..Endurance::default()
+        ..Endurance::default()
     }
 }
 

@@ -128,7 +128,12 @@ impl JobLoop<'_> {
                     match failure {
                         None if is_preempted && !finished.outcome.was_notified() => {
                             let why = "all ranks were preempted, and have saved".to_owned();
-                            (why, String::new(), restarts.preempted(began.elapsed()), code)
+                            (
+                                why,
+                                String::new(),
+                                restarts.preempted(began.elapsed()),
+                                code,
+                            )
                         }
                         Some(failure) if finished.outcome.asked_to_end.is_none() => {
                             let decision = restarts.failed(match failure.is_certain() {

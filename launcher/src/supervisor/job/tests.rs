@@ -340,10 +340,7 @@ fn preempted_ranks_end_as_they_like_and_the_job_with_their_code() {
     assert_eq!(job.step(ended(1, End::PREEMPTED), now), []);
     let later = now + Duration::from_secs(1);
     // It gets the grace period, as the survivor of a failure does.
-    assert_eq!(
-        job.step(Event::Tick, later),
-        [send(signal::SIGTERM, &[1])]
-    );
+    assert_eq!(job.step(Event::Tick, later), [send(signal::SIGTERM, &[1])]);
     job.step(ended(0, End::PREEMPTED), later);
     assert!(job.is_over(), "no report is awaited");
     assert_eq!((job.exit_code(), job.cause()), (75, Some(Cause::Preempted)));
@@ -373,14 +370,14 @@ fn a_job_of_which_one_rank_did_not_save_is_not_preempted() {
     let by_signal = Cause::Signal(signal::SIGTERM);
     assert_eq!((job.exit_code(), job.cause()), (143, Some(by_signal)));
 
-    for (end, code) in [
-        (End::Signal(signal::SIGSEGV), 139),
-        (End::Code(1), 1),
-    ] {
+    for (end, code) in [(End::Signal(signal::SIGSEGV), 139), (End::Code(1), 1)] {
         let (mut job, now) = self::job(2);
         job.step(ended(0, End::PREEMPTED), now);
         job.step(ended(1, end), now);
         assert!(job.is_over());
-        assert_eq!((job.exit_code(), job.cause()), (code, Some(Cause::Failure(1))));
+        assert_eq!(
+            (job.exit_code(), job.cause()),
+            (code, Some(Cause::Failure(1)))
+        );
     }
 }
