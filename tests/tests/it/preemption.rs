@@ -190,7 +190,6 @@ fn a_deadline_and_a_file_end_the_job_until_they_are_gone() {
 
 /// At places, to ranks and by signals that are drawn from a seed.
 #[test]
-#[ignore = "takes minutes"]
 fn a_hundred_notices_lose_nothing() {
     let mut notices = 0;
     for seed in 0.. {
