@@ -1,4 +1,5 @@
-//! The digits of `mnist.rs` in a training that can be stopped and killed: it goes on where it was.
+//! The digits of `mnist.rs` in a training that can be stopped and killed: it goes on where it was. Told to leave, by
+//! SIGTERM for example, it saves at once, and ends with exit code 75, which asks for another start.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
@@ -10,6 +11,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
@@ -36,7 +38,7 @@ struct Args {
     keep: NonZeroUsize,
 }
 
-fn main() -> Result<(), Report> {
+fn main() -> Result<ExitCode, Report> {
     let Args {
         training: args,
         checkpoints,
@@ -52,6 +54,7 @@ fn main() -> Result<(), Report> {
         .dtype(args.dtype.into())
         .seed(args.seed)
         .build()?;
+    accelerator.on_preemption(Preemption::new())?;
     let device = accelerator.device();
 
     let model = CnnConfig::new().with_dropout(args.dropout).init(&device);
@@ -85,10 +88,14 @@ fn main() -> Result<(), Report> {
             let gradients = accelerator.backward(loss, &model, &batch)?;
             reporter.step(epoch, gradients.loss(), lr, gradients.samples())?;
             model = optimizer.step(lr, model, gradients);
-            if optimizer.steps().is_multiple_of(save_every.get() as u64) {
+            let preempted = accelerator.preempted()?;
+            if preempted || optimizer.steps().is_multiple_of(save_every.get() as u64) {
                 let parts = (&model, &optimizer, &train, Object(&best));
                 accelerator.save_state(&checkpoints, parts)?;
                 saved = optimizer.steps();
+            }
+            if preempted {
+                return Ok(accelerator.finish_preempted()?);
             }
         }
         let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
@@ -104,7 +111,8 @@ fn main() -> Result<(), Report> {
     if let Some(path) = &args.save {
         accelerator.save_model(&model, path)?;
     }
-    Ok(accelerator.finish()?)
+    accelerator.finish()?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {

@@ -68,6 +68,7 @@
 //! | log, warn and print with the rank | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`], [`Accelerator::in_rank_order`] |
 //! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
 //! | stop all ranks on a condition of one | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
+//! | save and leave when the scheduler says so | [`Accelerator::on_preemption`], [`Accelerator::preempted`] |
 //! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters differ | [`Accelerator::check_replicas`] |
@@ -120,6 +121,7 @@ mod replicas;
 pub mod timeline;
 
 pub use accelerator_collective as collective;
+pub use accelerator_env::PREEMPTED_EXIT_CODE;
 pub use accelerator_plan as plan;
 
 pub use crate::accelerator::{
@@ -128,6 +130,7 @@ pub use crate::accelerator::{
 };
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};
+pub use crate::core::preemption::{Preemption, PreemptionSignal};
 pub use crate::data::weight::Weight;
 pub use crate::ema::Ema;
 pub use crate::reduce::hook;
@@ -171,6 +174,6 @@ pub mod prelude {
     pub use crate::precision::Precision;
     pub use crate::{
         Accelerator, AveragedGradients, BackendKind, Compression, Error, GradientReduction,
-        Overlap, Oversubscription, PadSide, Result, launch,
+        Overlap, Oversubscription, PadSide, Preemption, Result, launch,
     };
 }

@@ -69,11 +69,42 @@ pub fn run_alone(command: Command) -> Ended {
     wait_for_all(std::iter::once(command)).remove(0)
 }
 
+/// Runs a command, does meanwhile what is told its process id, and waits for it.
+///
+/// # Panics
+///
+/// When it cannot be started or the deadline passes.
+pub fn run_with(command: Command, meanwhile: impl FnOnce(u32)) -> Ended {
+    let _others = JOBS.read().unwrap_or_else(PoisonError::into_inner);
+    let running = Running::start(command);
+    meanwhile(running.child.id());
+    wait_for(vec![running]).remove(0)
+}
+
+/// Waits until there is an answer.
+///
+/// # Panics
+///
+/// When the deadline passes.
+pub fn wait_until<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(answer) = question() {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "waited {DEADLINE:?} for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Read by jobs that may run beside others.
 static JOBS: RwLock<()> = RwLock::new(());
 
 fn wait_for_all(commands: impl Iterator<Item = Command>) -> Vec<Ended> {
-    let mut running: Vec<Running> = commands.map(Running::start).collect();
+    wait_for(commands.map(Running::start).collect())
+}
+
+fn wait_for(mut running: Vec<Running>) -> Vec<Ended> {
     let deadline = Instant::now() + DEADLINE;
     while running.iter_mut().any(|rank| !rank.has_ended()) {
         assert!(

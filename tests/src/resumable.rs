@@ -4,6 +4,10 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
 
 use accelerator::metric::Mean;
 use accelerator::plan::sample_rng_seed;
@@ -22,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::problems::{flat, noise};
 
 /// What to train, and where to write checkpoints and the result.
-#[derive(Clone, Debug, Deserialize, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub struct TrainingJob {
     /// The folder of the checkpoints.
     pub checkpoints: PathBuf,
@@ -39,11 +43,38 @@ pub struct TrainingJob {
     pub optimizer: OptimizerKind,
     /// The pause before each batch, so that a signal reaches the job while it trains.
     pub pause_ms: u64,
+    /// What rank 0 sends to ranks, before any restart of the launcher.
+    pub notices: Vec<Notice>,
+    /// A file that preempts the job.
+    pub leave: Option<PathBuf>,
+    /// A deadline that preempts the job, in seconds from now.
+    pub seconds: Option<u64>,
+}
+
+/// A signal to a rank.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Notice {
+    /// Such as `TERM`.
+    pub signal: String,
+    pub rank: usize,
+    pub place: Place,
+}
+
+/// A place in one life of a job, each counted from 0.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub enum Place {
+    /// Before the backward pass of this step.
+    Step(u64),
+    /// In an evaluation.
+    Evaluation(u64),
+    /// While rank 0 writes a checkpoint, and the others wait.
+    Save(u64),
 }
 
 /// AdamW, or plain SGD for a job whose world size changes.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub enum OptimizerKind {
+    #[default]
     AdamW,
     Sgd,
 }
@@ -53,6 +84,9 @@ pub enum OptimizerKind {
 pub struct TrainingResult {
     /// The bits of all parameters and running statistics.
     pub parameters: Vec<u64>,
+    /// The bits of what is trained. Running statistics are combined in each save, so their last bits depend on when the
+    /// job saves.
+    pub weights: Vec<u64>,
     pub steps: u64,
     /// The user's own value.
     pub history: Vec<u64>,
@@ -73,12 +107,21 @@ pub struct StepRecord {
     pub samples: Vec<u64>,
 }
 
-/// Trains from the newest checkpoint to the end.
+/// Trains from the newest checkpoint to the end, or until a rank is preempted; gives the exit code.
 ///
 /// # Errors
 ///
 /// Those of the library.
-pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
+pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
+    let mut preemption = Preemption::new();
+    if let Some(path) = &job.leave {
+        preemption = preemption.with_file(path);
+    }
+    if let Some(seconds) = job.seconds {
+        preemption = preemption.with_deadline(SystemTime::now() + Duration::from_secs(seconds));
+    }
+    accelerator.on_preemption(preemption)?;
+    let notifier = Arc::new(Notifier::new(accelerator, job)?);
     let device = accelerator.device();
     let model = Net::new(&device, job.dropout);
     let optimizer = match job.optimizer {
@@ -104,7 +147,14 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
         loader(job.samples / 4, None),
     ))?;
 
-    let checkpoints = Checkpoints::new(&job.checkpoints).with_total_limit(3);
+    let saves = AtomicU64::new(0);
+    let in_save = notifier.clone();
+    let checkpoints = Checkpoints::new(&job.checkpoints)
+        .with_total_limit(3)
+        .before_save(move |_| {
+            in_save.reach(Place::Save(saves.fetch_add(1, Ordering::Relaxed)));
+            Ok(())
+        });
     let parts = (model, optimizer, train, valid, Object(Vec::<u64>::new()));
     let (parts, position) = accelerator.resume(&checkpoints, parts)?;
     let (mut model, mut optimizer, train, valid, Object(mut history)) = parts;
@@ -118,10 +168,13 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
         .open(log)
         .expect("a writable folder");
     let mut window = Vec::new();
-    for epoch in position.epoch()..job.epochs {
+    for (evaluations, epoch) in (position.epoch()..job.epochs).enumerate() {
         for batch in train.epoch(epoch) {
             let batch = batch?;
-            std::thread::sleep(std::time::Duration::from_millis(job.pause_ms));
+            std::thread::sleep(Duration::from_millis(job.pause_ms));
+            if window.is_empty() {
+                notifier.reach(Place::Step(optimizer.steps() - position.step()));
+            }
             window.extend_from_slice(batch.real_indices());
             let loss = loss(&model, &batch);
             let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
@@ -139,25 +192,42 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
             };
             let line = serde_json::to_string(&step).expect("plain data");
             writeln!(log, "{line}").expect("a writable folder");
-            if optimizer.steps().is_multiple_of(job.save_every) {
+            let preempted = accelerator.preempted()?;
+            if preempted || optimizer.steps().is_multiple_of(job.save_every) {
                 let parts = (&model, &optimizer, &train, &valid, Object(&history));
                 accelerator.save_state(&checkpoints, parts)?;
+            }
+            if preempted {
+                return accelerator.finish_preempted();
             }
         }
         // Reads the second loader between epochs of the first.
         let mut seen = Mean::new();
         for batch in valid.epoch(epoch) {
             let batch = batch?;
+            notifier.reach(Place::Evaluation(evaluations as u64));
             let loss = loss(&model, &batch);
             seen.update(loss.into_scalar::<f64>(), batch.real());
         }
         history.push(accelerator.reduce_metric(seen)?.samples() as u64);
+        if accelerator.preempted()? {
+            let parts = (&model, &optimizer, &train, &valid, Object(&history));
+            accelerator.save_state(&checkpoints, parts)?;
+            return accelerator.finish_preempted();
+        }
     }
     if accelerator.is_main_process() {
-        let mut parameters = Vec::new();
-        flat(&model.valid(), &mut parameters);
+        let bits = |values: Vec<f64>| values.into_iter().map(f64::to_bits).collect();
+        let (mut parameters, mut weights) = (Vec::new(), Vec::new());
+        let model = model.valid();
+        flat(&model, &mut parameters);
+        flat(&model.hidden, &mut weights);
+        flat(&model.norm.gamma, &mut weights);
+        flat(&model.norm.beta, &mut weights);
+        flat(&model.output, &mut weights);
         let result = TrainingResult {
-            parameters: parameters.into_iter().map(f64::to_bits).collect(),
+            parameters: bits(parameters),
+            weights: bits(weights),
             steps: optimizer.steps(),
             history,
             restarts: accelerator.restarts(),
@@ -166,7 +236,34 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
         let text = serde_json::to_string(&result).expect("plain data");
         std::fs::write(&job.result, text).expect("a writable folder");
     }
-    accelerator.finish()
+    accelerator.finish()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Sends the notices of a job, on rank 0 before any restart.
+struct Notifier {
+    due: Vec<Notice>,
+    /// Of each rank.
+    pids: Vec<u32>,
+}
+
+impl Notifier {
+    fn new(accelerator: &Accelerator, job: &TrainingJob) -> Result<Self> {
+        let pids = accelerator.gather_object(&std::process::id())?;
+        let sends = accelerator.is_main_process() && accelerator.restarts() == 0;
+        let due = job.notices.iter().filter(|_| sends).cloned().collect();
+        Ok(Self { due, pids })
+    }
+
+    fn reach(&self, place: Place) {
+        for notice in self.due.iter().filter(|notice| notice.place == place) {
+            let mut kill = Command::new("kill");
+            kill.arg(format!("-{}", notice.signal));
+            kill.arg(self.pids[notice.rank].to_string());
+            let status = kill.status().expect("the program `kill`");
+            assert!(status.success(), "{kill:?}");
+        }
+    }
 }
 
 fn loss(model: &Net, batch: &RowBatch) -> Tensor<1> {

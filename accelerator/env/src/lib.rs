@@ -1,7 +1,7 @@
 //! The `ACCEL_` environment variables: name, grammar, default, reader and meaning of each.
 //!
 //! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is one entry
-//! of `table.rs`.
+//! of `table.rs`. The exit code by which programs and launcher understand each other is here, too.
 //!
 //! ```
 //! use accelerator_env::{OVERLAP, VARIABLES, find};
@@ -32,6 +32,14 @@ use std::fmt::Write;
 /// assert_eq!(accelerator_env::PREFIX, "ACCEL_");
 /// ```
 pub const PREFIX: &str = "ACCEL_";
+
+/// The exit code of a program that was preempted: its ranks have saved and ended together, and go on when they are
+/// started again. It is `EX_TEMPFAIL` of `sysexits.h`.
+///
+/// ```
+/// assert_eq!(accelerator_env::PREEMPTED_EXIT_CODE, 75);
+/// ```
+pub const PREEMPTED_EXIT_CODE: u8 = 75;
 
 /// The value of an environment variable. An empty one counts as not set, as in `NAME= program`.
 ///

@@ -4,6 +4,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
+use accelerator_env::PREEMPTED_EXIT_CODE;
 
 use super::{Accelerator, AcceleratorBuilder};
 use crate::core::error::{Error, Kind, Result};
@@ -42,7 +43,8 @@ const JOB: &str = "launch_processes";
 /// # Errors
 ///
 /// [`Error::is_config`] for 0 ranks; [`Error::is_io`] where the program cannot be started again;
-/// [`Error::is_other`] with the rank that failed first. Each rank prints its own error.
+/// [`Error::is_other`] with the rank that failed first, or where `body` ended since ranks were
+/// [preempted](Accelerator::preempted). Each rank prints its own error.
 pub fn launch_processes(
     world_size: usize,
     body: impl FnOnce(Accelerator) -> Result<()>,
@@ -78,11 +80,19 @@ impl AcceleratorBuilder {
         }
         if is_rank {
             end_with_parent();
-            let ended = self.build().and_then(body);
-            if let Err(error) = &ended {
-                eprintln!("Error: {error:?}");
-            }
-            std::process::exit(i32::from(ended.is_err()));
+            let ended = self.build().and_then(|accelerator| {
+                let trigger = accelerator.shared.reduction.trigger.clone();
+                body(accelerator)?;
+                Ok(trigger.has_told_of_preemption())
+            });
+            std::process::exit(match ended {
+                Ok(false) => 0,
+                Ok(true) => PREEMPTED_EXIT_CODE.into(),
+                Err(error) => {
+                    eprintln!("Error: {error:?}");
+                    1
+                }
+            });
         }
         if world_size == 0 {
             return Err(Error::config(
@@ -153,7 +163,10 @@ fn supervise(mut ranks: RankProcesses) -> Result<()> {
         let is_late = failed.is_some_and(|(_, _, at)| at.elapsed() > GRACE);
         match failed {
             Some((rank, status, _)) if running == 0 || is_late => {
-                let message = format!("rank {rank} of {} failed: {status}", ranks.0.len());
+                let message = match status.code() == Some(PREEMPTED_EXIT_CODE.into()) {
+                    true => "the ranks were preempted: start the program again".to_owned(),
+                    false => format!("rank {rank} of {} failed: {status}", ranks.0.len()),
+                };
                 return Err(Error::new(Kind::Other, message));
             }
             None if running == 0 => return Ok(()),

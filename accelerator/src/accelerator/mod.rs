@@ -11,6 +11,7 @@ mod model_files;
 mod padding;
 mod plan;
 mod precision;
+mod preemption;
 mod prepare;
 mod process_control;
 mod profile;

@@ -111,15 +111,22 @@ impl SyncRounds {
         let obstacle = self.obstacle(model_state);
         let blocked = f64::from(u8::from(obstacle.is_some()));
         let group = self.accelerator.group();
-        let mine = [round.steps() as f64, round.samples(), blocked];
+        let trigger = &self.accelerator.shared.reduction.trigger;
+        let mine = [
+            round.steps() as f64,
+            round.samples(),
+            blocked,
+            trigger.send(group.rank()),
+        ];
         let all = match group.world_size() {
             1 => mine.to_vec(),
             _ => group.all_gather(&mine)?,
         };
+        let each = |number| all.iter().skip(number).step_by(mine.len()).copied();
+        trigger.receive(each(3).sum());
         if let Some(error) = obstacle {
             return Err(error);
         }
-        let each = |number| all.iter().skip(number).step_by(mine.len()).copied();
         if let Some(rank) = each(2).position(|blocked| blocked > 0.0) {
             return Err(Error::misuse(format!(
                 "rank {rank} was not ready to average parameters, and its own error says why: make the \

@@ -38,6 +38,11 @@ impl LocalRound {
         self.samples
     }
 
+    /// Whether replicas differ, so that there is nothing to save.
+    pub(crate) fn is_apart(&self) -> bool {
+        self.apart
+    }
+
     /// A sharded optimizer was to step, and did not.
     pub(crate) fn meet_shards(&mut self) {
         self.met_shards = true;

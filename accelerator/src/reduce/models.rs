@@ -103,6 +103,12 @@ impl Models {
             .for_each(|model_state| model_state.warn_open_window());
     }
 
+    /// Whether a model is in the middle of a round of local training, in which the replicas differ.
+    pub(crate) fn is_any_apart(&self) -> bool {
+        self.models()
+            .any(|model_state| model_state.round().is_apart())
+    }
+
     /// How each model was updated on this rank, in an order that is the same on all ranks.
     pub(crate) fn updates(&self) -> Vec<SeenUpdates> {
         let mut models: Vec<_> = self.models().collect();

@@ -107,6 +107,125 @@ fn c13_a_check_after_a_step_needs_no_operation_of_its_own() {
     }
 }
 
+/// A notice that a rank is given now.
+fn notice() -> Preemption {
+    let preemption = Preemption::new().with_signals([]);
+    preemption.with_deadline(std::time::SystemTime::now())
+}
+
+#[test]
+fn a_preemption_is_told_with_its_window_and_stays() {
+    for (ranks, accumulation, overlap) in [
+        (1, 1, Overlap::Off),
+        (1, 3, Overlap::Off),
+        (2, 1, Overlap::On),
+        (3, 3, Overlap::Off),
+        (2, 3, Overlap::On),
+    ] {
+        let plain = steps(BackendKind::Flex, ranks, accumulation, overlap, false);
+        let builder = Accelerator::builder().device(BackendKind::Flex);
+        let builder = builder.accumulation_steps(accumulation).overlap(overlap);
+        let asked = builder.launch(ranks, |accelerator| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(48 * ranks, 4),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let count = counted(&accelerator)?;
+            let mut answers = Vec::new();
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if batch.step() == 4 && accelerator.is_last_process() {
+                    accelerator.on_preemption(notice())?;
+                }
+                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(0.01, model, gradients);
+                answers.push(accelerator.preempted()?);
+            }
+            Ok((answers, count.load(Ordering::Relaxed)))
+        });
+        // Within a window there is nothing to save.
+        let expected: Vec<bool> = (0..12)
+            .map(|step| (step + 1) % accumulation == 0 && step >= 4)
+            .collect();
+        for ((_, without), (answers, with)) in plain.iter().zip(asked.unwrap()) {
+            assert_eq!(
+                answers, expected,
+                "{ranks} ranks, {accumulation}, {overlap:?}"
+            );
+            assert_eq!(with, *without, "operations of a rank");
+        }
+    }
+}
+
+#[test]
+fn a_preemption_and_the_flag_are_told_each_by_itself() {
+    let answers = accelerator::launch(2, |accelerator| {
+        let parts = (line(&accelerator.device()), loader(16, 4));
+        let (model, train) = accelerator.prepare(parts)?;
+        let mut answers = Vec::new();
+        for batch in train.epoch(0) {
+            let batch = batch?;
+            if accelerator.is_main_process() {
+                accelerator.set_trigger();
+                accelerator.on_preemption(notice())?;
+            }
+            let _gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            answers.push([accelerator.preempted()?, accelerator.check_trigger()?]);
+        }
+        let count = counted(&accelerator)?;
+        answers.push([accelerator.preempted()?, accelerator.check_trigger()?]);
+        assert_eq!(
+            count.load(Ordering::Relaxed),
+            1,
+            "the flag alone is asked for"
+        );
+        Ok(answers)
+    });
+    let expected = vec![[true, true], [true, true], [true, false]];
+    assert_eq!(answers.unwrap(), vec![expected; 2]);
+}
+
+#[test]
+fn a_preemption_in_local_training_is_told_with_the_average() {
+    let steps = |asks: bool| {
+        let outcomes = accelerator::launch(2, |accelerator| {
+            let parts = (
+                line(&accelerator.device()),
+                SgdConfig::new().init(),
+                loader(48, 4),
+            );
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let mut local = LocalSgdConfig::new(3).init(&accelerator, &model)?;
+            let count = counted(&accelerator)?;
+            let mut answers = Vec::new();
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                if batch.step() == 1 && accelerator.is_last_process() {
+                    accelerator.on_preemption(notice())?;
+                }
+                let gradients = local.backward(distance(&model, &batch), &model, &batch)?;
+                model = optimizer.step(0.01, model, gradients);
+                local.step(&mut model)?;
+                if asks {
+                    answers.push(accelerator.preempted()?);
+                }
+            }
+            let operations = count.load(Ordering::Relaxed);
+            local.finish(&mut model)?;
+            Ok((answers, operations))
+        });
+        outcomes.unwrap()
+    };
+    // In the middle of a round there is nothing to save.
+    let expected = vec![false, false, true, false, false, true];
+    for ((answers, with), (_, without)) in steps(true).into_iter().zip(steps(false)) {
+        assert_eq!(answers, expected);
+        assert_eq!(with, without, "operations of a rank");
+    }
+}
+
 #[test]
 fn c13_a_flag_that_is_raised_after_the_window_is_told_by_the_next_check() {
     for ranks in [1, 2] {

@@ -499,7 +499,7 @@ fn a_rank_that_is_lost_in_an_average_is_named_and_the_model_is_as_it_was() {
                 if accelerator.rank() == 2 && optimizer.steps() == 2 {
                     if let Leaves::WithinIt = leaves {
                         // What ranks count, and then no bucket.
-                        accelerator.group().all_gather(&[2.0_f64, 8.0, 0.0])?;
+                        accelerator.group().all_gather(&[2.0_f64, 8.0, 0.0, 0.0])?;
                     }
                     return Ok(());
                 }

@@ -159,7 +159,8 @@ forwarded. Nothing that the ranks start outlives the job, daemons and `kill -9` 
 launcher included.
 
 Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
-where a signal ended it; 2 for a wrong command line, or an ACCEL_ variable that the ranks
+where a signal ended it; 75 where all ranks have saved because they were told to leave, and
+want to be started again; 2 for a wrong command line, or an ACCEL_ variable that the ranks
 would refuse (`accel-launch env` lists them all); 101 where cargo could not build.
 
 Examples:

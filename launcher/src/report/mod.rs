@@ -92,6 +92,9 @@ pub(crate) enum JobOutcome {
     Recovered,
     /// It failed, and before it had succeeded a signal ended the launcher.
     Interrupted,
+    /// All ranks have saved because they were told to leave, and it goes on when it is started again. There may be no
+    /// failure before.
+    Preempted,
 }
 
 impl FailureRecord {
@@ -167,7 +170,8 @@ impl FailureRecord {
     }
 }
 
-/// Writes `attempts` to the report in `folder`; the last is the failure of the job.
+/// Writes `attempts` to the report in `folder`; the last is the failure of the job. Without any there is a report of a
+/// preemption only.
 ///
 /// `reason` is why there was no further attempt, where there might have been one.
 ///
@@ -185,14 +189,15 @@ pub(crate) fn write(
     struct File<'a> {
         version: u32,
         #[serde(flatten)]
-        last: &'a FailureRecord,
+        last: Option<&'a FailureRecord>,
         ending: JobOutcome,
         reason: Option<&'a str>,
         attempts: &'a [FailureRecord],
     }
-    let Some(last) = attempts.last() else {
+    let last = attempts.last();
+    if last.is_none() && ending != JobOutcome::Preempted {
         return Ok(());
-    };
+    }
     let file = File {
         version: FORMAT_VERSION,
         last,

@@ -112,7 +112,8 @@ pub(crate) struct Options {
     /// How often a failed job is restarted [default: 0; with MIN:MAX processes 3].
     ///
     /// A restart ends all ranks and starts new ones; the program resumes from its last checkpoint.
-    /// The count is never reset, however long the job ran in between.
+    /// The count is never reset, however long the job ran in between. Ranks that were preempted and have saved
+    /// (exit code 75) are restarted at once, which does not count.
     #[arg(long, value_name = "N")]
     pub(crate) max_restarts: Option<u64>,
 

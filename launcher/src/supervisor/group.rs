@@ -73,6 +73,11 @@ impl GroupOutcome {
         self.job.ended_by_itself(rank)
     }
 
+    /// Whether a signal told the launcher itself that the job is to end.
+    pub(crate) fn was_notified(&self) -> bool {
+        self.asked_to_end.is_some() || self.job.was_notified()
+    }
+
     /// The exit code of the whole.
     pub(crate) fn exit_code(&self) -> u8 {
         self.job.exit_code()
@@ -105,7 +110,6 @@ pub(crate) fn supervise(
                 if let Some(named) = Signal::from_named_raw(number) {
                     group.iter().for_each(|process| process.signal(named));
                 }
-                continue;
             }
             Event::Drained => {
                 drained += 1;

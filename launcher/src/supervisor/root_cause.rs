@@ -52,6 +52,8 @@ pub(crate) enum FailureClass {
     ErrorExit,
     /// It blames others, and no rank blames it.
     Secondary,
+    /// It ended with the exit code of a preempted rank, as all others are about to.
+    Preempted,
 }
 
 impl Evidence {
@@ -140,6 +142,8 @@ impl RootCause {
             (FailureClass::MutuallyBlamed, _) => 250,
             (FailureClass::ExitCode, _) => 50,
             (FailureClass::ErrorExit | FailureClass::Secondary, _) => 250,
+            // The others have saved as well, and have memory and devices to give back.
+            (FailureClass::Preempted, _) => 1000,
         })
     }
 }
@@ -174,6 +178,7 @@ impl RankEvidence {
             (Some(End::Code(code)), false, true) if code != 0 => Some(FailureClass::BlamedFailed),
             (_, false, true) => Some(FailureClass::BlamedSilent),
             (Some(End::Code(0)), false, false) => None,
+            (Some(End::PREEMPTED), false, false) => Some(FailureClass::Preempted),
             (Some(End::Code(code)), false, false) if code != ERROR_EXIT => {
                 Some(FailureClass::ExitCode)
             }
@@ -380,6 +385,26 @@ mod tests {
     }
 
     #[test]
+    fn whatever_else_fails_precedes_a_rank_that_was_preempted() {
+        use FailureClass::{BlamedFailed, ErrorExit, Killed, Preempted, Secondary};
+        check(&[Ended(0, End::PREEMPTED)], 0, Preempted);
+        check(&[Ended(0, End::PREEMPTED), Ended(1, KILL)], 1, Killed);
+        check(&[Ended(0, End::PREEMPTED), Ended(1, Code(1))], 1, ErrorExit);
+        check(
+            &[Ended(0, End::PREEMPTED), FailureReported(1, &[2])],
+            2,
+            FailureClass::BlamedSilent,
+        );
+        // It left while another one still needed it.
+        check(
+            &[Ended(0, End::PREEMPTED), FailureReported(1, &[0])],
+            0,
+            BlamedFailed,
+        );
+        assert!(Secondary < Preempted);
+    }
+
+    #[test]
     fn certain_evidence_needs_no_wait() {
         for (facts, max_wait) in [
             (&[Ended(1, KILL)][..], 0),
@@ -390,6 +415,7 @@ mod tests {
             (&[FailureReported(0, &[1])], 500),
             (&[Ended(0, Code(1))], 250),
             (&[Ended(0, Code(7))], 50),
+            (&[Ended(0, End::PREEMPTED)], 1000),
         ] {
             assert_eq!(
                 root_cause(facts).max_wait(),

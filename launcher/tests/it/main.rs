@@ -16,6 +16,7 @@ mod estimate;
 mod failure;
 mod gpus;
 mod output;
+mod preemption;
 mod ranks;
 mod restarts;
 mod root_cause;

@@ -6,6 +6,7 @@
     reason = "this program is part of tests; a panic is how they fail"
 )]
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use accelerator::metric::Mean;
@@ -16,7 +17,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::FloatDType;
 use serde::Serialize;
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
@@ -59,6 +60,12 @@ fn main() -> Result<()> {
                     "fail" if accelerator.rank() == 1 => {
                         return Err(Error::other("no labels here"));
                     }
+                    "preempt" => {
+                        let passed = std::time::SystemTime::now();
+                        accelerator.on_preemption(Preemption::new().with_deadline(passed))?;
+                        assert!(accelerator.preempted()?);
+                        return accelerator.finish_preempted().map(drop);
+                    }
                     "sleep" => std::thread::sleep(Duration::from_secs(600)),
                     _ => {}
                 }
@@ -87,7 +94,7 @@ fn main() -> Result<()> {
                 .accumulation_steps(2)
                 .seed(5)
                 .build()?;
-            accelerator_tests::resumable::train(&accelerator, &job)?;
+            return accelerator_tests::resumable::train(&accelerator, &job);
         }
         ["connect", seconds] => {
             let timeout = Duration::from_secs(number(seconds) as u64);
@@ -119,7 +126,7 @@ fn main() -> Result<()> {
         }
         _ => panic!("unknown task {args:?}"),
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn number(text: &str) -> usize {

@@ -29,6 +29,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
         dropout: 0.2,
         optimizer: OptimizerKind::AdamW,
         pause_ms: 0,
+        ..TrainingJob::default()
     };
     assert!(train(&job(&whole)).status.success());
     let first: TrainingResult =

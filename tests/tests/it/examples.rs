@@ -1,6 +1,8 @@
 //! The example programs learn, and every rank tells the same of it.
 
-use accelerator_tests::processes::{Ended, example, run_ranks};
+use std::process::Command;
+
+use accelerator_tests::processes::{Ended, example, run_ranks, run_with, wait_until};
 
 /// Runs an example on one process and on two. Each rank says, in its last line,
 /// `rank 0: loss 2.1 in the first tenth, 0.4 in the last`: the figure falls by 30 % at least, and is the
@@ -265,4 +267,22 @@ fn resumable_saves_its_end_once() {
         begins.unwrap().to_owned()
     });
     assert_ne!(starts[0], starts[1]);
+}
+
+#[test]
+fn resumable_saves_and_leaves_on_a_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let args = ["--limit", "800", "--batch-size", "8", "--save-every", "1"];
+    let mut command = Command::new(example("resumable"));
+    command.args(args).args(["--checkpoints", path]);
+    let ended = run_with(command, |pid| {
+        wait_until("a checkpoint", || {
+            folder.path().join("latest").exists().then_some(())
+        });
+        let mut kill = Command::new("kill");
+        assert!(kill.arg(pid.to_string()).status().unwrap().success());
+    });
+    assert_eq!(ended.status.code(), Some(75), "{}", ended.stderr);
+    assert!(ended.stderr.contains("by a signal"), "{}", ended.stderr);
 }

@@ -47,6 +47,16 @@ fn a_rank_that_fails_is_named_and_ends_the_others() {
 }
 
 #[test]
+fn ranks_that_were_preempted_have_not_finished() {
+    let ended = run(&["launch-processes", "2", "preempt"]);
+    let stderr = String::from_utf8(ended.stderr).unwrap();
+    let stdout = String::from_utf8(ended.stdout).unwrap();
+    assert!(!ended.status.success());
+    assert!(stderr.contains("the ranks were preempted"), "{stderr}");
+    assert!(!stdout.contains("behind"), "{stdout}");
+}
+
+#[test]
 fn a_program_that_is_a_rank_already_starts_none() {
     let ended = program(&["launch-processes", "2", "work"])
         .envs([("RANK", "0"), ("WORLD_SIZE", "1")])

@@ -19,6 +19,7 @@ fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
         dropout,
         optimizer,
         pause_ms: 0,
+        ..TrainingJob::default()
     }
 }
 
@@ -65,7 +66,7 @@ fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
 }
 
 /// Each sample of an epoch once.
-fn assert_exact(folder: &Path, job: &TrainingJob) {
+pub(super) fn assert_exact(folder: &Path, job: &TrainingJob) {
     let mut epochs: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
     for step in history(folder).into_values().flatten() {
         epochs.entry(step.epoch).or_default().extend(step.samples);

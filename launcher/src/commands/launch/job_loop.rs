@@ -100,7 +100,9 @@ impl JobLoop<'_> {
             settings.restart_delay,
         );
         loop {
+            let began = Instant::now();
             let ended = attempt.run(self.spawner, self.package_dir, &channel)?;
+            let mut is_preempted = false;
             let (why, evidence, decision, code) = match ended {
                 // It would fail again with every rank and in every attempt.
                 AttemptOutcome::NotStarted { error, .. } if error.is_usage() => return Err(error),
@@ -122,23 +124,37 @@ impl JobLoop<'_> {
                         _ => ExitCode::from(finished.outcome.exit_code()),
                     };
                     let failure = FailureRecord::of(&finished, self.command);
-                    let (Some(failure), None) = (&failure, finished.outcome.asked_to_end) else {
-                        history.failures.extend(failure);
-                        let outcome = self.outcome_of(&finished, history);
-                        return Ok(JobEnd {
-                            outcome,
-                            code,
-                            reason: None,
-                        });
-                    };
-                    let decision = restarts.failed(match failure.is_certain() {
-                        true => AttemptFailure::Rank(failure.rank()),
-                        false => AttemptFailure::Unknown,
-                    });
-                    let why = failure.headline(history.failures.last());
-                    let evidence = failure.evidence();
-                    history.failures.push(failure.clone());
-                    (why, evidence, decision, code)
+                    is_preempted = finished.outcome.cause() == Some(Cause::Preempted);
+                    match failure {
+                        None if is_preempted && !finished.outcome.was_notified() => {
+                            let why = "all ranks were preempted, and have saved".to_owned();
+                            (
+                                why,
+                                String::new(),
+                                restarts.preempted(began.elapsed()),
+                                code,
+                            )
+                        }
+                        Some(failure) if finished.outcome.asked_to_end.is_none() => {
+                            let decision = restarts.failed(match failure.is_certain() {
+                                true => AttemptFailure::Rank(failure.rank()),
+                                false => AttemptFailure::Unknown,
+                            });
+                            let why = failure.headline(history.failures.last());
+                            let evidence = failure.evidence();
+                            history.failures.push(failure);
+                            (why, evidence, decision, code)
+                        }
+                        failure => {
+                            history.failures.extend(failure);
+                            let outcome = self.outcome_of(&finished, history);
+                            return Ok(JobEnd {
+                                outcome,
+                                code,
+                                reason: None,
+                            });
+                        }
+                    }
                 }
             };
             let Decision::Restart {
@@ -151,8 +167,12 @@ impl JobLoop<'_> {
                     Decision::GiveUp(reason) => Some(reason),
                     _ => None,
                 };
+                let outcome = match is_preempted {
+                    true => JobOutcome::Preempted,
+                    false => JobOutcome::Failed,
+                };
                 return Ok(JobEnd {
-                    outcome: JobOutcome::Failed,
+                    outcome,
                     code,
                     reason,
                 });
@@ -160,6 +180,7 @@ impl JobLoop<'_> {
             self.record(history, JobOutcome::Restarting, None);
             let most = restarts.most();
             let wait_text = match wait {
+                _ if is_preempted => ", which does not count".to_owned(),
                 Duration::ZERO => String::new(),
                 wait => format!(" in {} s", wait.as_secs_f64()),
             };
@@ -174,10 +195,24 @@ impl JobLoop<'_> {
             history.output.note(&format!(
                 "{why}; restart {restart} of {most}{wait_text}{size}{evidence}"
             ));
-            channel = self.pause(channel, wait)?;
+            channel = match self.pause(channel, wait) {
+                // Nothing runs, and everything is saved.
+                Err(error) if is_preempted => {
+                    return Ok(JobEnd {
+                        outcome: JobOutcome::Preempted,
+                        code,
+                        reason: Some(chain(&error)),
+                    });
+                }
+                paused => paused?,
+            };
             // There is at least one rank, since a slot is only given up where another is left.
             let ranks = NonZeroUsize::new(restarts.ranks()).unwrap_or(NonZeroUsize::MIN);
             let settings = settings.restarted(restart, ranks, self.options, variable);
+            let settings = Settings {
+                max_restarts: most,
+                ..settings
+            };
             attempt = Attempt::prepare(settings, &channel)?;
             history.output = attempt.output().clone();
         }
@@ -232,7 +267,7 @@ impl JobLoop<'_> {
         }
     }
 
-    /// The outcome of a job whose last attempt succeeded or was interrupted.
+    /// The outcome of a job whose last attempt succeeded, was interrupted or was preempted.
     fn outcome_of(&self, finished: &FinishedAttempt, history: &JobHistory) -> JobOutcome {
         let (outcome, output) = (&finished.outcome, &finished.output);
         match outcome.cause() {
@@ -253,6 +288,7 @@ impl JobLoop<'_> {
                 JobOutcome::Interrupted
             }
             Some(Cause::OutputClosed) => JobOutcome::Interrupted,
+            Some(Cause::Preempted) => JobOutcome::Preempted,
             None => {
                 if !history.failures.is_empty() && !self.options.quiet {
                     output.note(&match finished.settings.restart {
@@ -274,6 +310,11 @@ impl JobLoop<'_> {
             let report = self.settings.log_dir.as_ref();
             let report = report.map(|dir| dir.join(report::FILE));
             history.output.note(&last.block(report.as_deref()));
+        }
+        if end.outcome == JobOutcome::Preempted && !self.options.quiet {
+            history
+                .output
+                .note("preempted: all ranks have saved; start the job again to go on");
         }
         match reason {
             Some(reason) if has_failed => history.output.note(&format!("giving up: {reason}")),

@@ -7,6 +7,10 @@ use std::time::Duration;
 /// The longest wait before a restart.
 const MAX_DELAY: Duration = Duration::from_secs(60);
 
+/// An attempt that follows a preemption and is preempted sooner than this has met the same notice again: a deadline that
+/// has passed, a file that is still there.
+const SAME_NOTICE_WITHIN: Duration = Duration::from_secs(600);
+
 /// What is left of a job's restarts, and the slots that its ranks run in.
 ///
 /// A slot is a place for one rank. Ranks are numbered without gaps, so when a slot is given up, the
@@ -15,6 +19,10 @@ const MAX_DELAY: Duration = Duration::from_secs(60);
 pub(crate) struct Restarts {
     most: u64,
     done: u64,
+    /// Restarts that do not count, since ranks were preempted.
+    uncounted: u64,
+    /// Whether the last attempt was preempted.
+    is_preempted: bool,
     delay: Duration,
     least: usize,
     slots: Vec<usize>,
@@ -60,6 +68,8 @@ impl Restarts {
         Self {
             most,
             done: 0,
+            uncounted: 0,
+            is_preempted: false,
             delay,
             least,
             slots: (0..ranks).collect(),
@@ -68,9 +78,9 @@ impl Restarts {
         }
     }
 
-    /// How often it is restarted at most.
+    /// How often it is restarted at most, those restarts included that do not count.
     pub(crate) fn most(&self) -> u64 {
-        self.most
+        self.most + self.uncounted
     }
 
     /// How many ranks it has.
@@ -90,6 +100,7 @@ impl Restarts {
         let slot = rank.and_then(|rank| self.slots.get(rank).copied());
         let is_gone = matches!(failure, AttemptFailure::NotStarted(_))
             || (slot.is_some() && slot == self.failed_rank);
+        self.is_preempted = false;
         if self.most == 0 {
             return Decision::NoRestarts;
         }
@@ -116,9 +127,32 @@ impl Restarts {
         let doublings = u32::try_from(self.done).unwrap_or(u32::MAX).min(16);
         self.done += 1;
         Decision::Restart {
-            restart: self.done,
+            restart: self.done + self.uncounted,
             wait: self.delay.saturating_mul(1 << doublings).min(MAX_DELAY),
             dropped_slot,
+        }
+    }
+
+    /// Decides after an attempt whose ranks were preempted, and the launcher was not; `lasted` is how long it ran.
+    ///
+    /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all, and a
+    /// notice that is not the one before.
+    pub(crate) fn preempted(&mut self, lasted: Duration) -> Decision {
+        if self.most == 0 {
+            return Decision::NoRestarts;
+        }
+        if std::mem::replace(&mut self.is_preempted, true) && lasted < SAME_NOTICE_WITHIN {
+            return Decision::GiveUp(format!(
+                "it was preempted again within {} minutes of its restart",
+                SAME_NOTICE_WITHIN.as_secs() / 60
+            ));
+        }
+        self.failed_rank = None;
+        self.uncounted += 1;
+        Decision::Restart {
+            restart: self.done + self.uncounted,
+            wait: Duration::ZERO,
+            dropped_slot: None,
         }
     }
 }
@@ -194,6 +228,27 @@ mod tests {
         let mut restarts = Restarts::new(2, 1, 3, Duration::ZERO);
         assert_eq!(restarts.failed(NotStarted(0)), again(1, 0, Some(0)));
         assert_eq!(restarts.ranks(), 1);
+    }
+
+    #[test]
+    fn a_preempted_job_is_restarted_at_once_and_the_restart_does_not_count() {
+        let mut restarts = Restarts::new(2, 1, 2, SECOND);
+        assert_eq!(restarts.failed(Rank(1)), again(1, 1, None));
+        assert_eq!(restarts.preempted(SECOND), again(2, 0, None));
+        assert_eq!(restarts.most(), 3);
+        // The slot that failed before has not failed twice in a row.
+        assert_eq!(restarts.failed(Rank(1)), again(3, 2, None));
+        assert!(matches!(restarts.failed(Rank(0)), Decision::GiveUp(_)));
+    }
+
+    #[test]
+    fn a_notice_that_stands_ends_the_job() {
+        let mut restarts = Restarts::new(2, 2, 3, SECOND);
+        assert_eq!(restarts.preempted(Duration::ZERO), again(1, 0, None));
+        assert_eq!(restarts.preempted(SAME_NOTICE_WITHIN), again(2, 0, None));
+        assert!(matches!(restarts.preempted(SECOND), Decision::GiveUp(_)));
+        let mut none = Restarts::new(2, 2, 0, SECOND);
+        assert_eq!(none.preempted(SECOND), Decision::NoRestarts);
     }
 
     #[test]

@@ -23,4 +23,6 @@ pub(crate) enum Cause {
     Signal(i32),
     /// The launcher's output was closed.
     OutputClosed,
+    /// All ranks were preempted: they have saved, and ended with the exit code for it.
+    Preempted,
 }

@@ -35,6 +35,8 @@ pub(crate) struct Job {
     asked: Option<i32>,
     /// The rank whose failing end was seen first.
     first_failure: Option<usize>,
+    /// Whether the launcher received a signal that it forwarded.
+    has_forwarded: bool,
 }
 
 impl Job {
@@ -48,6 +50,7 @@ impl Job {
             grace,
             asked: None,
             first_failure: None,
+            has_forwarded: false,
         }
     }
 
@@ -84,7 +87,8 @@ impl Job {
                     self.terminate_all(cause, signal::SIGTERM, now, &mut actions);
                 }
             }
-            Event::ForwardSignal(_) | Event::Drained | Event::Tick => {}
+            Event::ForwardSignal(_) => self.has_forwarded = true,
+            Event::Drained | Event::Tick => {}
         }
         self.diagnose(now);
         self.apply_timeouts(now, &mut actions);
@@ -117,7 +121,7 @@ impl Job {
         let may_hear = self.members.len() > 1
             && self.members.iter().any(|member| member.has_joined)
             && matches!(self.phase, Phase::Diagnosing { .. })
-            && self.cause().is_some();
+            && matches!(self.cause(), Some(Cause::Failure(_)));
         matches!(self.phase, Phase::Abandoned { .. }) || (has_ended && !may_hear)
     }
 
@@ -129,6 +133,11 @@ impl Job {
             |member: &Member| member.by_itself && member.end.is_some_and(End::is_success);
         if self.members.iter().all(has_succeeded) {
             return None;
+        }
+        // Also where a signal of the launcher told them to.
+        let is_preempted = |member: &Member| member.end == Some(End::PREEMPTED);
+        if self.members.iter().all(is_preempted) {
+            return Some(Cause::Preempted);
         }
         match self.phase {
             Phase::Running => None,
@@ -142,6 +151,12 @@ impl Job {
     /// The first signal that asked the launcher to end, whatever the group ended of.
     pub(crate) fn asked_to_end(&self) -> Option<i32> {
         self.asked
+    }
+
+    /// Whether the launcher itself was notified that the job is to end: by a signal that asked it to, or by one that it
+    /// forwarded.
+    pub(crate) fn was_notified(&self) -> bool {
+        self.asked.is_some() || self.has_forwarded
     }
 
     /// How `rank` ended, if it did.
@@ -182,6 +197,7 @@ impl Job {
             }
             Some(Cause::Signal(signal)) => End::Signal(signal).exit_code(),
             Some(Cause::OutputClosed) => End::Signal(signal::SIGPIPE).exit_code(),
+            Some(Cause::Preempted) => End::PREEMPTED.exit_code(),
         }
     }
 

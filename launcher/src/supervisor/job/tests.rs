@@ -332,3 +332,52 @@ fn a_join_notice_can_arrive_after_a_death() {
         [send(signal::SIGTERM, &[1])]
     );
 }
+
+#[test]
+fn preempted_ranks_end_as_they_like_and_the_job_with_their_code() {
+    let (mut job, now) = job(2);
+    (0..2).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
+    assert_eq!(job.step(ended(1, End::PREEMPTED), now), []);
+    let later = now + Duration::from_secs(1);
+    // It gets the grace period, as the survivor of a failure does.
+    assert_eq!(job.step(Event::Tick, later), [send(signal::SIGTERM, &[1])]);
+    job.step(ended(0, End::PREEMPTED), later);
+    assert!(job.is_over(), "no report is awaited");
+    assert_eq!((job.exit_code(), job.cause()), (75, Some(Cause::Preempted)));
+    assert!(!job.was_notified());
+}
+
+#[test]
+fn ranks_that_save_on_a_signal_of_the_launcher_give_the_code() {
+    for signal in [signal::SIGTERM, signal::SIGINT] {
+        let (mut job, now) = job(2);
+        job.step(Event::Signal(signal), now);
+        (0..2).for_each(|rank| drop(job.step(ended(rank, End::PREEMPTED), now)));
+        assert_eq!((job.exit_code(), job.cause()), (75, Some(Cause::Preempted)));
+        assert!(job.was_notified() && job.asked_to_end() == Some(signal));
+    }
+    let (mut job, now) = job(1);
+    job.step(Event::ForwardSignal(signal::SIGUSR1), now);
+    assert!(job.was_notified() && job.asked_to_end().is_none());
+}
+
+#[test]
+fn a_job_of_which_one_rank_did_not_save_is_not_preempted() {
+    let (mut job, now) = job(2);
+    job.step(Event::Signal(signal::SIGTERM), now);
+    job.step(ended(0, End::PREEMPTED), now);
+    job.step(ended(1, End::Signal(signal::SIGTERM)), now);
+    let by_signal = Cause::Signal(signal::SIGTERM);
+    assert_eq!((job.exit_code(), job.cause()), (143, Some(by_signal)));
+
+    for (end, code) in [(End::Signal(signal::SIGSEGV), 139), (End::Code(1), 1)] {
+        let (mut job, now) = self::job(2);
+        job.step(ended(0, End::PREEMPTED), now);
+        job.step(ended(1, end), now);
+        assert!(job.is_over());
+        assert_eq!(
+            (job.exit_code(), job.cause()),
+            (code, Some(Cause::Failure(1)))
+        );
+    }
+}

@@ -1,0 +1,141 @@
+use std::process::ExitCode;
+
+use accelerator_env::PREEMPTED_EXIT_CODE;
+
+use super::Accelerator;
+use crate::core::error::Result;
+use crate::core::preemption::Preemption;
+
+/// A program that leaves its place when it is told to, and loses nothing.
+impl Accelerator {
+    /// Watches what announces that this rank is about to be ended: SIGTERM, SIGUSR1 and SIGUSR2, a deadline, a file.
+    /// All ranks learn of it by [`preempted`](Self::preempted), save in the same step, and
+    /// [end](Self::finish_preempted) with an exit code that asks for another start.
+    ///
+    /// Call it on each rank, before the loop; nothing is communicated. What a second call names is watched, too.
+    ///
+    /// The handler of a signal sets a flag and does nothing else, so the signal may arrive at any time: in the first step,
+    /// in an evaluation, during a save. From then on no further one ends the process, as it would by default; nor does the
+    /// first one. So a program that does not ask [`preempted`](Self::preempted) is ended by SIGKILL alone. Without
+    /// this call, and when the accelerator is dropped without a notice, signals do what they do in any program.
+    ///
+    /// ```
+    /// use std::process::ExitCode;
+    ///
+    /// use accelerator::prelude::*;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::{Device, Tensor, TensorData};
+    /// # struct Rows;
+    /// # impl Batcher<f32, Tensor<2>> for Rows {
+    /// #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+    /// #         let shape = [items.len(), 1];
+    /// #         Tensor::from_data(TensorData::new(items, shape), device)
+    /// #     }
+    /// # }
+    ///
+    /// fn main() -> Result<ExitCode> {
+    /// #     let folder = tempfile::tempdir().unwrap();
+    /// #     let leave = folder.path().join("leave");
+    /// #     std::fs::write(&leave, "")?;
+    /// #     let folder = folder.path();
+    /// #     let dataset = InMemDataset::new(vec![0.5_f32; 40]);
+    /// #     let train = LoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+    ///     let accelerator = Accelerator::new()?;
+    ///     accelerator.on_preemption(Preemption::new())?;
+    /// #     accelerator.on_preemption(Preemption::new().with_signals([]).with_file(leave))?;
+    /// #     let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
+    ///     // Model, optimizer and loader as ever; they go on where they were.
+    ///     let parts = accelerator.prepare((model, SgdConfig::new().init(), train))?;
+    ///     let ((mut model, mut optimizer, train), position) = accelerator.resume(folder, parts)?;
+    ///     for epoch in position.epoch()..3 {
+    ///         for batch in train.epoch(epoch) {
+    ///             let batch = batch?;
+    /// #             let loss = model.forward((*batch).clone()).powi_scalar(2).mean();
+    ///             let gradients = accelerator.backward(loss, &model, &batch)?;
+    ///             model = optimizer.step(1e-2, model, gradients);
+    ///             if accelerator.preempted()? {
+    ///                 accelerator.save_state(folder, (&model, &optimizer, &train))?;
+    /// #                 assert_eq!(optimizer.steps(), 1);
+    /// #                 return accelerator.finish_preempted().map(|_| ExitCode::SUCCESS);
+    ///                 return accelerator.finish_preempted();
+    ///             }
+    ///         }
+    ///     }
+    /// #     panic!("it has found the file");
+    ///     accelerator.finish()?;
+    ///     Ok(ExitCode::SUCCESS)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`](crate::Error::is_io) where the system refuses a handler.
+    pub fn on_preemption(&self, preemption: Preemption) -> Result<()> {
+        self.shared.reduction.trigger.watch_preemption(preemption)
+    }
+
+    /// Whether some rank has been told to leave: the same answer on every rank, which stays. Every rank must call it,
+    /// in the same places.
+    ///
+    /// It is "no" where a checkpoint cannot be saved anyhow: while an accumulation window is open, and while
+    /// [local training](crate::local) has replicas that differ. Elsewhere it costs what
+    /// [`check_trigger`](Self::check_trigger) does: nothing after a window of gradients, which has brought the answer
+    /// along, else an all-reduce of one number.
+    ///
+    /// After each optimizer step is the place for it. A notice that comes during an evaluation is told by the step after
+    /// it; where there is none, or evaluations take longer than the time that is left to save, ask in them, too.
+    ///
+    /// ```
+    /// use std::time::SystemTime;
+    ///
+    /// use accelerator::Preemption;
+    ///
+    /// let answers = accelerator::launch(3, |accelerator| {
+    ///     let before = accelerator.preempted()?;
+    ///     if accelerator.is_last_process() {
+    ///         let passed = Preemption::new().with_signals([]).with_deadline(SystemTime::now());
+    ///         accelerator.on_preemption(passed)?;
+    ///     }
+    ///     Ok([before, accelerator.preempted()?, accelerator.preempted()?])
+    /// })?;
+    /// assert_eq!(answers, [[false, true, true]; 3]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when ranks have to be asked and one is lost.
+    #[track_caller]
+    pub fn preempted(&self) -> Result<bool> {
+        let reduction = &self.shared.reduction;
+        if !self.sync_gradients() || reduction.models.is_any_apart() {
+            return Ok(false);
+        }
+        reduction.trigger.is_preempted(self.group())
+    }
+
+    /// Ends the job as [`finish`](Self::finish) does, and gives the exit code for `main` to return:
+    /// [`PREEMPTED_EXIT_CODE`](crate::PREEMPTED_EXIT_CODE), 75, by which `accel-launch`, Slurm and Kubernetes know
+    /// that the program wants to be started again.
+    ///
+    /// ```
+    /// use std::process::ExitCode;
+    ///
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// // After `save_state`, where `preempted` said so.
+    /// let code: ExitCode = accelerator.finish_preempted()?;
+    /// assert_eq!(code, ExitCode::from(accelerator::PREEMPTED_EXIT_CODE));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`finish`](Self::finish): the job has failed then, and must not end with this code.
+    #[track_caller]
+    pub fn finish_preempted(&self) -> Result<ExitCode> {
+        self.finish()?;
+        Ok(ExitCode::from(PREEMPTED_EXIT_CODE))
+    }
+}

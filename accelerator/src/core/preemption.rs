@@ -1,0 +1,245 @@
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use signal_hook::consts::signal;
+
+use super::error::Result;
+use super::signals::SignalListener;
+use super::user_message;
+
+/// What tells a rank that its place is about to be taken: signals, a deadline, a file. For
+/// [`Accelerator::on_preemption`](crate::Accelerator::on_preemption).
+///
+/// ```
+/// use std::time::{Duration, SystemTime};
+///
+/// use accelerator::{Preemption, PreemptionSignal};
+///
+/// // SIGTERM, SIGUSR1 and SIGUSR2.
+/// let by_signals = Preemption::new();
+/// // Slurm says when the job ends; this leaves two minutes to save.
+/// let end = std::env::var("SLURM_JOB_END_TIME").ok().and_then(|end| end.parse().ok());
+/// let end = end.map(|end| SystemTime::UNIX_EPOCH + Duration::from_secs(end));
+/// let in_time = match end {
+///     Some(end) => by_signals.with_deadline(end - Duration::from_secs(120)),
+///     None => by_signals,
+/// };
+/// // `touch runs/a/leave` ends the job, too; of signals, SIGUSR2 alone.
+/// let preemption = in_time
+///     .with_file("runs/a/leave")
+///     .with_signals([PreemptionSignal::Usr2]);
+/// # let accelerator = accelerator::Accelerator::new()?;
+/// accelerator.on_preemption(preemption)?;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use = "`Accelerator::on_preemption` takes it"]
+pub struct Preemption {
+    deadline: Option<SystemTime>,
+    file: Option<PathBuf>,
+    signals: Vec<PreemptionSignal>,
+}
+
+/// A signal that announces a preemption.
+///
+/// ```
+/// use accelerator::{Preemption, PreemptionSignal};
+///
+/// // Ctrl-C saves, too.
+/// let all = Preemption::new().with_signals([
+///     PreemptionSignal::Int,
+///     PreemptionSignal::Term,
+///     PreemptionSignal::Usr1,
+///     PreemptionSignal::Usr2,
+/// ]);
+/// # let _ = all;
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum PreemptionSignal {
+    /// SIGINT: Ctrl-C.
+    Int,
+    /// SIGTERM: what Slurm, Kubernetes and `accel-launch` send before they kill.
+    Term,
+    /// SIGUSR1: what Slurm's `--signal=USR1@120` sends. Some libraries handle it themselves.
+    Usr1,
+    /// SIGUSR2: what Slurm's `--signal=USR2@120` sends.
+    Usr2,
+}
+
+impl Preemption {
+    /// SIGTERM, SIGUSR1 and SIGUSR2.
+    pub fn new() -> Self {
+        Self {
+            deadline: None,
+            file: None,
+            signals: vec![
+                PreemptionSignal::Term,
+                PreemptionSignal::Usr1,
+                PreemptionSignal::Usr2,
+            ],
+        }
+    }
+
+    /// These signals alone; none of them where the list is empty. What a system does not have is left out.
+    pub fn with_signals(self, signals: impl IntoIterator<Item = PreemptionSignal>) -> Self {
+        Self {
+            signals: signals.into_iter().collect(),
+            ..self
+        }
+    }
+
+    /// Also from this moment on, by the clock of the host: early enough before the end that all ranks can save.
+    ///
+    /// It is a time of day and no duration, so that it is the same one after a restart within an allocation.
+    pub fn with_deadline(self, deadline: SystemTime) -> Self {
+        Self {
+            deadline: Some(deadline),
+            ..self
+        }
+    }
+
+    /// Also as soon as this file exists, whatever it holds. It is looked for at most once a second. A job that is
+    /// started again finds it again: remove it before.
+    pub fn with_file(self, path: impl Into<PathBuf>) -> Self {
+        Self {
+            file: Some(path.into()),
+            ..self
+        }
+    }
+}
+
+impl Default for Preemption {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What this rank watches, and whether it has been told to leave, which stays.
+#[derive(Debug, Default)]
+pub(crate) struct PreemptionNotice {
+    deadline: Option<SystemTime>,
+    files: Vec<PathBuf>,
+    listeners: Vec<SignalListener>,
+    looked_at: Option<Instant>,
+    /// Set by handlers of signals, which do nothing else.
+    received: Arc<AtomicBool>,
+    told: bool,
+}
+
+impl PreemptionNotice {
+    /// Watches this beside what it watches already.
+    pub(crate) fn watch(&mut self, preemption: Preemption) -> Result<()> {
+        for number in preemption.signals.into_iter().filter_map(number) {
+            let listener = SignalListener::start(number, &self.received)?;
+            self.listeners.push(listener);
+        }
+        self.deadline = self.deadline.into_iter().chain(preemption.deadline).min();
+        self.files.extend(preemption.file);
+        Ok(())
+    }
+
+    /// Whether this rank is to leave.
+    pub(crate) fn is_given(&mut self, rank: usize) -> bool {
+        if self.told {
+            return true;
+        }
+        let by = if self.received.load(Ordering::SeqCst) {
+            "a signal"
+        } else if self.deadline.is_some_and(|at| SystemTime::now() >= at) {
+            "its deadline"
+        } else if self.finds_file() {
+            "its file"
+        } else {
+            return false;
+        };
+        user_message::tell(&format!(
+            "rank {rank} is preempted, by {by}: all ranks learn of it in the next step"
+        ));
+        self.give();
+        true
+    }
+
+    /// This rank is to leave, as it knows by itself or from the others.
+    pub(crate) fn give(&mut self) {
+        self.told = true;
+        // What comes later must not end it while it saves, nor when it is about to end.
+        self.received.store(true, Ordering::SeqCst);
+    }
+
+    fn finds_file(&mut self) -> bool {
+        let is_early = |at: Instant| at.elapsed() < BETWEEN_LOOKS;
+        if self.files.is_empty() || self.looked_at.is_some_and(is_early) {
+            return false;
+        }
+        self.looked_at = Some(Instant::now());
+        self.files.iter().any(|path| path.exists())
+    }
+}
+
+/// A look at a file system of a network takes time.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+
+/// `None` where the system has no such signal.
+fn number(named: PreemptionSignal) -> Option<i32> {
+    match named {
+        PreemptionSignal::Int => Some(signal::SIGINT),
+        PreemptionSignal::Term => Some(signal::SIGTERM),
+        #[cfg(unix)]
+        PreemptionSignal::Usr1 => Some(signal::SIGUSR1),
+        #[cfg(unix)]
+        PreemptionSignal::Usr2 => Some(signal::SIGUSR2),
+        #[cfg(not(unix))]
+        PreemptionSignal::Usr1 | PreemptionSignal::Usr2 => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn notice(preemption: Preemption) -> PreemptionNotice {
+        let mut notice = PreemptionNotice::default();
+        notice.watch(preemption.with_signals([])).unwrap();
+        notice
+    }
+
+    #[test]
+    fn a_deadline_is_given_from_its_moment_on() {
+        let hour = Duration::from_secs(3600);
+        let at = |deadline| notice(Preemption::new().with_deadline(deadline)).is_given(0);
+        assert!(at(SystemTime::now() - hour));
+        assert!(!at(SystemTime::now() + hour));
+    }
+
+    #[test]
+    fn the_earliest_deadline_counts() {
+        let mut notice = notice(Preemption::new().with_deadline(SystemTime::UNIX_EPOCH));
+        let later = SystemTime::now() + Duration::from_secs(3600);
+        let later = Preemption::new().with_signals([]).with_deadline(later);
+        notice.watch(later).unwrap();
+        assert!(notice.is_given(0));
+    }
+
+    #[test]
+    fn a_file_is_looked_for_now_and_then_and_a_notice_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("leave");
+        let mut notice = notice(Preemption::new().with_file(&path));
+        assert!(!notice.is_given(0));
+        std::fs::write(&path, "").unwrap();
+        assert!(!notice.is_given(0), "it was looked for a moment ago");
+        notice.looked_at = Some(Instant::now() - BETWEEN_LOOKS);
+        assert!(notice.is_given(0));
+        std::fs::remove_file(path).unwrap();
+        assert!(notice.is_given(0));
+    }
+
+    #[test]
+    fn without_anything_to_watch_there_is_no_notice() {
+        assert!(!PreemptionNotice::default().is_given(0));
+        assert!(!notice(Preemption::new()).is_given(0));
+    }
+}
