@@ -11,7 +11,7 @@ use signal_hook::consts::signal;
 
 use crate::event::Event;
 use crate::process::End;
-use crate::supervisor::root_cause::{Evidence, RootCause};
+use crate::supervisor::root_cause::{Evidence, FailureClass, RootCause};
 pub(crate) use action::{Action, Cause};
 
 /// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
@@ -37,6 +37,8 @@ pub(crate) struct Job {
     first_failure: Option<usize>,
     /// Whether the launcher received a signal that it forwarded.
     has_forwarded: bool,
+    /// The class of the failure that the group is ended for.
+    class: Option<FailureClass>,
 }
 
 impl Job {
@@ -51,6 +53,7 @@ impl Job {
             asked: None,
             first_failure: None,
             has_forwarded: false,
+            class: None,
         }
     }
 
@@ -88,7 +91,7 @@ impl Job {
                 }
             }
             Event::ForwardSignal(_) => self.has_forwarded = true,
-            Event::Drained | Event::Tick => {}
+            Event::Drained | Event::Message | Event::Tick => {}
         }
         self.diagnose(now);
         self.apply_timeouts(now, &mut actions);
@@ -209,12 +212,37 @@ impl Job {
             return;
         }
         member.end = Some(end);
-        member.by_itself = !member.signalled;
+        // No signal takes a host away.
+        member.by_itself = !member.signalled || end == End::Lost;
         if member.by_itself {
             self.evidence.ended(rank, end);
             if !end.is_success() {
                 self.first_failure.get_or_insert(rank);
             }
+        }
+        if end == End::Lost {
+            self.revise(rank);
+        }
+    }
+
+    /// Makes the loss of the host of `rank` the cause, where the group is being ended because ranks were silent or blamed
+    /// others: ranks can find out about the silence of a host before the launcher does.
+    fn revise(&mut self, rank: usize) {
+        let follows = matches!(
+            self.class,
+            Some(
+                FailureClass::BlamedSilent
+                    | FailureClass::MutuallyBlamed
+                    | FailureClass::ErrorExit
+                    | FailureClass::Secondary
+            )
+        );
+        if let Phase::Grace { cause, .. } | Phase::Terminating { cause, .. } = &mut self.phase
+            && matches!(cause, Cause::Failure(_))
+            && follows
+        {
+            *cause = Cause::Failure(rank);
+            self.class = Some(FailureClass::HostLost);
         }
     }
 
@@ -267,7 +295,9 @@ impl Job {
         } else {
             Duration::ZERO
         };
-        self.phase = match self.evidence.root_cause() {
+        let root_cause = self.evidence.root_cause();
+        self.class = root_cause.map(|root_cause| root_cause.class);
+        self.phase = match root_cause {
             Some(root_cause) => Phase::Diagnosing {
                 since,
                 root_cause,
