@@ -52,7 +52,7 @@ pub struct AveragedGradients(WindowResult);
 
 enum WindowResult {
     Accumulating,
-    ReducedWindow(Box<ReducedGradients>),
+    Reduced(Box<ReducedGradients>),
     /// This rank had no sample in a step of its own.
     Idle {
         epoch: Option<u64>,
@@ -122,7 +122,7 @@ impl AveragedGradients {
             device,
             epoch,
             reduced.tickets,
-            GradientStorage::ReducedWindow(sums),
+            GradientStorage::Sums(sums),
         )
     }
 
@@ -133,7 +133,7 @@ impl AveragedGradients {
         tickets: Vec<ConsumeTicket>,
         values: GradientStorage,
     ) -> Self {
-        Self(WindowResult::ReducedWindow(Box::new(ReducedGradients {
+        Self(WindowResult::Reduced(Box::new(ReducedGradients {
             device,
             epoch,
             factors: Vec::new(),
@@ -156,7 +156,7 @@ impl AveragedGradients {
 
     /// What the scale of losses learns of them.
     pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
-        if let WindowResult::ReducedWindow(closed) = &mut self.0
+        if let WindowResult::Reduced(closed) = &mut self.0
             && let Some(commit) = &mut closed.commit
         {
             commit.finiteness = Some(finiteness);
@@ -165,7 +165,7 @@ impl AveragedGradients {
 
     /// As those of this rank alone, which are in use for as long as they hold `token`.
     pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
-        if let WindowResult::ReducedWindow(closed) = &mut self.0 {
+        if let WindowResult::Reduced(closed) = &mut self.0 {
             closed.token = Some(token.clone());
         }
         self
@@ -214,7 +214,7 @@ impl AveragedGradients {
         match self.0 {
             WindowResult::Idle { .. } => true,
             WindowResult::Overflowed { scope, .. } => scope == ReduceScope::Local,
-            WindowResult::Accumulating | WindowResult::ReducedWindow(_) => false,
+            WindowResult::Accumulating | WindowResult::Reduced(_) => false,
         }
     }
 
@@ -278,7 +278,7 @@ impl AveragedGradients {
     /// ```
     #[track_caller]
     pub fn clip(mut self, clip: Clip<'_>) -> Self {
-        let WindowResult::ReducedWindow(closed) = &mut self.0 else {
+        let WindowResult::Reduced(closed) = &mut self.0 else {
             return self;
         };
         let chosen = closed.chosen(&clip);
@@ -310,7 +310,7 @@ impl AveragedGradients {
     /// gradient each, it is sent with every window after it, or a clip, was first asked for: a first call after the
     /// first window returns `None`.
     pub fn norm(&mut self) -> Option<f64> {
-        let WindowResult::ReducedWindow(closed) = &mut self.0 else {
+        let WindowResult::Reduced(closed) = &mut self.0 else {
             return None;
         };
         if !closed.knows_norm() {
@@ -324,7 +324,7 @@ impl AveragedGradients {
     #[track_caller]
     pub(super) fn agree_on_norm(&mut self) -> Result<()> {
         match &mut self.0 {
-            WindowResult::ReducedWindow(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
+            WindowResult::Reduced(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
             WindowResult::Accumulating
             | WindowResult::Idle { .. }
             | WindowResult::Overflowed { .. } => Ok(()),
@@ -339,7 +339,7 @@ impl AveragedGradients {
     /// collective. Where it fails it is `None`, and the next call that communicates fails too.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
-        let WindowResult::ReducedWindow(closed) = &mut self.0 else {
+        let WindowResult::Reduced(closed) = &mut self.0 else {
             return None;
         };
         let all = vec![true; closed.model_state.parameters().len()];
@@ -403,7 +403,7 @@ impl AveragedGradients {
     fn read_loss(&self) -> Option<f64> {
         let closed = self.closed_ref()?;
         let read = || match &closed.values {
-            GradientStorage::ReducedWindow(sums) => sums.loss.value() / sums.total,
+            GradientStorage::Sums(sums) => sums.loss.value() / sums.total,
             GradientStorage::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
         };
         Some(*closed.loss.get_or_init(read))
@@ -429,7 +429,7 @@ impl AveragedGradients {
     /// open. As the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
         match &self.closed_ref()?.values {
-            GradientStorage::ReducedWindow(sums) => Some(sums.total),
+            GradientStorage::Sums(sums) => Some(sums.total),
             GradientStorage::Untouched { samples, .. } => Some(*samples),
         }
     }
@@ -479,9 +479,9 @@ impl AveragedGradients {
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             WindowResult::Overflowed { scale, .. } => Some(scale),
-            WindowResult::Accumulating
-            | WindowResult::ReducedWindow(_)
-            | WindowResult::Idle { .. } => None,
+            WindowResult::Accumulating | WindowResult::Reduced(_) | WindowResult::Idle { .. } => {
+                None
+            }
         }
     }
 
@@ -542,7 +542,7 @@ impl AveragedGradients {
     /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
     /// step is skipped.
     pub(crate) fn into_averaged(self) -> Option<GradientMean> {
-        let WindowResult::ReducedWindow(mut closed) = self.0 else {
+        let WindowResult::Reduced(mut closed) = self.0 else {
             return None;
         };
         if let GradientStorage::Untouched { .. } = closed.values {
@@ -556,7 +556,7 @@ impl AveragedGradients {
             ..
         } = *closed;
         Some(match values {
-            GradientStorage::ReducedWindow(sums) => GradientMean::Sums(GradientMeans {
+            GradientStorage::Sums(sums) => GradientMean::Sums(GradientMeans {
                 device,
                 factors,
                 model_state,
@@ -569,7 +569,7 @@ impl AveragedGradients {
     /// Whether each rank has a part of them alone.
     pub(crate) fn is_sharded(&self) -> bool {
         let values = self.closed_ref().map(|closed| &closed.values);
-        matches!(values, Some(GradientStorage::ReducedWindow(sums)) if sums.is_sharded())
+        matches!(values, Some(GradientStorage::Sums(sums)) if sums.is_sharded())
     }
 
     /// Whether something that all ranks do with them failed.
@@ -583,14 +583,14 @@ impl AveragedGradients {
             WindowResult::Accumulating
             | WindowResult::Idle { .. }
             | WindowResult::Overflowed { .. } => None,
-            WindowResult::ReducedWindow(closed) => closed.commit.take(),
+            WindowResult::Reduced(closed) => closed.commit.take(),
         }
     }
 
     pub(crate) fn epoch(&self) -> Option<u64> {
         match &self.0 {
             WindowResult::Accumulating => None,
-            WindowResult::ReducedWindow(closed) => closed.epoch,
+            WindowResult::Reduced(closed) => closed.epoch,
             WindowResult::Idle { epoch } | WindowResult::Overflowed { epoch, .. } => *epoch,
         }
     }
@@ -606,7 +606,7 @@ impl AveragedGradients {
             WindowResult::Accumulating
             | WindowResult::Idle { .. }
             | WindowResult::Overflowed { .. } => None,
-            WindowResult::ReducedWindow(closed) => Some(closed),
+            WindowResult::Reduced(closed) => Some(closed),
         }
     }
 }
@@ -619,7 +619,7 @@ impl fmt::Debug for AveragedGradients {
             WindowResult::Overflowed { scale, .. } => {
                 write!(f, "Gradients(not finite at scale {scale})")
             }
-            WindowResult::ReducedWindow(closed) => f
+            WindowResult::Reduced(closed) => f
                 .debug_struct("AveragedGradients")
                 .field("epoch", &closed.epoch)
                 .field("norm", &self.known_norm())

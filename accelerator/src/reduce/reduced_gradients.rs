@@ -58,7 +58,7 @@ pub(super) struct KnownNorm<T> {
 #[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
 pub(super) enum GradientStorage {
     /// Sums over all ranks.
-    ReducedWindow(BucketSums),
+    Sums(BucketSums),
     /// One rank, no accumulation: as Burn made them.
     Untouched {
         gradients: GradientsParams,
@@ -102,7 +102,7 @@ impl ReducedGradients {
     /// The ranks, where what they find may differ in bits.
     fn apart(&self) -> Option<&ProcessGroup> {
         match &self.values {
-            GradientStorage::ReducedWindow(sums) => sums.apart.as_ref(),
+            GradientStorage::Sums(sums) => sums.apart.as_ref(),
             GradientStorage::Untouched { .. } => None,
         }
     }
@@ -114,7 +114,7 @@ impl ReducedGradients {
     /// Whether the L2 norm can be had without the other ranks.
     pub(super) fn knows_norm(&self) -> bool {
         let is_sharded = match &self.values {
-            GradientStorage::ReducedWindow(sums) => sums.is_sharded(),
+            GradientStorage::Sums(sums) => sums.is_sharded(),
             GradientStorage::Untouched { .. } => false,
         };
         self.norm.is_some() || self.squares.is_some() || !is_sharded
@@ -248,7 +248,7 @@ impl ReducedGradients {
     /// The L2 norm of what is chosen, without factors, on the device.
     fn norm_on_device(&self, chosen: &[bool]) -> Option<Tensor<1>> {
         match &self.values {
-            GradientStorage::ReducedWindow(sums) => {
+            GradientStorage::Sums(sums) => {
                 let norm = device_bucket::norm(&sums.chosen_on_device(chosen))?;
                 Some(norm.div_scalar(sums.divisor))
             }
@@ -269,7 +269,7 @@ impl ReducedGradients {
     /// Multiplies what is chosen by a number of the device.
     fn scale(&mut self, by: &Tensor<1>, chosen: &[bool]) {
         match &mut self.values {
-            GradientStorage::ReducedWindow(sums) => sums.scale_on_device(by, chosen),
+            GradientStorage::Sums(sums) => sums.scale_on_device(by, chosen),
             GradientStorage::Untouched { gradients, .. } => {
                 let parameters = self.model_state.parameters().iter().zip(chosen);
                 for (parameter, _) in parameters.filter(|(_, chosen)| **chosen) {
@@ -286,7 +286,7 @@ impl ReducedGradients {
 
     /// What the other ranks wait for does not come: they are told, and no step takes place.
     pub(super) fn give_up(&mut self, error: &Error) {
-        if let GradientStorage::ReducedWindow(sums) = &self.values {
+        if let GradientStorage::Sums(sums) = &self.values {
             sums.give_up(error);
         }
         self.commit = None;
@@ -319,7 +319,7 @@ impl ReducedGradients {
         self.apply_factors();
         self.squares = None;
         match &mut self.values {
-            GradientStorage::ReducedWindow(sums) => sums.change(MeanChange::Clamp { max, chosen }),
+            GradientStorage::Sums(sums) => sums.change(MeanChange::Clamp { max, chosen }),
             GradientStorage::Untouched { gradients, .. } => {
                 for (at, parameter) in self.model_state.parameters().iter().enumerate() {
                     if chosen[at] {
@@ -341,7 +341,7 @@ impl ReducedGradients {
         }
         self.squares = None;
         match &mut self.values {
-            GradientStorage::ReducedWindow(sums) => sums.change(MeanChange::Multiply(&factors)),
+            GradientStorage::Sums(sums) => sums.change(MeanChange::Multiply(&factors)),
             GradientStorage::Untouched { gradients, .. } => {
                 for (parameter, factor) in self.model_state.parameters().iter().zip(factors) {
                     element_values::change(gradients, parameter, |gradient| {
@@ -357,7 +357,7 @@ impl GradientStorage {
     /// Whether all of them are on a device, and reading them waits for it.
     fn is_on_device(&self, model_state: &ModelState) -> bool {
         match self {
-            Self::ReducedWindow(sums) => sums.is_on_device(),
+            Self::Sums(sums) => sums.is_on_device(),
             Self::Untouched { gradients, .. } => {
                 let parameters = model_state.parameters().iter();
                 let mut there =
@@ -378,7 +378,7 @@ impl GradientStorage {
         asked: impl Fn(usize) -> bool,
     ) -> Result<Vec<f64>> {
         match self {
-            Self::ReducedWindow(sums) => sums.powers(order, asked),
+            Self::Sums(sums) => sums.powers(order, asked),
             Self::Untouched { gradients, .. } => {
                 let mut powers = vec![0.0; model_state.parameters().len()];
                 let (mut numbers, mut on_device) = (Vec::new(), Vec::new());
