@@ -75,7 +75,8 @@ fn handled() -> MutexGuard<'static, BTreeMap<i32, Listeners>> {
     HANDLED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::Command;
