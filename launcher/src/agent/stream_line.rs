@@ -88,7 +88,7 @@ pub(super) fn receive(mut connection: TcpStream, host: Arc<Host>, stream: Stream
     prepare(&connection);
     spawn(&format!("output-of-host-{}", host.number), move || {
         let error = copy(&mut connection, &host, stream);
-        host.lose(&match error.kind() {
+        host.lose_output(&match error.kind() {
             ErrorKind::UnexpectedEof => "its connection was closed".to_owned(),
             _ => format!("its connection failed: {error}"),
         });

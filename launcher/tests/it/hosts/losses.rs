@@ -188,7 +188,9 @@ fn a_head_that_is_stopped_is_lost_after_the_timeout() {
     let other = runs.remove(1).end().expect(75);
     other.says("host 0 (").says("nothing came from it for ");
     kill_process(head, Signal::CONT).unwrap();
-    runs.remove(0).end().expect(75);
+    let head = runs.remove(0).end().expect(75);
+    head.says("host 1 (")
+        .says("this launcher was suspended for ");
     pids.iter().for_each(|pid| wait_until_dead(pid));
 }
 
