@@ -1,43 +1,31 @@
 //! The launcher of host 0: admits the others, and starts ranks on them.
 
 use std::cell::RefCell;
-use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::Topology;
-use accelerator_collective::rendezvous::Token;
 use rustix::process::Signal;
 
 use super::admission::{Absent, Admission};
-use super::handshake::{Refusal, answer};
+use super::greeter::Greeter;
 use super::host::Host;
-use super::line::{Line, LineStart, spawn};
-use super::message::{Plan, Purpose, Welcome};
-use super::stream_line;
+use super::message::Plan;
 use super::trust;
-use crate::error::{Error, Result, chain};
+use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
-use crate::output::Stream;
 use crate::process::RankProcess;
 use crate::settings::layout::Layout;
-use crate::settings::nodes::{Endpoint, HostPlace};
+use crate::settings::nodes::HostPlace;
 use crate::settings::options::Options;
 use crate::settings::rank_env::RankEnv;
 use crate::settings::{Settings, variable};
 use crate::supervisor::leftovers::{LEFTOVER_TIMEOUT, Swept};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::{LocalSpawner, Spawner};
-use crate::text::{host_name, note};
-
-/// How long a stranger may take for each message.
-const STRANGER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How many strangers are listened to at once.
-const MAX_STRANGERS: usize = 256;
+use crate::text::note;
 
 /// How often the head says for whom it waits.
 const TELL_EVERY: Duration = Duration::from_secs(10);
@@ -72,10 +60,6 @@ impl Head {
         relay: &Relay,
     ) -> Result<Self> {
         let token = trust::token()?;
-        let listener = bind(&place.endpoint)?;
-        let address = listener
-            .local_addr()
-            .map_err(|error| Error::system("the own address cannot be read").with_source(error))?;
         let liveness = trust::liveness();
         let admission = Arc::new(Admission::new(
             place.hosts,
@@ -84,18 +68,11 @@ impl Head {
             liveness,
             relay.clone(),
         ));
-        let greeter = Arc::new(Greeter {
-            admission: Arc::clone(&admission),
-            token,
-            liveness,
-            relay: relay.clone(),
-            sessions: AtomicU64::new(1),
-            strangers: AtomicUsize::new(0),
-        });
-        spawn("hosts", move || greeter.accept(&listener))?;
+        let greeter = Greeter::new(Arc::clone(&admission), token, liveness, relay.clone());
+        let address = greeter.listen(&place.endpoint)?;
         Ok(Self {
             place,
-            address: address.ip(),
+            address,
             master_addr: options.master_addr.clone(),
             liveness,
             admission,
@@ -281,148 +258,6 @@ impl Spawner for HeadSpawner<'_> {
         }
         swept
     }
-}
-
-/// Listens to whoever connects.
-#[derive(Debug)]
-struct Greeter {
-    admission: Arc<Admission>,
-    token: Option<Token>,
-    liveness: Duration,
-    relay: Relay,
-    sessions: AtomicU64,
-    strangers: AtomicUsize,
-}
-
-/// What a connection is, once it has been admitted.
-enum Admitted {
-    Messages(Arc<Host>, LineStart),
-    Output(Arc<Host>, Stream),
-}
-
-impl Greeter {
-    fn accept(self: Arc<Self>, listener: &TcpListener) {
-        for connection in listener.incoming() {
-            let Ok(connection) = connection else {
-                // No file descriptor is free, perhaps.
-                thread::sleep(POLL);
-                continue;
-            };
-            if self.strangers.fetch_add(1, Ordering::Relaxed) < MAX_STRANGERS {
-                let greeter = Arc::clone(&self);
-                let greet = move || {
-                    greeter.greet(connection);
-                    greeter.strangers.fetch_sub(1, Ordering::Relaxed);
-                };
-                if spawn("stranger", greet).is_ok() {
-                    continue;
-                }
-            }
-            // It asks again.
-            self.strangers.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    fn greet(&self, connection: TcpStream) {
-        let (Ok(peer), Ok(own)) = (connection.peer_addr(), connection.local_addr()) else {
-            return;
-        };
-        // Addresses of IPv4 look like those of IPv6 where both are listened for.
-        let addresses = [peer, own].map(|address| address.ip().to_canonical());
-        let mut added = None;
-        let token = self.token.as_ref();
-        let admitted = answer(&connection, token, STRANGER_TIMEOUT, |entry| {
-            self.admission.check(&entry)?;
-            let session = self.sessions.fetch_add(1, Ordering::Relaxed);
-            let welcome = Welcome {
-                session,
-                liveness: self.liveness,
-                name: host_name(),
-            };
-            match entry.purpose {
-                Purpose::Messages(info) => {
-                    let failed = |error: Error| Refusal::Now(chain(&error));
-                    let copy = connection.try_clone();
-                    let copy = copy.map_err(|error| Refusal::Now(error.to_string()))?;
-                    let (line, start) = Line::new(copy).map_err(failed)?;
-                    let relay = self.relay.clone();
-                    let host = Host::new(entry.host, info, addresses, session, line, relay);
-                    let host = Arc::new(host);
-                    self.admission.add(&host)?;
-                    added = Some(Arc::clone(&host));
-                    Ok((welcome, Admitted::Messages(host, start)))
-                }
-                Purpose::Output { stream, session } => {
-                    let host = self.admission.of_session(entry.host, session);
-                    let host = host.ok_or_else(|| {
-                        Refusal::Now(format!("host {} has no such connection", entry.host))
-                    })?;
-                    Ok((welcome, Admitted::Output(host, stream)))
-                }
-            }
-        });
-        let started = match admitted {
-            Ok(Admitted::Messages(host, start)) => {
-                let (admission, receiver) = (Arc::clone(&self.admission), Arc::clone(&host));
-                start.run(self.liveness, move |message| match message {
-                    Ok(message) => receiver.receive(message),
-                    Err(end) => {
-                        receiver.lose(&end.to_string());
-                        admission.tell();
-                    }
-                })
-            }
-            Ok(Admitted::Output(host, stream)) => connection
-                .try_clone()
-                .map_err(|error| Error::system(error.to_string()))
-                .and_then(|copy| {
-                    stream_line::receive(connection, Arc::clone(&host), stream)?;
-                    host.add_output(stream, copy);
-                    Ok(())
-                }),
-            Err(refusal) => {
-                self.admission.refused(addresses[0], &refusal);
-                match added {
-                    Some(_) => Err(Error::system(refusal.text())),
-                    None => Ok(()),
-                }
-            }
-        };
-        if let (Err(error), Some(host)) = (started, added) {
-            host.lose(&chain(&error));
-            self.admission.tell();
-        }
-    }
-}
-
-/// Listens at the endpoint's address where it is one of this host, else at all addresses: a name may stand for another
-/// address elsewhere, and an address for something in front of this host.
-fn bind(endpoint: &Endpoint) -> Result<TcpListener> {
-    let all = [
-        IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-    ];
-    let mut failure = None;
-    for address in endpoint.address().into_iter().chain(all) {
-        match TcpListener::bind((address, endpoint.port)) {
-            Ok(listener) => return Ok(listener),
-            Err(error) if error.kind() == ErrorKind::AddrInUse => {
-                let port = endpoint.port;
-                return Err(Error::system(format!(
-                    "port {port} is taken; end what listens there, or give another one in --rdzv-endpoint on all hosts"
-                ))
-                .with_source(error));
-            }
-            Err(error) => failure = Some(error),
-        }
-    }
-    let error = Error::system(format!(
-        "--rdzv-endpoint {endpoint}: this host cannot listen there"
-    ));
-    Err(match failure {
-        Some(failure) => error.with_source(failure),
-        None => error,
-    })
 }
 
 /// "host 1" or "hosts 1 and 3 (host 2 builds the program)".

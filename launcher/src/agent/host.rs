@@ -11,7 +11,8 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::Signal;
 
 use super::line::Line;
-use super::message::{HostInfo, Plan, SignalScope, ToHead, ToHost};
+use super::message::{HostInfo, Plan, ToHead, ToHost};
+use super::remote_process::RemoteProcess;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::output::Stream;
@@ -252,7 +253,7 @@ impl Host {
             }
         }
         drop(state);
-        self.line.send(&ToHost::StartAttempt(plan));
+        self.say(&ToHost::StartAttempt(plan));
         Ok(())
     }
 
@@ -278,14 +279,10 @@ impl Host {
                 });
             }
             if known.pid.is_some() || is_lost {
-                return Ok(Box::new(RemoteProcess {
-                    host: Arc::clone(self),
-                    epoch,
-                    rank,
-                    pid: known.pid.unwrap_or(0),
-                    output: std::mem::take(&mut known.readers),
-                    is_over: false,
-                }));
+                let pid = known.pid.unwrap_or(0);
+                let output = std::mem::take(&mut known.readers);
+                let host = Arc::clone(self);
+                return Ok(Box::new(RemoteProcess::new(host, epoch, rank, pid, output)));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -360,8 +357,20 @@ impl Host {
         }
     }
 
+    /// Says something to the host, if it is not lost.
+    pub(super) fn say(&self, message: &ToHost) {
+        self.line.send(message);
+    }
+
+    /// How the host was lost, if `rank` was lost with it.
+    pub(super) fn loss_of(&self, rank: usize) -> Option<String> {
+        let state = self.lock();
+        let rank = state.ranks.get(&rank)?;
+        (rank.end == Some(End::Lost)).then(|| state.loss.clone())?
+    }
+
     /// Blocks until `rank` has ended.
-    fn wait(&self, epoch: u64, rank: usize) -> End {
+    pub(super) fn wait(&self, epoch: u64, rank: usize) -> End {
         let mut state = self.lock();
         loop {
             if state.epoch != Some(epoch) {
@@ -385,89 +394,5 @@ impl Host {
 
     fn lock(&self) -> MutexGuard<'_, HostState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A rank on another host.
-#[derive(Debug)]
-struct RemoteProcess {
-    host: Arc<Host>,
-    epoch: u64,
-    rank: usize,
-    pid: i32,
-    output: [Option<File>; 2],
-    is_over: bool,
-}
-
-impl RemoteProcess {
-    fn send(&self, signal: Signal, scope: SignalScope) {
-        self.host.line.send(&ToHost::Signal {
-            epoch: self.epoch,
-            rank: self.rank,
-            signal: signal.as_raw(),
-            scope,
-        });
-    }
-}
-
-impl RankProcess for RemoteProcess {
-    fn pid(&self) -> i32 {
-        self.pid
-    }
-
-    fn local_pid(&self) -> Option<i32> {
-        None
-    }
-
-    fn host(&self) -> Option<String> {
-        Some(self.host.info.name.clone())
-    }
-
-    fn loss(&self) -> Option<String> {
-        let state = self.host.lock();
-        let rank = state.ranks.get(&self.rank)?;
-        (rank.end == Some(End::Lost)).then(|| state.loss.clone())?
-    }
-
-    fn take_stdout(&mut self) -> Option<File> {
-        self.output[Stream::Out as usize].take()
-    }
-
-    fn take_stderr(&mut self) -> Option<File> {
-        self.output[Stream::Err as usize].take()
-    }
-
-    fn waiter(&self) -> Box<dyn FnOnce() -> End + Send> {
-        let (host, epoch, rank) = (Arc::clone(&self.host), self.epoch, self.rank);
-        Box::new(move || host.wait(epoch, rank))
-    }
-
-    fn signal(&self, signal: Signal) {
-        self.send(signal, SignalScope::Process);
-    }
-
-    fn signal_group(&self, signal: Signal) {
-        self.send(signal, SignalScope::Group);
-    }
-
-    fn has_group(&self) -> bool {
-        // Its host ends what is left there.
-        false
-    }
-
-    fn reap(&mut self) {
-        self.is_over = true;
-    }
-
-    fn abandon(&mut self) {
-        self.is_over = true;
-    }
-}
-
-impl Drop for RemoteProcess {
-    fn drop(&mut self) {
-        if !self.is_over {
-            self.signal_group(Signal::KILL);
-        }
     }
 }

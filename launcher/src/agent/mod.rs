@@ -2,11 +2,13 @@
 //! explains the design.
 
 mod admission;
+mod greeter;
 mod handshake;
 pub(crate) mod head;
 mod host;
 mod line;
 mod message;
 pub(crate) mod node;
+mod remote_process;
 mod stream_line;
 pub(crate) mod trust;

@@ -24,7 +24,18 @@ fn ranks_of_three_hosts_meet() -> accelerator_collective::Result<()> {
         std::fs::write(path, format!("{values:?} {}", group.topology())).ok();
         return group.close();
     }
-    let hosts = Hosts::new(3);
+    // An address of host 0's own, and a name, for which it listens at all addresses.
+    for address in ["127.0.0.2", "localhost"] {
+        check_that_ranks_meet(address);
+    }
+    Ok(())
+}
+
+fn check_that_ranks_meet(address: &'static str) {
+    let hosts = Hosts {
+        address,
+        ..Hosts::new(3)
+    };
     let program = std::env::current_exe().unwrap();
     let test = "hosts::meeting::ranks_of_three_hosts_meet";
     let runs = [2, 1, 1].into_iter().enumerate().map(|(host, ranks)| {
@@ -39,10 +50,10 @@ fn ranks_of_three_hosts_meet() -> accelerator_collective::Result<()> {
     for (rank, local) in ["0 of 2", "1 of 2", "0 of 1", "0 of 1"].iter().enumerate() {
         assert_eq!(
             hosts.folder.read(&format!("sum.{rank}")),
-            format!("[4.0, 6.0] rank {rank} of 4 (local {local})")
+            format!("[4.0, 6.0] rank {rank} of 4 (local {local})"),
+            "{ended:?}"
         );
     }
-    Ok(())
 }
 
 #[test]
@@ -179,10 +190,9 @@ fn one_launcher_too_many_is_refused_and_the_job_goes_on() {
     let third = hosts.start(1, &[], &["job.sh"]).end();
     third.expect(2).says("two launchers are host 1");
     let more = Hosts {
-        count: 3,
         port: hosts.port,
         token: hosts.token.clone(),
-        folder: Folder::new(),
+        ..Hosts::new(3)
     };
     more.folder.script("job.sh", "exit 0");
     let third = more.start(2, &[], &["job.sh"]).end();
@@ -204,10 +214,9 @@ fn hosts_that_disagree_on_their_number_are_an_error_everywhere() {
     hosts.folder.script("ran.sh", "echo ran >> ran");
     let head = hosts.start(0, &[], &["ran.sh"]);
     let others = Hosts {
-        count: 3,
         port: hosts.port,
         token: hosts.token.clone(),
-        folder: Folder::new(),
+        ..Hosts::new(3)
     };
     others.folder.script("ran.sh", "exit 0");
     for run in [others.start(1, &[], &["ran.sh"]), head] {

@@ -18,6 +18,8 @@ struct Hosts {
     folder: Folder,
     count: usize,
     token: PathBuf,
+    /// Where host 0 is reached.
+    address: &'static str,
     port: u16,
 }
 
@@ -30,6 +32,7 @@ impl Hosts {
             folder,
             count,
             token,
+            address: "127.0.0.1",
             port: free_port(),
         }
     }
@@ -40,7 +43,10 @@ impl Hosts {
         command
             .args(["--nnodes", &self.count.to_string()])
             .args(["--node-rank", &host.to_string()])
-            .args(["--rdzv-endpoint", &format!("127.0.0.1:{}", self.port)])
+            .args([
+                "--rdzv-endpoint",
+                &format!("{}:{}", self.address, self.port),
+            ])
             .args(options);
         if !options.contains(&"--join-timeout") {
             command.args(["--join-timeout", "30"]);

@@ -1,0 +1,204 @@
+//! Listens to whoever connects to the head, and admits hosts.
+
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use accelerator_collective::rendezvous::Token;
+
+use super::admission::Admission;
+use super::handshake::{Refusal, answer};
+use super::host::Host;
+use super::line::{Line, LineStart, spawn};
+use super::message::{Purpose, Welcome};
+use super::stream_line;
+use crate::error::{Error, Result, chain};
+use crate::output::Stream;
+use crate::settings::nodes::Endpoint;
+use crate::supervisor::signals::Relay;
+use crate::text::host_name;
+
+/// How long a stranger may take for each message.
+const STRANGER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How many strangers are listened to at once.
+const MAX_STRANGERS: usize = 256;
+
+/// How long to wait where the system takes no connection.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Listens to whoever connects.
+#[derive(Debug)]
+pub(super) struct Greeter {
+    admission: Arc<Admission>,
+    token: Option<Token>,
+    liveness: Duration,
+    relay: Relay,
+    sessions: AtomicU64,
+    strangers: AtomicUsize,
+}
+
+/// What a connection is, once it has been admitted.
+enum Admitted {
+    Messages(Arc<Host>, LineStart),
+    Output(Arc<Host>, Stream),
+}
+
+impl Greeter {
+    /// Admits by `token` the hosts that `admission` admits.
+    pub(super) fn new(
+        admission: Arc<Admission>,
+        token: Option<Token>,
+        liveness: Duration,
+        relay: Relay,
+    ) -> Self {
+        Self {
+            admission,
+            token,
+            liveness,
+            relay,
+            sessions: AtomicU64::new(1),
+            strangers: AtomicUsize::new(0),
+        }
+    }
+
+    /// Listens at `endpoint`, on threads of its own, as long as this process lives; gives the address.
+    ///
+    /// # Errors
+    /// When the port is taken, or the system gives no thread.
+    pub(super) fn listen(self, endpoint: &Endpoint) -> Result<IpAddr> {
+        let listener = bind(endpoint)?;
+        let address = listener
+            .local_addr()
+            .map_err(|error| Error::system("the own address cannot be read").with_source(error))?;
+        let greeter = Arc::new(self);
+        spawn("hosts", move || greeter.accept(&listener))?;
+        Ok(address.ip())
+    }
+
+    fn accept(self: Arc<Self>, listener: &TcpListener) {
+        for connection in listener.incoming() {
+            let Ok(connection) = connection else {
+                // No file descriptor is free, perhaps.
+                thread::sleep(PAUSE);
+                continue;
+            };
+            if self.strangers.fetch_add(1, Ordering::Relaxed) < MAX_STRANGERS {
+                let greeter = Arc::clone(&self);
+                let greet = move || {
+                    greeter.greet(connection);
+                    greeter.strangers.fetch_sub(1, Ordering::Relaxed);
+                };
+                if spawn("stranger", greet).is_ok() {
+                    continue;
+                }
+            }
+            // It asks again.
+            self.strangers.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn greet(&self, connection: TcpStream) {
+        let (Ok(peer), Ok(own)) = (connection.peer_addr(), connection.local_addr()) else {
+            return;
+        };
+        // Addresses of IPv4 look like those of IPv6 where both are listened for.
+        let addresses = [peer, own].map(|address| address.ip().to_canonical());
+        let mut added = None;
+        let token = self.token.as_ref();
+        let admitted = answer(&connection, token, STRANGER_TIMEOUT, |entry| {
+            self.admission.check(&entry)?;
+            let session = self.sessions.fetch_add(1, Ordering::Relaxed);
+            let welcome = Welcome {
+                session,
+                liveness: self.liveness,
+                name: host_name(),
+            };
+            match entry.purpose {
+                Purpose::Messages(info) => {
+                    let failed = |error: Error| Refusal::Now(chain(&error));
+                    let copy = connection.try_clone();
+                    let copy = copy.map_err(|error| Refusal::Now(error.to_string()))?;
+                    let (line, start) = Line::new(copy).map_err(failed)?;
+                    let relay = self.relay.clone();
+                    let host = Host::new(entry.host, info, addresses, session, line, relay);
+                    let host = Arc::new(host);
+                    self.admission.add(&host)?;
+                    added = Some(Arc::clone(&host));
+                    Ok((welcome, Admitted::Messages(host, start)))
+                }
+                Purpose::Output { stream, session } => {
+                    let host = self.admission.of_session(entry.host, session);
+                    let host = host.ok_or_else(|| {
+                        Refusal::Now(format!("host {} has no such connection", entry.host))
+                    })?;
+                    Ok((welcome, Admitted::Output(host, stream)))
+                }
+            }
+        });
+        let started = match admitted {
+            Ok(Admitted::Messages(host, start)) => {
+                let (admission, receiver) = (Arc::clone(&self.admission), Arc::clone(&host));
+                start.run(self.liveness, move |message| match message {
+                    Ok(message) => receiver.receive(message),
+                    Err(end) => {
+                        receiver.lose(&end.to_string());
+                        admission.tell();
+                    }
+                })
+            }
+            Ok(Admitted::Output(host, stream)) => connection
+                .try_clone()
+                .map_err(|error| Error::system(error.to_string()))
+                .and_then(|copy| {
+                    stream_line::receive(connection, Arc::clone(&host), stream)?;
+                    host.add_output(stream, copy);
+                    Ok(())
+                }),
+            Err(refusal) => {
+                self.admission.refused(addresses[0], &refusal);
+                match added {
+                    Some(_) => Err(Error::system(refusal.text())),
+                    None => Ok(()),
+                }
+            }
+        };
+        if let (Err(error), Some(host)) = (started, added) {
+            host.lose(&chain(&error));
+            self.admission.tell();
+        }
+    }
+}
+
+/// Listens at the endpoint's address where it is one of this host, else at all addresses: a name may stand for another
+/// address elsewhere, and an address for something in front of this host.
+fn bind(endpoint: &Endpoint) -> Result<TcpListener> {
+    let all = [
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+    ];
+    let mut failure = None;
+    for address in endpoint.address().into_iter().chain(all) {
+        match TcpListener::bind((address, endpoint.port)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                let port = endpoint.port;
+                return Err(Error::system(format!(
+                    "port {port} is taken; end what listens there, or give another one in --rdzv-endpoint on all hosts"
+                ))
+                .with_source(error));
+            }
+            Err(error) => failure = Some(error),
+        }
+    }
+    let error = Error::system(format!(
+        "--rdzv-endpoint {endpoint}: this host cannot listen there"
+    ));
+    Err(match failure {
+        Some(failure) => error.with_source(failure),
+        None => error,
+    })
+}

@@ -1,0 +1,117 @@
+//! Tests of the handshake, over connections of this machine.
+
+use std::net::TcpListener;
+use std::thread;
+
+use super::*;
+use crate::agent::message::{HostInfo, Purpose};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn entry() -> Entry {
+    Entry {
+        hosts: 2,
+        host: 1,
+        purpose: Purpose::Messages(HostInfo {
+            name: "b".to_owned(),
+            pid: 7,
+            ranks: 3,
+            job: None,
+            max_restarts: None,
+        }),
+    }
+}
+
+/// What both sides come to: the host that asks with `asking`, and the head that holds `held`.
+fn meet(
+    asking: Option<Token>,
+    held: Option<Token>,
+    verdict: Result<(), Refusal>,
+) -> (Result<u64, Refusal>, Result<usize, Refusal>) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let head = thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        answer(&stream, held.as_ref(), LIMIT, |entry| {
+            verdict?;
+            let welcome = Welcome {
+                session: 9,
+                liveness: LIMIT,
+                name: "a".to_owned(),
+            };
+            Ok((welcome, entry.host))
+        })
+    });
+    let stream = TcpStream::connect(address).unwrap();
+    let asked = ask(&stream, asking.as_ref(), &entry(), Instant::now() + LIMIT);
+    (asked.map(|welcome| welcome.session), head.join().unwrap())
+}
+
+#[test]
+fn one_token_on_both_sides_is_admitted_and_so_is_none() {
+    let token = Token::generate().unwrap();
+    let both = meet(Some(token.clone()), Some(token), Ok(()));
+    assert_eq!(both, (Ok(9), Ok(1)));
+    assert_eq!(meet(None, None, Ok(())), (Ok(9), Ok(1)));
+}
+
+#[test]
+fn both_sides_learn_why_a_host_is_refused() {
+    let other = || Some(Token::generate().unwrap());
+    for (asking, held, says) in [
+        (other(), other(), "different tokens"),
+        (other(), None, "the other one does without"),
+        (None, other(), "the other one does without"),
+    ] {
+        let (asked, answered) = meet(asking, held, Ok(()));
+        for refusal in [asked.unwrap_err(), answered.unwrap_err()] {
+            assert!(
+                matches!(&refusal, Refusal::Ever(text) if text.contains(says)),
+                "{refusal:?}"
+            );
+        }
+    }
+    let refusal = Refusal::Ever("host 1 is there".to_owned());
+    let (asked, answered) = meet(None, None, Err(refusal.clone()));
+    assert_eq!((asked, answered), (Err(refusal.clone()), Err(refusal)));
+}
+
+#[test]
+fn another_version_is_named_on_both_sides() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    begin(&stream).unwrap();
+    let hello = r#"{"protocol":7,"version":"9.9\u001b[2J","nonce":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],"proves_token":false,"more":1}"#;
+    write_frame(&mut &stream, hello.as_bytes()).unwrap();
+    let (head, _) = listener.accept().unwrap();
+    let refusal = answer(&head, None, LIMIT, |_| -> Result<(Welcome, ()), _> {
+        panic!("it is not admitted")
+    });
+    let text = refusal.unwrap_err().text().to_owned();
+    assert!(text.contains("accel-launch 9.9[2J (protocol 7)"), "{text}");
+    check_magic(&stream, Instant::now() + LIMIT).unwrap();
+    let told: FromHead = receive(&stream, Instant::now() + LIMIT).unwrap();
+    assert!(matches!(told, FromHead::Refused(told) if told.text == text && told.is_final));
+}
+
+#[test]
+fn strangers_are_told_apart_from_those_who_are_not_there_yet() {
+    for (sent, is_final) in [
+        (&b"HTTP/1.1 400 Bad Request\r\n"[..], true),
+        (b"acc", false),
+    ] {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let sent = sent.to_vec();
+        let server = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(&sent).unwrap();
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
+            stream
+        });
+        let stream = TcpStream::connect(address).unwrap();
+        let refusal = ask(&stream, None, &entry(), Instant::now() + LIMIT).unwrap_err();
+        assert_eq!(matches!(refusal, Refusal::Ever(_)), is_final, "{refusal:?}");
+        drop(server.join().unwrap());
+    }
+}
