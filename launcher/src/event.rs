@@ -30,6 +30,8 @@ pub(crate) enum Event {
     Signal(i32),
     /// The launcher received a signal that is only forwarded to the ranks.
     ForwardSignal(i32),
+    /// The launcher of another host has forwarded a signal to the ranks there.
+    ForwardedElsewhere,
     /// The launcher's output was closed.
     OutputClosed,
     /// A reader of a rank's output has come to its end.

@@ -155,6 +155,10 @@ impl Host {
                 note(&format!("{} received {name}", self.shown()));
                 return self.relay.deliver_from(self.number, signal);
             }
+            ToHead::Forwarded => {
+                drop(state);
+                return self.relay.send(Event::ForwardedElsewhere);
+            }
             // Of an attempt that is over.
             _ => {}
         }

@@ -86,6 +86,8 @@ pub(super) enum ToHead {
     Swept { epoch: u64, left_behind: LeftBehind },
     /// A signal asks the launcher there to end.
     Asked { signal: i32 },
+    /// The launcher there has forwarded a signal to its ranks.
+    Forwarded,
 }
 
 /// What the head says to a host.

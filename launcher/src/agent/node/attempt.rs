@@ -172,6 +172,7 @@ impl LocalRanks<'_> {
                     if let Some(signal) = Signal::from_named_raw(number) {
                         self.group.iter().for_each(|process| process.signal(signal));
                     }
+                    self.agent.line.send(&ToHead::Forwarded);
                 }
                 _ => {}
             }

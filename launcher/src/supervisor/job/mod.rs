@@ -35,7 +35,7 @@ pub(crate) struct Job {
     asked: Option<i32>,
     /// The rank whose failing end was seen first.
     first_failure: Option<usize>,
-    /// Whether the launcher received a signal that it forwarded.
+    /// Whether a launcher of the job received a signal that it forwarded.
     has_forwarded: bool,
     /// The class of the failure that the group is ended for.
     class: Option<FailureClass>,
@@ -90,7 +90,7 @@ impl Job {
                     self.terminate_all(cause, signal::SIGTERM, now, &mut actions);
                 }
             }
-            Event::ForwardSignal(_) => self.has_forwarded = true,
+            Event::ForwardSignal(_) | Event::ForwardedElsewhere => self.has_forwarded = true,
             Event::Drained | Event::Message | Event::Tick => {}
         }
         self.diagnose(now);

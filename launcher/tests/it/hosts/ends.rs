@@ -175,3 +175,17 @@ fn output_that_nobody_reads_stops_ranks_and_no_heartbeat() {
     assert_eq!(codes(&ended), [0, 0], "{ended:?}");
     assert_eq!(count.join().unwrap(), BLOCKS * 65535);
 }
+
+#[test]
+fn a_user_signal_to_any_launcher_is_a_notice_to_the_job() {
+    let hosts = Hosts::new(2);
+    let trap = "trap 'touch told; sleep 0.1; exit 75' USR1; echo $$ >> pids; ";
+    let wait = "while [ ! -e told ]; do sleep 0.02; done; exit 75";
+    hosts.folder.script("job.sh", &format!("{trap}{wait}"));
+    let runs = hosts.start_all(&["--max-restarts", "3"], &["job.sh"]);
+    hosts.folder.wait_for_lines("pids", 2);
+    runs[1].signal(Signal::USR1);
+    let ended = end(runs);
+    assert_eq!(codes(&ended), [75, 75]);
+    assert_eq!(hosts.folder.read("pids").lines().count(), 2, "no restart");
+}
