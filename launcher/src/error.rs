@@ -5,6 +5,9 @@ use std::fmt;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+/// The exit code where a host was lost, or the launcher of host 0: start me again (`EX_TEMPFAIL` of `sysexits.h`).
+pub(crate) const START_AGAIN: u8 = 75;
+
 /// What goes wrong before, or beside, the training program itself.
 #[derive(Clone, Debug)]
 pub(crate) struct Error {
@@ -33,6 +36,21 @@ impl Error {
         Self::new(Kind::System, message)
     }
 
+    /// The launcher of host 0 was lost: exit code [`START_AGAIN`].
+    pub(crate) fn host_lost(message: impl Into<String>) -> Self {
+        Self::new(Kind::HostLost, message)
+    }
+
+    /// An error of the launcher on another host, which ended with this code.
+    pub(crate) fn of_host(code: u8, message: impl Into<String>) -> Self {
+        let kind = match code {
+            2 => Kind::Usage,
+            101 => Kind::Build,
+            _ => Kind::System,
+        };
+        Self::new(kind, message)
+    }
+
     /// A signal ended the launcher before the program ran: exit code 128 + `signal`.
     pub(crate) fn interrupted(signal: i32) -> Self {
         let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
@@ -48,6 +66,15 @@ impl Error {
         Self::new(
             Kind::Interrupted(signal),
             format!("ended by {name} before the restart"),
+        )
+    }
+
+    /// Signals ended the launcher of another host before host 0 had ended the job: exit code 128 + `signal`.
+    pub(crate) fn interrupted_host(signal: i32) -> Self {
+        let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+        Self::new(
+            Kind::Interrupted(signal),
+            format!("ended by {name} without waiting for host 0"),
         )
     }
 
@@ -74,12 +101,18 @@ impl Error {
 
     /// The exit code that the launcher ends with.
     pub(crate) fn exit_code(&self) -> ExitCode {
-        ExitCode::from(match self.inner.kind {
+        ExitCode::from(self.code())
+    }
+
+    /// The same as a number.
+    pub(crate) fn code(&self) -> u8 {
+        match self.inner.kind {
             Kind::Usage => 2,
             Kind::Build => 101,
             Kind::System => 1,
+            Kind::HostLost => START_AGAIN,
             Kind::Interrupted(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
-        })
+        }
     }
 
     fn new(kind: Kind, message: impl Into<String>) -> Self {
@@ -135,5 +168,6 @@ enum Kind {
     Usage,
     Build,
     System,
+    HostLost,
     Interrupted(i32),
 }

@@ -34,6 +34,8 @@ pub(crate) enum Event {
     OutputClosed,
     /// A reader of a rank's output has come to its end.
     Drained,
+    /// The launcher of another host has sent something.
+    Message,
     /// No event: a deadline has passed.
     Tick,
 }

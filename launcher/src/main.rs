@@ -1,8 +1,9 @@
-//! `accel-launch` starts a training program on many processes of this machine.
+//! `accel-launch` starts a training program on many processes, of one host or of several.
 
 #[cfg(not(unix))]
 compile_error!("accel-launch supervises process groups, which only Unix systems have");
 
+mod agent;
 mod cargo;
 mod cli;
 mod commands;

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
+use std::ops::Range;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
@@ -80,6 +81,33 @@ pub(crate) fn list<'a>(ranks: impl IntoIterator<Item = &'a usize>) -> String {
     format!("{noun} {}", numbers.join(", "))
 }
 
+/// "rank 1", "ranks 2 and 3", or "ranks 8 to 15": ranks that follow one another.
+pub(crate) fn span(ranks: &Range<usize>) -> String {
+    let Range { start, end } = ranks;
+    match ranks.len() {
+        0 => "no rank".to_owned(),
+        1 => format!("rank {start}"),
+        2 => format!("ranks {start} and {}", end - 1),
+        _ => format!("ranks {start} to {}", end - 1),
+    }
+}
+
+/// The name of this host.
+pub(crate) fn host_name() -> String {
+    let system = rustix::system::uname();
+    system.nodename().to_string_lossy().into_owned()
+}
+
+/// Writes lines of the launcher's own to standard error, where no output of ranks is.
+pub(crate) fn note(text: &str) {
+    let lines: String = text
+        .lines()
+        .map(|line| format!("accel-launch: {line}\n"))
+        .collect();
+    // Standard error may be closed.
+    let _ = io::stderr().write_all(lines.as_bytes());
+}
+
 /// `words`, quoted for a shell.
 pub(crate) fn shell_line(words: &[OsString]) -> String {
     let quoted = words.iter().map(|word| {
@@ -126,6 +154,13 @@ mod tests {
         ] {
             assert_eq!(size(bytes), text);
         }
+    }
+
+    #[test]
+    fn ranks_that_follow_one_another_are_a_span() {
+        let shown = [3..3, 3..4, 3..5, 3..7].map(|ranks| span(&ranks));
+        let expected = ["no rank", "rank 3", "ranks 3 and 4", "ranks 3 to 6"];
+        assert_eq!(shown, expected);
     }
 
     #[test]

@@ -40,8 +40,8 @@ variables! {
         "whether several hosts may connect without a token";
     JOB, LauncherAndRanks, Text("a name"), default "a new one for every launch", code "":
         "the name of the job; ranks of another job are refused";
-    LIVENESS_TIMEOUT, Ranks, Seconds, default "5", code "liveness_timeout":
-        "after how much silence a rank is considered lost";
+    LIVENESS_TIMEOUT, LauncherAndRanks, Seconds, default "5", code "liveness_timeout":
+        "after how much silence a rank or a host is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":
         "how often the launcher restarts the job at most";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":

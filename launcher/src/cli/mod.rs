@@ -136,12 +136,12 @@ fn underscored(command: clap::Command) -> clap::Command {
         .get_subcommands()
         .map(|subcommand| subcommand.get_name().to_owned())
         .collect();
-    let command = command.mut_args(|option| match option.get_long() {
-        Some(long) if long.contains('-') => {
-            let alias = long.replace('-', "_");
-            option.alias(alias)
-        }
-        _ => option,
+    let command = command.mut_args(|option| {
+        let aliases = option.get_all_aliases().unwrap_or_default();
+        let names = option.get_long().into_iter().chain(aliases);
+        let dashed = names.filter(|name| name.contains('-'));
+        let underscored: Vec<String> = dashed.map(|name| name.replace('-', "_")).collect();
+        option.aliases(underscored)
     });
     names.into_iter().fold(command, |command, name| {
         command.mut_subcommand(name, underscored)
@@ -158,14 +158,20 @@ SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUS
 forwarded. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
 launcher included.
 
+Several hosts: start the same line on each, with a --node-rank of its own, and with the
+same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code
+of the job.
+
 Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
 where a signal ended it; 2 for a wrong command line, or an ACCEL_ variable that the ranks
-would refuse (`accel-launch env` lists them all); 101 where cargo could not build.
+would refuse (`accel-launch env` lists them all); 75 where a host was lost, or host 0: start
+it again; 101 where cargo could not build.
 
 Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3
   accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32
-  accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train";
+  accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train
+  accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train";
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,6 @@ use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::time::Duration;
 
 use accelerator_collective::Launch;
 use accelerator_env::{Reader, VARIABLES, find, variable};
@@ -14,7 +13,7 @@ use serde::Serialize;
 
 use crate::cargo;
 use crate::error::{Error, Result, chain};
-use crate::gpu::inventory::{self, Gpu, Sources};
+use crate::gpu::inventory::{self, Gpu};
 use crate::gpu::visible::{VISIBLE, Visible, shown};
 use crate::settings::allocator;
 use crate::settings::threads;
@@ -174,7 +173,7 @@ impl EnvReport {
                 .collect(),
             tools: vec![tool("cargo", cargo::cargo()), tool("rustc", rustc())],
             devices: devices(Path::new("/dev")),
-            gpus: gpus(&visible),
+            gpus: inventory::of_this_host(&visible),
             visible,
         }
     }
@@ -302,21 +301,6 @@ fn tool(name: &'static str, mut command: Command) -> Tool {
 
 fn rustc() -> Command {
     Command::new(variable("RUSTC").unwrap_or_else(|| "rustc".into()))
-}
-
-/// NVIDIA's GPUs, and which of them programs that are started here see.
-fn gpus(visible: &Visible) -> Vec<Gpu> {
-    /// A tool that takes longer waits for a device that hangs.
-    const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(2);
-    let mut gpus = inventory::list(Sources {
-        folder: Path::new("/proc/driver/nvidia"),
-        program: "nvidia-smi".as_ref(),
-        limit: NVIDIA_SMI_TIMEOUT,
-    });
-    for gpu in &mut gpus {
-        gpu.visible = gpu.is_visible(visible);
-    }
-    gpus
 }
 
 /// The device files of accelerators in `folder`.

@@ -48,6 +48,21 @@ pub(crate) struct Sources<'a> {
     pub(crate) limit: Duration,
 }
 
+/// The GPUs of this host, and of each whether programs that are started here see it.
+pub(crate) fn of_this_host(visible: &Visible) -> Vec<Gpu> {
+    /// A tool that takes longer waits for a device that hangs.
+    const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(2);
+    let mut gpus = list(Sources {
+        folder: Path::new("/proc/driver/nvidia"),
+        program: "nvidia-smi".as_ref(),
+        limit: NVIDIA_SMI_TIMEOUT,
+    });
+    for gpu in &mut gpus {
+        gpu.visible = gpu.is_visible(visible);
+    }
+    gpus
+}
+
 /// The GPUs in the order of the PCI bus; none where there is none.
 pub(crate) fn list(sources: Sources<'_>) -> Vec<Gpu> {
     let mut gpus = from_tool(sources.program, sources.limit);

@@ -14,6 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
 use lines::Lines;
@@ -33,7 +35,7 @@ const MAX_AFTER_EXIT: usize = 2 << 20;
 const SILENT_PIPE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One of the two streams of a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Stream {
     /// Standard output.
     Out,

@@ -7,16 +7,20 @@ use std::fmt::Debug;
 use std::fs::File;
 
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 
+use crate::error::START_AGAIN;
 pub(crate) use local::{Process, close, inherited, reap_orphans, spawn_with, wait_for_end};
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum End {
     /// It exited with this code.
     Code(i32),
     /// It was killed by this signal.
     Signal(i32),
+    /// It was lost with the host that it ran on.
+    Lost,
 }
 
 impl End {
@@ -26,6 +30,7 @@ impl End {
             // The kernel keeps eight bits of an exit code.
             Self::Code(code) => (code & 0xff) as u8,
             Self::Signal(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+            Self::Lost => START_AGAIN,
         }
     }
 
@@ -43,6 +48,7 @@ impl std::fmt::Display for End {
                 Some(name) => write!(formatter, "killed by {name}"),
                 None => write!(formatter, "killed by signal {signal}"),
             },
+            Self::Lost => formatter.write_str("lost with its host"),
         }
     }
 }
@@ -54,6 +60,16 @@ pub(crate) trait RankProcess: Debug {
 
     /// Its process id where it runs on this machine.
     fn local_pid(&self) -> Option<i32>;
+
+    /// The name of the host that it runs on, where that is another one.
+    fn host(&self) -> Option<String> {
+        None
+    }
+
+    /// Which host was lost with it, and how; `None` where it did not end so.
+    fn loss(&self) -> Option<String> {
+        None
+    }
 
     /// Its standard output, once.
     fn take_stdout(&mut self) -> Option<File>;

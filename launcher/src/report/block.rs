@@ -5,7 +5,7 @@ use std::path::Path;
 
 use signal_hook::consts::signal;
 
-use super::{FailureRecord, FirstFailure, OtherRank};
+use super::{FailureRecord, FirstFailure, FirstText, OtherRank};
 use crate::output::headline;
 use crate::process::End;
 use crate::supervisor::rank_reports::FailureReport;
@@ -26,7 +26,27 @@ impl FailureRecord {
             Some(before) if self.is_like(before) => ", as before",
             _ => "",
         };
-        format!("rank {rank} {}{again}", shown.end_text)
+        match &shown.loss {
+            Some(loss) => format!("{loss}{again}"),
+            None => format!("rank {rank}{} {}{again}", shown.on(), shown.end_text),
+        }
+    }
+
+    /// Which rank or host failed first, and how: "rank 1 (pid 7 on b) failed first: exit code 3".
+    pub(crate) fn summary(&self) -> String {
+        let FirstFailure {
+            rank, pid, shown, ..
+        } = &self.first;
+        if let Some(loss) = &shown.loss {
+            return loss.clone();
+        }
+        let first = if self.world_size > 1 { " first" } else { "" };
+        let on = shown.on();
+        let mut text = format!("rank {rank} (pid {pid}{on}) failed{first}: {}", self.how());
+        if self.first.signal == Some(signal::SIGKILL) {
+            text.push_str(", as when the machine runs out of memory");
+        }
+        text
     }
 
     /// Whether the same rank failed in the same way.
@@ -57,16 +77,11 @@ impl FailureRecord {
     pub(crate) fn block(&self, report: Option<&Path>) -> String {
         let FirstFailure {
             rank,
-            pid,
             reported_by,
             shown,
             ..
         } = &self.first;
-        let first = if self.world_size > 1 { " first" } else { "" };
-        let mut text = format!("rank {rank} (pid {pid}) failed{first}: {}", self.how());
-        if self.first.signal == Some(signal::SIGKILL) {
-            text.push_str(", as when the machine runs out of memory");
-        }
+        let mut text = self.summary();
         let reported = shown.report.as_ref();
         if let Some(reported) = reported.filter(|reported| !self.first.has_shown(reported)) {
             let who = if reported.rank == *rank {
@@ -127,6 +142,14 @@ impl FailureRecord {
     }
 }
 
+impl FirstText {
+    /// Where it ran, if that is another host: " on b".
+    fn on(&self) -> String {
+        let host = self.host.as_ref();
+        host.map_or_else(String::new, |host| format!(" on {host}"))
+    }
+}
+
 impl FirstFailure {
     /// Whether its last lines show what it reported itself, as those of a panic do.
     fn has_shown(&self, report: &FailureReport) -> bool {
@@ -139,6 +162,9 @@ impl FirstFailure {
 impl OtherRank {
     /// How it ended; follows "rank 1". What the text says about the first rank is not repeated.
     fn end_text(&self, first: &FirstFailure) -> String {
+        if self.is_lost {
+            return format!("was {}", End::Lost);
+        }
         let end = match (self.exit_code, self.signal) {
             (Some(code), _) => End::Code(code),
             (None, Some(signal)) => End::Signal(signal),

@@ -8,13 +8,15 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use serde::Serialize;
+use signal_hook::consts::signal;
 use signal_hook::low_level::signal_name;
 
+use crate::error::START_AGAIN;
 use crate::process::End;
 use crate::supervisor::attempt::FinishedAttempt;
 use crate::supervisor::job::Cause;
 use crate::supervisor::rank_reports::FailureReport;
-use crate::text::{shell_line, utc};
+use crate::text::{host_name, shell_line, utc};
 use crate::variables;
 
 /// The name of the report in the log folder.
@@ -43,6 +45,8 @@ pub(crate) struct FailureRecord {
 struct FirstFailure {
     rank: usize,
     host: String,
+    /// The place of its host among the hosts of the job.
+    node: usize,
     pid: i32,
     /// What happened to it; follows "rank 1: ".
     cause: String,
@@ -63,6 +67,10 @@ struct FirstFailure {
 struct FirstText {
     end_text: String,
     report: Option<FailureReport>,
+    /// Its host, where that is another one.
+    host: Option<String>,
+    /// Which host was lost with it, and how.
+    loss: Option<String>,
 }
 
 /// Another rank of the job, and how it ended.
@@ -72,12 +80,42 @@ struct OtherRank {
     pid: i32,
     exit_code: Option<i32>,
     signal: Option<i32>,
+    /// Whether it was lost with its host.
+    is_lost: bool,
     /// Whether it ended before the launcher ended it.
     by_itself: bool,
     last_words: Vec<String>,
     /// Whether its last lines name the first rank, which the text does already.
     #[serde(skip)]
     names_first: bool,
+}
+
+/// What a host other than host 0 knows of a job whose host 0 was lost.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LostHead<'a> {
+    /// The name of host 0.
+    pub(crate) host: &'a str,
+    /// How it was lost.
+    pub(crate) loss: &'a str,
+    /// The number of ranks of the job; 0 where none had been started.
+    pub(crate) world_size: usize,
+    /// The name of the job.
+    pub(crate) job: &'a str,
+    /// How often it had been restarted.
+    pub(crate) restarts: u64,
+    /// The ranks of this host.
+    pub(crate) ranks: &'a [KnownRank],
+}
+
+/// A rank of this host.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KnownRank {
+    /// Its number among all ranks.
+    pub(crate) rank: usize,
+    /// Its process.
+    pub(crate) pid: i32,
+    /// How it ended, if it did before host 0 was lost.
+    pub(crate) end: Option<End>,
 }
 
 /// How the job went on after the failure.
@@ -122,30 +160,75 @@ impl FailureRecord {
                         .is_some_and(|line| line.contains(&report.text))
                 }),
                 rank,
-                pid: finished.pids[rank],
+                pid: finished.processes[rank].pid,
                 exit_code,
                 signal,
+                is_lost: finished.outcome.end(rank) == Some(End::Lost),
                 by_itself: finished.outcome.ended_by_itself(rank),
                 last_words,
             }
         };
-        let ranks = 0..finished.pids.len();
+        let ranks = 0..finished.processes.len();
         let others = ranks.clone().filter(|&one| one != rank);
         Some(Self {
             collateral: others.map(other).collect(),
             first,
             exit_code: finished.outcome.exit_code(),
             restarts: finished.settings.restart,
-            world_size: finished.pids.len(),
+            world_size: finished.processes.len(),
             job: finished.settings.job.clone(),
-            command: command
-                .iter()
-                .map(|word| word.to_string_lossy().into_owned())
-                .collect(),
+            command: words(command),
             command_line: variables::assignments(&variables::set()) + &shell_line(command),
             log_files: ranks.filter_map(log).collect(),
             time: utc(SystemTime::now()),
         })
+    }
+
+    /// Describes the loss of host 0, as the launcher of another host sees it.
+    pub(crate) fn of_lost_head(lost: &LostHead<'_>, command: &[OsString]) -> Self {
+        let others = lost.ranks.iter().map(|known| {
+            let (exit_code, signal) = parts(known.end.or(Some(End::Signal(signal::SIGKILL))));
+            OtherRank {
+                rank: known.rank,
+                pid: known.pid,
+                exit_code,
+                signal,
+                is_lost: false,
+                by_itself: known.end.is_some(),
+                last_words: Vec::new(),
+                names_first: false,
+            }
+        });
+        Self {
+            collateral: others.collect(),
+            first: FirstFailure {
+                rank: 0,
+                host: lost.host.to_owned(),
+                node: 0,
+                pid: 0,
+                cause: lost.loss.to_owned(),
+                exit_code: None,
+                signal: None,
+                signal_name: None,
+                last_words: Vec::new(),
+                log: None,
+                reported_by: BTreeSet::new(),
+                shown: FirstText {
+                    end_text: format!("was {}", End::Lost),
+                    report: None,
+                    host: Some(lost.host.to_owned()),
+                    loss: Some(lost.loss.to_owned()),
+                },
+            },
+            exit_code: START_AGAIN,
+            restarts: lost.restarts,
+            world_size: lost.world_size,
+            job: lost.job.to_owned(),
+            command: words(command),
+            command_line: variables::assignments(&variables::set()) + &shell_line(command),
+            log_files: Vec::new(),
+            time: utc(SystemTime::now()),
+        }
     }
 
     /// The rank that failed first.
@@ -219,8 +302,9 @@ impl FirstFailure {
         let other_report = failure_reports
             .iter()
             .find(|report| report.rank != rank && report.blamed.contains(&rank));
+        let process = &finished.processes[rank];
         let end_text = match (end, own_report) {
-            (Some(End::Signal(_)), _) => format!("was {}", shown(end)),
+            (Some(End::Signal(_) | End::Lost), _) => format!("was {}", shown(end)),
             (Some(End::Code(0)), _) => {
                 "ended with exit code 0 while others waited for it".to_owned()
             }
@@ -228,23 +312,24 @@ impl FirstFailure {
             (None, Some(_)) => "reported a failure, and did not end".to_owned(),
             (None, None) => "stopped responding, and did not end".to_owned(),
         };
-        let report = own_report.or(other_report.filter(|_| !matches!(end, Some(End::Signal(_)))));
-        let cause = match own_report {
-            Some(own_report) => own_report.text.clone(),
-            None => match (end, other_report) {
+        let is_plain = matches!(end, Some(End::Signal(_) | End::Lost));
+        let report = own_report.or(other_report.filter(|_| !is_plain));
+        let cause = match (&process.loss, own_report) {
+            (Some(loss), _) => loss.clone(),
+            (None, Some(own_report)) => own_report.text.clone(),
+            (None, None) => match (end, other_report) {
                 (None, Some(other_report)) => format!("it {end_text}: {}", other_report.text),
                 _ => format!("it {end_text}"),
             },
         };
         let (exit_code, signal) = parts(end);
-        let host = finished.rank_reports.host(rank).unwrap_or_else(|| {
-            let system = rustix::system::uname();
-            system.nodename().to_string_lossy().into_owned()
-        });
+        let known = process.host.clone();
+        let host = known.or_else(|| finished.rank_reports.host(rank));
         Self {
             rank,
-            host,
-            pid: finished.pids[rank],
+            host: host.unwrap_or_else(host_name),
+            node: finished.settings.layout.host_of(rank),
+            pid: process.pid,
             cause,
             exit_code,
             signal,
@@ -259,9 +344,16 @@ impl FirstFailure {
             shown: FirstText {
                 end_text,
                 report: report.cloned(),
+                host: process.host.clone(),
+                loss: process.loss.clone(),
             },
         }
     }
+}
+
+fn words(command: &[OsString]) -> Vec<String> {
+    let words = command.iter().map(|word| word.to_string_lossy());
+    words.map(|word| word.into_owned()).collect()
 }
 
 fn shown(end: Option<End>) -> String {
@@ -273,7 +365,7 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
     match end {
         Some(End::Code(code)) => (Some(code), None),
         Some(End::Signal(signal)) => (None, Some(signal)),
-        None => (None, None),
+        Some(End::Lost) | None => (None, None),
     }
 }
 
@@ -287,6 +379,7 @@ mod tests {
             pid: 7,
             exit_code: Some(code),
             signal: None,
+            is_lost: false,
             by_itself: true,
             last_words: vec![line.to_owned()],
             names_first: line.contains("is lost"),
@@ -297,6 +390,7 @@ mod tests {
         let first = FirstFailure {
             rank: 0,
             host: String::new(),
+            node: 0,
             pid: 7,
             cause: String::new(),
             exit_code: Some(1),
@@ -308,6 +402,8 @@ mod tests {
             shown: FirstText {
                 end_text: String::new(),
                 report: None,
+                host: None,
+                loss: None,
             },
         };
         FailureRecord {

@@ -63,7 +63,7 @@ impl Gpus {
         };
         match &options.gpu_ids {
             Some(GpuIds::Listed(ids)) => {
-                let ranks = options.num_processes.map_or(1, |range| range.most.get());
+                let ranks = options.processes().most.get();
                 gpus.select(ids, ranks, inherited.as_deref(), &lookup)?;
             }
             all => gpus.leave(all.is_some(), inherited.as_deref()),
@@ -126,7 +126,7 @@ impl Gpus {
             let count = chosen.len();
             let noun = if count == 1 { "GPU" } else { "GPUs" };
             return Err(Error::usage(format!(
-                "--num-processes starts {ranks} ranks on this host, and --gpu-ids names {count} \
+                "{ranks} ranks are to be started on this host, and --gpu-ids names {count} \
                  {noun} ({}): start at most {count}, name more, or let ranks share GPUs by \
                  --oversubscribe-gpus",
                 joined(ids)

@@ -2,6 +2,8 @@
 
 pub(crate) mod allocator;
 pub(crate) mod gpus;
+pub(crate) mod layout;
+pub(crate) mod nodes;
 pub(crate) mod options;
 pub(crate) mod rank_env;
 pub(crate) mod target;
@@ -15,6 +17,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::output::{OnOutputError, Prefix};
 use crate::variables;
 use gpus::Gpus;
+use layout::Layout;
 use options::{Options, Processes};
 use threads::Threads;
 
@@ -30,8 +33,12 @@ const DEFAULT_RESTARTS: u64 = 3;
 /// The resolved settings of a launch on this machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
-    /// How many ranks are started.
+    /// How many ranks are started on this host.
     pub(crate) ranks: NonZeroUsize,
+    /// The ranks of all hosts.
+    pub(crate) layout: Layout,
+    /// Which of the hosts this one is.
+    pub(crate) host: usize,
     /// The fewest that a restart may go on with.
     pub(crate) least_ranks: NonZeroUsize,
     /// How often the job has been restarted.
@@ -40,8 +47,10 @@ pub(crate) struct Settings {
     pub(crate) max_restarts: u64,
     /// How long to wait before the first restart.
     pub(crate) restart_delay: Duration,
-    /// The host of the store.
+    /// The host of the store, as the ranks of this host reach it.
     pub(crate) master_addr: String,
+    /// The address at which the store listens, where this launcher hosts it.
+    pub(crate) listen_addr: String,
     /// The port of the store; 0 takes a free one.
     pub(crate) master_port: u16,
     /// The name of the job, which keeps a stray rank of another one out.
@@ -82,25 +91,33 @@ impl Settings {
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Self {
         let mut table = Table(Vec::new());
-        let processes = options
-            .num_processes
-            .unwrap_or(Processes::exactly(NonZeroUsize::MIN));
+        let processes = options.processes();
         let ranks = processes.most;
-        table.add(
-            "processes",
-            processes,
-            origin(&options.num_processes, "--num-processes"),
-        );
+        let origin_of_ranks = match options.nproc_per_node {
+            Some(_) => "--nproc-per-node",
+            None => origin(&options.num_processes, "--num-processes"),
+        };
+        table.add("processes", processes, origin_of_ranks);
+        let is_alone = options.hosts() == 1;
+        if !is_alone {
+            table.add("hosts", options.hosts(), "--nnodes");
+            let host = options.node_rank.unwrap_or(0);
+            table.add("this host", host, "--node-rank");
+        }
+        if let Some(endpoint) = &options.rdzv_endpoint {
+            table.add("host 0 listens at", endpoint, "--rdzv-endpoint");
+        }
 
         let master_addr = options
             .master_addr
             .clone()
             .unwrap_or_else(|| "127.0.0.1".to_owned());
-        table.add(
-            "store host",
-            &master_addr,
-            origin(&options.master_addr, "--master-addr"),
-        );
+        let shown = match (is_alone, &options.master_addr) {
+            (false, None) => "where the others reach host 0",
+            _ => master_addr.as_str(),
+        };
+        let given = origin(&options.master_addr, "--master-addr");
+        table.add("store host", shown, given);
 
         let master_port = options.master_port.unwrap_or(0);
         let port: &dyn Display = if master_port == 0 {
@@ -174,7 +191,7 @@ impl Settings {
         );
 
         let (prefix, why) = match (options.no_prefix, ranks.get()) {
-            (_, 1) => (Prefix::Raw, "one process"),
+            (_, 1) if is_alone => (Prefix::Raw, "one process"),
             (true, _) => (Prefix::Lines, "--no-prefix"),
             (false, _) => (Prefix::Rank, "default"),
         };
@@ -194,10 +211,13 @@ impl Settings {
         }
         Self {
             ranks,
+            layout: Layout::of_one_host(ranks),
+            host: 0,
             least_ranks: processes.least,
             restart: 0,
             max_restarts,
             restart_delay,
+            listen_addr: master_addr.clone(),
             master_addr,
             master_port,
             job,
@@ -211,7 +231,17 @@ impl Settings {
         }
     }
 
-    /// The settings of a restart with so many ranks; `options` and `lookup` are those that these
+    /// The settings on one of several hosts, whose ranks reach the store at `master_addr`.
+    pub(crate) fn on_host(self, host: usize, layout: Layout, master_addr: String) -> Self {
+        Self {
+            host,
+            layout,
+            master_addr,
+            ..self
+        }
+    }
+
+    /// The settings of a restart with so many ranks on this host; `options` and `lookup` are those that these
     /// settings were resolved from.
     pub(crate) fn restarted(
         &self,

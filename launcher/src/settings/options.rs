@@ -1,6 +1,6 @@
 //! The options of a launch.
 
-use std::net::ToSocketAddrs;
+use std::net::IpAddr;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,6 +10,7 @@ use clap::Args;
 
 use crate::gpu::id::GpuIds;
 use crate::output::OnOutputError;
+use crate::settings::nodes::{Endpoint, PerHost};
 
 /// The options of a launch. What is `None` was not given.
 #[derive(Args, Clone, Debug, Default)]
@@ -27,6 +28,42 @@ pub(crate) struct Options {
     /// be started, the job restarts with one rank less, down to MIN.
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
+
+    /// How many processes (ranks) to start on this host: N; `gpu` for one a GPU; `auto` for the same, or one where there
+    /// is no GPU; `cpu` for one a core.
+    ///
+    /// On one host `--num-processes N` is the same. Several hosts may start different numbers.
+    #[arg(
+        long,
+        value_name = "N|auto|gpu|cpu",
+        alias = "processes-per-machine",
+        conflicts_with = "num_processes",
+        allow_negative_numbers = true
+    )]
+    pub(crate) nproc_per_node: Option<PerHost>,
+
+    /// How many hosts run the job [default: 1]. Start accel-launch on each of them, with the program and its arguments.
+    #[arg(long, value_name = "N", value_parser = hosts, alias = "num-machines", help_heading = "Several hosts")]
+    pub(crate) nnodes: Option<NonZeroUsize>,
+
+    /// Which of the hosts this one is, from 0. Host 0 decides for all, and shows the output of all.
+    #[arg(
+        long,
+        value_name = "K",
+        alias = "machine-rank",
+        help_heading = "Several hosts"
+    )]
+    pub(crate) node_rank: Option<usize>,
+
+    /// Where host 0 is reached by the others [default port: 29400]. Ports of ranks have to be open between hosts too.
+    ///
+    /// `--master-addr HOST --master-port PORT` stand for it where it is left out.
+    #[arg(long, value_name = "HOST[:PORT]", help_heading = "Several hosts")]
+    pub(crate) rdzv_endpoint: Option<Endpoint>,
+
+    /// Seconds to wait for host 0, and on host 0 for the others [default: 600].
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, help_heading = "Several hosts")]
+    pub(crate) join_timeout: Option<Duration>,
 
     /// Run this example of the cargo package, in place of a script.
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
@@ -66,12 +103,12 @@ pub(crate) struct Options {
     )]
     pub(crate) release: bool,
 
-    /// The address of this machine on which the store listens [default: 127.0.0.1].
-    #[arg(long, value_name = "HOST", value_parser = host)]
+    /// The address of this machine on which the store listens [default: 127.0.0.1]; with several hosts, that of host 0.
+    #[arg(long, value_name = "HOST", value_parser = host, alias = "main-process-ip")]
     pub(crate) master_addr: Option<String>,
 
     /// The port of the store; 0 takes a free one [default: 0].
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", alias = "main-process-port")]
     pub(crate) master_port: Option<u16>,
 
     /// Threads of a rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
@@ -162,12 +199,43 @@ impl Processes {
     }
 }
 
+impl Options {
+    /// How many ranks are started on this host.
+    pub(crate) fn processes(&self) -> Processes {
+        self.num_processes
+            .unwrap_or(Processes::exactly(NonZeroUsize::MIN))
+    }
+
+    /// How many hosts the job has.
+    pub(crate) fn hosts(&self) -> usize {
+        self.nnodes.map_or(1, NonZeroUsize::get)
+    }
+}
+
 impl std::fmt::Display for Processes {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.is_range() {
             write!(formatter, "{}:{}", self.least, self.most)
         } else {
             self.most.fmt(formatter)
+        }
+    }
+}
+
+fn hosts(text: &str) -> Result<NonZeroUsize, String> {
+    match text.split_once(':') {
+        None => count(text),
+        Some((least, most)) if least == most => count(least),
+        Some((least, most)) => {
+            let (least, most) = (count(least)?, count(most)?);
+            Err(match least > most {
+                true => {
+                    "expected a number of hosts; a range has MIN no greater than MAX".to_owned()
+                }
+                false => format!(
+                    "a job goes on with all of its hosts or none: expected one number, such as {most}"
+                ),
+            })
         }
     }
 }
@@ -206,8 +274,9 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 fn host(text: &str) -> Result<String, String> {
-    match (text, 0).to_socket_addrs().map(|mut addresses| addresses.next()) {
-        Ok(Some(_)) => Ok(text.to_owned()),
-        _ => Err("expected an address or a host name that can be resolved; the port goes to --master-port".into()),
+    let is_address = text.parse::<IpAddr>().is_ok();
+    match is_address || (!text.is_empty() && !text.contains([':', ' '])) {
+        true => Ok(text.to_owned()),
+        false => Err("expected an address or a host name; the port goes to --master-port".into()),
     }
 }

@@ -1,7 +1,7 @@
 //! The environment of a rank.
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
+use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 
@@ -12,31 +12,35 @@ use crate::settings::allocator;
 use crate::settings::threads::Threads;
 use crate::variables;
 
-/// The variables that the launcher sets for a rank, and those that it removes.
+/// The variables that the launcher sets for the ranks of this host, and those that it removes.
 #[derive(Clone, Debug)]
 pub(crate) struct RankEnv {
     common: Vec<(&'static str, OsString)>,
     removed: Vec<OsString>,
-    ranks: usize,
+    /// The ranks of this host.
+    ranks: Range<usize>,
 }
 
 impl RankEnv {
-    /// The environment of ranks whose store is on `port` of the settings' host, and which prove a token that is
+    /// The environment of ranks whose store is on `port` of the settings' store host, and which prove a token that is
     /// the store's own where it has one.
     ///
     /// `package_dir` is the folder of the cargo package that was built; the ranks find it in
     /// `CARGO_MANIFEST_DIR`, as under `cargo run`.
     pub(crate) fn new(
         settings: &Settings,
-        store: SocketAddr,
+        port: u16,
         token: Option<&Path>,
         package_dir: Option<&Path>,
     ) -> Self {
-        let ranks = settings.ranks.get();
-        let port = OsString::from(store.port().to_string());
+        let layout = &settings.layout;
+        let ranks = layout.ranks_of(settings.host);
+        let port = OsString::from(port.to_string());
         let mut common: Vec<(&'static str, OsString)> = vec![
-            ("WORLD_SIZE", ranks.to_string().into()),
-            ("LOCAL_WORLD_SIZE", ranks.to_string().into()),
+            ("WORLD_SIZE", layout.ranks().to_string().into()),
+            ("LOCAL_WORLD_SIZE", ranks.len().to_string().into()),
+            ("GROUP_RANK", settings.host.to_string().into()),
+            ("GROUP_WORLD_SIZE", layout.hosts().to_string().into()),
             ("MASTER_ADDR", settings.master_addr.clone().into()),
             ("MASTER_PORT", port.clone()),
             (env::PORT.name, port),
@@ -67,16 +71,17 @@ impl RankEnv {
         }
     }
 
-    /// How many ranks there are.
-    pub(crate) fn ranks(&self) -> usize {
-        self.ranks
+    /// The ranks of this host.
+    pub(crate) fn ranks(&self) -> Range<usize> {
+        self.ranks.clone()
     }
 
-    /// The variables of `rank`.
+    /// The variables of `rank`, which is one of this host.
     pub(crate) fn of(&self, rank: usize) -> Vec<(&'static str, OsString)> {
+        let local_rank = rank - self.ranks.start;
         let mut variables = vec![
             ("RANK", rank.to_string().into()),
-            ("LOCAL_RANK", rank.to_string().into()),
+            ("LOCAL_RANK", local_rank.to_string().into()),
         ];
         variables.extend(self.common.iter().cloned());
         variables
@@ -112,6 +117,7 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
 mod tests {
     use super::*;
     use crate::settings::gpus::Gpus;
+    use crate::settings::layout::Layout;
     use crate::settings::options::{Options, Processes};
 
     #[test]
@@ -123,12 +129,7 @@ mod tests {
         };
         let gpus = Gpus::resolve(&options, |_| None).unwrap();
         let settings = Settings::resolve(&options, gpus, |_| None);
-        let environment = RankEnv::new(
-            &settings,
-            SocketAddr::from(([127, 0, 0, 1], 4242)),
-            None,
-            None,
-        );
+        let environment = RankEnv::new(&settings, 4242, None, None);
         let value = |rank: usize, name: &str| {
             let variables = environment.of(rank);
             let found = variables.iter().find(|(known, _)| *known == name);
@@ -145,5 +146,36 @@ mod tests {
             assert_eq!(seen.as_deref(), Some("0,GPU-5a,2"));
         }
         assert_eq!(value(0, "CARGO_MANIFEST_DIR"), None);
+    }
+
+    #[test]
+    fn ranks_of_several_hosts_know_their_place_on_their_own() {
+        let options = Options {
+            num_processes: std::num::NonZeroUsize::new(2).map(Processes::exactly),
+            ..Options::default()
+        };
+        let gpus = Gpus::resolve(&options, |_| None).unwrap();
+        let settings = Settings::resolve(&options, gpus, |_| None);
+        let layout = Layout::new(vec![3, 2, 1]);
+        let settings = settings.on_host(1, layout, "10.0.0.1".to_owned());
+        let environment = RankEnv::new(&settings, 4242, None, None);
+        assert_eq!(environment.ranks(), 3..5);
+        for (name, expected) in [
+            ("RANK", "4"),
+            ("WORLD_SIZE", "6"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("GROUP_RANK", "1"),
+            ("GROUP_WORLD_SIZE", "3"),
+            ("MASTER_ADDR", "10.0.0.1"),
+        ] {
+            let variables = environment.of(4);
+            let found = variables.iter().find(|(known, _)| *known == name);
+            assert_eq!(
+                found.map(|(_, value)| value.to_str()),
+                Some(Some(expected)),
+                "{name}"
+            );
+        }
     }
 }

@@ -4,6 +4,8 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
+
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
 use crate::output::{Output, Stream};
@@ -12,7 +14,7 @@ use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
 use crate::supervisor::group::{EndedBy, GroupOutcome, Observer, supervise};
 use crate::supervisor::job::Cause;
-use crate::supervisor::leftovers::KillScope;
+use crate::supervisor::leftovers::{KillScope, Swept};
 use crate::supervisor::rank_reports::RankReports;
 use crate::supervisor::shim::KillOnDrop;
 use crate::supervisor::spawner::Spawner;
@@ -57,14 +59,25 @@ pub(crate) enum AttemptOutcome {
 pub(crate) struct FinishedAttempt {
     /// How they ended.
     pub(crate) outcome: GroupOutcome,
-    /// Their process ids.
-    pub(crate) pids: Vec<i32>,
+    /// Their processes, by rank.
+    pub(crate) processes: Vec<RankInfo>,
     /// What they wrote.
     pub(crate) output: Output,
     /// What they reported to the store.
     pub(crate) rank_reports: RankReports,
     /// The settings of the attempt.
     pub(crate) settings: Settings,
+}
+
+/// What the report says about the process of a rank.
+#[derive(Clone, Debug)]
+pub(crate) struct RankInfo {
+    /// Its id on its host.
+    pub(crate) pid: i32,
+    /// Its host, where that is another one.
+    pub(crate) host: Option<String>,
+    /// Which host was lost with it, and how.
+    pub(crate) loss: Option<String>,
 }
 
 impl Attempt {
@@ -74,7 +87,7 @@ impl Attempt {
     /// When a log file cannot be made, or the store cannot listen.
     pub(crate) fn prepare(settings: Settings, channel: &Channel) -> Result<Self> {
         let output = Output::open(
-            settings.ranks.get(),
+            settings.layout.ranks(),
             settings.prefix,
             settings.log_dir.as_deref(),
             settings.restart,
@@ -117,11 +130,14 @@ impl Attempt {
             store,
         } = self;
         let token = store.token_file();
-        let environment = RankEnv::new(&settings, store.address(), token, package_dir);
-        let mut group = Vec::with_capacity(environment.ranks());
+        let environment = RankEnv::new(&settings, store.address().port(), token, package_dir);
+        let ranks = settings.layout.ranks();
+        let mut group = Vec::with_capacity(ranks);
         // Dropped before the group, it kills all at once, and not one after the other.
         let guard = KillOnDrop::new();
-        for rank in 0..environment.ranks() {
+        let other_hosts = OtherHosts(Some(spawner));
+        spawner.begin(&settings, store.address())?;
+        for rank in 0..ranks {
             interrupted(channel)?;
             match spawner.spawn(rank, &environment) {
                 Ok(process) => group.push(process),
@@ -129,7 +145,6 @@ impl Attempt {
             }
         }
         let readers = read_output(&mut group, &output)?;
-        let pids = group.iter().map(|process| process.pid()).collect();
         let mut observer = ExitReporter {
             output: output.clone(),
             rank_reports: rank_reports.clone(),
@@ -143,7 +158,14 @@ impl Attempt {
             channel,
             &mut observer,
         );
+        outcome.add(other_hosts.end(&outcome, settings.grace, channel));
         guard.disarm();
+        let processes = group.iter().map(|process| RankInfo {
+            pid: process.pid(),
+            host: process.host(),
+            loss: process.loss(),
+        });
+        let processes = processes.collect();
         if let Some(Cause::Failure(failed_rank)) = outcome.cause() {
             let failed_ranks: Vec<usize> = (0..group.len())
                 .filter(|&rank| rank != failed_rank && outcome.ended_by_itself(rank))
@@ -159,11 +181,31 @@ impl Attempt {
         outcome.asked_to_end = outcome.asked_to_end.or(asked);
         Ok(AttemptOutcome::Ran(Box::new(FinishedAttempt {
             outcome,
-            pids,
+            processes,
             output,
             rank_reports,
             settings,
         })))
+    }
+}
+
+/// Ends the attempt on other hosts, when it is dropped by an error too.
+struct OtherHosts<'a>(Option<&'a dyn Spawner>);
+
+impl OtherHosts<'_> {
+    fn end(mut self, outcome: &GroupOutcome, grace: Duration, channel: &Channel) -> Swept {
+        let spawner = self.0.take();
+        spawner.map_or_else(Swept::default, |spawner| {
+            spawner.end(outcome.first_signal(), grace, channel)
+        })
+    }
+}
+
+impl Drop for OtherHosts<'_> {
+    fn drop(&mut self) {
+        if let Some(spawner) = self.0.take() {
+            spawner.end(Signal::KILL, Duration::ZERO, &Channel::new());
+        }
     }
 }
 
@@ -179,7 +221,7 @@ struct ExitReporter {
 }
 
 impl Observer for ExitReporter {
-    fn ended(&mut self, rank: usize, end: End, ended_by: EndedBy) {
+    fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
         let Some(store_handle) = self
             .store_handle
             .clone()
@@ -187,8 +229,9 @@ impl Observer for ExitReporter {
         else {
             return;
         };
-        if let End::Signal(_) = end {
-            return store_handle.report_exit(rank, format!("it was {end}"));
+        if let End::Signal(_) | End::Lost = end {
+            let text = process.loss().unwrap_or_else(|| format!("it was {end}"));
+            return store_handle.report_exit(rank, text);
         }
         let is_joined = self.rank_reports.is_joined(rank);
         if end == End::Code(0) && !is_joined {

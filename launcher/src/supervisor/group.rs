@@ -10,7 +10,7 @@ use signal_hook::consts::signal;
 use crate::event::{Channel, Event};
 use crate::process::{End, RankProcess};
 use crate::supervisor::job::{Action, Cause, Job};
-use crate::supervisor::leftovers::{KillScope, LeftBehind, end_group, left_behind, sweep};
+use crate::supervisor::leftovers::{KillScope, LeftBehind, Remains, Swept, end_group};
 
 /// Who ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,9 +23,9 @@ pub(crate) enum EndedBy {
 
 /// Receives the events of a running group.
 pub(crate) trait Observer {
-    /// `rank` has ended.
-    fn ended(&mut self, rank: usize, end: End, ended_by: EndedBy) {
-        let _ = (rank, end, ended_by);
+    /// `rank`, whose process this is, has ended.
+    fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
+        let _ = (rank, process, end, ended_by);
     }
 
     /// `rank` has joined the job.
@@ -77,6 +77,21 @@ impl GroupOutcome {
     pub(crate) fn exit_code(&self) -> u8 {
         self.job.exit_code()
     }
+
+    /// The first signal to what the members have left behind.
+    pub(crate) fn first_signal(&self) -> Signal {
+        match self.job.was_killed() {
+            true => Signal::KILL,
+            false => Signal::TERM,
+        }
+    }
+
+    /// Adds what was left behind on other hosts, and what came while it was ended.
+    pub(crate) fn add(&mut self, swept: Swept) {
+        self.drained += swept.drained;
+        self.asked_to_end = self.asked_to_end.or(swept.asked_to_end);
+        self.left_behind.add(swept.left_behind);
+    }
 }
 
 /// Waits for every process of `group`, ends all when one fails or a signal asks for it, and ends what
@@ -119,7 +134,9 @@ pub(crate) fn supervise(
                 true => EndedBy::Itself,
                 false => EndedBy::Launcher,
             };
-            observer.ended(rank, end, ended_by);
+            if let Some(process) = group.get(rank) {
+                observer.ended(rank, &**process, end, ended_by);
+            }
         }
         for action in actions {
             match action {
@@ -133,18 +150,25 @@ pub(crate) fn supervise(
             }
         }
     }
-    let left_behind = left_behind(group, &job, scope);
-    let swept = sweep(group, &job, grace, scope, channel);
-    GroupOutcome {
-        left_behind,
-        asked_to_end: job.asked_to_end().or(swept.asked_to_end),
-        drained: drained + swept.drained,
+    let mut outcome = GroupOutcome {
+        left_behind: LeftBehind::default(),
+        asked_to_end: job.asked_to_end(),
+        drained,
         job,
-    }
+    };
+    let remains = Remains {
+        first_rank: 0,
+        has_ended: (0..group.len())
+            .map(|rank| outcome.end(rank).is_some())
+            .collect(),
+    };
+    outcome.left_behind = remains.left_behind(group, scope);
+    outcome.add(remains.sweep(group, outcome.first_signal(), grace, scope, channel));
+    outcome
 }
 
-/// Starts the thread that reports the end of `process`.
-fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Event>) {
+/// Starts the thread that reports the end of `process` as that of `rank`.
+pub(crate) fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Event>) {
     let wait = process.waiter();
     let report = {
         let sender = sender.clone();

@@ -36,6 +36,8 @@ pub(crate) struct RootCause {
 /// Classes of failures; the strongest evidence first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum FailureClass {
+    /// Its host was lost, and it with it.
+    HostLost,
     /// A signal killed it, and it had blamed no rank before.
     Killed,
     /// It reported its own failure: a panic.
@@ -124,6 +126,7 @@ impl RootCause {
     /// reports it a while before its process ends.
     pub(crate) fn max_wait(&self) -> Duration {
         Duration::from_millis(match (self.class, self.end) {
+            (FailureClass::HostLost, _) => 0,
             // A program that lost a rank may abort; its report can arrive just after its end.
             (FailureClass::Killed, Some(End::Signal(signal::SIGABRT))) => 50,
             (FailureClass::Killed, _) => 0,
@@ -157,6 +160,9 @@ struct RankEvidence {
 
 impl RankEvidence {
     fn class(&self, rank: usize) -> Option<FailureClass> {
+        if self.end == Some(End::Lost) {
+            return Some(FailureClass::HostLost);
+        }
         let blames_others = self
             .blames
             .as_ref()
@@ -178,7 +184,9 @@ impl RankEvidence {
                 Some(FailureClass::ExitCode)
             }
             (Some(End::Code(_)), false, false) => Some(FailureClass::ErrorExit),
-            (None, false, false) => self.blames.as_ref().map(|_| FailureClass::ErrorExit),
+            (None | Some(End::Lost), false, false) => {
+                self.blames.as_ref().map(|_| FailureClass::ErrorExit)
+            }
         }
     }
 }
@@ -299,6 +307,25 @@ mod tests {
             ],
             1,
             BlamedSilent,
+        );
+    }
+
+    #[test]
+    fn a_lost_host_stands_above_what_its_loss_does_to_ranks() {
+        check(
+            &[
+                Ended(2, End::Lost),
+                FailureReported(0, &[1]),
+                FailureReported(2, &[0]),
+                Ended(0, ABORT),
+                Ended(1, Code(3)),
+            ],
+            2,
+            FailureClass::HostLost,
+        );
+        assert_eq!(
+            root_cause(&[Ended(3, End::Lost)]).max_wait(),
+            Duration::ZERO
         );
     }
 

@@ -69,7 +69,7 @@ pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
     let pid = child.id().cast_signed();
     let end = wait(pid);
     Some(match end {
-        End::Code(_) => ExitCode::from(end.exit_code()),
+        End::Code(_) | End::Lost => ExitCode::from(end.exit_code()),
         End::Signal(_) => {
             let count = descendants::kill(&excluded);
             // Asked to end before it had handlers, it ended as any program does.
@@ -130,6 +130,7 @@ impl LivenessPipe {
                     Ok(0) | Err(_) => break,
                 }
             }
+            IS_OVER.store(true, Ordering::Release);
             // The main thread must neither restart the job nor tell of its failure.
             process::close();
             let count = descendants::kill(&Excluded::default());
@@ -144,6 +145,13 @@ impl LivenessPipe {
             .spawn(read_pipe);
     }
 }
+
+/// Whether the shim is gone, and this process ends with all that it has started.
+pub(crate) fn is_over() -> bool {
+    IS_OVER.load(Ordering::Acquire)
+}
+
+static IS_OVER: AtomicBool = AtomicBool::new(false);
 
 /// Ends every descendant when it is dropped by a panic, or by an error on the way.
 #[derive(Debug)]

@@ -85,6 +85,7 @@ impl Relay {
         let target = RelayTarget {
             events,
             requests: Requests::default(),
+            hosts: HostRequests::default(),
         };
         Self {
             target: Arc::new(Mutex::new(target)),
@@ -100,12 +101,21 @@ impl Relay {
     pub(crate) fn deliver(&self, signal: i32, path: Route) {
         let mut target = self.lock();
         if target.requests.counts(signal, path, Instant::now()) {
-            // At the very end there is no receiver any more, and the signal is too late.
-            let _ = target.events.send(match asks_to_end(signal) {
-                true => Event::Signal(signal),
-                false => Event::ForwardSignal(signal),
-            });
+            match asks_to_end(signal) {
+                true => target.ask(0, signal),
+                false => target.send(Event::ForwardSignal(signal)),
+            }
         }
+    }
+
+    /// Forwards `signal`, which asked the launcher on another host to end.
+    pub(crate) fn deliver_from(&self, host: usize, signal: i32) {
+        self.lock().ask(host, signal);
+    }
+
+    /// Sends an event of another thread of the launcher, whichever attempt is under way.
+    pub(crate) fn send(&self, event: Event) {
+        self.lock().send(event);
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, RelayTarget> {
@@ -117,6 +127,38 @@ impl Relay {
 struct RelayTarget {
     events: Sender<Event>,
     requests: Requests,
+    hosts: HostRequests,
+}
+
+impl RelayTarget {
+    fn ask(&mut self, host: usize, signal: i32) {
+        if self.hosts.counts(host) {
+            self.send(Event::Signal(signal));
+        }
+    }
+
+    fn send(&self, event: Event) {
+        // At the very end there is no receiver any more, and the event is too late.
+        let _ = self.events.send(event);
+    }
+}
+
+/// Counts a request once that reaches several hosts: an engine that ends a job signals all of them.
+#[derive(Debug, Default)]
+struct HostRequests {
+    by_host: BTreeMap<usize, u32>,
+    most: u32,
+}
+
+impl HostRequests {
+    /// Whether a request to this host is one more than any host has had.
+    fn counts(&mut self, host: usize) -> bool {
+        let count = self.by_host.entry(host).or_default();
+        *count += 1;
+        let is_new = *count > self.most;
+        self.most = self.most.max(*count);
+        is_new
+    }
 }
 
 /// Counts a signal once that reaches the launcher by two routes.
@@ -199,6 +241,16 @@ mod tests {
         assert_eq!(count(SIGINT, &[(0, Direct), (3, Shim)]), 1);
         assert_eq!(count(SIGINT, &[(0, Shim), (900, Direct)]), 1);
         assert_eq!(count(SIGUSR1, &[(0, Direct), (900, Shim)]), 1);
+    }
+
+    #[test]
+    fn a_request_to_all_hosts_counts_once() {
+        let mut requests = HostRequests::default();
+        let counts: Vec<bool> = [1, 0, 2, 0, 1, 2, 2]
+            .into_iter()
+            .map(|host| requests.counts(host))
+            .collect();
+        assert_eq!(counts, [true, false, false, true, false, false, true]);
     }
 
     #[test]

@@ -1,25 +1,56 @@
 //! The trait through which the ranks of an attempt are started.
 //!
-//! A [`Spawner`] decides where a rank runs: on this machine ([`LocalSpawner`]), on another host, or in a batch system.
+//! A [`Spawner`] decides where a rank runs: on this machine ([`LocalSpawner`]), or on another host (`agent/head.rs`).
 //! The supervisor signals and waits for ranks as [`RankProcess`]es, wherever they run. `commands/launch/` chooses the
 //! spawner of a job.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, IsTerminal};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::Signal;
 
 use crate::error::{Error, Result};
+use crate::event::Channel;
 use crate::process::{Process, RankProcess};
+use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
+use crate::supervisor::leftovers::Swept;
 
-/// Starts ranks.
+/// Starts ranks. The main thread calls its methods: those of an attempt in the order in which they stand here.
 pub(crate) trait Spawner {
-    /// Starts `rank` with its variables of `environment`. The main thread calls it.
+    /// Waits until every host is there on which ranks are to run, and adds to `settings` what follows from them.
+    ///
+    /// # Errors
+    /// When a host does not come in time, or a signal arrives on `channel`.
+    fn gather(&self, settings: Settings, channel: &Channel) -> Result<Settings> {
+        let _ = channel;
+        Ok(settings)
+    }
+
+    /// Begins an attempt, whose ranks meet at `store`.
+    ///
+    /// # Errors
+    /// When the system gives no pipes or threads.
+    fn begin(&self, settings: &Settings, store: SocketAddr) -> Result<()> {
+        let _ = (settings, store);
+        Ok(())
+    }
+
+    /// Starts `rank` with its variables of `environment`.
     ///
     /// # Errors
     /// When the rank cannot be started; a [usage error](Error::is_usage) where no other rank could be started either.
     fn spawn(&self, rank: usize, environment: &RankEnv) -> Result<Box<dyn RankProcess>>;
+
+    /// Ends the attempt on other hosts: what its ranks left behind there gets `first`, and SIGKILL after `grace`.
+    fn end(&self, first: Signal, grace: Duration, channel: &Channel) -> Swept {
+        let _ = (first, grace, channel);
+        Swept::default()
+    }
 }
 
 /// Starts every rank on this machine, with the same program and arguments.

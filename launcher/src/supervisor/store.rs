@@ -40,9 +40,9 @@ impl Store {
         settings: &Settings,
         observer: impl Fn(Report) + Send + Sync + 'static,
     ) -> Result<Self> {
-        let (host, port) = (settings.master_addr.as_str(), settings.master_port);
+        let (host, port) = (settings.listen_addr.as_str(), settings.master_port);
         let security = Security::from_env().map_err(|error| Error::usage(chain(&error)))?;
-        let mut options = StoreOptions::new(settings.ranks.get())
+        let mut options = StoreOptions::new(settings.layout.ranks())
             .with_job(&settings.job)
             .with_security(security)
             .with_observer(observer);
@@ -50,7 +50,7 @@ impl Store {
         if let Some(path) = variables::given(accelerator_env::TOKEN_FILE.name) {
             let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
             options = options.with_token(token);
-        } else if security == Security::Required && settings.ranks.get() > 1 {
+        } else if security == Security::Required && settings.layout.ranks() > 1 {
             let (token, made) = OwnToken::make()?;
             options = options.with_token(token);
             own = Some(made);

@@ -105,6 +105,42 @@ impl Token {
             })
     }
 
+    /// The proof that a holder of this token says `parts`, in this order, in `role`: their keyed BLAKE3 hash.
+    ///
+    /// A protocol that proves it by challenge puts the other side's [nonce](Self::nonce) among the parts, and gives
+    /// each side a role of its own.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::Token;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let token = Token::generate()?;
+    /// let nonce = Token::nonce()?;
+    /// let proof = token.prove("server", &[&nonce]);
+    /// assert!(token.accepts("server", &[&nonce], &proof));
+    /// assert!(!token.accepts("client", &[&nonce], &proof));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn prove(&self, role: &str, parts: &[&[u8]]) -> [u8; 32] {
+        self.key().prove(role, parts)
+    }
+
+    /// Whether `proof` is that of a holder of this token, for these parts in this role; takes the same time for every
+    /// proof.
+    pub fn accepts(&self, role: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
+        self.key().accepts(role, parts, proof)
+    }
+
+    /// Thirty-two random bytes, which a challenge asks to be proved.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error where the operating system gives no random bytes.
+    pub fn nonce() -> Result<[u8; 32]> {
+        random()
+    }
+
     pub(crate) fn key(&self) -> Key {
         Key(blake3::derive_key(TOKEN_KEY, &self.0))
     }

@@ -3,7 +3,6 @@
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use super::restart::{AttemptFailure, Decision, Restarts};
@@ -44,10 +43,19 @@ struct JobHistory {
     failures: Vec<FailureRecord>,
 }
 
+/// How a job ended, for the launchers of all hosts.
+#[derive(Clone, Debug)]
+pub(super) struct JobVerdict {
+    /// The exit code.
+    pub(super) code: u8,
+    /// What ended it, where it did not succeed.
+    pub(super) text: Option<String>,
+}
+
 /// How a job ended.
 struct JobEnd {
     outcome: JobOutcome,
-    code: ExitCode,
+    code: u8,
     /// Why it was not restarted, where restarts were left.
     reason: Option<String>,
 }
@@ -58,7 +66,7 @@ impl JobLoop<'_> {
     /// # Errors
     /// For what keeps the ranks from running, where none has failed before. Where one has, its
     /// failure is the job's, and this error is reported in addition.
-    pub(crate) fn run(&self, attempt: Attempt, channel: Channel) -> Result<ExitCode> {
+    pub(super) fn run(&self, attempt: Attempt, channel: Channel) -> Result<JobVerdict> {
         let mut history = JobHistory {
             output: attempt.output().clone(),
             failures: Vec::new(),
@@ -68,7 +76,7 @@ impl JobLoop<'_> {
             Err(error) if history.failures.is_empty() => return Err(error),
             Err(error) if error.is_interrupted() => JobEnd {
                 outcome: JobOutcome::Interrupted,
-                code: error.exit_code(),
+                code: error.code(),
                 reason: Some(chain(&error)),
             },
             Err(error) => JobEnd {
@@ -78,7 +86,15 @@ impl JobLoop<'_> {
             },
         };
         self.finish(&history, &end);
-        Ok(end.code)
+        let last = history.failures.last();
+        let failure = last.filter(|_| end.outcome == JobOutcome::Failed);
+        let text = match (failure, end.outcome) {
+            (Some(failure), _) => Some(failure.summary()),
+            (None, JobOutcome::Interrupted) => Some("it was interrupted".to_owned()),
+            (None, _) => None,
+        };
+        let code = end.code;
+        Ok(JobVerdict { code, text })
     }
 
     /// The attempts, and how the last of them ended.
@@ -116,10 +132,8 @@ impl JobLoop<'_> {
                 AttemptOutcome::Ran(finished) => {
                     self.note_leftovers(&finished);
                     let code = match finished.outcome.cause() {
-                        None | Some(Cause::OutputClosed) if finished.output.has_lost_output() => {
-                            ExitCode::FAILURE
-                        }
-                        _ => ExitCode::from(finished.outcome.exit_code()),
+                        None | Some(Cause::OutputClosed) if finished.output.has_lost_output() => 1,
+                        _ => finished.outcome.exit_code(),
                     };
                     let failure = FailureRecord::of(&finished, self.command);
                     let (Some(failure), None) = (&failure, finished.outcome.asked_to_end) else {
@@ -178,6 +192,7 @@ impl JobLoop<'_> {
             // There is at least one rank, since a slot is only given up where another is left.
             let ranks = NonZeroUsize::new(restarts.ranks()).unwrap_or(NonZeroUsize::MIN);
             let settings = settings.restarted(restart, ranks, self.options, variable);
+            let settings = self.spawner.gather(settings, &channel)?;
             attempt = Attempt::prepare(settings, &channel)?;
             history.output = attempt.output().clone();
         }
@@ -221,7 +236,7 @@ impl JobLoop<'_> {
             };
             output.note(&format!("ended processes that {whose} had left behind"));
         }
-        let size = finished.pids.len();
+        let size = finished.processes.len();
         let nobody_met =
             size > 1 && outcome.cause().is_none() && !finished.rank_reports.has_any_joined();
         if nobody_met && !self.options.quiet {
@@ -239,7 +254,7 @@ impl JobLoop<'_> {
             Some(Cause::Failure(_)) => JobOutcome::Failed,
             Some(Cause::Signal(signal)) => {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-                let stuck: Vec<usize> = (0..finished.pids.len())
+                let stuck: Vec<usize> = (0..finished.processes.len())
                     .filter(|&rank| outcome.end(rank).is_none())
                     .collect();
                 if !stuck.is_empty() {
@@ -296,8 +311,8 @@ impl JobLoop<'_> {
 
 impl JobHistory {
     /// That of the rank that failed last, else that of `error`, which nothing preceded.
-    fn exit_code(&self, error: &Error) -> ExitCode {
+    fn exit_code(&self, error: &Error) -> u8 {
         let last = self.failures.last();
-        last.map_or_else(|| error.exit_code(), |last| last.exit_code().into())
+        last.map_or_else(|| error.code(), FailureRecord::exit_code)
     }
 }

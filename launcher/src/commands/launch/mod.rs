@@ -4,16 +4,18 @@ mod job_loop;
 mod restart;
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use crate::agent::head::Head;
+use crate::agent::node::{Node, Program};
 use crate::cargo::Build;
 use crate::error::{Error, Result, chain};
 use crate::event::Channel;
 use crate::gpu::id::GpuId;
 use crate::output::{Output, logs};
 use crate::settings::gpus::Gpus;
+use crate::settings::nodes::{self, HostPlace};
 use crate::settings::options::Options;
 use crate::settings::rank_env::RankEnv;
 use crate::settings::target::Target;
@@ -21,10 +23,10 @@ use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::Attempt;
 use crate::supervisor::shim::LivenessPipe;
 use crate::supervisor::signals::{self, Relay};
-use crate::supervisor::spawner::LocalSpawner;
+use crate::supervisor::spawner::{LocalSpawner, Spawner};
 use crate::text::{columns, print};
 use crate::variables;
-use job_loop::JobLoop;
+use job_loop::{JobLoop, JobVerdict};
 
 /// Starts what `options` ask for with the script's own `arguments`, and waits until the job has ended.
 ///
@@ -40,15 +42,20 @@ pub(crate) fn run(
 ) -> Result<ExitCode> {
     let target = Target::parse(options)?;
     variables::check()?;
-    accelerator_collective::check_alone(variable).map_err(|error| {
-        Error::usage(format!(
-            "{}; this is the launcher, so start it once a job: outside of that launcher, or with one process",
-            chain(&error)
-        ))
-    })?;
+    let (options, place) = nodes::resolve(options)?;
+    let options = &options;
+    if place.is_none() {
+        accelerator_collective::check_alone(variable).map_err(|error| {
+            Error::usage(format!(
+                "{}; this is the launcher, so start it once a job: outside of that launcher, or with one process; or once \
+                 a host, with --nnodes",
+                chain(&error)
+            ))
+        })?;
+    }
     // What is set to nothing hides every GPU from CUDA; elsewhere it is not set.
     let gpus = Gpus::resolve(options, |name| std::env::var_os(name))?;
-    let mut settings = Settings::resolve(options, gpus, variable);
+    let settings = Settings::resolve(options, gpus, variable);
     if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
         return Err(Error::usage(
             "--num-processes MIN:MAX goes on with fewer processes after a failure, which takes a \
@@ -70,52 +77,146 @@ pub(crate) fn run(
         _ => arguments,
     };
     if options.dry_run {
-        return describe(&target, build.as_ref(), &settings, arguments);
+        return describe(&target, build.as_ref(), &settings, options, arguments);
     }
-
-    settings.log_dir = settings
-        .log_dir
-        .as_deref()
-        .map(logs::create_run_folder)
-        .transpose()?;
-    let pointed = settings.log_dir.as_deref().map(logs::point_latest);
-    // Before the build, so that a port that is taken is known before the wait.
-    let attempt = Attempt::prepare(settings.clone(), &channel)?;
-    if let (Some(Err(error)), Some(run)) = (pointed, &settings.log_dir) {
-        attempt.output().note(&format!(
-            "the logs are in {}; {} cannot lead to them: {error}",
-            run.display(),
-            run.with_file_name(logs::LATEST).display()
-        ));
-    }
-    if !options.quiet && options.num_processes.is_none() {
-        attempt
-            .output()
-            .note("starting 1 process; --num-processes N starts more");
-    }
-    if !options.quiet && build.is_some() {
-        warn_of_misplaced(options, arguments, attempt.output());
-    }
-    let program = match (target, &build) {
-        (Target::Program(path), _) => path,
-        (Target::Cargo(_), Some(build)) => build.run(options, &channel)?,
-        (Target::Cargo(selector), None) => {
-            return Err(Error::usage(format!("{selector} was not found")));
-        }
+    let program = |channel: &Channel| -> Result<Program> {
+        let package_dir = build.as_ref().map(Build::package_dir);
+        let program = match (&target, &build) {
+            (Target::Program(path), _) => path.clone(),
+            (Target::Cargo(_), Some(build)) => build.run(options, channel)?,
+            (Target::Cargo(selector), None) => {
+                return Err(Error::usage(format!("{selector} was not found")));
+            }
+        };
+        Ok(Program {
+            spawner: LocalSpawner {
+                program,
+                arguments: arguments.to_vec(),
+            },
+            package_dir: package_dir.map(Path::to_path_buf),
+        })
     };
-    let spawner = LocalSpawner {
-        program,
-        arguments: arguments.to_vec(),
-    };
-    let job = JobLoop {
+    let job = LaunchedJob {
         options,
-        settings,
-        spawner: &spawner,
-        package_dir: build.as_ref().map(Build::package_dir),
         command,
         relay,
+        is_built: build.is_some(),
+        arguments,
     };
-    job.run(attempt, channel)
+    match place {
+        None => job.on_one_host(settings, channel, program),
+        Some(place) if place.host == 0 => job.on_host_0(place, settings, channel, program),
+        Some(place) => {
+            let LaunchedJob { relay, .. } = job;
+            let node = Node {
+                place,
+                options,
+                settings,
+                command,
+                relay,
+            };
+            node.run(channel, program)
+        }
+    }
+}
+
+/// A launch whose options have been read.
+struct LaunchedJob<'a> {
+    options: &'a Options,
+    /// The launcher's own command line.
+    command: &'a [OsString],
+    relay: Relay,
+    /// Whether cargo builds the program.
+    is_built: bool,
+    /// The program's arguments.
+    arguments: &'a [OsString],
+}
+
+impl LaunchedJob<'_> {
+    /// All ranks run on this host.
+    fn on_one_host(
+        self,
+        settings: Settings,
+        channel: Channel,
+        program: impl FnOnce(&Channel) -> Result<Program>,
+    ) -> Result<ExitCode> {
+        let (settings, attempt) = self.prepare(settings, &channel)?;
+        // After the store, so that a port that is taken is known before the wait.
+        let program = program(&channel)?;
+        let verdict = self.repeat(settings, attempt, channel, &program, &program.spawner)?;
+        Ok(ExitCode::from(verdict.code))
+    }
+
+    /// This host decides for all.
+    fn on_host_0(
+        self,
+        place: HostPlace,
+        settings: Settings,
+        channel: Channel,
+        program: impl FnOnce(&Channel) -> Result<Program>,
+    ) -> Result<ExitCode> {
+        let head = Head::listen(place, self.options, &settings, &self.relay)?;
+        let run = || {
+            let program = program(&channel)?;
+            let settings = head.gather(settings, &channel)?;
+            let (settings, attempt) = self.prepare(settings, &channel)?;
+            let spawner = head.spawner(program.spawner.clone());
+            self.repeat(settings, attempt, channel, &program, &spawner)
+        };
+        let ended = run();
+        let (code, text) = match &ended {
+            Ok(verdict) => (verdict.code, verdict.text.clone()),
+            Err(error) => (error.code(), Some(chain(error))),
+        };
+        head.finish(code, text);
+        ended.map(|verdict| ExitCode::from(verdict.code))
+    }
+
+    /// Makes the folder of this run, and the store and output of the first attempt.
+    fn prepare(&self, mut settings: Settings, channel: &Channel) -> Result<(Settings, Attempt)> {
+        settings.log_dir = settings
+            .log_dir
+            .as_deref()
+            .map(logs::create_run_folder)
+            .transpose()?;
+        let pointed = settings.log_dir.as_deref().map(logs::point_latest);
+        let attempt = Attempt::prepare(settings.clone(), channel)?;
+        let output = attempt.output();
+        if let (Some(Err(error)), Some(run)) = (pointed, &settings.log_dir) {
+            output.note(&format!(
+                "the logs are in {}; {} cannot lead to them: {error}",
+                run.display(),
+                run.with_file_name(logs::LATEST).display()
+            ));
+        }
+        let options = self.options;
+        if !options.quiet && options.num_processes.is_none() && options.hosts() == 1 {
+            output.note("starting 1 process; --num-processes N starts more");
+        }
+        if !options.quiet && self.is_built {
+            warn_of_misplaced(options, self.arguments, output);
+        }
+        Ok((settings, attempt))
+    }
+
+    fn repeat(
+        &self,
+        settings: Settings,
+        attempt: Attempt,
+        channel: Channel,
+        program: &Program,
+        spawner: &dyn Spawner,
+    ) -> Result<JobVerdict> {
+        let job = JobLoop {
+            options: self.options,
+            settings,
+            spawner,
+            package_dir: program.package_dir.as_deref(),
+            command: self.command,
+            relay: self.relay.clone(),
+        };
+        job.run(attempt, channel)
+    }
 }
 
 /// Warns when an option of the launcher stands after the target, where the program gets it.
@@ -150,6 +251,7 @@ fn describe(
     target: &Target,
     build: Option<&Build>,
     settings: &Settings,
+    options: &Options,
     arguments: &[OsString],
 ) -> Result<ExitCode> {
     let program = match target {
@@ -165,13 +267,17 @@ fn describe(
     let command: Vec<_> = words.map(|word| word.to_string_lossy()).collect();
     text.push_str(&format!("command: {}\n\n", command.join(" ")));
 
-    let port = SocketAddr::from(([0, 0, 0, 0], settings.master_port));
+    let port = settings.master_port;
     let environment = RankEnv::new(settings, port, None, build.map(Build::package_dir));
-    let variables: Vec<_> = (0..environment.ranks())
+    let variables: Vec<_> = environment
+        .ranks()
         .map(|rank| environment.of(rank))
         .collect();
+    // What follows from the numbers of ranks on other hosts is known when they meet.
+    let hosts = options.hosts();
+    let is_first = options.node_rank.unwrap_or(0) == 0;
     let gpu = |rank| settings.gpus.of(rank).map(GpuId::to_string);
-    let has_gpus = (0..environment.ranks()).any(|rank| gpu(rank).is_some());
+    let has_gpus = environment.ranks().any(|rank| gpu(rank).is_some());
     let last = if has_gpus { "GPU" } else { "" };
     let mut ranks =
         vec![["rank", "local rank", "world size", "local world size", last].map(str::to_owned)];
@@ -183,10 +289,14 @@ fn describe(
                 .unwrap_or_default()
         };
         let none_left = if has_gpus { "none" } else { "" };
+        let known_later = |name: &str, is_known: bool| match is_known {
+            true => of(name),
+            false => "known later".to_owned(),
+        };
         [
-            of("RANK"),
+            known_later("RANK", is_first),
             of("LOCAL_RANK"),
-            of("WORLD_SIZE"),
+            known_later("WORLD_SIZE", hosts == 1),
             of("LOCAL_WORLD_SIZE"),
             gpu(rank).unwrap_or_else(|| none_left.to_owned()),
         ]

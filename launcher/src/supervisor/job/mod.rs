@@ -11,7 +11,7 @@ use signal_hook::consts::signal;
 
 use crate::event::Event;
 use crate::process::End;
-use crate::supervisor::root_cause::{Evidence, RootCause};
+use crate::supervisor::root_cause::{Evidence, FailureClass, RootCause};
 pub(crate) use action::{Action, Cause};
 
 /// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
@@ -35,6 +35,8 @@ pub(crate) struct Job {
     asked: Option<i32>,
     /// The rank whose failing end was seen first.
     first_failure: Option<usize>,
+    /// The class of the failure that the group is ended for.
+    class: Option<FailureClass>,
 }
 
 impl Job {
@@ -48,6 +50,7 @@ impl Job {
             grace,
             asked: None,
             first_failure: None,
+            class: None,
         }
     }
 
@@ -84,7 +87,7 @@ impl Job {
                     self.terminate_all(cause, signal::SIGTERM, now, &mut actions);
                 }
             }
-            Event::ForwardSignal(_) | Event::Drained | Event::Tick => {}
+            Event::ForwardSignal(_) | Event::Drained | Event::Message | Event::Tick => {}
         }
         self.diagnose(now);
         self.apply_timeouts(now, &mut actions);
@@ -193,12 +196,37 @@ impl Job {
             return;
         }
         member.end = Some(end);
-        member.by_itself = !member.signalled;
+        // No signal takes a host away.
+        member.by_itself = !member.signalled || end == End::Lost;
         if member.by_itself {
             self.evidence.ended(rank, end);
             if !end.is_success() {
                 self.first_failure.get_or_insert(rank);
             }
+        }
+        if end == End::Lost {
+            self.revise(rank);
+        }
+    }
+
+    /// Makes the loss of the host of `rank` the cause, where the group is being ended because ranks were silent or blamed
+    /// others: ranks can find out about the silence of a host before the launcher does.
+    fn revise(&mut self, rank: usize) {
+        let follows = matches!(
+            self.class,
+            Some(
+                FailureClass::BlamedSilent
+                    | FailureClass::MutuallyBlamed
+                    | FailureClass::ErrorExit
+                    | FailureClass::Secondary
+            )
+        );
+        if let Phase::Grace { cause, .. } | Phase::Terminating { cause, .. } = &mut self.phase
+            && matches!(cause, Cause::Failure(_))
+            && follows
+        {
+            *cause = Cause::Failure(rank);
+            self.class = Some(FailureClass::HostLost);
         }
     }
 
@@ -251,7 +279,9 @@ impl Job {
         } else {
             Duration::ZERO
         };
-        self.phase = match self.evidence.root_cause() {
+        let root_cause = self.evidence.root_cause();
+        self.class = root_cause.map(|root_cause| root_cause.class);
+        self.phase = match root_cause {
             Some(root_cause) => Phase::Diagnosing {
                 since,
                 root_cause,

@@ -332,3 +332,47 @@ fn a_join_notice_can_arrive_after_a_death() {
         [send(signal::SIGTERM, &[1])]
     );
 }
+
+#[test]
+fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
+    let (mut job, now) = job(3);
+    job.step(Event::Joined(0), now);
+    job.step(Event::Joined(1), now);
+    job.step(Event::Joined(2), now);
+    // Ranks notice the silence of a host first, and the one that is blamed does not end.
+    job.step(blamed(0, &[1]), now);
+    let later = now + Duration::from_millis(500);
+    job.step(Event::Tick, later);
+    assert_eq!(job.cause(), Some(Cause::Failure(1)));
+    job.step(ended(2, End::Lost), later);
+    job.step(ended(1, End::Lost), later);
+    job.step(ended(0, End::Code(ERROR_EXIT)), later);
+    assert!(job.is_over() && job.ended_by_itself(1));
+    assert_eq!(
+        (job.exit_code(), job.cause()),
+        (75, Some(Cause::Failure(2)))
+    );
+}
+
+#[test]
+fn a_host_that_is_lost_later_does_not_hide_a_failure() {
+    let (mut job, now) = job(3);
+    job.step(Event::Joined(2), now);
+    job.step(ended(0, End::Signal(signal::SIGSEGV)), now);
+    job.step(ended(2, End::Lost), now);
+    job.step(ended(1, End::Signal(signal::SIGTERM)), now);
+    assert_eq!(
+        (job.exit_code(), job.cause()),
+        (139, Some(Cause::Failure(0)))
+    );
+    let (mut job, now) = job_of_two_asked_to_end();
+    job.step(ended(0, End::Lost), now);
+    job.step(ended(1, End::Lost), now);
+    assert_eq!(job.exit_code(), 130);
+}
+
+fn job_of_two_asked_to_end() -> (Job, Instant) {
+    let (mut job, now) = job(2);
+    job.step(Event::Signal(signal::SIGINT), now);
+    (job, now)
+}

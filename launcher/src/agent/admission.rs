@@ -1,0 +1,247 @@
+//! Which hosts are admitted to the job, and which are there.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::handshake::Refusal;
+use super::host::{Host, HostStatus};
+use super::message::{Entry, HostInfo, Purpose};
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::settings::layout::Layout;
+use crate::supervisor::signals::Relay;
+use crate::text::note;
+
+/// How many refusals are told and kept.
+const MAX_REFUSALS: usize = 8;
+
+/// What the head knows of the other hosts. Host 0 has no place in it.
+#[derive(Debug)]
+pub(super) struct Admission {
+    hosts: usize,
+    job: Option<String>,
+    max_restarts: u64,
+    liveness: Duration,
+    relay: Relay,
+    state: Mutex<AdmissionState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct AdmissionState {
+    /// By number; the first is host 0, of which nothing is known.
+    present: Vec<Option<Arc<Host>>>,
+    /// Whether all hosts have been there.
+    has_begun: bool,
+    /// What can never become right, before all hosts have been there.
+    conflict: Option<String>,
+    /// Who was refused, and why.
+    refused: Vec<String>,
+    /// How the job has ended.
+    over: Option<(u8, Option<String>)>,
+}
+
+impl Admission {
+    /// Admits the hosts of a job of `hosts` hosts. `job` is its name where its user has given it one.
+    pub(super) fn new(
+        hosts: usize,
+        job: Option<String>,
+        max_restarts: u64,
+        liveness: Duration,
+        relay: Relay,
+    ) -> Self {
+        let state = AdmissionState {
+            present: vec![None; hosts],
+            ..AdmissionState::default()
+        };
+        Self {
+            hosts,
+            job,
+            max_restarts,
+            liveness,
+            relay,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Whether a host may have its place. Where another launcher has it, it gets the time in which that one would be
+    /// found lost, since this one may have been started in its stead.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(super) fn check(&self, entry: &Entry) -> std::result::Result<(), Refusal> {
+        let number = entry.host;
+        let mut state = self.lock();
+        let conflict = match () {
+            () if entry.hosts != self.hosts => Some(format!(
+                "host {number} was started with --nnodes {}, and host 0 with --nnodes {}",
+                entry.hosts, self.hosts
+            )),
+            () if number == 0 || number >= self.hosts => Some(format!(
+                "there is no other host {number} among {}",
+                self.hosts
+            )),
+            () => None,
+        };
+        if let Some(conflict) = conflict {
+            return Err(self.contradict(&mut state, conflict));
+        }
+        let Purpose::Messages(info) = &entry.purpose else {
+            return Ok(());
+        };
+        if let (Some(own), Some(other)) = (&self.job, &info.job)
+            && own != other
+        {
+            let text = format!("the job here is {own:?} by ACCEL_JOB, and {other:?} there");
+            return Err(Refusal::Ever(text));
+        }
+        let until = Instant::now() + self.liveness * 3 / 2;
+        loop {
+            if let Some((code, text)) = &state.over {
+                let text = text.as_deref().unwrap_or("it ended well");
+                return Err(Refusal::Ever(format!(
+                    "the job is over with exit code {code}: {text}"
+                )));
+            }
+            let Some(other) = present(&state, number) else {
+                return Ok(());
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let text = format!(
+                    "two launchers are host {number}: one on {} (pid {}), and one on {} (pid {}); give each host a \
+                     --node-rank of its own",
+                    other.info.name, other.info.pid, info.name, info.pid
+                );
+                return Err(self.contradict(&mut state, text));
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Gives `host` its place.
+    ///
+    /// # Errors
+    /// When it was taken meanwhile.
+    pub(super) fn add(&self, host: &Arc<Host>) -> std::result::Result<(), Refusal> {
+        let mut state = self.lock();
+        if present(&state, host.number).is_some() {
+            let text = format!("host {} has just been taken", host.number);
+            return Err(Refusal::Now(text));
+        }
+        state.present[host.number] = Some(Arc::clone(host));
+        drop(state);
+        let HostInfo { max_restarts, .. } = host.info;
+        if let Some(other) = max_restarts.filter(|&other| other != self.max_restarts) {
+            note(&format!(
+                "{} was started with --max-restarts {other}; what counts is the {} of host 0",
+                host.shown(),
+                self.max_restarts
+            ));
+        }
+        self.tell();
+        Ok(())
+    }
+
+    /// The host that has this connection for messages.
+    pub(super) fn of_session(&self, number: usize, session: u64) -> Option<Arc<Host>> {
+        let host = present(&self.lock(), number);
+        host.filter(|host| host.session == session)
+    }
+
+    /// The host of this number, which was there when the attempt began.
+    pub(super) fn host(&self, number: usize) -> Option<Arc<Host>> {
+        self.lock().present.get(number)?.clone()
+    }
+
+    /// The layout, where all hosts are ready, of which this one runs `own` ranks; else those that are not there, and
+    /// those that are not ready.
+    ///
+    /// # Errors
+    /// When a host can never start its ranks, or hosts contradict one another.
+    pub(super) fn layout(&self, own: usize) -> Result<std::result::Result<Layout, Absent>> {
+        let mut state = self.lock();
+        if let Some(conflict) = &state.conflict {
+            return Err(Error::usage(conflict.clone()));
+        }
+        let mut ranks = vec![own];
+        let mut absent = Absent::default();
+        for number in 1..self.hosts {
+            let Some(host) = present(&state, number) else {
+                absent.missing.push(number);
+                continue;
+            };
+            match host.status() {
+                HostStatus::Ready => ranks.push(host.info.ranks),
+                HostStatus::Preparing => absent.preparing.push(number),
+                HostStatus::Lost => absent.missing.push(number),
+                HostStatus::Failed(error) => return Err(error),
+            }
+        }
+        if ranks.len() < self.hosts {
+            absent.refused = state.refused.clone();
+            return Ok(Err(absent));
+        }
+        state.has_begun = true;
+        Ok(Ok(Layout::new(ranks)))
+    }
+
+    /// Keeps and tells that somebody at `address` was refused.
+    pub(super) fn note_refusal(&self, address: impl std::fmt::Display, refusal: &Refusal) {
+        let text = format!("refused {address}: {}", refusal.text());
+        let mut state = self.lock();
+        if state.refused.len() < MAX_REFUSALS && !state.refused.contains(&text) {
+            note(&text);
+            state.refused.push(text);
+        }
+    }
+
+    /// The job is over: nobody is admitted any more, and who is there is told.
+    pub(super) fn finish(&self, code: u8, text: Option<String>) -> Vec<Arc<Host>> {
+        let mut state = self.lock();
+        state.over = Some((code, text.clone()));
+        let hosts: Vec<_> = state.present.iter().flatten().cloned().collect();
+        drop(state);
+        for host in &hosts {
+            host.finish(code, text.clone());
+        }
+        self.changed.notify_all();
+        hosts
+    }
+
+    /// Wakes whoever waits for a place, or for hosts.
+    pub(super) fn tell(&self) {
+        self.changed.notify_all();
+        self.relay.send(Event::Message);
+    }
+
+    fn contradict(&self, state: &mut AdmissionState, text: String) -> Refusal {
+        if !state.has_begun {
+            state.conflict.get_or_insert_with(|| text.clone());
+            self.relay.send(Event::Message);
+        }
+        Refusal::Ever(text)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, AdmissionState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Hosts that keep the others waiting.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Absent {
+    /// They are not there.
+    pub(super) missing: Vec<usize>,
+    /// Their launchers are there, and build the program.
+    pub(super) preparing: Vec<usize>,
+    /// Who was refused, and why.
+    pub(super) refused: Vec<String>,
+}
+
+fn present(state: &AdmissionState, number: usize) -> Option<Arc<Host>> {
+    let host = state.present.get(number)?.as_ref();
+    host.filter(|host| !host.is_gone()).cloned()
+}

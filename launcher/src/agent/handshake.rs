@@ -1,0 +1,435 @@
+//! What two launchers say before they know one another: version, token, and what the connection is for.
+//!
+//! ```text
+//! host → head   MAGIC, Hello with nonce N
+//! head → host   MAGIC, Challenge with nonce M and mac("head", N, M)
+//! host → head   Entry, mac("host", M, N, entry)
+//! head → host   Welcome, mac("welcome", N, M, welcome)
+//! ```
+//!
+//! `mac` is the proof of the job's token; there is none where it is waived. Either side may refuse at its turn, and says
+//! why.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use accelerator_collective::rendezvous::Token;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::line::{is_timeout, write_frame};
+use super::message::{Entry, PROTOCOL, Welcome};
+
+/// What a connection between launchers begins with, in both directions.
+const MAGIC: [u8; 8] = *b"accel-hs";
+
+/// The length of the largest frame of a stranger.
+const MAX_FRAME: usize = 16 << 10;
+
+/// The length of the longest text of a stranger that is shown.
+const MAX_TEXT: usize = 400;
+
+/// Why a host is not admitted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// It may be admitted when it asks again.
+    Now(String),
+    /// It never will.
+    Ever(String),
+}
+
+impl Refusal {
+    /// Why.
+    pub(super) fn text(&self) -> &str {
+        match self {
+            Self::Now(text) | Self::Ever(text) => text,
+        }
+    }
+}
+
+/// Asks the head at the other end of `stream` to admit this host, and waits for the answer until `until`.
+///
+/// # Errors
+/// When it does not admit it, or this host does not trust the head.
+pub(super) fn ask(
+    stream: &TcpStream,
+    token: Option<&Token>,
+    entry: &Entry,
+    until: Instant,
+) -> Result<Welcome, Refusal> {
+    let nonce = nonce()?;
+    begin(stream)?;
+    send(
+        stream,
+        &Hello {
+            protocol: PROTOCOL,
+            version: VERSION.to_owned(),
+            nonce,
+            proves_token: token.is_some(),
+        },
+    )?;
+    check_magic(stream, until)?;
+    let challenge = match receive(stream, until)? {
+        FromHead::Challenge(challenge) => challenge,
+        FromHead::Refused(refusal) => return Err(refusal.into()),
+        FromHead::Admitted { .. } => return Err(Refusal::Now(UNEXPECTED.to_owned())),
+    };
+    let trusted = check_version(challenge.protocol, &challenge.version, "host 0").and_then(|()| {
+        let own = challenge.nonce;
+        match (token, &challenge.proof) {
+            (None, None) => Ok(own),
+            (Some(token), Some(proof)) if token.accepts("head", &[&nonce, &own], proof) => Ok(own),
+            (Some(_), Some(_)) => Err(OTHER_TOKEN.to_owned()),
+            (Some(_), None) | (None, Some(_)) => Err(ONE_TOKEN.to_owned()),
+        }
+    });
+    let own = trusted.map_err(|text| {
+        // It is told, so that its user knows too. It may be gone.
+        let _ = send(stream, &FromHost::Refused(Refused::ever(&text)));
+        Refusal::Ever(text)
+    })?;
+    let body = json(entry)?;
+    let proof = token.map(|token| token.prove("host", &[&own, &nonce, body.as_bytes()]));
+    send(stream, &FromHost::Entry { body, proof })?;
+    match receive(stream, until)? {
+        FromHead::Admitted { body, proof } => {
+            let parts: [&[u8]; 3] = [&nonce, &own, body.as_bytes()];
+            match (token, &proof) {
+                (None, _) => parse(&body),
+                (Some(token), Some(proof)) if token.accepts("welcome", &parts, proof) => {
+                    parse(&body)
+                }
+                _ => Err(Refusal::Ever(OTHER_TOKEN.to_owned())),
+            }
+        }
+        FromHead::Refused(refusal) => Err(refusal.into()),
+        FromHead::Challenge(_) => Err(Refusal::Now(UNEXPECTED.to_owned())),
+    }
+}
+
+/// Answers whoever has connected, within `limit` for each of its messages, and admits it where `decide` does.
+///
+/// # Errors
+/// Why it was not admitted; it was told.
+pub(super) fn answer<T>(
+    stream: &TcpStream,
+    token: Option<&Token>,
+    limit: Duration,
+    decide: impl FnOnce(Entry) -> Result<(Welcome, T), Refusal>,
+) -> Result<T, Refusal> {
+    let soon = || Instant::now() + limit;
+    check_magic(stream, soon())?;
+    let hello: Hello = receive(stream, soon())?;
+    begin(stream)?;
+    let refuse = |refusal: Refusal| {
+        let told = match &refusal {
+            Refusal::Now(text) => Refused {
+                text: text.clone(),
+                is_final: false,
+            },
+            Refusal::Ever(text) => Refused::ever(text),
+        };
+        let _ = send(stream, &FromHead::Refused(told));
+        refusal
+    };
+    let version = check_version(hello.protocol, &hello.version, "it");
+    version.map_err(|text| refuse(Refusal::Ever(text)))?;
+    if hello.proves_token != token.is_some() {
+        return Err(refuse(Refusal::Ever(ONE_TOKEN.to_owned())));
+    }
+    let (its, own) = (hello.nonce, nonce()?);
+    send(
+        stream,
+        &FromHead::Challenge(Challenge {
+            protocol: PROTOCOL,
+            version: VERSION.to_owned(),
+            nonce: own,
+            proof: token.map(|token| token.prove("head", &[&its, &own])),
+        }),
+    )?;
+    let (body, proof) = match receive(stream, soon())? {
+        FromHost::Entry { body, proof } => (body, proof),
+        FromHost::Refused(refusal) => return Err(refusal.into()),
+    };
+    if let Some(token) = token {
+        let parts: [&[u8]; 3] = [&own, &its, body.as_bytes()];
+        if !proof.is_some_and(|proof| token.accepts("host", &parts, &proof)) {
+            return Err(refuse(Refusal::Ever(OTHER_TOKEN.to_owned())));
+        }
+    }
+    let (welcome, admitted) = decide(parse(&body)?).map_err(refuse)?;
+    let body = json(&welcome)?;
+    let proof = token.map(|token| token.prove("welcome", &[&its, &own, body.as_bytes()]));
+    send(stream, &FromHead::Admitted { body, proof })?;
+    Ok(admitted)
+}
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+const OTHER_TOKEN: &str =
+    "the token files (ACCEL_TOKEN_FILE) of this host and of host 0 hold different tokens";
+const ONE_TOKEN: &str = "one of this host and host 0 has a token (ACCEL_TOKEN_FILE), and the other one does without \
+                         (ACCEL_INSECURE=1)";
+const UNEXPECTED: &str = "it answered something unexpected";
+const STRANGER: &str = "what answers there is no accel-launch";
+
+type Nonce = [u8; 32];
+
+/// The first message. Its fields stay as they are in every version, so that two versions can say so to each other.
+#[derive(Debug, Serialize, Deserialize)]
+struct Hello {
+    protocol: u32,
+    version: String,
+    nonce: Nonce,
+    proves_token: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Challenge {
+    protocol: u32,
+    version: String,
+    nonce: Nonce,
+    proof: Option<Nonce>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum FromHead {
+    Challenge(Challenge),
+    Admitted { body: String, proof: Option<Nonce> },
+    Refused(Refused),
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum FromHost {
+    Entry { body: String, proof: Option<Nonce> },
+    Refused(Refused),
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Refused {
+    text: String,
+    is_final: bool,
+}
+
+impl Refused {
+    fn ever(text: &str) -> Self {
+        Self {
+            text: text.to_owned(),
+            is_final: true,
+        }
+    }
+}
+
+impl From<Refused> for Refusal {
+    /// The text is a stranger's: nothing in it may move a cursor.
+    fn from(refused: Refused) -> Self {
+        let text = refused.text.chars().filter(|c| !c.is_control());
+        let text = text.take(MAX_TEXT).collect();
+        match refused.is_final {
+            true => Self::Ever(text),
+            false => Self::Now(text),
+        }
+    }
+}
+
+fn nonce() -> Result<Nonce, Refusal> {
+    Token::nonce().map_err(|error| Refusal::Ever(error.to_string()))
+}
+
+fn check_version(protocol: u32, version: &str, who: &str) -> Result<(), String> {
+    if (protocol, version) == (PROTOCOL, VERSION) {
+        return Ok(());
+    }
+    let version: String = version
+        .chars()
+        .filter(|c| !c.is_control())
+        .take(40)
+        .collect();
+    Err(format!(
+        "{who} runs accel-launch {version} (protocol {protocol}), and the other side accel-launch {VERSION} (protocol \
+         {PROTOCOL}): install one version on all hosts"
+    ))
+}
+
+fn begin(mut stream: &TcpStream) -> Result<(), Refusal> {
+    stream
+        .write_all(&MAGIC)
+        .map_err(|error| Refusal::Now(error.to_string()))
+}
+
+fn check_magic(stream: &TcpStream, until: Instant) -> Result<(), Refusal> {
+    let mut magic = [0; MAGIC.len()];
+    read_exact(stream, &mut magic, until)?;
+    match magic == MAGIC {
+        true => Ok(()),
+        false => Err(Refusal::Ever(STRANGER.to_owned())),
+    }
+}
+
+fn send(mut stream: &TcpStream, message: &impl Serialize) -> Result<(), Refusal> {
+    let body = json(message)?;
+    write_frame(&mut stream, body.as_bytes()).map_err(|error| Refusal::Now(error.to_string()))
+}
+
+fn receive<T: DeserializeOwned>(stream: &TcpStream, until: Instant) -> Result<T, Refusal> {
+    let mut header = [0; 4];
+    read_exact(stream, &mut header, until)?;
+    let length = u32::from_le_bytes(header) as usize;
+    if length > MAX_FRAME {
+        return Err(Refusal::Ever(STRANGER.to_owned()));
+    }
+    let mut body = vec![0; length];
+    read_exact(stream, &mut body, until)?;
+    serde_json::from_slice(&body).map_err(|_| Refusal::Ever(STRANGER.to_owned()))
+}
+
+fn read_exact(
+    mut stream: &TcpStream,
+    mut buffer: &mut [u8],
+    until: Instant,
+) -> Result<(), Refusal> {
+    while !buffer.is_empty() {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Refusal::Now("it did not answer in time".to_owned()));
+        }
+        let read = stream
+            .set_read_timeout(Some(left))
+            .and_then(|()| stream.read(buffer));
+        match read {
+            Ok(0) => return Err(Refusal::Now("it closed the connection".to_owned())),
+            Ok(count) => buffer = &mut buffer[count..],
+            Err(error) if is_timeout(&error) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Refusal::Now(error.to_string())),
+        }
+    }
+    Ok(())
+}
+
+fn json(value: &impl Serialize) -> Result<String, Refusal> {
+    serde_json::to_string(value).map_err(|error| Refusal::Ever(error.to_string()))
+}
+
+fn parse<T: DeserializeOwned>(body: &str) -> Result<T, Refusal> {
+    serde_json::from_str(body).map_err(|_| Refusal::Ever(STRANGER.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+
+    use super::super::message::{HostInfo, Purpose};
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    fn entry() -> Entry {
+        Entry {
+            hosts: 2,
+            host: 1,
+            purpose: Purpose::Messages(HostInfo {
+                name: "b".to_owned(),
+                pid: 7,
+                ranks: 3,
+                job: None,
+                max_restarts: None,
+            }),
+        }
+    }
+
+    /// What both sides come to: the host that asks with `asking`, and the head that holds `held`.
+    fn meet(
+        asking: Option<Token>,
+        held: Option<Token>,
+        verdict: Result<(), Refusal>,
+    ) -> (Result<u64, Refusal>, Result<usize, Refusal>) {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let head = thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            answer(&stream, held.as_ref(), LIMIT, |entry| {
+                verdict?;
+                let welcome = Welcome {
+                    session: 9,
+                    liveness: LIMIT,
+                    name: "a".to_owned(),
+                };
+                Ok((welcome, entry.host))
+            })
+        });
+        let stream = TcpStream::connect(address).unwrap();
+        let asked = ask(&stream, asking.as_ref(), &entry(), Instant::now() + LIMIT);
+        (asked.map(|welcome| welcome.session), head.join().unwrap())
+    }
+
+    #[test]
+    fn one_token_on_both_sides_is_admitted_and_so_is_none() {
+        let token = Token::generate().unwrap();
+        let both = meet(Some(token.clone()), Some(token), Ok(()));
+        assert_eq!(both, (Ok(9), Ok(1)));
+        assert_eq!(meet(None, None, Ok(())), (Ok(9), Ok(1)));
+    }
+
+    #[test]
+    fn both_sides_learn_why_a_host_is_refused() {
+        let other = || Some(Token::generate().unwrap());
+        for (asking, held, says) in [
+            (other(), other(), "different tokens"),
+            (other(), None, "the other one does without"),
+            (None, other(), "the other one does without"),
+        ] {
+            let (asked, answered) = meet(asking, held, Ok(()));
+            for refusal in [asked.unwrap_err(), answered.unwrap_err()] {
+                assert!(
+                    matches!(&refusal, Refusal::Ever(text) if text.contains(says)),
+                    "{refusal:?}"
+                );
+            }
+        }
+        let refusal = Refusal::Ever("host 1 is there".to_owned());
+        let (asked, answered) = meet(None, None, Err(refusal.clone()));
+        assert_eq!((asked, answered), (Err(refusal.clone()), Err(refusal)));
+    }
+
+    #[test]
+    fn another_version_is_named_on_both_sides() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        begin(&stream).unwrap();
+        let hello = r#"{"protocol":7,"version":"9.9\u001b[2J","nonce":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],"proves_token":false,"more":1}"#;
+        write_frame(&mut &stream, hello.as_bytes()).unwrap();
+        let (head, _) = listener.accept().unwrap();
+        let refusal = answer(&head, None, LIMIT, |_| -> Result<(Welcome, ()), _> {
+            panic!("it is not admitted")
+        });
+        let text = refusal.unwrap_err().text().to_owned();
+        assert!(text.contains("accel-launch 9.9[2J (protocol 7)"), "{text}");
+        check_magic(&stream, Instant::now() + LIMIT).unwrap();
+        let told: FromHead = receive(&stream, Instant::now() + LIMIT).unwrap();
+        assert!(matches!(told, FromHead::Refused(told) if told.text == text && told.is_final));
+    }
+
+    #[test]
+    fn strangers_are_told_apart_from_those_who_are_not_there_yet() {
+        for (sent, is_final) in [
+            (&b"HTTP/1.1 400 Bad Request\r\n"[..], true),
+            (b"acc", false),
+        ] {
+            let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+            let address = listener.local_addr().unwrap();
+            let sent = sent.to_vec();
+            let server = thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.write_all(&sent).unwrap();
+                stream.shutdown(std::net::Shutdown::Write).unwrap();
+                stream
+            });
+            let stream = TcpStream::connect(address).unwrap();
+            let refusal = ask(&stream, None, &entry(), Instant::now() + LIMIT).unwrap_err();
+            assert_eq!(matches!(refusal, Refusal::Ever(_)), is_final, "{refusal:?}");
+            drop(server.join().unwrap());
+        }
+    }
+}

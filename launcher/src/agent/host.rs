@@ -1,0 +1,461 @@
+//! Another host as the head sees it: its ranks, and how they are reached.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::net::{IpAddr, Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::Signal;
+
+use super::line::Line;
+use super::message::{HostInfo, Plan, SignalScope, ToHead, ToHost};
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::output::Stream;
+use crate::process::{End, RankProcess};
+use crate::supervisor::leftovers::LeftBehind;
+use crate::supervisor::signals::Relay;
+use crate::text::{note, span, utc};
+
+/// How long a host may take to start its ranks: a folder on a network can hold it up.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// A host whose launcher has been admitted. It is lost for good when its connection ends: a launcher that comes again is
+/// another one.
+#[derive(Debug)]
+pub(super) struct Host {
+    /// Which of the hosts it is.
+    pub(super) number: usize,
+    /// What its launcher says of it.
+    pub(super) info: HostInfo,
+    /// The address that it comes from.
+    pub(super) address: IpAddr,
+    /// The address of this host as it reaches it.
+    pub(super) head_address: IpAddr,
+    /// The number of its connection for messages.
+    pub(super) session: u64,
+    line: Line,
+    relay: Relay,
+    state: Mutex<HostState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct HostState {
+    epoch: Option<u64>,
+    ranks: BTreeMap<usize, RankState>,
+    outputs: [Option<TcpStream>; 2],
+    is_ready: bool,
+    /// Why its ranks can never be started.
+    failure: Option<Error>,
+    swept: Option<LeftBehind>,
+    /// How it was lost.
+    loss: Option<String>,
+    /// Whether it was told that the job is over.
+    is_over: bool,
+}
+
+/// A rank of the current attempt.
+#[derive(Debug, Default)]
+struct RankState {
+    pid: Option<i32>,
+    not_started: Option<(String, bool)>,
+    end: Option<End>,
+    /// Read by the attempt.
+    readers: [Option<File>; 2],
+    /// Filled with what comes from the host.
+    pipes: [Option<Arc<File>>; 2],
+}
+
+/// What keeps the head from going on with a host.
+#[derive(Clone, Debug)]
+pub(super) enum HostStatus {
+    /// Nothing.
+    Ready,
+    /// Its launcher builds the program.
+    Preparing,
+    /// It is lost.
+    Lost,
+    /// Its ranks can never be started.
+    Failed(Error),
+}
+
+impl Host {
+    /// A host at the other end of `line`.
+    pub(super) fn new(
+        number: usize,
+        info: HostInfo,
+        [address, head_address]: [IpAddr; 2],
+        session: u64,
+        line: Line,
+        relay: Relay,
+    ) -> Self {
+        Self {
+            number,
+            info,
+            address,
+            head_address,
+            session,
+            line,
+            relay,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// "host 1 (b, 10.0.0.2)".
+    pub(super) fn shown(&self) -> String {
+        let Self { number, info, .. } = self;
+        format!("host {number} ({}, {})", info.name, self.address)
+    }
+
+    /// Takes in what the host says.
+    pub(super) fn receive(&self, message: ToHead) {
+        let mut state = self.lock();
+        let now = state.epoch;
+        match message {
+            ToHead::Ready => state.is_ready = true,
+            ToHead::Failed { code, text } => {
+                let error = Error::of_host(code, format!("{}: {text}", self.shown()));
+                state.failure = Some(error);
+            }
+            ToHead::Started { epoch, rank, pid } if now == Some(epoch) => {
+                if let Some(rank) = state.ranks.get_mut(&rank) {
+                    rank.pid = Some(pid);
+                }
+            }
+            ToHead::NotStarted {
+                epoch,
+                rank,
+                text,
+                is_usage,
+            } if now == Some(epoch) => {
+                if let Some(rank) = state.ranks.get_mut(&rank) {
+                    rank.not_started = Some((text, is_usage));
+                }
+            }
+            ToHead::Ended { epoch, rank, end } if now == Some(epoch) => {
+                if let Some(rank) = state.ranks.get_mut(&rank) {
+                    rank.end.get_or_insert(end);
+                }
+            }
+            ToHead::Swept { epoch, left_behind } if now == Some(epoch) => {
+                state.swept = Some(left_behind);
+            }
+            ToHead::Asked { signal } => {
+                drop(state);
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                note(&format!("{} received {name}", self.shown()));
+                return self.relay.deliver_from(self.number, signal);
+            }
+            // Of an attempt that is over.
+            _ => {}
+        }
+        drop(state);
+        self.tell();
+    }
+
+    /// The host is lost, and its ranks with it.
+    pub(super) fn lose(&self, why: &str) {
+        self.line.cut();
+        let mut state = self.lock();
+        if state.loss.is_some() || state.is_over {
+            state.loss.get_or_insert_default();
+            drop(state);
+            return self.tell();
+        }
+        let ranks = match (state.ranks.keys().next(), state.ranks.keys().next_back()) {
+            (Some(&first), Some(&last)) => format!(", {}", span(&(first..last + 1))),
+            _ => String::new(),
+        };
+        let Self { number, info, .. } = self;
+        let (name, address) = (&info.name, self.address);
+        let at = utc(SystemTime::now());
+        let text = format!("host {number} ({name}, {address}{ranks}) was lost at {at}: {why}");
+        let is_running = state.ranks.values().any(|rank| rank.end.is_none());
+        for rank in state.ranks.values_mut() {
+            rank.end.get_or_insert(End::Lost);
+            rank.pipes = [None, None];
+        }
+        for stream in state.outputs.iter().flatten() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        state.loss = Some(text.clone());
+        drop(state);
+        if !is_running {
+            // Otherwise the report of the failure says so.
+            note(&text);
+        }
+        self.tell();
+    }
+
+    /// Whether its launcher can start ranks.
+    pub(super) fn status(&self) -> HostStatus {
+        let state = self.lock();
+        match &state.failure {
+            _ if state.loss.is_some() => HostStatus::Lost,
+            Some(error) => HostStatus::Failed(error.clone()),
+            None if state.is_ready && state.outputs.iter().all(Option::is_some) => {
+                HostStatus::Ready
+            }
+            None => HostStatus::Preparing,
+        }
+    }
+
+    /// Takes over the connection for a stream of its output; what comes is read by [`forward`](Self::forward).
+    pub(super) fn add_output(&self, stream: Stream, connection: TcpStream) {
+        self.lock().outputs[stream as usize] = Some(connection);
+        self.tell();
+    }
+
+    /// Makes the pipes of the host's ranks, and has them started.
+    ///
+    /// # Errors
+    /// When the system gives no pipes.
+    pub(super) fn begin(&self, plan: Plan) -> Result<()> {
+        let mut ranks = BTreeMap::new();
+        for rank in plan.layout.ranks_of(self.number) {
+            let mut state = RankState::default();
+            for stream in [Stream::Out, Stream::Err] {
+                let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).map_err(|error| {
+                    let text = format!("no pipe can be made for the output of rank {rank}");
+                    Error::system(text).with_source(error)
+                })?;
+                state.readers[stream as usize] = Some(File::from(reader));
+                state.pipes[stream as usize] = Some(Arc::new(File::from(writer)));
+            }
+            ranks.insert(rank, state);
+        }
+        let mut state = self.lock();
+        state.ranks = ranks;
+        state.epoch = Some(plan.epoch);
+        state.swept = None;
+        if state.loss.is_some() {
+            for rank in state.ranks.values_mut() {
+                rank.end = Some(End::Lost);
+                rank.pipes = [None, None];
+            }
+        }
+        drop(state);
+        self.line.send(&ToHost::StartAttempt(plan));
+        Ok(())
+    }
+
+    /// The process of `rank`, once the host has told that it was started.
+    ///
+    /// # Errors
+    /// When it could not be started, or the host does not tell.
+    pub(super) fn started(self: &Arc<Self>, rank: usize) -> Result<Box<dyn RankProcess>> {
+        let until = Instant::now() + START_TIMEOUT;
+        let mut state = self.lock();
+        loop {
+            let epoch = state.epoch.unwrap_or_default();
+            let is_lost = state.loss.is_some();
+            let Some(known) = state.ranks.get_mut(&rank) else {
+                let text = format!("rank {rank} is none of {}", self.shown());
+                return Err(Error::system(text));
+            };
+            if let Some((text, is_usage)) = &known.not_started {
+                let text = format!("{}: {text}", self.shown());
+                return Err(match is_usage {
+                    true => Error::usage(text),
+                    false => Error::system(text),
+                });
+            }
+            if known.pid.is_some() || is_lost {
+                return Ok(Box::new(RemoteProcess {
+                    host: Arc::clone(self),
+                    epoch,
+                    rank,
+                    pid: known.pid.unwrap_or(0),
+                    output: std::mem::take(&mut known.readers),
+                    is_over: false,
+                }));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::system(format!(
+                    "{} did not start rank {rank} within {} s",
+                    self.shown(),
+                    START_TIMEOUT.as_secs()
+                )));
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Has the host end what runs of the attempt.
+    pub(super) fn end(&self, first: Signal, grace: Duration) {
+        let epoch = self.lock().epoch;
+        if let Some(epoch) = epoch {
+            let first = first.as_raw();
+            self.line.send(&ToHost::EndAttempt {
+                epoch,
+                first,
+                grace,
+            });
+        }
+    }
+
+    /// What was left behind there, once nothing runs any more; nothing where it is lost, or no attempt has begun.
+    pub(super) fn swept(&self) -> Option<LeftBehind> {
+        let state = self.lock();
+        match &state.swept {
+            Some(left_behind) => Some(left_behind.clone()),
+            None if state.loss.is_some() || state.epoch.is_none() => Some(LeftBehind::default()),
+            None => None,
+        }
+    }
+
+    /// Tells the host that the job is over.
+    pub(super) fn finish(&self, code: u8, text: Option<String>) {
+        self.lock().is_over = true;
+        self.line.send(&ToHost::JobOver { code, text });
+        self.line.finish();
+    }
+
+    /// Whether its connection has ended.
+    pub(super) fn is_gone(&self) -> bool {
+        self.lock().loss.is_some()
+    }
+
+    /// Passes on what a rank of the host wrote; nothing at its end.
+    pub(super) fn forward(&self, epoch: u64, rank: usize, stream: Stream, bytes: &[u8]) {
+        let mut state = self.lock();
+        if state.epoch != Some(epoch) {
+            return;
+        }
+        let Some(known) = state.ranks.get_mut(&rank) else {
+            return;
+        };
+        let pipe = &mut known.pipes[stream as usize];
+        if bytes.is_empty() {
+            *pipe = None;
+            return;
+        }
+        let Some(open) = pipe.clone() else { return };
+        // The reader may take its time: a terminal can be stopped.
+        drop(state);
+        let written = (&*open).write_all(bytes);
+        if written.is_err()
+            && let Some(known) = self.lock().ranks.get_mut(&rank)
+        {
+            known.pipes[stream as usize] = None;
+        }
+    }
+
+    /// Blocks until `rank` has ended.
+    fn wait(&self, epoch: u64, rank: usize) -> End {
+        let mut state = self.lock();
+        loop {
+            if state.epoch != Some(epoch) {
+                return End::Lost;
+            }
+            match state.ranks.get(&rank) {
+                None => return End::Lost,
+                Some(RankState { end: Some(end), .. }) => return *end,
+                Some(_) => {}
+            }
+            let waited = self.changed.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Wakes whoever waits for the host.
+    fn tell(&self) {
+        self.changed.notify_all();
+        self.relay.send(Event::Message);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HostState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A rank on another host.
+#[derive(Debug)]
+struct RemoteProcess {
+    host: Arc<Host>,
+    epoch: u64,
+    rank: usize,
+    pid: i32,
+    output: [Option<File>; 2],
+    is_over: bool,
+}
+
+impl RemoteProcess {
+    fn send(&self, signal: Signal, scope: SignalScope) {
+        self.host.line.send(&ToHost::Signal {
+            epoch: self.epoch,
+            rank: self.rank,
+            signal: signal.as_raw(),
+            scope,
+        });
+    }
+}
+
+impl RankProcess for RemoteProcess {
+    fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    fn local_pid(&self) -> Option<i32> {
+        None
+    }
+
+    fn host(&self) -> Option<String> {
+        Some(self.host.info.name.clone())
+    }
+
+    fn loss(&self) -> Option<String> {
+        let state = self.host.lock();
+        let rank = state.ranks.get(&self.rank)?;
+        (rank.end == Some(End::Lost)).then(|| state.loss.clone())?
+    }
+
+    fn take_stdout(&mut self) -> Option<File> {
+        self.output[Stream::Out as usize].take()
+    }
+
+    fn take_stderr(&mut self) -> Option<File> {
+        self.output[Stream::Err as usize].take()
+    }
+
+    fn waiter(&self) -> Box<dyn FnOnce() -> End + Send> {
+        let (host, epoch, rank) = (Arc::clone(&self.host), self.epoch, self.rank);
+        Box::new(move || host.wait(epoch, rank))
+    }
+
+    fn signal(&self, signal: Signal) {
+        self.send(signal, SignalScope::Process);
+    }
+
+    fn signal_group(&self, signal: Signal) {
+        self.send(signal, SignalScope::Group);
+    }
+
+    fn has_group(&self) -> bool {
+        // Its host ends what is left there.
+        false
+    }
+
+    fn reap(&mut self) {
+        self.is_over = true;
+    }
+
+    fn abandon(&mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for RemoteProcess {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.signal_group(Signal::KILL);
+        }
+    }
+}

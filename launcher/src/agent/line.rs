@@ -1,0 +1,368 @@
+//! A connection for messages: frames of JSON, with heartbeats in both directions.
+
+use std::fmt;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Error, Result};
+
+/// The length of the largest frame.
+const MAX_FRAME: usize = 1 << 20;
+
+/// The longest time between two heartbeats.
+const MAX_INTERVAL: Duration = Duration::from_secs(1);
+
+/// One end of a connection for messages. Threads of its own send and receive, so that nobody waits for the network.
+#[derive(Debug)]
+pub(super) struct Line {
+    outbox: Sender<Outgoing>,
+    stream: TcpStream,
+}
+
+/// A line whose threads do not run yet.
+#[derive(Debug)]
+pub(super) struct LineStart {
+    outgoing: Receiver<Outgoing>,
+    stream: TcpStream,
+}
+
+/// Why a line has ended; follows the name of the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum LineEnd {
+    /// The other side has closed it, or its process has ended.
+    Closed,
+    /// It has failed.
+    Failed(String),
+    /// Nothing came for so long.
+    Silent(Duration),
+}
+
+impl Line {
+    /// A line over `stream`, and what starts it.
+    ///
+    /// # Errors
+    /// When the connection has been closed.
+    pub(super) fn new(stream: TcpStream) -> Result<(Self, LineStart)> {
+        let (outbox, outgoing) = mpsc::channel();
+        let copy = stream.try_clone().map_err(|error| broken(&error))?;
+        let start = LineStart {
+            outgoing,
+            stream: copy,
+        };
+        Ok((Self { outbox, stream }, start))
+    }
+
+    /// Sends `message`, if the line has not ended.
+    pub(super) fn send(&self, message: &impl Serialize) {
+        // Messages are plain data, which can be written as JSON.
+        if let Ok(body) = serde_json::to_vec(message) {
+            let _ = self.outbox.send(Outgoing::Message(body));
+        }
+    }
+
+    /// Ends the line when everything was sent.
+    pub(super) fn finish(&self) {
+        let _ = self.outbox.send(Outgoing::End);
+    }
+
+    /// Ends the line at once.
+    pub(super) fn cut(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+impl LineStart {
+    /// Starts the threads. `receive` gets every message, and at last why the line has ended, which it does when nothing
+    /// was received for `liveness`.
+    ///
+    /// # Errors
+    /// When the system gives no threads.
+    pub(super) fn run<M: DeserializeOwned>(
+        self,
+        liveness: Duration,
+        mut receive: impl FnMut(std::result::Result<M, LineEnd>) + Send + 'static,
+    ) -> Result<()> {
+        let interval = (liveness / 4).min(MAX_INTERVAL);
+        // Where they cannot be set, heartbeats alone find out.
+        let _ = self.stream.set_nodelay(true);
+        let _ = self.stream.set_write_timeout(Some(liveness));
+        #[cfg(target_os = "linux")]
+        let _ = rustix::net::sockopt::set_tcp_user_timeout(
+            &self.stream,
+            u32::try_from(liveness.as_millis()).unwrap_or(u32::MAX),
+        );
+        let reader = self.stream.try_clone().map_err(|error| broken(&error))?;
+        let (writer, outgoing) = (self.stream, self.outgoing);
+        spawn("host-writer", move || write(writer, &outgoing, interval))?;
+        spawn("host-reader", move || {
+            let end = read(&reader, liveness, interval, &mut |message| {
+                receive(Ok(message))
+            });
+            let _ = reader.shutdown(Shutdown::Both);
+            receive(Err(end));
+        })
+    }
+}
+
+impl fmt::Display for LineEnd {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Closed => formatter.write_str("its connection was closed"),
+            Self::Failed(why) => write!(formatter, "its connection failed: {why}"),
+            Self::Silent(silence) => write!(
+                formatter,
+                "nothing came from it for {:.1} s: it was stopped, switched off, or cut off from the network",
+                silence.as_secs_f64()
+            ),
+        }
+    }
+}
+
+/// Writes one frame.
+pub(super) fn write_frame(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(body.len()).map_err(|_| ErrorKind::InvalidInput)?;
+    let mut frame = length.to_le_bytes().to_vec();
+    frame.extend_from_slice(body);
+    stream.write_all(&frame)
+}
+
+/// Starts a thread.
+pub(super) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+    let spawned = thread::Builder::new().name(name.to_owned()).spawn(body);
+    spawned.map(drop).map_err(|error| {
+        Error::system("a thread for the connection between hosts could not be started")
+            .with_source(error)
+    })
+}
+
+#[derive(Debug)]
+enum Outgoing {
+    Message(Vec<u8>),
+    End,
+}
+
+fn write(mut stream: TcpStream, outgoing: &Receiver<Outgoing>, interval: Duration) {
+    loop {
+        let body = match outgoing.recv_timeout(interval) {
+            Ok(Outgoing::Message(body)) => body,
+            // An empty frame is a heartbeat.
+            Err(RecvTimeoutError::Timeout) => Vec::new(),
+            Ok(Outgoing::End) | Err(RecvTimeoutError::Disconnected) => {
+                let _ = stream.shutdown(Shutdown::Write);
+                return;
+            }
+        };
+        if write_frame(&mut stream, &body).is_err() {
+            // The reader tells of it.
+            let _ = stream.shutdown(Shutdown::Both);
+            return;
+        }
+    }
+}
+
+fn read<M: DeserializeOwned>(
+    mut stream: &TcpStream,
+    liveness: Duration,
+    interval: Duration,
+    receive: &mut impl FnMut(M),
+) -> LineEnd {
+    if let Err(error) = stream.set_read_timeout(Some(interval)) {
+        return LineEnd::Failed(error.to_string());
+    }
+    let mut silence = Silence::new(liveness, interval, Instant::now());
+    let mut received = Vec::new();
+    let mut chunk = [0; 4096];
+    loop {
+        match stream.read(&mut chunk) {
+            Ok(0) => return LineEnd::Closed,
+            Ok(count) => {
+                silence.is_over(Instant::now());
+                received.extend_from_slice(&chunk[..count]);
+                loop {
+                    match take_frame(&mut received) {
+                        Ok(None) => break,
+                        Ok(Some(body)) if body.is_empty() => {}
+                        Ok(Some(body)) => match serde_json::from_slice(&body) {
+                            Ok(message) => receive(message),
+                            Err(error) => {
+                                return LineEnd::Failed(format!("it sent no message: {error}"));
+                            }
+                        },
+                        Err(length) => {
+                            return LineEnd::Failed(format!("it sent a frame of {length} bytes"));
+                        }
+                    }
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if is_timeout(&error) => {
+                if let Some(silence) = silence.at(Instant::now()) {
+                    return LineEnd::Silent(silence);
+                }
+            }
+            Err(error) => return LineEnd::Failed(error.to_string()),
+        }
+    }
+}
+
+/// Takes a whole frame off what was received; `None` where more has to come.
+///
+/// # Errors
+/// The length of a frame that is too long.
+fn take_frame(received: &mut Vec<u8>) -> std::result::Result<Option<Vec<u8>>, usize> {
+    let Some(&header) = received.first_chunk::<4>() else {
+        return Ok(None);
+    };
+    let length = u32::from_le_bytes(header) as usize;
+    if length > MAX_FRAME {
+        return Err(length);
+    }
+    if received.len() < 4 + length {
+        return Ok(None);
+    }
+    let body = received[4..4 + length].to_vec();
+    received.drain(..4 + length);
+    Ok(Some(body))
+}
+
+/// For how long the other side has been silent, on this side's clock.
+#[derive(Debug)]
+struct Silence {
+    liveness: Duration,
+    interval: Duration,
+    /// When something came, or this process was found to have been suspended.
+    since: Instant,
+    looked_at: Instant,
+}
+
+impl Silence {
+    fn new(liveness: Duration, interval: Duration, now: Instant) -> Self {
+        Self {
+            liveness,
+            interval,
+            since: now,
+            looked_at: now,
+        }
+    }
+
+    fn is_over(&mut self, now: Instant) {
+        (self.since, self.looked_at) = (now, now);
+    }
+
+    /// The silence, where it is too long. The time in which this process was suspended does not count.
+    fn at(&mut self, now: Instant) -> Option<Duration> {
+        let late = now.saturating_duration_since(self.looked_at + self.interval);
+        if late > self.liveness / 4 {
+            self.since = now;
+        }
+        self.looked_at = now;
+        let silence = now.saturating_duration_since(self.since);
+        (silence >= self.liveness).then_some(silence)
+    }
+}
+
+/// Whether nothing came within the time that a read may take.
+pub(super) fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+fn broken(error: &io::Error) -> Error {
+    Error::system(format!("a connection between hosts failed: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (one, listener.accept().unwrap().0)
+    }
+
+    /// A line over `stream`, and what it receives.
+    fn line(
+        stream: TcpStream,
+        liveness: Duration,
+    ) -> (Line, Receiver<std::result::Result<Vec<u32>, LineEnd>>) {
+        let (sender, received) = mpsc::channel();
+        let (line, start) = Line::new(stream).unwrap();
+        let receive = move |message| sender.send(message).unwrap();
+        start.run(liveness, receive).unwrap();
+        (line, received)
+    }
+
+    const LIVENESS: Duration = Duration::from_millis(400);
+    const DEADLINE: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn messages_arrive_in_order_and_heartbeats_keep_the_line() {
+        let (one, other) = pair();
+        let (one, _) = line(one, LIVENESS);
+        let (_other, received) = line(other, LIVENESS);
+        let long: Vec<u32> = (0..100_000).collect();
+        one.send(&[1]);
+        one.send(&long);
+        assert_eq!(received.recv_timeout(DEADLINE).unwrap(), Ok(vec![1]));
+        assert_eq!(received.recv_timeout(DEADLINE).unwrap(), Ok(long));
+        assert!(
+            received.recv_timeout(3 * LIVENESS).is_err(),
+            "the line holds"
+        );
+        one.send(&[2]);
+        one.finish();
+        assert_eq!(received.recv_timeout(DEADLINE).unwrap(), Ok(vec![2]));
+        let end = received.recv_timeout(DEADLINE).unwrap();
+        assert_eq!(end, Err(LineEnd::Closed));
+    }
+
+    #[test]
+    fn silence_ends_a_line() {
+        let (one, other) = pair();
+        let (_line, received) = line(one, LIVENESS);
+        let began = Instant::now();
+        let end = received.recv_timeout(DEADLINE).unwrap();
+        assert!(matches!(end, Err(LineEnd::Silent(_))), "{end:?}");
+        assert!(began.elapsed() >= LIVENESS);
+        drop(other);
+    }
+
+    #[test]
+    fn what_is_no_frame_or_no_message_ends_a_line() {
+        for sent in [
+            &b"\xff\xff\xff\xff"[..],
+            b"\x02\0\0\0{}",
+            b"GET / HTTP/1.1\r\n",
+        ] {
+            let (one, mut other) = pair();
+            let (_line, received) = line(one, DEADLINE);
+            other.write_all(sent).unwrap();
+            let end = received.recv_timeout(DEADLINE).unwrap();
+            assert!(matches!(end, Err(LineEnd::Failed(_))), "{end:?}");
+        }
+    }
+
+    #[test]
+    fn the_time_in_which_this_process_was_suspended_is_no_silence() {
+        let (second, begin) = (Duration::from_secs(1), Instant::now());
+        let mut silence = Silence::new(5 * second, second, begin);
+        for at in 1..5 {
+            assert_eq!(silence.at(begin + at * second), None);
+        }
+        assert_eq!(silence.at(begin + 60 * second), None);
+        for at in 61..65 {
+            assert_eq!(silence.at(begin + at * second), None);
+        }
+        assert_eq!(silence.at(begin + 65 * second), Some(5 * second));
+        silence.is_over(begin + 65 * second);
+        assert_eq!(silence.at(begin + 66 * second), None);
+    }
+}

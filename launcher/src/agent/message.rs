@@ -1,0 +1,137 @@
+//! What launchers say to each other once they know one another. `handshake.rs` has what they say before.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::output::Stream;
+use crate::process::End;
+use crate::settings::layout::Layout;
+use crate::supervisor::leftovers::LeftBehind;
+
+/// Of these messages and of the handshake: launchers of another number do not work together.
+pub(super) const PROTOCOL: u32 = 1;
+
+/// What the launcher of another host says of itself when it asks to be admitted.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Entry {
+    /// How many hosts it was told the job has.
+    pub(super) hosts: usize,
+    /// Which of them it is.
+    pub(super) host: usize,
+    /// What the connection is for.
+    pub(super) purpose: Purpose,
+}
+
+/// What a connection is for. A host has one for messages and one for each stream of output, so that output which nobody
+/// reads delays no message.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Purpose {
+    /// Messages.
+    Messages(HostInfo),
+    /// A stream of the ranks' output.
+    Output {
+        /// Which one.
+        stream: Stream,
+        /// What the head gave to the connection for messages.
+        session: u64,
+    },
+}
+
+/// A host as its launcher describes it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct HostInfo {
+    /// Its name.
+    pub(super) name: String,
+    /// The process id of its launcher.
+    pub(super) pid: u32,
+    /// How many ranks it runs.
+    pub(super) ranks: usize,
+    /// The job that its user named.
+    pub(super) job: Option<String>,
+    /// The restarts that its user asked for, which the head does not count by.
+    pub(super) max_restarts: Option<u64>,
+}
+
+/// What the head says when it admits a host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Welcome {
+    /// The number of this connection for messages.
+    pub(super) session: u64,
+    /// Silence for which a host is lost.
+    pub(super) liveness: Duration,
+    /// The name of the head's host.
+    pub(super) name: String,
+}
+
+/// What a host says to the head.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum ToHead {
+    /// Its program is built, and its ranks can be started.
+    Ready,
+    /// Its ranks can never be started; the launcher there ends with this code.
+    Failed { code: u8, text: String },
+    /// A rank was started.
+    Started { epoch: u64, rank: usize, pid: i32 },
+    /// A rank could not be started. It is the user's error where no other rank could be either.
+    NotStarted {
+        epoch: u64,
+        rank: usize,
+        text: String,
+        is_usage: bool,
+    },
+    /// A rank has ended.
+    Ended { epoch: u64, rank: usize, end: End },
+    /// Nothing of the attempt runs any more.
+    Swept { epoch: u64, left_behind: LeftBehind },
+    /// A signal asks the launcher there to end.
+    Asked { signal: i32 },
+}
+
+/// What the head says to a host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum ToHost {
+    /// Start the host's ranks.
+    StartAttempt(Plan),
+    /// Send a signal.
+    Signal {
+        epoch: u64,
+        rank: usize,
+        signal: i32,
+        scope: SignalScope,
+    },
+    /// End what runs of the attempt: `first` is the first signal, SIGKILL follows after `grace`.
+    EndAttempt {
+        epoch: u64,
+        first: i32,
+        grace: Duration,
+    },
+    /// The job is over: end with this code.
+    JobOver { code: u8, text: Option<String> },
+}
+
+/// An attempt, as far as hosts have to agree on it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Plan {
+    /// How often the job has been restarted: the number of the attempt, which every message about it carries.
+    pub(super) epoch: u64,
+    /// How often it is restarted at most.
+    pub(super) max_restarts: u64,
+    /// The name of the job.
+    pub(super) job: String,
+    /// The ranks of all hosts.
+    pub(super) layout: Layout,
+    /// The host of the store, as this host reaches it.
+    pub(super) store_host: String,
+    /// The port of the store.
+    pub(super) store_port: u16,
+}
+
+/// Who gets a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum SignalScope {
+    /// The rank.
+    Process,
+    /// The processes of its group.
+    Group,
+}

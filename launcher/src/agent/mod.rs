@@ -1,0 +1,12 @@
+//! One launcher a host: how that of host 0, the head, has ranks started on the others. `README.md` beside this file
+//! explains the design.
+
+mod admission;
+mod handshake;
+pub(crate) mod head;
+mod host;
+mod line;
+mod message;
+pub(crate) mod node;
+mod stream_line;
+pub(crate) mod trust;

@@ -1,0 +1,93 @@
+//! What the head has said and the main thread has not taken yet.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use signal_hook::consts::signal::{SIGKILL, SIGTERM};
+
+use crate::agent::line::LineEnd;
+use crate::agent::message::ToHost;
+use crate::event::Event;
+use crate::supervisor::signals::Relay;
+
+/// The signal that stands for a message of the head where the main thread waits for signals only: no process receives it.
+pub(super) const HURRY: i32 = SIGKILL;
+
+/// What comes from the head.
+#[derive(Debug)]
+pub(super) enum Inbound {
+    /// It says something.
+    Message(ToHost),
+    /// The connection has ended.
+    End(LineEnd),
+}
+
+impl From<Result<ToHost, LineEnd>> for Inbound {
+    fn from(received: Result<ToHost, LineEnd>) -> Self {
+        received.map_or_else(Self::End, Self::Message)
+    }
+}
+
+/// Work of the main thread in which it looks at no messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// It waits for cargo, which a signal ends.
+    Build,
+    /// It waits for leftover processes, which a signal has killed.
+    Sweep,
+}
+
+/// What has come, in order. Clones share it.
+#[derive(Clone, Debug)]
+pub(super) struct Inbox {
+    state: Arc<Mutex<InboxState>>,
+    relay: Relay,
+}
+
+#[derive(Debug, Default)]
+struct InboxState {
+    inbound: VecDeque<Inbound>,
+    work: Option<Work>,
+}
+
+impl Inbox {
+    /// An empty one, which wakes the main thread by `relay`.
+    pub(super) fn new(relay: Relay) -> Self {
+        Self {
+            state: Arc::default(),
+            relay,
+        }
+    }
+
+    /// Adds what has come.
+    pub(super) fn put(&self, inbound: Inbound) {
+        let mut state = self.lock();
+        let event = match (state.work, &inbound) {
+            (Some(Work::Build), Inbound::End(_) | Inbound::Message(ToHost::JobOver { .. })) => {
+                Event::Signal(SIGTERM)
+            }
+            (Some(Work::Sweep), _) => Event::Signal(HURRY),
+            _ => Event::Message,
+        };
+        state.inbound.push_back(inbound);
+        drop(state);
+        self.relay.send(event);
+    }
+
+    /// What has come first.
+    pub(super) fn take(&self) -> Option<Inbound> {
+        self.lock().inbound.pop_front()
+    }
+
+    /// Does `work`, whose wait a message of the head ends.
+    pub(super) fn during<T>(&self, work: Work, body: impl FnOnce() -> T) -> T {
+        self.lock().work = Some(work);
+        let done = body();
+        self.lock().work = None;
+        done
+    }
+
+    fn lock(&self) -> MutexGuard<'_, InboxState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

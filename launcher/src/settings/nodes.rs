@@ -1,0 +1,336 @@
+//! The hosts of a job: how many there are, which one this is, and where they find host 0.
+//!
+//! What says so are options alone. Whoever reads an operator's variables too does it in [`resolve`], where options win.
+
+use std::fmt;
+use std::net::{IpAddr, ToSocketAddrs};
+use std::num::NonZeroUsize;
+use std::str::FromStr;
+use std::time::Duration;
+
+use accelerator_collective::Topology;
+
+use crate::error::{Error, Result};
+use crate::gpu::id::GpuIds;
+use crate::gpu::inventory;
+use crate::gpu::visible::{VISIBLE, Visible};
+use crate::settings::options::{Options, Processes};
+use crate::settings::threads;
+
+/// How long hosts wait for one another where nothing else is asked for: a node that is being set up takes minutes.
+const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// The place of this host among several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct HostPlace {
+    /// How many hosts there are, at least two.
+    pub(crate) hosts: usize,
+    /// Which of them this one is.
+    pub(crate) host: usize,
+    /// Where host 0 listens.
+    pub(crate) endpoint: Endpoint,
+    /// How long to wait for other hosts.
+    pub(crate) join_timeout: Duration,
+}
+
+/// A host and a port. The port is that of torchrun where none is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Endpoint {
+    /// An address or a name.
+    pub(crate) host: String,
+    /// The port.
+    pub(crate) port: u16,
+}
+
+/// How many ranks a host runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PerHost {
+    /// So many.
+    Count(NonZeroUsize),
+    /// One a GPU, or one.
+    Auto,
+    /// One a GPU.
+    Gpu,
+    /// One a core.
+    Cpu,
+}
+
+/// The options with the number of ranks on this host in the place of what stands for it, and the place of this host
+/// where there are several.
+///
+/// # Errors
+/// When options are missing or contradict one another, or there is no GPU to count.
+pub(crate) fn resolve(options: &Options) -> Result<(Options, Option<HostPlace>)> {
+    let mut options = options.clone();
+    let place = place(&options)?;
+    if let Some(per_host) = options.nproc_per_node {
+        options.num_processes = Some(Processes::exactly(per_host.count(&options)?));
+    }
+    if let Some(place) = &place {
+        if options.rdzv_endpoint.is_none() {
+            // They have named the endpoint.
+            (options.master_addr, options.master_port) = (None, None);
+            options.rdzv_endpoint = Some(place.endpoint.clone());
+        }
+    } else if let Some(host) = &options.master_addr {
+        let is_known = (host.as_str(), 0).to_socket_addrs();
+        if !is_known.is_ok_and(|mut addresses| addresses.next().is_some()) {
+            return Err(Error::usage(format!(
+                "--master-addr {host}: expected an address or a host name that can be resolved"
+            )));
+        }
+    }
+    Ok((options, place))
+}
+
+fn place(options: &Options) -> Result<Option<HostPlace>> {
+    let hosts = options.hosts();
+    let host = options.node_rank;
+    if let Some(host) = host.filter(|&host| host >= hosts) {
+        let give = match options.nnodes {
+            None => "give --nnodes, the number of hosts",
+            Some(_) => "hosts are numbered from 0",
+        };
+        return Err(Error::usage(format!(
+            "--node-rank {host} is no host of {hosts}: {give}"
+        )));
+    }
+    if hosts == 1 {
+        return Ok(None);
+    }
+    if options.num_processes.is_some() {
+        return Err(Error::usage(format!(
+            "--num-processes is a total elsewhere, and with --nnodes {hosts} it could be meant for all hosts or for \
+             each: give --nproc-per-node, the number of ranks on this host"
+        )));
+    }
+    let Some(host) = host else {
+        return Err(Error::usage(format!(
+            "--nnodes {hosts} needs --node-rank: 0 on one host, 1 to {} on the others",
+            hosts - 1
+        )));
+    };
+    let of_master = options.master_addr.as_ref().map(|host| Endpoint {
+        host: host.clone(),
+        port: options.master_port.unwrap_or(Endpoint::DEFAULT_PORT),
+    });
+    let Some(endpoint) = options.rdzv_endpoint.clone().or(of_master) else {
+        return Err(Error::usage(format!(
+            "--nnodes {hosts} needs --rdzv-endpoint HOST[:PORT], where host 0 is reached by the others"
+        )));
+    };
+    if endpoint.port == 0 {
+        return Err(Error::usage(format!(
+            "--rdzv-endpoint {endpoint}: the hosts have to know the port, and 0 is a free one; choose one, or leave it \
+             out for {}",
+            Endpoint::DEFAULT_PORT
+        )));
+    }
+    Ok(Some(HostPlace {
+        hosts,
+        host,
+        endpoint,
+        join_timeout: options.join_timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT),
+    }))
+}
+
+impl PerHost {
+    fn count(self, options: &Options) -> Result<NonZeroUsize> {
+        let gpus = || {
+            let inherited = std::env::var_os(VISIBLE);
+            let visible = Visible::of(inherited.as_deref());
+            let count = match (&options.gpu_ids, &visible) {
+                (Some(GpuIds::Listed(ids)), _) => ids.len(),
+                (_, Visible::Listed(ids)) => ids.len(),
+                (_, Visible::All) => inventory::of_this_host(&visible).len(),
+            };
+            NonZeroUsize::new(count.min(Topology::LARGEST))
+        };
+        match self {
+            Self::Count(count) => Ok(count),
+            Self::Auto => Ok(gpus().unwrap_or(NonZeroUsize::MIN)),
+            Self::Cpu => Ok(threads::cores()),
+            Self::Gpu => gpus().ok_or_else(|| {
+                Error::usage(
+                    "--nproc-per-node gpu: this host has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it; give a number",
+                )
+            }),
+        }
+    }
+}
+
+impl FromStr for PerHost {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "gpu" => Ok(Self::Gpu),
+            "cpu" => Ok(Self::Cpu),
+            _ => match text.parse::<usize>().map(NonZeroUsize::new) {
+                Ok(Some(count)) if count.get() <= Topology::LARGEST => Ok(Self::Count(count)),
+                _ => Err(format!(
+                    "expected a whole number from 1 to {}, auto, gpu or cpu",
+                    Topology::LARGEST
+                )),
+            },
+        }
+    }
+}
+
+impl Endpoint {
+    /// That of torchrun.
+    pub(crate) const DEFAULT_PORT: u16 = 29400;
+
+    /// The address, where it is no name.
+    pub(crate) fn address(&self) -> Option<IpAddr> {
+        self.host.parse().ok()
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let is_v6 = |host: &str| matches!(host.parse(), Ok(IpAddr::V6(_)));
+        let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+            Some((host, port)) if is_v6(host) => (host, port.strip_prefix(':').or(Some(port))),
+            Some(_) => ("", None),
+            None if is_v6(text) => (text, None),
+            None => match text.split_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (text, None),
+            },
+        };
+        let port = match port.filter(|port| !port.is_empty()) {
+            None => Ok(Self::DEFAULT_PORT),
+            Some(port) => port.parse(),
+        };
+        match port {
+            Ok(port) if !host.is_empty() && !host.contains([' ', '/', '@']) => Ok(Self {
+                host: host.to_owned(),
+                port,
+            }),
+            _ => Err(
+                "expected HOST or HOST:PORT, such as node-0:29400 or [fd00::1]:29400".to_owned(),
+            ),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.contains(':') {
+            true => write!(formatter, "[{}]:{}", self.host, self.port),
+            false => write!(formatter, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn endpoint(text: &str) -> Option<(String, u16)> {
+        let endpoint: Endpoint = text.parse().ok()?;
+        Some((endpoint.host, endpoint.port))
+    }
+
+    fn several(change: impl FnOnce(&mut Options)) -> Result<(Options, Option<HostPlace>)> {
+        let mut options = Options {
+            nnodes: NonZeroUsize::new(2),
+            node_rank: Some(1),
+            rdzv_endpoint: "h".parse().ok(),
+            nproc_per_node: Some(PerHost::Count(NonZeroUsize::MIN)),
+            ..Options::default()
+        };
+        change(&mut options);
+        resolve(&options)
+    }
+
+    #[test]
+    fn endpoints_are_read() {
+        for (text, host, port) in [
+            ("h", "h", 29400),
+            ("h:0", "h", 0),
+            ("10.0.0.1:7", "10.0.0.1", 7),
+            ("fd00::1", "fd00::1", 29400),
+            ("[fd00::1]:7", "fd00::1", 7),
+            ("[::1]", "::1", 29400),
+        ] {
+            assert_eq!(endpoint(text), Some((host.to_owned(), port)), "{text}");
+        }
+        for text in ["", ":7", "h:p", "h:70000", "[h]:7", "[::1", "a b", "u@h"] {
+            assert_eq!(endpoint(text), None, "{text}");
+        }
+        let shown = ["h:7", "[::1]:7"].map(|text| text.parse::<Endpoint>().unwrap().to_string());
+        assert_eq!(shown, ["h:7", "[::1]:7"]);
+    }
+
+    #[test]
+    fn a_host_knows_its_place() {
+        let (options, place) = several(|_| {}).unwrap();
+        let place = place.unwrap();
+        assert_eq!((place.hosts, place.host), (2, 1));
+        assert_eq!(place.endpoint.to_string(), "h:29400");
+        assert_eq!(options.processes().most.get(), 1);
+        // What Accelerate calls the main process is the endpoint.
+        let (options, place) = several(|options| {
+            options.rdzv_endpoint = None;
+            options.master_addr = Some("m".to_owned());
+            options.master_port = Some(7);
+        })
+        .unwrap();
+        assert_eq!(place.unwrap().endpoint.to_string(), "m:7");
+        assert_eq!((options.master_addr, options.master_port), (None, None));
+        let (_, place) = several(|options| {
+            options.nnodes = Some(NonZeroUsize::MIN);
+            options.node_rank = Some(0);
+        })
+        .unwrap();
+        assert_eq!(place, None);
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let two = NonZeroUsize::new(2).unwrap();
+        let message = |change: fn(&mut Options)| several(change).unwrap_err().to_string();
+        for (text, says) in [
+            (
+                message(|options| options.node_rank = None),
+                "needs --node-rank",
+            ),
+            (
+                message(|options| options.node_rank = Some(2)),
+                "no host of 2",
+            ),
+            (message(|options| options.nnodes = None), "give --nnodes"),
+            (
+                message(|options| options.rdzv_endpoint = None),
+                "needs --rdzv-endpoint",
+            ),
+            (
+                message(|options| options.rdzv_endpoint = "h:0".parse().ok()),
+                "0 is a free one",
+            ),
+        ] {
+            assert!(text.contains(says), "{text}");
+        }
+        let error = several(|options| {
+            options.nproc_per_node = None;
+            options.num_processes = Some(Processes::exactly(two));
+        })
+        .unwrap_err();
+        assert!(error.to_string().contains("give --nproc-per-node"));
+    }
+
+    #[test]
+    fn a_number_of_ranks_is_read() {
+        let read = |text: &str| text.parse::<PerHost>().ok();
+        assert_eq!(read("auto"), Some(PerHost::Auto));
+        assert_eq!(read("1"), Some(PerHost::Count(NonZeroUsize::MIN)));
+        for text in ["0", "-1", "two", "1:2", "99999"] {
+            assert_eq!(read(text), None, "{text}");
+        }
+    }
+}
