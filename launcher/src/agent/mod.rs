@@ -8,5 +8,6 @@ mod host;
 mod line;
 mod message;
 pub(crate) mod node;
+pub(crate) mod ssh;
 mod stream_line;
 pub(crate) mod trust;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
+use crate::agent::ssh;
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::docs::{self, CompletionsArgs};
@@ -64,6 +65,9 @@ enum Subcommands {
     /// A rank of the self-test.
     #[command(name = "__rank", hide = true)]
     Rank(RankArgs),
+    /// The launcher of a host that another one has started over SSH.
+    #[command(name = "__agent", hide = true)]
+    Agent,
     /// Print the completions of a shell: `accel-launch completions bash > /etc/bash_completion.d/accel-launch`.
     Completions(CompletionsArgs),
     /// Print the manual page: `accel-launch man > accel-launch.1`.
@@ -122,6 +126,7 @@ impl Cli {
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),
+            Subcommands::Agent => ssh::run_agent(line.first().map(OsString::as_os_str)),
             Subcommands::Completions(arguments) => docs::completions(arguments, Self::command()),
             Subcommands::Man => docs::man(Self::command()),
             Subcommands::Bench(arguments) => bench::run(arguments, line, liveness),
