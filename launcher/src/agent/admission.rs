@@ -85,7 +85,7 @@ impl Admission {
             () => None,
         };
         if let Some(conflict) = conflict {
-            return Err(self.contradict(&mut state, conflict));
+            return Err(Refusal::Conflict(conflict));
         }
         let Purpose::Messages(info) = &entry.purpose else {
             return Ok(());
@@ -114,7 +114,7 @@ impl Admission {
                      --node-rank of its own",
                     other.info.name, other.info.pid, info.name, info.pid
                 );
-                return Err(self.contradict(&mut state, text));
+                return Err(Refusal::Conflict(text));
             }
             let waited = self.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -188,14 +188,25 @@ impl Admission {
         Ok(Ok(Layout::new(ranks)))
     }
 
-    /// Keeps and tells that somebody at `address` was refused.
-    pub(super) fn note_refusal(&self, address: impl std::fmt::Display, refusal: &Refusal) {
-        let text = format!("refused {address}: {}", refusal.text());
+    /// Somebody at `address` was refused, and told so.
+    pub(super) fn refused(&self, address: impl std::fmt::Display, refusal: &Refusal) {
         let mut state = self.lock();
-        if state.refused.len() < MAX_REFUSALS && !state.refused.contains(&text) {
-            note(&text);
-            state.refused.push(text);
+        match refusal {
+            // It asks again, or has only looked whether the port is open.
+            Refusal::Now(_) => return,
+            Refusal::Conflict(text) if !state.has_begun => {
+                state.conflict.get_or_insert_with(|| text.clone());
+            }
+            Refusal::Ever(text) | Refusal::Conflict(text) => {
+                let text = format!("refused {address}: {text}");
+                if state.refused.len() < MAX_REFUSALS && !state.refused.contains(&text) {
+                    note(&text);
+                    state.refused.push(text);
+                }
+            }
         }
+        drop(state);
+        self.tell();
     }
 
     /// The job is over: nobody is admitted any more, and who is there is told.
@@ -215,14 +226,6 @@ impl Admission {
     pub(super) fn tell(&self) {
         self.changed.notify_all();
         self.relay.send(Event::Message);
-    }
-
-    fn contradict(&self, state: &mut AdmissionState, text: String) -> Refusal {
-        if !state.has_begun {
-            state.conflict.get_or_insert_with(|| text.clone());
-            self.relay.send(Event::Message);
-        }
-        Refusal::Ever(text)
     }
 
     fn lock(&self) -> MutexGuard<'_, AdmissionState> {

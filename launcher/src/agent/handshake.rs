@@ -37,13 +37,15 @@ pub(super) enum Refusal {
     Now(String),
     /// It never will.
     Ever(String),
+    /// Nor will this job ever begin: hosts contradict one another.
+    Conflict(String),
 }
 
 impl Refusal {
     /// Why.
     pub(super) fn text(&self) -> &str {
         match self {
-            Self::Now(text) | Self::Ever(text) => text,
+            Self::Now(text) | Self::Ever(text) | Self::Conflict(text) => text,
         }
     }
 }
@@ -128,7 +130,7 @@ pub(super) fn answer<T>(
                 text: text.clone(),
                 is_final: false,
             },
-            Refusal::Ever(text) => Refused::ever(text),
+            Refusal::Ever(text) | Refusal::Conflict(text) => Refused::ever(text),
         };
         let _ = send(stream, &FromHead::Refused(told));
         refusal

@@ -381,9 +381,7 @@ impl Greeter {
                     Ok(())
                 }),
             Err(refusal) => {
-                if let Refusal::Ever(_) = refusal {
-                    self.admission.note_refusal(addresses[0], &refusal);
-                }
+                self.admission.refused(addresses[0], &refusal);
                 match added {
                     Some(_) => Err(Error::system(refusal.text())),
                     None => Ok(()),

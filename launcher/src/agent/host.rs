@@ -23,6 +23,9 @@ use crate::text::{note, span, utc};
 /// How long a host may take to start its ranks: a folder on a network can hold it up.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// By how much the end of a connection for messages may lag behind that of one for output.
+const OUTPUT_LAG: Duration = Duration::from_millis(500);
+
 /// A host whose launcher has been admitted. It is lost for good when its connection ends: a launcher that comes again is
 /// another one.
 #[derive(Debug)]
@@ -190,6 +193,15 @@ impl Host {
             note(&text);
         }
         self.tell();
+    }
+
+    /// A connection for output has ended. The one for messages, which ends with it, knows better why.
+    pub(super) fn lose_output(&self, why: &str) {
+        let state = self.lock();
+        let is_there = |state: &mut HostState| state.loss.is_none();
+        let waited = self.changed.wait_timeout_while(state, OUTPUT_LAG, is_there);
+        drop(waited);
+        self.lose(why);
     }
 
     /// Whether its launcher can start ranks.

@@ -41,6 +41,8 @@ pub(super) enum LineEnd {
     Failed(String),
     /// Nothing came for so long.
     Silent(Duration),
+    /// This process was suspended for so long, and the other side has closed the connection meanwhile.
+    Suspended(Duration),
 }
 
 impl Line {
@@ -120,6 +122,11 @@ impl fmt::Display for LineEnd {
                 "nothing came from it for {:.1} s: it was stopped, switched off, or cut off from the network",
                 silence.as_secs_f64()
             ),
+            Self::Suspended(late) => write!(
+                formatter,
+                "this launcher was suspended for {:.1} s, and that host has given it up",
+                late.as_secs_f64()
+            ),
         }
     }
 }
@@ -180,7 +187,7 @@ fn read<M: DeserializeOwned>(
     let mut chunk = [0; 4096];
     loop {
         match stream.read(&mut chunk) {
-            Ok(0) => return LineEnd::Closed,
+            Ok(0) => return silence.explain(LineEnd::Closed, Instant::now()),
             Ok(count) => {
                 silence.is_over(Instant::now());
                 received.extend_from_slice(&chunk[..count]);
@@ -206,7 +213,10 @@ fn read<M: DeserializeOwned>(
                     return LineEnd::Silent(silence);
                 }
             }
-            Err(error) => return LineEnd::Failed(error.to_string()),
+            Err(error) => {
+                let end = LineEnd::Failed(error.to_string());
+                return silence.explain(end, Instant::now());
+            }
         }
     }
 }
@@ -239,6 +249,8 @@ struct Silence {
     /// When something came, or this process was found to have been suspended.
     since: Instant,
     looked_at: Instant,
+    /// When this process was last found to have been suspended, and for how long.
+    suspended: Option<(Instant, Duration)>,
 }
 
 impl Silence {
@@ -248,22 +260,41 @@ impl Silence {
             interval,
             since: now,
             looked_at: now,
+            suspended: None,
         }
     }
 
+    /// Something has come.
     fn is_over(&mut self, now: Instant) {
-        (self.since, self.looked_at) = (now, now);
+        self.look(now);
+        self.since = now;
     }
 
     /// The silence, where it is too long. The time in which this process was suspended does not count.
     fn at(&mut self, now: Instant) -> Option<Duration> {
+        self.look(now);
+        let silence = now.saturating_duration_since(self.since);
+        (silence >= self.liveness).then_some(silence)
+    }
+
+    /// Why the line has ended, where it was lost because this process was suspended.
+    fn explain(&mut self, end: LineEnd, now: Instant) -> LineEnd {
+        self.look(now);
+        match self.suspended {
+            Some((at, late)) if now.saturating_duration_since(at) <= self.interval => {
+                LineEnd::Suspended(late)
+            }
+            _ => end,
+        }
+    }
+
+    fn look(&mut self, now: Instant) {
         let late = now.saturating_duration_since(self.looked_at + self.interval);
         if late > self.liveness / 4 {
             self.since = now;
+            self.suspended = Some((now, late));
         }
         self.looked_at = now;
-        let silence = now.saturating_duration_since(self.since);
-        (silence >= self.liveness).then_some(silence)
     }
 }
 
@@ -364,5 +395,10 @@ mod tests {
         assert_eq!(silence.at(begin + 65 * second), Some(5 * second));
         silence.is_over(begin + 65 * second);
         assert_eq!(silence.at(begin + 66 * second), None);
+        let closed = silence.explain(LineEnd::Closed, begin + 67 * second);
+        assert_eq!(closed, LineEnd::Closed);
+        silence.is_over(begin + 90 * second);
+        let closed = silence.explain(LineEnd::Closed, begin + 90 * second);
+        assert_eq!(closed, LineEnd::Suspended(22 * second));
     }
 }

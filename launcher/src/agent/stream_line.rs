@@ -20,6 +20,10 @@ const CHUNK: usize = 64 << 10;
 /// The length of a frame's header.
 const HEADER: usize = 16;
 
+/// How much the system may hold on either side. What is on its way when a rank ends is read no further than what
+/// `output` reads of a rank that has ended.
+const BUFFER: usize = 256 << 10;
+
 /// After how much silence the system looks whether the other side is there: firewalls forget connections that carry
 /// nothing.
 #[cfg(target_os = "linux")]
@@ -84,7 +88,7 @@ pub(super) fn receive(mut connection: TcpStream, host: Arc<Host>, stream: Stream
     prepare(&connection);
     spawn(&format!("output-of-host-{}", host.number), move || {
         let error = copy(&mut connection, &host, stream);
-        host.lose(&match error.kind() {
+        host.lose_output(&match error.kind() {
             ErrorKind::UnexpectedEof => "its connection was closed".to_owned(),
             _ => format!("its connection failed: {error}"),
         });
@@ -120,6 +124,8 @@ fn prepare(connection: &TcpStream) {
     #[cfg(target_os = "linux")]
     {
         use rustix::net::sockopt;
+        let _ = sockopt::set_socket_send_buffer_size(connection, BUFFER);
+        let _ = sockopt::set_socket_recv_buffer_size(connection, BUFFER);
         let _ = sockopt::set_socket_keepalive(connection, true);
         let _ = sockopt::set_tcp_keepidle(connection, KEEPALIVE);
     }

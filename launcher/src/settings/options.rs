@@ -44,7 +44,7 @@ pub(crate) struct Options {
     pub(crate) nproc_per_node: Option<PerHost>,
 
     /// How many hosts run the job [default: 1]. Start accel-launch on each of them, with the program and its arguments.
-    #[arg(long, value_name = "N", value_parser = hosts, alias = "num-machines", help_heading = "Several hosts")]
+    #[arg(long, value_name = "N", value_parser = hosts, alias = "num-machines", allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) nnodes: Option<NonZeroUsize>,
 
     /// Which of the hosts this one is, from 0. Host 0 decides for all, and shows the output of all.
@@ -52,6 +52,7 @@ pub(crate) struct Options {
         long,
         value_name = "K",
         alias = "machine-rank",
+        allow_negative_numbers = true,
         help_heading = "Several hosts"
     )]
     pub(crate) node_rank: Option<usize>,

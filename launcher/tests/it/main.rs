@@ -15,6 +15,7 @@ mod env;
 mod estimate;
 mod failure;
 mod gpus;
+mod hosts;
 mod output;
 mod ranks;
 mod restarts;

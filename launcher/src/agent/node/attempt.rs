@@ -24,7 +24,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The last attempt that has begun here.
 #[derive(Debug, Default)]
-pub(super) struct LastAttempt {
+pub(super) struct KnownAttempt {
     pub(super) plan: Option<Plan>,
     pub(super) ranks: Vec<KnownRank>,
 }
@@ -56,7 +56,7 @@ impl Agent<'_> {
         plan: Plan,
         program: &Program,
         channel: &Channel,
-        last: &mut LastAttempt,
+        last: &mut KnownAttempt,
     ) -> Result<Option<Over>> {
         let settings = self.settings(&plan);
         let package_dir = program.package_dir.as_deref();

@@ -92,7 +92,7 @@ impl Asker {
         loop {
             let failure = match self.ask() {
                 Ok(connection) => return Ok(connection),
-                Err(Refusal::Ever(text)) => {
+                Err(Refusal::Ever(text) | Refusal::Conflict(text)) => {
                     return Err(Error::usage(format!("host 0 at {endpoint}: {text}")));
                 }
                 Err(Refusal::Now(text)) => text,

@@ -24,7 +24,7 @@ use crate::settings::{Settings, variable};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::LocalSpawner;
 use crate::text::{host_name, note, utc};
-use attempt::LastAttempt;
+use attempt::KnownAttempt;
 use connection::Connection;
 use inbox::{HURRY, Inbound, Inbox, Work};
 
@@ -131,7 +131,7 @@ enum Over {
 impl Agent<'_> {
     fn serve(&self, mut channel: Channel, program: &Program) -> Result<ExitCode> {
         self.line.send(&ToHead::Ready);
-        let mut last = LastAttempt::default();
+        let mut last = KnownAttempt::default();
         loop {
             let over = match self.inbox.take() {
                 Some(Inbound::Message(ToHost::StartAttempt(plan))) => {
@@ -152,32 +152,32 @@ impl Agent<'_> {
                     None
                 }
             };
-            match over {
-                None => {}
-                Some(Over::Job { code, text }) => {
-                    if code != 0 {
-                        let text = text.map(|text| format!(": {text}")).unwrap_or_default();
-                        note(&format!("the job ended with exit code {code}{text}"));
-                    }
-                    return Ok(ExitCode::from(code));
-                }
-                Some(Over::Head(end)) => return Err(self.head_lost(&end, &last)),
+            if let Some(over) = over {
+                return self.conclude(over, &last);
             }
+        }
+    }
+
+    /// Ends this launcher with the exit code of the job, or for the loss of the head.
+    fn conclude(&self, over: Over, last: &KnownAttempt) -> Result<ExitCode> {
+        match over {
+            Over::Job { code, text } => {
+                if code != 0 {
+                    let text = text.map(|text| format!(": {text}")).unwrap_or_default();
+                    note(&format!("the job ended with exit code {code}{text}"));
+                }
+                Ok(ExitCode::from(code))
+            }
+            Over::Head(end) => Err(self.head_lost(&end, last)),
         }
     }
 
     /// The program cannot be built.
     fn give_up(&self, error: Error) -> Result<ExitCode> {
         // The head may be why.
-        while let Some(inbound) = self.inbox.take() {
-            match self.between_attempts(inbound) {
-                Some(Over::Head(end)) => return Err(self.head_lost(&end, &LastAttempt::default())),
-                Some(Over::Job { code, text }) => {
-                    let text = text.unwrap_or_else(|| "it ended well".to_owned());
-                    return Err(Error::of_host(code, format!("the job is over: {text}")));
-                }
-                None => {}
-            }
+        let mut inbound = std::iter::from_fn(|| self.inbox.take());
+        if let Some(over) = inbound.find_map(|inbound| self.between_attempts(inbound)) {
+            return self.conclude(over, &KnownAttempt::default());
         }
         let (code, text) = (error.code(), chain(&error));
         self.line.send(&ToHead::Failed { code, text });
@@ -216,7 +216,7 @@ impl Agent<'_> {
     }
 
     /// The error of a host whose head is lost. What ran here is ended.
-    fn head_lost(&self, end: &LineEnd, last: &LastAttempt) -> Error {
+    fn head_lost(&self, end: &LineEnd, last: &KnownAttempt) -> Error {
         let at = utc(SystemTime::now());
         let text = format!("{} was lost at {at}: {end}", self.head);
         let mut said = format!(
@@ -233,7 +233,7 @@ impl Agent<'_> {
     }
 
     /// Writes what this host knows of the failure.
-    fn report(&self, logs: &Path, text: &str, last: &LastAttempt) -> Result<PathBuf> {
+    fn report(&self, logs: &Path, text: &str, last: &KnownAttempt) -> Result<PathBuf> {
         let folder = logs::create_run_folder(logs)?;
         let unwritable = |error| Error::system(folder.display().to_string()).with_source(error);
         let plan = last.plan.as_ref();

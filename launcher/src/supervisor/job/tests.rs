@@ -357,7 +357,9 @@ fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
 #[test]
 fn a_host_that_is_lost_later_does_not_hide_a_failure() {
     let (mut job, now) = job(3);
-    job.step(Event::Joined(2), now);
+    for rank in 0..3 {
+        job.step(Event::Joined(rank), now);
+    }
     job.step(ended(0, End::Signal(signal::SIGSEGV)), now);
     job.step(ended(2, End::Lost), now);
     job.step(ended(1, End::Signal(signal::SIGTERM)), now);

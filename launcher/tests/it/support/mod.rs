@@ -74,7 +74,7 @@ impl Folder {
             let text = name.to_string_lossy();
             let is_launch = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
                 .contains(&&*text)
-                || ["ACCEL_", "MASTER_", "TORCHELASTIC_"]
+                || ["ACCEL_", "GROUP_", "MASTER_", "TORCHELASTIC_"]
                     .iter()
                     .any(|prefix| text.starts_with(prefix))
                 || ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NO_COLOR"].contains(&&*text)

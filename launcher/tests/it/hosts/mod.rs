@@ -1,0 +1,96 @@
+//! Jobs on several hosts: launchers on this machine that know one another by the loopback interface.
+
+mod ends;
+mod losses;
+mod meeting;
+mod restarts;
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use crate::support::{Ended, Folder, Run};
+use accelerator_collective::rendezvous::Token;
+use serde_json::Value;
+
+/// A folder for a job on several hosts, with a token and a port.
+struct Hosts {
+    folder: Folder,
+    count: usize,
+    token: PathBuf,
+    /// Where host 0 is reached.
+    address: &'static str,
+    port: u16,
+}
+
+impl Hosts {
+    fn new(count: usize) -> Self {
+        let folder = Folder::new();
+        let token = folder.path().join("token");
+        Token::generate().unwrap().write_file(&token).unwrap();
+        Self {
+            folder,
+            count,
+            token,
+            address: "127.0.0.1",
+            port: free_port(),
+        }
+    }
+
+    /// The launcher of a host, with `options` before the program.
+    fn command(&self, host: usize, options: &[&str], program: &[&str]) -> std::process::Command {
+        let mut command = self.folder.launcher();
+        command
+            .args(["--nnodes", &self.count.to_string()])
+            .args(["--node-rank", &host.to_string()])
+            .args([
+                "--rdzv-endpoint",
+                &format!("{}:{}", self.address, self.port),
+            ])
+            .args(options);
+        if !options.contains(&"--join-timeout") {
+            command.args(["--join-timeout", "30"]);
+        }
+        command
+            .args(program)
+            .env("ACCEL_TOKEN_FILE", &self.token)
+            .env("ACCEL_LIVENESS_TIMEOUT", "2");
+        command
+    }
+
+    fn start(&self, host: usize, options: &[&str], program: &[&str]) -> Run {
+        Run::start(self.command(host, options, program))
+    }
+
+    /// Starts a launcher on every host, all with the same options.
+    fn start_all(&self, options: &[&str], program: &[&str]) -> Vec<Run> {
+        let hosts = (0..self.count).map(|host| self.start(host, options, program));
+        hosts.collect()
+    }
+
+    /// The report in a folder of logs.
+    fn report(&self, logs: &str) -> Value {
+        let text = self.folder.read(&format!("{logs}/latest/failure.json"));
+        serde_json::from_str(&text).unwrap_or_else(|_| panic!("{logs}: {text}"))
+    }
+}
+
+fn end(runs: Vec<Run>) -> Vec<Ended> {
+    runs.into_iter().map(Run::end).collect()
+}
+
+fn codes(ended: &[Ended]) -> Vec<i32> {
+    ended.iter().map(Ended::code).collect()
+}
+
+/// A port that is free, and that the system gives to no connection of another test meanwhile.
+fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = std::process::id() as u16 % 10_000;
+    loop {
+        let port = 20_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
