@@ -163,7 +163,7 @@ SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUS
 forwarded. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
 launcher included.
 
-Several hosts: start the same line on each, with a --node-rank of its own, and with the
+Several hosts: with --hosts, over SSH; or start the same line on each, with a --node-rank of its own, and with the
 same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code
 of the job.
 
@@ -176,7 +176,8 @@ Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3
   accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32
   accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train
-  accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train";
+  accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train
+  accel-launch --hosts host0:4,host1:4 train";
 
 #[cfg(test)]
 mod tests {
