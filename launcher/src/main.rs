@@ -25,7 +25,7 @@ use std::process::ExitCode;
 
 use cli::Cli;
 use error::chain;
-use supervisor::shim::{self, LivenessPipe};
+use supervisor::shim::{self, Control, LivenessPipe};
 
 fn main() -> ExitCode {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
     };
     if liveness.is_none()
         && cli.runs_a_job()
-        && let Some(code) = shim::run(&arguments)
+        && let Some(code) = shim::run(&arguments, |_| {}, Control::Signals)
     {
         return code;
     }

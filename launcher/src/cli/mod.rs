@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
+use crate::agent::ssh;
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::docs::{self, CompletionsArgs};
@@ -64,6 +65,9 @@ enum Subcommands {
     /// A rank of the self-test.
     #[command(name = "__rank", hide = true)]
     Rank(RankArgs),
+    /// The launcher of a host that another one has started over SSH.
+    #[command(name = "__agent", hide = true)]
+    Agent,
     /// Print the completions of a shell: `accel-launch completions bash > /etc/bash_completion.d/accel-launch`.
     Completions(CompletionsArgs),
     /// Print the manual page: `accel-launch man > accel-launch.1`.
@@ -122,6 +126,7 @@ impl Cli {
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),
+            Subcommands::Agent => ssh::run_agent(line.first().map(OsString::as_os_str)),
             Subcommands::Completions(arguments) => docs::completions(arguments, Self::command()),
             Subcommands::Man => docs::man(Self::command()),
             Subcommands::Bench(arguments) => bench::run(arguments, line, liveness),
@@ -158,7 +163,7 @@ SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUS
 forwarded. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
 launcher included.
 
-Several hosts: start the same line on each, with a --node-rank of its own, and with the
+Several hosts: with --hosts, over SSH; or start the same line on each, with a --node-rank of its own, and with the
 same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code
 of the job.
 
@@ -172,7 +177,8 @@ Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3
   accel-launch --num-processes 4 --log-dir logs target/release/train --batch-size 32
   accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train
-  accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train";
+  accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train
+  accel-launch --hosts host0:4,host1:4 train";
 
 #[cfg(test)]
 mod tests {

@@ -2,6 +2,7 @@
 
 pub(crate) mod allocator;
 pub(crate) mod gpus;
+pub(crate) mod hosts;
 pub(crate) mod layout;
 pub(crate) mod nodes;
 pub(crate) mod options;

@@ -159,6 +159,18 @@ impl PerHost {
     }
 }
 
+impl fmt::Display for PerHost {
+    /// As it is given.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Count(count) => count.fmt(formatter),
+            Self::Auto => formatter.write_str("auto"),
+            Self::Gpu => formatter.write_str("gpu"),
+            Self::Cpu => formatter.write_str("cpu"),
+        }
+    }
+}
+
 impl FromStr for PerHost {
     type Err = String;
 

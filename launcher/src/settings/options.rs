@@ -10,6 +10,7 @@ use clap::Args;
 
 use crate::gpu::id::GpuIds;
 use crate::output::OnOutputError;
+use crate::settings::hosts::HostList;
 use crate::settings::nodes::{Endpoint, PerHost};
 
 /// The options of a launch. What is `None` was not given.
@@ -65,6 +66,45 @@ pub(crate) struct Options {
     /// Seconds to wait for host 0, and on host 0 for the others [default: 600].
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) join_timeout: Option<Duration>,
+
+    /// The hosts of the job, the first of which is host 0, and how many ranks each runs. A launcher is started on each of
+    /// them over SSH.
+    ///
+    /// N is --nproc-per-node, or 1, where it is left out. The program has to be at the same path on all hosts, and `ssh`
+    /// has to log in there without a password. The hosts get the variables of this environment and a token of their own.
+    #[arg(
+        long,
+        value_name = "HOST[:N],...",
+        conflicts_with_all = ["hostfile", "nnodes", "node_rank", "num_processes"],
+        help_heading = "Several hosts"
+    )]
+    pub(crate) hosts: Option<HostList>,
+
+    /// The same from a file of Open MPI (`HOST slots=N`), MPICH (`HOST:N`) or DeepSpeed.
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["nnodes", "node_rank", "num_processes"],
+        help_heading = "Several hosts"
+    )]
+    pub(crate) hostfile: Option<PathBuf>,
+
+    /// An option of `ssh`, as in its configuration: `Port=2222`; can be repeated.
+    #[arg(long, value_name = "KEY=VALUE", help_heading = "Several hosts")]
+    pub(crate) ssh_option: Vec<String>,
+
+    /// More arguments of `ssh`, separated by blanks: `-F FILE`; can be repeated.
+    #[arg(
+        long,
+        value_name = "ARGS",
+        allow_hyphen_values = true,
+        help_heading = "Several hosts"
+    )]
+    pub(crate) ssh_args: Vec<String>,
+
+    /// Start the accel-launch that hosts have at the path of this one, in place of sending it to them.
+    #[arg(long, help_heading = "Several hosts")]
+    pub(crate) no_push: bool,
 
     /// Run this example of the cargo package, in place of a script.
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
@@ -206,6 +246,17 @@ impl Options {
     pub(crate) fn processes(&self) -> Processes {
         self.num_processes
             .unwrap_or(Processes::exactly(NonZeroUsize::MIN))
+    }
+
+    /// The hosts on which launchers are to be started.
+    ///
+    /// # Errors
+    /// When the host file cannot be read.
+    pub(crate) fn host_list(&self) -> crate::error::Result<Option<HostList>> {
+        match &self.hostfile {
+            Some(path) => HostList::read(path).map(Some),
+            None => Ok(self.hosts.clone()),
+        }
     }
 
     /// How many hosts the job has.

@@ -4,9 +4,9 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -27,11 +27,24 @@ const NAME: &str = "accel-job";
 /// Precedes the file descriptor of the pipe in the launcher proper's arguments.
 const PIPE_MARK: &str = "liveness-pipe:";
 
+/// Who commands a shim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Control {
+    /// Whoever sends signals to it.
+    Signals,
+    /// They, and who writes to its standard input: a byte for each signal. The end of it kills the job.
+    StandardInput,
+}
+
 /// Starts this program once more, as the launcher proper, and waits for it: gives its exit code.
 ///
-/// `None` where the system does not support it (there is no `/proc`, or it is not Linux); the job
+/// `prepare` changes what the launcher proper is started with. `None` where the system does not support it (there is no `/proc`, or it is not Linux); the job
 /// then runs in this process.
-pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
+pub(crate) fn run(
+    arguments: &[OsString],
+    prepare: impl FnOnce(&mut Command),
+    control: Control,
+) -> Option<ExitCode> {
     if !descendants::become_subreaper() {
         return None;
     }
@@ -48,10 +61,23 @@ pub(crate) fn run(arguments: &[OsString]) -> Option<ExitCode> {
         .arg0(NAME)
         .arg(format!("{PIPE_MARK}{number}"))
         .args(arguments);
+    prepare(&mut command);
+    if control == Control::StandardInput {
+        command.stdin(Stdio::null());
+    }
     let child = process::spawn_with(&mut command, read_end).ok()?;
     // It held this process's copy of the read end.
     drop(command);
     let asked = Arc::new(AtomicBool::new(false));
+    if control == Control::StandardInput {
+        let commands = write_end.try_clone().ok()?;
+        let (excluded, asked) = (excluded.clone(), Arc::clone(&asked));
+        let obey = move || obey(commands, &excluded, &asked);
+        thread::Builder::new()
+            .name("commands".into())
+            .spawn(obey)
+            .ok()?;
+    }
     let forward = {
         let asked = Arc::clone(&asked);
         move || {
@@ -188,6 +214,22 @@ impl Drop for KillOnDrop {
     }
 }
 
+/// Passes on the signals that come on standard input; kills the job when that ends.
+fn obey(mut launcher: File, excluded: &Excluded, asked: &AtomicBool) {
+    let mut numbers = [0; 16];
+    loop {
+        match io::stdin().read(&mut numbers) {
+            // A launcher that is gone needs none.
+            Ok(count @ 1..) => drop(launcher.write_all(&numbers[..count])),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Ok(0) | Err(_) => break,
+        }
+    }
+    asked.store(true, Ordering::Relaxed);
+    descendants::kill(excluded);
+    std::process::exit(i32::from(End::Signal(signal::SIGKILL).exit_code()));
+}
+
 /// Waits for the child `pid`, and clears away orphans that come to this process meanwhile.
 fn wait(pid: i32) -> End {
     loop {
@@ -227,5 +269,5 @@ fn print_without_blocking(text: String) {
 
 fn print(text: &str) {
     // Standard error may be closed.
-    let _ = writeln!(std::io::stderr(), "accel-launch: {text}");
+    let _ = writeln!(io::stderr(), "accel-launch: {text}");
 }

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 
 use crate::agent::head::Head;
 use crate::agent::node::{Node, Program};
+use crate::agent::ssh;
 use crate::cargo::Build;
 use crate::error::{Error, Result, chain};
 use crate::event::Channel;
@@ -40,8 +41,13 @@ pub(crate) fn run(
     command: &[OsString],
     liveness: Option<LivenessPipe>,
 ) -> Result<ExitCode> {
-    let target = Target::parse(options)?;
     variables::check()?;
+    if let Some(hosts) = options.host_list()? {
+        let channel = Channel::new();
+        let relay = relay(&channel, liveness)?;
+        return ssh::run(&hosts, options, arguments, command, relay, channel);
+    }
+    let target = Target::parse(options)?;
     let (options, place) = nodes::resolve(options)?;
     let options = &options;
     if place.is_none() {
@@ -63,11 +69,7 @@ pub(crate) fn run(
         ));
     }
     let channel = Channel::new();
-    let relay = Relay::new(channel.sender.clone());
-    signals::listen(relay.clone())?;
-    if let Some(liveness) = liveness {
-        liveness.listen(relay.clone());
-    }
+    let relay = relay(&channel, liveness)?;
     let build = match &target {
         Target::Program(_) => None,
         Target::Cargo(selector) => Some(Build::find(selector, options, &channel)?),
@@ -118,6 +120,16 @@ pub(crate) fn run(
             node.run(channel, program)
         }
     }
+}
+
+/// Sends what the user and the shim signal to `channel`.
+fn relay(channel: &Channel, liveness: Option<LivenessPipe>) -> Result<Relay> {
+    let relay = Relay::new(channel.sender.clone());
+    signals::listen(relay.clone())?;
+    if let Some(liveness) = liveness {
+        liveness.listen(relay.clone());
+    }
+    Ok(relay)
 }
 
 /// A launch whose options have been read.

@@ -4,6 +4,7 @@ mod ends;
 mod losses;
 mod meeting;
 mod restarts;
+mod ssh;
 
 use std::net::TcpListener;
 use std::path::PathBuf;

@@ -1,0 +1,353 @@
+//! The client's end of one agent: the process that reaches it, and what it prints.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use super::order::{AgentHello, Order, greeted, send};
+use super::push;
+use crate::agent::line::spawn;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::process::{End, Process, RankProcess};
+use crate::settings::hosts::ListedHost;
+use crate::supervisor::signals::Relay;
+
+/// How much of what an agent prints is kept.
+const TAIL: usize = 4096;
+
+/// How long a process that has ended may keep others waiting for the rest of what it printed.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// How the program gets to a host.
+#[derive(Clone, Debug)]
+pub(super) enum Delivery {
+    /// It is sent over the connection.
+    Push(Arc<[u8]>),
+    /// The host has it; this command runs it.
+    Present(String),
+}
+
+/// How `ssh` is called.
+#[derive(Clone, Debug)]
+pub(super) struct Ssh {
+    /// Its options by the user, which come first and win.
+    pub(super) arguments: Vec<OsString>,
+    /// How the program gets to hosts.
+    pub(super) delivery: Delivery,
+}
+
+impl Ssh {
+    /// The command that starts an agent on `host`.
+    pub(super) fn command(&self, host: &ListedHost) -> Command {
+        let mut command = Command::new("ssh");
+        command.args(&self.arguments).args(["-T", "-x"]);
+        for option in [
+            "BatchMode=yes",
+            "ConnectTimeout=10",
+            "ServerAliveInterval=5",
+            "ServerAliveCountMax=3",
+            "ClearAllForwardings=yes",
+            "ForwardAgent=no",
+            "ControlMaster=no",
+            "ControlPath=none",
+            "LogLevel=ERROR",
+        ] {
+            command.args(["-o", option]);
+        }
+        if let Some(user) = &host.user {
+            command.args(["-l", user]);
+        }
+        if let Some(port) = host.port {
+            command.args(["-p", &port.to_string()]);
+        }
+        command.args(["--", &host.name]);
+        command.arg(match &self.delivery {
+            Delivery::Push(program) => push::receiving(program.len()),
+            Delivery::Present(command) => command.clone(),
+        });
+        command
+    }
+}
+
+/// An agent that was started.
+#[derive(Debug)]
+pub(super) struct Client {
+    process: Process,
+    stdin: Option<File>,
+    hello: Receiver<io::Result<AgentHello>>,
+    /// Gives nothing; ends when all that the agent prints was read.
+    printed: Receiver<()>,
+    stderr: Arc<Mutex<AgentStderr>>,
+}
+
+/// What an agent prints on standard error.
+#[derive(Debug, Default)]
+struct AgentStderr {
+    tail: Vec<u8>,
+    is_shown: bool,
+}
+
+/// What becomes of the output of an agent that has its order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Show {
+    /// It is that of the job.
+    Output,
+    /// Nothing: the job's comes from another host.
+    Nothing,
+}
+
+impl Client {
+    /// Starts the agent of a host over SSH, or of this host where there is no `ssh`. What it prints later is shown as
+    /// `show` says; `relay` is told when it has said hello.
+    ///
+    /// # Errors
+    /// When the system gives no process, pipe or thread.
+    pub(super) fn start(
+        ssh: Option<(&Ssh, &ListedHost)>,
+        show: Show,
+        relay: &Relay,
+    ) -> Result<Self> {
+        let mut command = match ssh {
+            Some((ssh, host)) => ssh.command(host),
+            None => {
+                let mut command = Command::new("/proc/self/exe");
+                command.arg0("accel-launch").arg("__agent");
+                command
+            }
+        };
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)
+            .map_err(|error| Error::system("no pipe can be made").with_source(error))?;
+        command
+            .stdin(Stdio::from(reader))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut process = Process::spawn(&mut command).map_err(|error| {
+            let name = command.get_program().to_string_lossy().into_owned();
+            Error::system(format!("{name} could not be started")).with_source(error)
+        })?;
+        // Otherwise this process would hold the agent's end of the pipe too.
+        drop(command);
+        let stdin = File::from(writer);
+        let stderr = Arc::new(Mutex::new(AgentStderr::default()));
+        let (printing, printed) = mpsc::channel();
+        if let Some(pipe) = process.take_stderr() {
+            let (printing, stderr) = (printing.clone(), Arc::clone(&stderr));
+            spawn("agent-stderr", move || {
+                keep(pipe, &stderr);
+                drop(printing);
+            })?;
+        }
+        let (said, hello) = mpsc::channel();
+        if let (Some(mut pipe), Ok(mut input)) = (process.take_stdout(), stdin.try_clone()) {
+            let program = ssh.and_then(|(ssh, _)| match &ssh.delivery {
+                Delivery::Push(program) => Some(Arc::clone(program)),
+                Delivery::Present(_) => None,
+            });
+            let relay = relay.clone();
+            spawn("agent-stdout", move || {
+                // Where it does not take the program, it does not say hello either.
+                let _ = program.map(|program| input.write_all(&program));
+                drop(input);
+                let hello = greeted(&mut pipe);
+                let has_come = hello.is_ok();
+                let _ = said.send(hello);
+                relay.send(Event::Message);
+                if has_come {
+                    let _ = match show {
+                        Show::Output => io::copy(&mut pipe, &mut io::stdout()),
+                        Show::Nothing => io::copy(&mut pipe, &mut io::sink()),
+                    };
+                }
+                drop(printing);
+            })?;
+        }
+        Ok(Self {
+            process,
+            stdin: Some(stdin),
+            hello,
+            printed,
+            stderr,
+        })
+    }
+
+    /// Its process.
+    pub(super) fn process(&self) -> &dyn RankProcess {
+        &self.process
+    }
+
+    /// What it has said since the last question.
+    pub(super) fn hello(&self) -> Option<io::Result<AgentHello>> {
+        self.hello.try_recv().ok()
+    }
+
+    /// Gives it its order; from here on its errors are those of the job, where they are shown.
+    pub(super) fn order(&self, order: &Order, show: Show) {
+        self.lock().is_shown = show == Show::Output;
+        if let Some(mut stdin) = self.stdin.as_ref() {
+            // Where it is gone, its end tells.
+            let _ = send(&mut stdin, order);
+        }
+    }
+
+    /// Passes a signal on to its launcher.
+    pub(super) fn signal(&self, signal: i32) {
+        if let (Some(mut stdin), Ok(number)) = (self.stdin.as_ref(), u8::try_from(signal)) {
+            let _ = stdin.write_all(&[number]);
+        }
+    }
+
+    /// Has it kill everything.
+    pub(super) fn kill(&mut self) {
+        self.lock().is_shown = false;
+        self.stdin = None;
+    }
+
+    /// Its process has ended: gives the last of what it printed on standard error.
+    pub(super) fn last_words(&mut self) -> String {
+        self.stdin = None;
+        self.process.reap();
+        let _ = self.printed.recv_timeout(LAST_WORDS);
+        let stderr = self.lock();
+        String::from_utf8_lossy(&stderr.tail).trim().to_owned()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, AgentStderr> {
+        self.stderr.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why the agent of a host did not start: how its process ended, and what it printed.
+pub(super) fn not_started(host: &ListedHost, end: End, said: &str) -> String {
+    let ssh = match &host.user {
+        _ if host.port.is_none() => format!("ssh {host}"),
+        _ => format!("ssh -p {} {host}", host.port.unwrap_or_default()),
+    };
+    let why = match said {
+        _ if said.contains("Host key verification failed") => format!(
+            "its key is not the one that ssh knows, or ssh knows none: run `{ssh}` once and compare the key"
+        ),
+        _ if said.contains("Permission denied (") => {
+            format!("ssh may not log in there without a password: `{ssh}` has to work with a key")
+        }
+        _ if end == End::Code(127) || end == End::Code(126) || is_of_loader(said) => format!(
+            "this accel-launch does not run there ({end}): the host has another processor, or an older C library; \
+             install one that runs on it at the same path on all hosts, and give --no-push"
+        ),
+        _ => format!("{} ended with {end}", ssh),
+    };
+    let said = match said {
+        "" => String::new(),
+        _ => format!("\n  {}", said.replace('\n', "\n  ")),
+    };
+    format!("host {host} was not started: {why}{said}")
+}
+
+/// Whether another attempt to connect may succeed.
+pub(super) fn may_pass(end: End, said: &str) -> bool {
+    let is_final = [
+        "Host key verification failed",
+        "Permission denied",
+        "Could not resolve",
+        "Bad configuration",
+        "command-line",
+        "unknown option",
+    ];
+    end == End::Code(255) && !is_final.iter().any(|text| said.contains(text))
+}
+
+fn is_of_loader(said: &str) -> bool {
+    ["GLIBC_", "error while loading shared", "Exec format error"]
+        .iter()
+        .any(|text| said.contains(text))
+}
+
+fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
+    let mut chunk = [0; TAIL];
+    while let Ok(count @ 1..) = pipe.read(&mut chunk) {
+        let mut state = stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        state.tail.extend_from_slice(&chunk[..count]);
+        let over = state.tail.len().saturating_sub(TAIL);
+        state.tail.drain(..over);
+        let is_shown = state.is_shown;
+        drop(state);
+        if is_shown {
+            // It may be closed.
+            let _ = io::stderr().write_all(&chunk[..count]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ssh_is_called_without_a_terminal_and_with_the_options_of_the_user_first() {
+        let ssh = Ssh {
+            arguments: vec!["-o".into(), "ConnectTimeout=3".into()],
+            delivery: Delivery::Present("exec 'x' __agent".to_owned()),
+        };
+        let host = ListedHost {
+            user: Some("ann".to_owned()),
+            name: "a".to_owned(),
+            port: Some(7),
+            ranks: None,
+        };
+        let command = ssh.command(&host);
+        let words: Vec<_> = command
+            .get_args()
+            .map(|word| word.to_str().unwrap())
+            .collect();
+        assert_eq!(words[..4], ["-o", "ConnectTimeout=3", "-T", "-x"]);
+        let end = ["-l", "ann", "-p", "7", "--", "a", "exec 'x' __agent"];
+        assert_eq!(words[words.len() - end.len()..], end);
+        assert!(words.contains(&"BatchMode=yes"));
+        assert!(!words.iter().any(|word| word.contains("StrictHostKey")));
+    }
+
+    #[test]
+    fn what_ssh_says_is_explained() {
+        let host: crate::settings::hosts::HostList = "ann@a".parse().unwrap();
+        let host = &host.hosts()[0];
+        for (end, said, says, may) in [
+            (
+                255,
+                "Host key verification failed.",
+                "run `ssh ann@a` once",
+                false,
+            ),
+            (
+                255,
+                "a: Permission denied (publickey).",
+                "without a password",
+                false,
+            ),
+            (255, "Connection refused", "ended with exit code 255", true),
+            (
+                255,
+                "Could not resolve hostname a",
+                "Could not resolve",
+                false,
+            ),
+            (126, "Exec format error", "--no-push", false),
+            (
+                1,
+                "version `GLIBC_2.38' not found",
+                "an older C library",
+                false,
+            ),
+        ] {
+            let text = not_started(host, End::Code(end), said);
+            assert!(text.contains(says) && text.contains("host ann@a"), "{text}");
+            assert_eq!(may_pass(End::Code(end), said), may, "{said}");
+        }
+    }
+}

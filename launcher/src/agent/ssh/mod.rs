@@ -1,0 +1,282 @@
+//! Starts a launcher on every host of a list over SSH, and ends with the exit code of the job.
+//!
+//! The client, which the user starts, runs no ranks: it starts an agent on each host, tells it what to run, and passes on
+//! signals to the first one, whose launcher is the head. What that one prints is the job's output. Where the client or a
+//! connection ends, the agents end everything on their hosts.
+
+mod agent;
+mod client;
+mod job;
+mod order;
+mod push;
+
+use std::ffi::OsString;
+use std::net::{TcpListener, ToSocketAddrs};
+use std::path::Path;
+use std::process::ExitCode;
+
+use accelerator_collective::rendezvous::Token;
+use accelerator_env::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
+
+use crate::error::{Error, Result, chain};
+use crate::event::Channel;
+use crate::settings::hosts::{HostList, ListedHost};
+use crate::settings::options::Options;
+use crate::supervisor::signals::Relay;
+use crate::text::{host_name, print, shell_line};
+use crate::variables;
+pub(crate) use agent::run as run_agent;
+use client::{Delivery, Ssh};
+use job::SshJob;
+use order::Order;
+
+/// Runs a job on `hosts`. `command` is the launcher's own command line, the last items of which are the script's own
+/// `arguments`.
+///
+/// # Errors
+/// When a host is not reached or cannot run the job; when a signal arrives before the job runs.
+pub(crate) fn run(
+    hosts: &HostList,
+    options: &Options,
+    arguments: &[OsString],
+    command: &[OsString],
+    relay: Relay,
+    channel: Channel,
+) -> Result<ExitCode> {
+    let mut words = Vec::new();
+    for option in &options.ssh_option {
+        words.extend(["-o".into(), option.into()]);
+    }
+    let more = options
+        .ssh_args
+        .iter()
+        .flat_map(|text| text.split_whitespace());
+    words.extend(more.map(OsString::from));
+    let ssh = Ssh {
+        arguments: words,
+        delivery: delivery(options)?,
+    };
+    if options.dry_run {
+        return describe(hosts, &ssh);
+    }
+    let (own, _) = command.split_at(command.len() - arguments.len().min(command.len()));
+    let token = token()?;
+    let folder = std::env::current_dir()
+        .map_err(|error| Error::system("the current folder cannot be read").with_source(error))?;
+    let variables: Vec<_> = passed_on().collect();
+    let order = |host: usize, endpoint: &str| Order {
+        token: token.clone(),
+        folder: folder.clone(),
+        arguments: placed(own, hosts, options, host, endpoint)
+            .into_iter()
+            .chain(arguments.iter().cloned())
+            .collect(),
+        variables: variables.clone(),
+    };
+    let job = SshJob::new(hosts.hosts(), &ssh, options, &order, relay);
+    job.run(&channel).map(ExitCode::from)
+}
+
+/// How many ranks a host runs.
+fn ranks(host: &ListedHost, options: &Options) -> String {
+    match (host.ranks, options.nproc_per_node) {
+        (Some(ranks), _) => ranks.to_string(),
+        (None, Some(ranks)) => ranks.to_string(),
+        (None, None) => "1".to_owned(),
+    }
+}
+
+/// The launcher's part of the command line on one of the hosts.
+fn placed(
+    own: &[OsString],
+    hosts: &HostList,
+    options: &Options,
+    host: usize,
+    endpoint: &str,
+) -> Vec<OsString> {
+    let all = hosts.hosts();
+    let [program, rest @ ..] = own else {
+        return Vec::new();
+    };
+    let mut words = vec![program.clone()];
+    let place = [
+        ("--nnodes", all.len().to_string()),
+        ("--node-rank", host.to_string()),
+        ("--nproc-per-node", ranks(&all[host], options)),
+        ("--rdzv-endpoint", endpoint.to_owned()),
+    ];
+    for (name, value) in place {
+        words.extend([name.into(), value.into()]);
+    }
+    // Those above, and those that are for the client alone.
+    let replaced = [
+        "--hosts",
+        "--hostfile",
+        "--nproc-per-node",
+        "--processes-per-machine",
+        "--rdzv-endpoint",
+        "--ssh-option",
+        "--ssh-args",
+    ];
+    let mut rest = rest.iter();
+    while let Some(word) = rest.next() {
+        let text = word.to_string_lossy().replace('_', "-");
+        let (name, value) = match text.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (&*text, None),
+        };
+        match replaced.contains(&name) {
+            true if value.is_none() => drop(rest.next()),
+            true => {}
+            false => words.push(word.clone()),
+        }
+    }
+    words
+}
+
+fn delivery(options: &Options) -> Result<Delivery> {
+    let own = || -> std::io::Result<_> { std::fs::read("/proc/self/exe") };
+    if !options.no_push {
+        let program = own();
+        let program = program
+            .map_err(|error| Error::system("the own program cannot be read").with_source(error))?;
+        return Ok(Delivery::Push(program.into()));
+    }
+    let path = std::env::current_exe().ok();
+    let command = path.as_deref().and_then(|path: &Path| push::present(path));
+    command.map(Delivery::Present).ok_or_else(|| {
+        Error::usage("--no-push: the path of accel-launch has a character that a shell reads")
+    })
+}
+
+/// The token of the job: that of `ACCEL_TOKEN_FILE`, or a new one.
+fn token() -> Result<String> {
+    let failed = |error: accelerator_collective::Error| Error::usage(chain(&error));
+    if let Some(path) = variables::given(TOKEN_FILE.name) {
+        // Checks who may read it.
+        Token::from_file(&path).map_err(failed)?;
+        return std::fs::read_to_string(path)
+            .map_err(|error| Error::usage("ACCEL_TOKEN_FILE is no text").with_source(error));
+    }
+    let bytes = Token::nonce().map_err(failed)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The variables of this process that hold for every host: not those that describe this machine, this session, or a job
+/// in which this launcher runs.
+fn passed_on() -> impl Iterator<Item = (OsString, OsString)> {
+    const OWN: [&str; 20] = [
+        "_",
+        "CUDA_VISIBLE_DEVICES",
+        "DISPLAY",
+        "HOME",
+        "HOSTNAME",
+        "LOGNAME",
+        "MAIL",
+        "OLDPWD",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TEMP",
+        "TMP",
+        "TMPDIR",
+        "USER",
+        "WAYLAND_DISPLAY",
+        "XAUTHORITY",
+        TOKEN_FILE.name,
+        INSECURE.name,
+        SET_BY_LAUNCHER.name,
+    ];
+    const PREFIXES: [&str; 10] = [
+        "DBUS_",
+        "HYDRA_",
+        "MPI_",
+        "OMPI_",
+        "PET_",
+        "PMI",
+        "SLURM",
+        "SSH_",
+        "TORCHELASTIC_",
+        "XDG_",
+    ];
+    let outer: Vec<String> = variables::of_outer_launcher().collect();
+    std::env::vars_os().filter(move |(name, _)| {
+        let name = name.to_string_lossy();
+        !OWN.contains(&&*name)
+            && !PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+            && !outer.contains(&name.into_owned())
+    })
+}
+
+/// Whether a host of the list is this one, which needs no SSH.
+fn is_own(host: &ListedHost) -> bool {
+    if host.user.is_some() || host.port.is_some() {
+        return false;
+    }
+    let own = host_name();
+    let is_named =
+        host.name == "localhost" || host.name == own || own.split('.').next() == Some(&host.name);
+    is_named || {
+        // An address is this host's where it can be bound.
+        let addresses = (host.name.as_str(), 0).to_socket_addrs();
+        let mut addresses = addresses.into_iter().flatten();
+        addresses.any(|address| TcpListener::bind(address).is_ok())
+    }
+}
+
+/// What `--dry-run` prints.
+fn describe(hosts: &HostList, ssh: &Ssh) -> Result<ExitCode> {
+    let mut text = String::from("dry run: nothing is built or started\n\n");
+    for (number, host) in hosts.hosts().iter().enumerate() {
+        let how = match is_own(host) {
+            true => "this host".to_owned(),
+            false => {
+                let command = ssh.command(host);
+                let words = std::iter::once(command.get_program()).chain(command.get_args());
+                shell_line(&words.map(OsString::from).collect::<Vec<_>>())
+            }
+        };
+        text.push_str(&format!("host {number}: {host}: {how}\n"));
+    }
+    print(&text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(words: &str) -> Vec<OsString> {
+        words.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn a_host_gets_its_place_and_none_of_the_list() {
+        let hosts: HostList = "a:2,b".parse().unwrap();
+        let options = Options {
+            nproc_per_node: "3".parse().ok(),
+            ..Options::default()
+        };
+        let own = line(
+            "accel-launch --quiet --hosts a:2,b --ssh_option=x --nproc_per_node 3 --log-dir d train",
+        );
+        for (host, ranks) in [(0, 2), (1, 3)] {
+            let expected = format!(
+                "accel-launch --nnodes 2 --node-rank {host} --nproc-per-node {ranks} --rdzv-endpoint h:7 --quiet --log-dir d \
+                 train"
+            );
+            let words = placed(&own, &hosts, &options, host, "h:7");
+            assert_eq!(words, line(&expected));
+        }
+    }
+
+    #[test]
+    fn this_host_is_known_by_name_and_address() {
+        let own = |text: &str| is_own(&text.parse::<HostList>().unwrap().hosts()[0]);
+        for text in ["localhost", "127.0.0.1:2", "[::1]"] {
+            assert!(own(text) || text == "[::1]", "{text}");
+        }
+        for text in ["root@localhost", "192.0.2.1", "no-such-host.invalid"] {
+            assert!(!own(text), "{text}");
+        }
+    }
+}

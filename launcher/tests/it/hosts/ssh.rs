@@ -1,0 +1,131 @@
+//! Launchers that are started over SSH, by a program in its place that runs the command on this machine.
+
+use std::process::Command;
+
+use rustix::process::Signal;
+
+use crate::support::{Folder, LONG_SLEEP, Run, wait_until_dead};
+
+/// A folder with a program `ssh`, and the launcher that finds it. Its host `down` is not reached, and the launcher does
+/// not run on `old`.
+fn launcher(folder: &Folder, hosts: &str) -> Command {
+    folder.script(
+        "bin/ssh",
+        "while [ \"$1\" != -- ]; do shift; done
+        [ \"$2\" = down ] && { echo 'ssh: connect to host down: Permission denied (publickey)' >&2; exit 255; }
+        [ \"$2\" = old ] && { echo 'version `GLIBC_9.9 not found' >&2; exit 1; }
+        echo 'Welcome to a host that greets everyone'
+        mkdir -p \"$ROOT/tmp\"
+        exec env -i PATH=\"$PATH\" TMPDIR=\"$ROOT/tmp\" SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22' sh -c \"$3\"",
+    );
+    let mut command = folder.launcher();
+    let path = std::env::var("PATH").unwrap();
+    let bin = folder.path().join("bin");
+    command
+        .env("PATH", format!("{}:{path}", bin.display()))
+        .env("ROOT", folder.path())
+        .args(["--hosts", hosts, "--quiet"]);
+    command
+}
+
+fn temporary_files(folder: &Folder) -> usize {
+    std::fs::read_dir(folder.path().join("tmp")).map_or(0, Iterator::count)
+}
+
+#[test]
+fn one_command_runs_a_job_on_every_host_of_a_list() {
+    let folder = Folder::new();
+    let script = folder.script(
+        "train.sh",
+        "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $WORD $(pwd) \"$@\"
+        cat \"$ACCEL_TOKEN_FILE\" >> $RANK.token",
+    );
+    let mut command = launcher(&folder, "u@a:2,u@b");
+    command
+        .env("WORD", "passed-on")
+        .arg(script)
+        .args(["--lr", "two words"]);
+    let ended = Run::start(command).end().expect(0);
+    let here = folder.path().display();
+    let expected = ["0/3 0/2 0", "1/3 1/2 0", "2/3 0/1 1"].iter().enumerate();
+    let expected =
+        expected.map(|(rank, place)| format!("[{rank}] {place} passed-on {here} --lr two words"));
+    assert_eq!(ended.sorted(), expected.collect::<Vec<_>>());
+    let tokens = ["0.token", "1.token", "2.token"].map(|name| folder.read(name));
+    assert!(tokens[0].len() == 64 && tokens.iter().all(|token| *token == tokens[0]));
+    assert_eq!(temporary_files(&folder), 0);
+}
+
+#[test]
+fn the_exit_code_is_that_of_the_job_and_a_program_that_is_missing_is_named() {
+    let folder = Folder::new();
+    let script = folder.script("train.sh", "[ $RANK = 1 ] && exit 7; exec sleep 300");
+    let mut command = launcher(&folder, "u@a,u@b");
+    command.arg(script);
+    let ended = Run::start(command).end();
+    ended
+        .expect(7)
+        .says("rank 1 (pid")
+        .says("failed first: exit code 7");
+    let mut command = launcher(&folder, "u@a,u@b");
+    command.arg("none.sh");
+    let ended = Run::start(command).end();
+    ended.expect(2).says("the script none.sh cannot be found");
+}
+
+#[test]
+fn hosts_that_cannot_be_used_are_named() {
+    let folder = Folder::new();
+    let script = folder.script("train.sh", "true");
+    for (hosts, says) in [
+        (
+            "u@a,down",
+            "host down was not started: ssh may not log in there",
+        ),
+        (
+            "u@a,old",
+            "host old was not started: this accel-launch does not run there",
+        ),
+    ] {
+        let mut command = launcher(&folder, hosts);
+        command.arg(&script);
+        Run::start(command).end().expect(1).says(says);
+    }
+    let file = folder.write("hosts", "u@a slots=2\nu@b slots=two\n");
+    let mut command = folder.launcher();
+    command.arg("--hostfile").arg(file).arg(&script);
+    let ended = Run::start(command).end();
+    ended.expect(2).says("hosts:2: expected a number of ranks");
+}
+
+#[test]
+fn a_killed_client_takes_the_job_along_and_leaves_no_file() {
+    let folder = Folder::new();
+    let script = folder.script(
+        "train.sh",
+        &format!("setsid {LONG_SLEEP} & echo $! >> pids; echo $$ >> pids; {LONG_SLEEP}"),
+    );
+    let mut command = launcher(&folder, "u@a,u@b");
+    command.arg(script);
+    let run = Run::start(command);
+    let pids = folder.wait_for_lines("pids", 4);
+    run.signal(Signal::KILL);
+    pids.iter().for_each(|pid| wait_until_dead(pid));
+    assert_eq!(temporary_files(&folder), 0);
+}
+
+#[test]
+fn a_signal_to_the_client_ends_the_job_on_all_hosts() {
+    let folder = Folder::new();
+    let script = folder.script(
+        "train.sh",
+        "trap 'echo asked >> asked; exit 0' TERM; echo up >> up; sleep 300 & wait",
+    );
+    let mut command = launcher(&folder, "u@a,u@b");
+    command.arg(script);
+    let run = Run::start(command);
+    folder.wait_for_lines("up", 2);
+    run.signal(Signal::TERM);
+    assert_eq!(run.end().code(), 143);
+    assert_eq!(folder.read("asked").lines().count(), 2);
+}
