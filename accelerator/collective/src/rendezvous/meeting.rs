@@ -10,7 +10,8 @@ use std::{
 use accelerator_fault::{Effect, Point, fail_point};
 
 use super::{
-    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
+    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StorePlace, StoreServer,
+    TokenSource,
     address::{any_like, reachable},
     join::{JoinAttempt, Joined, RETRY},
     token::{Key, Token},
@@ -46,6 +47,22 @@ impl Rendezvous {
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
+        let place = |deadline| match self.is_in_network() && self.is_hosted_by(topology) {
+            true => StorePlace::in_network(self.port),
+            false => Ok(StorePlace::at(self.resolve(deadline)?)),
+        };
+        self.meet_at(place, topology, patience, liveness, transport)
+    }
+
+    /// Meets the other ranks as [`meet`](Self::meet) does, at a place that is found by the deadline that it is given.
+    pub(crate) fn meet_at(
+        &self,
+        place: impl FnOnce(Instant) -> Result<StorePlace>,
+        topology: &Topology,
+        patience: Duration,
+        liveness: Duration,
+        transport: TransportKind,
+    ) -> Result<Meeting> {
         if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
             return Err(Error::new(
                 Kind::Rendezvous,
@@ -59,11 +76,11 @@ impl Rendezvous {
             TokenSource::Given(token) => Some(token.clone()),
             TokenSource::None => None,
         };
-        let addresses = self.resolve(deadline)?;
-        let mut targets = addresses.clone();
+        let place = place(deadline)?;
+        let (outward, mut targets) = (place.addresses[0], place.addresses.clone());
         let mut store = None;
-        if topology.is_main() && self.store == StoreHost::Rank0 {
-            let server = self.serve(&addresses, topology, token.clone())?;
+        if self.is_hosted_by(topology) {
+            let server = self.serve(place, topology, token.clone())?;
             targets = vec![reachable(server.local_addr())];
             store = Some(server);
         }
@@ -75,15 +92,22 @@ impl Rendezvous {
             patience,
             liveness,
             transport,
-            outward: addresses[0],
+            outward,
             store_process: OnceCell::new(),
         };
         let Joined {
-            ranks,
+            mut ranks,
             secret,
             listener,
             stream,
         } = attempt.run(&targets)?;
+        if self.is_in_network() && !topology.is_main() {
+            // Rank 0 cannot know by which of its addresses this rank reaches it.
+            let reached = stream.peer_addr();
+            let reached = reached
+                .map_err(|error| Error::io("the address of the store cannot be read", error))?;
+            ranks[0].address.set_ip(reached.ip());
+        }
         let key = Key::of_job(&secret, attempt.key.as_ref());
         let store_client =
             StoreClient::open(topology.rank(), stream, liveness, attempt.store(), store)?;
@@ -93,6 +117,10 @@ impl Rendezvous {
             key,
             store: Some(store_client),
         })
+    }
+
+    fn is_hosted_by(&self, topology: &Topology) -> bool {
+        topology.is_main() && self.store == StoreHost::Rank0
     }
 
     /// The addresses of the store; at least one.
@@ -124,11 +152,11 @@ impl Rendezvous {
         }
     }
 
-    /// Hosts the store: at the address itself or, where that is a name for something in front
+    /// Hosts the store: where it listens already, at the address itself or, where that is a name for something in front
     /// of this host, at all its addresses.
     pub(super) fn serve(
         &self,
-        addresses: &[SocketAddr],
+        place: StorePlace,
         topology: &Topology,
         token: Option<Token>,
     ) -> Result<StoreServer> {
@@ -139,6 +167,10 @@ impl Rendezvous {
         if let Some(token) = token {
             options = options.with_token(token);
         }
+        if let Some(listener) = place.listener {
+            return StoreServer::on(listener, options);
+        }
+        let addresses = &place.addresses[..];
         match StoreServer::bind_with(addresses, options.clone()) {
             Err(error) if error.is_io() => {
                 let any = (any_like(addresses[0]), self.port);
