@@ -120,7 +120,11 @@ impl AgentEntry {
     fn of(launch: &AgentLaunch) -> Self {
         Self {
             engine: launch.source.into(),
-            engines_noticed: launch.noticed.iter().map(|source| (*source).into()).collect(),
+            engines_noticed: launch
+                .noticed
+                .iter()
+                .map(|source| (*source).into())
+                .collect(),
             node: launch.node,
             nodes: launch.nodes.map(|nodes| nodes.to_string()),
             processes: launch.processes.map(|processes| processes.to_string()),

@@ -103,7 +103,10 @@ fn a_launcher_in_a_job_of_another_one_has_a_job_of_its_own() {
 #[test]
 fn ranks_do_not_see_the_place_of_their_launcher() {
     let folder = Folder::new();
-    folder.script("show.sh", "env | grep -E '^(OMPI|PMI|PMIX|MPI|SLURM)_' | sort");
+    folder.script(
+        "show.sh",
+        "env | grep -E '^(OMPI|PMI|PMIX|MPI|SLURM)_' | sort",
+    );
     let mut command = folder.launcher();
     command.args(["-n", "1", "--no-prefix", "show.sh"]).envs([
         ("OMPI_COMM_WORLD_RANK", "0"),

@@ -5,10 +5,11 @@ use std::{fmt, str::FromStr, time::Duration};
 use accelerator_env as env;
 
 use super::{
-    Launch, Origin, Setting,
+    Launch,
     exchange::Exchange,
     place::{LocalTold, MeetingTold, Place},
     reader::{LaunchReader, invalid},
+    setting::{Origin, Setting},
     sources::{self, Found},
 };
 use crate::{

@@ -69,7 +69,10 @@ impl Exchange {
             None if topology.is_main() => self.store_place(port)?,
             None => StorePlace::at(addresses.iter().map(|ip| SocketAddr::new(*ip, port))),
         };
-        let mut rendezvous = self.rendezvous.clone().in_network();
+        let mut rendezvous = match self.is_on_one_host {
+            true => self.rendezvous.clone(),
+            false => self.rendezvous.clone().in_network(),
+        };
         if let Some(address) = addresses.first() {
             rendezvous.host = address.to_string();
         }

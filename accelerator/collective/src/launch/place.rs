@@ -1,9 +1,9 @@
 //! The place of a process, as the variables of one launcher tell it.
 
 use super::{
-    LaunchSource,
     exchange::Wire,
     reader::{LaunchReader, invalid},
+    setting::LaunchSource,
 };
 use crate::{error::Result, topology::Topology};
 

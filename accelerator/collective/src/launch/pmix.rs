@@ -36,7 +36,7 @@ pub(super) fn share(
         return Err(unusable("its server speaks PMIx 1"));
     }
     let functions = Functions::load()?;
-    let job = Job {
+    let job = PmixJob {
         namespace: namespace.to_owned(),
         rank: topology.rank(),
         world_size: topology.world_size(),
@@ -58,7 +58,7 @@ pub(super) fn share(
 }
 
 /// What this process knows of its job.
-struct Job {
+struct PmixJob {
     namespace: String,
     rank: usize,
     world_size: usize,
@@ -108,7 +108,7 @@ impl Functions {
         }
     }
 
-    fn share(self, job: &Job) -> Result<String> {
+    fn share(self, job: &PmixJob) -> Result<String> {
         let mut process = PmixProcess::named("", 0);
         // SAFETY: `process` has the layout of `pmix_proc_t`, and is filled in; there are no infos.
         let code = unsafe { (self.init)(&raw mut process, ptr::null(), 0) };
@@ -125,7 +125,7 @@ impl Functions {
         Ok(told)
     }
 
-    fn share_initialized(self, process: &PmixProcess, job: &Job) -> Result<String> {
+    fn share_initialized(self, process: &PmixProcess, job: &PmixJob) -> Result<String> {
         // Without a server some versions make a job of this process alone.
         if process.name() != job.namespace || process.rank as usize != job.rank {
             return Err(unusable(&format!(
@@ -248,8 +248,11 @@ impl PmixValue {
 
 impl PmixHead {
     fn unsigned(&self) -> Option<usize> {
-        // SAFETY: the type says which of the union was written; any bits are a number.
-        (self.kind == UINT32).then(|| unsafe { self.data.number } as usize)
+        if self.kind != UINT32 {
+            return None;
+        }
+        // SAFETY: the type says that a number was written, and any bits are one.
+        Some(unsafe { self.data.number } as usize)
     }
 
     fn string(&self) -> Option<String> {

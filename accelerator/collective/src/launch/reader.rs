@@ -33,14 +33,10 @@ impl LaunchReader<'_> {
             .map_or(Ok(false), |value| is_on(name, &value))
     }
 
-    /// A number that has to be there, beside what `other` says.
-    pub(super) fn required(&self, name: &str, other: &str) -> Result<usize> {
-        self.number(name)?.ok_or_else(|| {
-            invalid(format!(
-                "{} is set, but {name} is not",
-                self.shown(&[other])
-            ))
-        })
+    /// A number that has to be there, where these `others` are.
+    pub(super) fn required(&self, name: &str, others: &[&str]) -> Result<usize> {
+        self.number(name)?
+            .ok_or_else(|| invalid(format!("{name} is not set, beside {}", self.shown(others))))
     }
 
     /// Those of these variables that are set, for messages: `A=1, B=2`.

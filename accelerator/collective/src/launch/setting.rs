@@ -63,3 +63,29 @@ impl fmt::Display for Origin {
         }
     }
 }
+
+/// A launcher, or an engine, whose variables are set.
+///
+/// ```
+/// use accelerator_collective::Launch;
+///
+/// // A job of Slurm's with one task, outside of a step.
+/// let launch = Launch::from_vars(|name| (name == "SLURM_JOB_ID").then(|| "7".to_owned()))?;
+/// assert_eq!(launch.source(), None);
+/// assert_eq!(launch.noticed()[0].to_string(), "Slurm (SLURM_JOB_ID)");
+/// # Ok::<(), accelerator_collective::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct LaunchSource {
+    /// Its name, such as `Open MPI`.
+    pub launcher: &'static str,
+    /// A variable that shows it.
+    pub variable: &'static str,
+}
+
+impl fmt::Display for LaunchSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.launcher, self.variable)
+    }
+}

@@ -4,8 +4,9 @@ use super::{
     hostlist,
     place::{DerivedStore, LocalTold, MeetingTold, Place, PlaceVariables, derived_port},
     reader::{LaunchReader, invalid},
+    setting::LaunchSource,
 };
-use crate::{error::Result, launch::LaunchSource};
+use crate::error::Result;
 
 /// A task of a step. Variables of the job, such as `SLURM_NTASKS`, say nothing about it.
 pub(super) const STEP: PlaceVariables = PlaceVariables {
@@ -83,7 +84,7 @@ impl SlurmStep {
         let (Some(task), Some(step)) = (vars.number(STEP.rank)?, step_id(vars)) else {
             return Ok(None);
         };
-        let tasks = vars.required(STEP.world_size, STEP.rank)?;
+        let tasks = vars.required(STEP.world_size, &TASK)?;
         let mut found = Self {
             job: vars.text("SLURM_JOB_ID").unwrap_or_default(),
             step,
@@ -97,8 +98,8 @@ impl SlurmStep {
         if tasks <= 1 {
             return Ok(Some(found));
         }
-        found.local_task = vars.required(STEP.local_rank, STEP.rank)?;
-        found.node = vars.required(NODE, STEP.rank)?;
+        found.local_task = vars.required(STEP.local_rank, &TASK)?;
+        found.node = vars.required(NODE, &TASK)?;
         found.hosts = list(vars, NODES, hostlist::hosts)?;
         found.tasks_per_node = list(vars, TASKS_PER_NODE, hostlist::tasks_per_node)?;
         found.check(vars)?;
@@ -198,13 +199,15 @@ fn list<T>(
 ) -> Result<Vec<T>> {
     let Some(text) = vars.text(name) else {
         return Err(invalid(format!(
-            "{} is set, but {name} is not",
-            vars.shown(&[STEP.rank])
+            "{name} is not set, beside {}",
+            vars.shown(&TASK)
         )));
     };
     read(&text).map_err(|why| invalid(format!("{name} is {text:?}: {why}")))
 }
 
+/// What every task has.
+const TASK: [&str; 2] = [STEP.rank, STEP.world_size];
 const STEP_ID: &str = "SLURM_STEP_ID";
 const NODE: &str = "SLURM_NODEID";
 const NODES: &str = "SLURM_STEP_NODELIST";

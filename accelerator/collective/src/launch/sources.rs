@@ -5,9 +5,10 @@
 //! [`SOURCES`]; where its ranks meet is what its function adds.
 
 use super::{
-    LaunchSource, mpi,
+    mpi,
     place::{LocalTold, MeetingTold, Place, PlaceVariables},
     reader::{LaunchReader, invalid},
+    setting::LaunchSource,
     slurm,
 };
 use crate::error::Result;

@@ -2,7 +2,7 @@
 
 use std::{
     cell::OnceCell,
-    net::{SocketAddr, TcpListener, ToSocketAddrs},
+    net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs},
     thread,
     time::{Duration, Instant},
 };
@@ -77,7 +77,8 @@ impl Rendezvous {
             TokenSource::None => None,
         };
         let place = place(deadline)?;
-        let (outward, mut targets) = (place.addresses[0], place.addresses.clone());
+        let known = place.addresses.clone();
+        let (outward, mut targets) = (known[0], known.clone());
         let mut store = None;
         if self.is_hosted_by(topology) {
             let server = self.serve(place, topology, token.clone())?;
@@ -101,12 +102,11 @@ impl Rendezvous {
             listener,
             stream,
         } = attempt.run(&targets)?;
-        if self.is_in_network() && !topology.is_main() {
-            // Rank 0 cannot know by which of its addresses this rank reaches it.
-            let reached = stream.peer_addr();
-            let reached = reached
+        if self.is_in_network() {
+            let store = stream
+                .peer_addr()
                 .map_err(|error| Error::io("the address of the store cannot be read", error))?;
-            ranks[0].address.set_ip(reached.ip());
+            reach_beside_store(&mut ranks, store.ip(), &known);
         }
         let key = Key::of_job(&secret, attempt.key.as_ref());
         let store_client =
@@ -178,5 +178,56 @@ impl Rendezvous {
             }
             other => other,
         }
+    }
+}
+
+/// Reaches the ranks on the host of the store as the store itself was `reached`: a rank there cannot know by which of the
+/// host's addresses, some of which are `known`, the others reach it.
+fn reach_beside_store(ranks: &mut [Registration], reached: IpAddr, known: &[SocketAddr]) {
+    let first = ranks.first().map(|rank| rank.address.ip());
+    for rank in ranks {
+        let ip = rank.address.ip();
+        let is_beside = ip.is_loopback() || known.iter().any(|address| address.ip() == ip);
+        if is_beside || Some(ip) == first {
+            rank.address.set_ip(reached);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_beside_the_store_are_reached_as_the_store_is() {
+        let rank = |(rank, ip): (usize, &str)| Registration {
+            rank,
+            world_size: 5,
+            host: "a".to_owned(),
+            pid: 1,
+            address: SocketAddr::new(ip.parse().unwrap(), 7),
+            patience: Duration::ZERO,
+            liveness: Duration::ZERO,
+            transport: TransportKind::Auto,
+            boot: None,
+            local: None,
+        };
+        // Rank 0 thinks of its first address, rank 1 of its bridge, rank 2 of its own name.
+        let own = [
+            "192.168.0.1",
+            "172.17.0.1",
+            "127.0.1.1",
+            "10.0.0.2",
+            "10.0.0.3",
+        ];
+        let mut ranks: Vec<_> = own.into_iter().enumerate().map(rank).collect();
+        let known = ["172.17.0.1:5", "10.0.0.1:5"].map(|address| address.parse().unwrap());
+        reach_beside_store(&mut ranks, "10.0.0.1".parse().unwrap(), &known);
+        let reached: Vec<_> = ranks.iter().map(|rank| rank.address.to_string()).collect();
+        let beside = "10.0.0.1:7";
+        assert_eq!(
+            reached,
+            [beside, beside, beside, "10.0.0.2:7", "10.0.0.3:7"]
+        );
     }
 }

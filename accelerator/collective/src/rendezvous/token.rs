@@ -258,8 +258,8 @@ fn is_in_memory(file: &fs::File) -> bool {
     #[cfg(target_os = "linux")]
     {
         /// `TMPFS_MAGIC` of statfs(2).
-        const TMPFS: i64 = 0x0102_1994;
-        rustix::fs::fstatfs(file).is_ok_and(|found| i64::from(found.f_type) == TMPFS)
+        const TMPFS: rustix::fs::FsWord = 0x0102_1994;
+        rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type == TMPFS)
     }
     #[cfg(not(target_os = "linux"))]
     {

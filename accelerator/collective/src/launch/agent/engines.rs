@@ -6,8 +6,8 @@ use super::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
 use crate::{
     error::{Error, Result},
     launch::{
-        LaunchSource,
         reader::{LaunchReader, invalid},
+        setting::LaunchSource,
         slurm::{self, SlurmStep},
     },
 };
@@ -73,8 +73,8 @@ fn torchrun(vars: LaunchReader<'_>, source: LaunchSource) -> Result<Option<Agent
 }
 
 fn pytorch_job(vars: LaunchReader<'_>, source: LaunchSource) -> Result<Option<AgentLaunch>> {
-    let node = vars.required("RANK", "WORLD_SIZE")?;
-    let nodes = vars.required("WORLD_SIZE", "RANK")?;
+    let node = vars.required("RANK", &["WORLD_SIZE"])?;
+    let nodes = vars.required("WORLD_SIZE", &["RANK"])?;
     if nodes == 0 {
         return Err(invalid(
             "WORLD_SIZE is \"0\"; expected the number of pods, at least 1",

@@ -8,8 +8,8 @@ use accelerator_env::variable;
 pub use values::{AgentHead, AgentProcesses, NodeCount};
 
 use super::{
-    LaunchSource,
     reader::{LaunchReader, invalid},
+    setting::LaunchSource,
 };
 use crate::error::Result;
 use engines::ENGINES;

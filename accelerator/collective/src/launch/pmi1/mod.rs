@@ -122,10 +122,18 @@ impl PmiClient {
         self.ask("init pmi_version=1 pmi_subversion=1", "response_to_init")?;
         let told = self.share_open(own);
         // Whatever went wrong: the launcher would kill the ranks that could still say what.
-        let ended = self.ask("finalize", "finalize_ack");
+        let ended = self.finalize();
         let told = told?;
         ended?;
         Ok(told)
+    }
+
+    /// Ends the connection, on which late answers may still come.
+    fn finalize(&mut self) -> Result<()> {
+        self.deadline = self.deadline.max(Instant::now() + FAREWELL);
+        self.say("cmd=finalize")?;
+        while Answer::parse(&self.line("finalize")?).command() != "finalize_ack" {}
+        Ok(())
     }
 
     fn share_open(&mut self, own: Option<&str>) -> Result<String> {
@@ -145,8 +153,14 @@ impl PmiClient {
     fn ask(&mut self, command: &str, expected: &str) -> Result<Answer> {
         self.say(&format!("cmd={command}"))?;
         let name = command.split(' ').next().unwrap_or(command);
-        let line = self.line(name)?;
-        let answer = Answer::parse(&line);
+        let (line, answer) = loop {
+            let line = self.line(name)?;
+            let answer = Answer::parse(&line);
+            // What is left of the answer to `initack`.
+            if answer.command() != "set" {
+                break (line, answer);
+            }
+        };
         match answer.command() == expected && !answer.has_failed() {
             true => Ok(answer),
             false => Err(wrong(name, &line)),
@@ -279,4 +293,6 @@ fn lost(error: &std::io::Error) -> Error {
 const KEY: &str = "accel-store";
 /// How long a launcher may take for an answer that waits for no other rank.
 const ANSWER: Duration = Duration::from_secs(30);
+/// How long it may take to let a process go.
+const FAREWELL: Duration = Duration::from_secs(1);
 const MOST_BYTES: usize = 16 * 1024;

@@ -1,5 +1,7 @@
 //! What the variables of engines tell an agent.
 
+use std::fmt;
+
 use super::{programs::of, *};
 
 /// `1/2 x 4 at head:1 by engine`; `?` is what an engine does not tell.

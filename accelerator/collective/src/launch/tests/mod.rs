@@ -2,6 +2,7 @@
 
 mod agents;
 mod programs;
+mod slurm;
 
 use super::*;
 

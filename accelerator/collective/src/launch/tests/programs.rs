@@ -27,13 +27,13 @@ fn place(launch: &Launch) -> String {
     )
 }
 
-fn tells(text: &str, expected: &str) -> Launch {
+pub(super) fn tells(text: &str, expected: &str) -> Launch {
     let launch = Launch::from_vars(of(text)).unwrap_or_else(|error| panic!("{text}: {error}"));
     assert_eq!(place(&launch), expected, "{text}");
     launch
 }
 
-fn refuses(text: &str, parts: &[&str]) {
+pub(super) fn refuses(text: &str, parts: &[&str]) {
     let error = Launch::from_vars(of(text)).expect_err(text);
     assert!(error.is_topology(), "{text}: {error}");
     for part in parts {
@@ -44,7 +44,7 @@ fn refuses(text: &str, parts: &[&str]) {
     }
 }
 
-fn noticed(launch: &Launch) -> Vec<&'static str> {
+pub(super) fn noticed(launch: &Launch) -> Vec<&'static str> {
     launch
         .noticed()
         .iter()
@@ -52,7 +52,7 @@ fn noticed(launch: &Launch) -> Vec<&'static str> {
         .collect()
 }
 
-fn address(launch: &Launch) -> String {
+pub(super) fn address(launch: &Launch) -> String {
     launch.rendezvous.as_ref().unwrap().to_string()
 }
 
@@ -75,12 +75,17 @@ fn on_hosts(hosts: [&str; 8]) -> Vec<Registration> {
 
 const TORCHRUN: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 \
                         TORCHELASTIC_RUN_ID=j MASTER_ADDR=h MASTER_PORT=29500";
-const AT: &str = "MASTER_ADDR=h MASTER_PORT=29500";
+pub(super) const AT: &str = "MASTER_ADDR=h MASTER_PORT=29500";
 const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
                         OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1";
 
 /// A task of a step of Slurm's: hosts, tasks, tasks per node, and this one.
-fn step(hosts: &str, tasks: usize, per_node: &str, [task, local, node]: [usize; 3]) -> String {
+pub(super) fn step(
+    hosts: &str,
+    tasks: usize,
+    per_node: &str,
+    [task, local, node]: [usize; 3],
+) -> String {
     format!(
         "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST={hosts} SLURM_STEP_NUM_TASKS={tasks} \
          SLURM_STEP_TASKS_PER_NODE={per_node} SLURM_PROCID={task} SLURM_LOCALID={local} SLURM_NODEID={node}"
@@ -145,119 +150,6 @@ fn a_bare_rank_that_contradicts_mpi_is_an_error() {
         "RANK=0 WORLD_SIZE=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2",
         "0/1 0/1 RANK and WORLD_SIZE",
     );
-}
-
-#[test]
-fn tasks_of_slurms_steps_are_told_their_place() {
-    for (hosts, tasks, per_node, place, expected, head) in [
-        ("tux[1-2]", 4, "2(x2)", [3, 1, 1], "3/4 1/2", "tux1"),
-        ("n[1-4]", 7, "2(x3),1", [6, 0, 3], "6/7 0/1", "n1"),
-        ("n[1-2]", 4, "2(x2)", [1, 0, 1], "1/4 0/2", "n1"),
-        ("n[3-4]", 2, "1(x2)", [1, 0, 1], "1/2 0/1", "n3"),
-    ] {
-        let job = "SLURM_JOB_NODELIST=n[1-8] SLURM_NTASKS=64";
-        let text = format!("{} {job}", step(hosts, tasks, per_node, place));
-        let launch = tells(&text, &format!("{expected} Slurm"));
-        assert_eq!(address(&launch), format!("{head}:21007"));
-        let store = launch.rendezvous.as_ref().unwrap();
-        assert_eq!((&*store.job, store.is_in_network()), ("slurm-7.0", true));
-    }
-    let one_host = step("n1", 2, "2", [1, 1, 0]);
-    assert_eq!(
-        address(&tells(&one_host, "1/2 1/2 Slurm")),
-        "127.0.0.1:21007"
-    );
-    let other = format!("{one_host} SLURM_STEP_ID=3");
-    let other = other.replacen("SLURM_STEP_ID=0", "X=0", 1);
-    assert_eq!(address(&tells(&other, "1/2 1/2 Slurm")), "127.0.0.1:21778");
-    let told = format!("{one_host} MASTER_PORT=4000");
-    assert_eq!(address(&tells(&told, "1/2 1/2 Slurm")), "127.0.0.1:4000");
-    let told = format!("{one_host} MASTER_ADDR=x ACCEL_PORT=4000 ACCEL_JOB=mine");
-    let launch = tells(&told, "1/2 1/2 Slurm");
-    assert_eq!(address(&launch), "x:4000");
-    assert_eq!(launch.rendezvous.unwrap().job, "mine");
-    // PMIx serves Slurm, which tells the place.
-    tells(
-        &format!("{one_host} PMIX_NAMESPACE=slurm.7.0 PMIX_RANK=1"),
-        "1/2 1/2 Slurm",
-    );
-}
-
-#[test]
-fn steps_that_contradict_themselves_are_errors() {
-    refuses(
-        &step("n[1-2]", 5, "2(x2)", [0, 0, 0]),
-        &["SLURM_STEP_NUM_TASKS is 5", "counts 4"],
-    );
-    refuses(
-        &step("n[1-3]", 4, "2(x2)", [0, 0, 0]),
-        &["SLURM_STEP_NODELIST has 3 hosts"],
-    );
-    refuses(
-        &step("n[1-2", 4, "2(x2)", [0, 0, 0]),
-        &["SLURM_STEP_NODELIST is", "no `]`"],
-    );
-    refuses(
-        &step("n[1-2]", 4, "2(x", [0, 0, 0]),
-        &["SLURM_STEP_TASKS_PER_NODE is"],
-    );
-    refuses(
-        &step("n[1-2]", 4, "2(x2)", [4, 0, 0]),
-        &["SLURM_PROCID is 4"],
-    );
-    refuses(
-        &step("n[1-2]", 4, "2(x2)", [3, 2, 1]),
-        &["SLURM_LOCALID is 2"],
-    );
-    refuses(
-        &step("n[1-2]", 4, "2(x2)", [3, 1, 2]),
-        &["SLURM_NODEID is 2"],
-    );
-    refuses(
-        &step("n[1-2]", 4, "2(x2)", [0, 0, 1]),
-        &["SLURM_NODEID is 1", "rank 0"],
-    );
-    refuses(
-        "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2",
-        &["SLURM_PROCID=1", "SLURM_LOCALID is not"],
-    );
-    let by_list = format!(
-        "{} SLURM_DISTRIBUTION=arbitrary",
-        step("n[1-2]", 2, "1(x2)", [0, 0, 1])
-    );
-    refuses(
-        &by_list,
-        &["SLURM_DISTRIBUTION=arbitrary", "--mpi=pmi2", "MASTER_ADDR"],
-    );
-    tells(&format!("{by_list} {AT}"), "0/2 0/1 Slurm");
-}
-
-#[test]
-fn a_job_of_slurms_without_a_step_has_no_place() {
-    let body = "SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=4";
-    let parts = [
-        "SLURM_JOB_ID=7",
-        "SLURM_NTASKS=4",
-        "srun",
-        "RANK=0 and WORLD_SIZE=1",
-    ];
-    for more in [
-        "",
-        "SLURM_STEP_ID=-5",
-        "SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1",
-    ] {
-        refuses(&format!("{body} {more}"), &parts);
-        tells(
-            &format!("{body} {more} RANK=0 WORLD_SIZE=1"),
-            "0/1 0/1 RANK and WORLD_SIZE",
-        );
-    }
-    refuses("SLURM_JOB_ID=7 SLURM_NNODES=2", &["SLURM_NNODES=2"]);
-    let one = "SLURM_JOB_ID=7 SLURM_NNODES=1 SLURM_NTASKS=1 SLURM_PROCID=0";
-    assert_eq!(noticed(&tells(one, "0/1 0/1 nobody")), ["SLURM_PROCID"]);
-    let shell = "SLURM_JOB_ID=7 SLURM_STEP_ID=3 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4 SLURM_PROCID=0 \
-                 SLURM_LOCALID=0 SLURM_NODEID=0";
-    tells(shell, "0/1 0/1 Slurm");
 }
 
 #[test]
