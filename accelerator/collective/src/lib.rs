@@ -60,7 +60,10 @@ pub use error::{Culprit, Error, Result};
 pub use group::{
     Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
 };
-pub use launch::{Launch, Origin, Setting, check_alone, variable};
+pub use launch::{
+    AgentHead, AgentLaunch, AgentProcesses, Launch, LaunchSource, NodeCount, Origin, Setting,
+    check_alone, variable,
+};
 pub use partition::Partition;
 pub use reduce_op::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};

@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::Launch;
+use accelerator_collective::{AgentLaunch, Launch, LaunchSource};
 use accelerator_env::{Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;
@@ -58,6 +58,12 @@ struct EnvReport {
     cores: NonZeroUsize,
     threads: Vec<ThreadShare>,
     topology: Option<String>,
+    /// Which launcher has told this process its place.
+    launcher: Option<LauncherEntry>,
+    /// Launchers that have left variables, and whose place is not taken.
+    launchers_noticed: Vec<LauncherEntry>,
+    /// What an engine tells a launcher that it starts on each host.
+    agent: Option<AgentEntry>,
     settings: Vec<SettingEntry>,
     tools: Vec<Tool>,
     devices: Vec<DeviceFile>,
@@ -80,6 +86,61 @@ struct Platform {
 struct ThreadShare {
     ranks: NonZeroUsize,
     threads_per_rank: NonZeroUsize,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct LauncherEntry {
+    name: &'static str,
+    /// A variable that shows it.
+    variable: &'static str,
+}
+
+impl From<LaunchSource> for LauncherEntry {
+    fn from(source: LaunchSource) -> Self {
+        Self {
+            name: source.launcher,
+            variable: source.variable,
+        }
+    }
+}
+
+/// The place of a launcher among those of a job; what the engine does not tell is absent.
+#[derive(Clone, Debug, Serialize)]
+struct AgentEntry {
+    engine: LauncherEntry,
+    engines_noticed: Vec<LauncherEntry>,
+    node: Option<usize>,
+    nodes: Option<String>,
+    processes: Option<String>,
+    head: Option<String>,
+}
+
+impl AgentEntry {
+    fn of(launch: &AgentLaunch) -> Self {
+        Self {
+            engine: launch.source.into(),
+            engines_noticed: launch
+                .noticed
+                .iter()
+                .map(|source| (*source).into())
+                .collect(),
+            node: launch.node,
+            nodes: launch.nodes.map(|nodes| nodes.to_string()),
+            processes: launch.processes.map(|processes| processes.to_string()),
+            head: launch.head.as_ref().map(ToString::to_string),
+        }
+    }
+
+    fn text(&self) -> String {
+        let or = |told: &Option<String>| told.clone().unwrap_or_else(|| "?".to_owned());
+        format!(
+            "host {} of {}, {} processes, the first at {}",
+            or(&self.node.map(|node| node.to_string())),
+            or(&self.nodes),
+            or(&self.processes),
+            or(&self.head)
+        )
+    }
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -131,8 +192,13 @@ impl EnvReport {
         let ours = variables::set();
         let errors_found = variables::errors(&ours, Scope::Everything);
         let mut errors = Vec::new();
-        let (topology, mut settings) = match Launch::from_env() {
+        // A launcher of MPI's is not asked: it would take the end of this process for that of a rank.
+        let read = |name: &str| Some(variable(name)?.to_string_lossy().into_owned());
+        let mut launchers = (None, Vec::new());
+        let (topology, mut settings) = match Launch::from_vars(read) {
             Ok(launch) => {
+                let noticed = launch.noticed().iter().map(|source| (*source).into());
+                launchers = (launch.source().map(Into::into), noticed.collect());
                 let settings = launch.settings().iter().map(|setting| SettingEntry {
                     name: setting.name.to_owned(),
                     value: setting.value.clone(),
@@ -152,6 +218,13 @@ impl EnvReport {
             }
         };
         settings.extend(variables(&ours));
+        let agent = AgentLaunch::from_env().unwrap_or_else(|error| {
+            // What has a place as a rank is no agent.
+            if errors.is_empty() && launchers.0.is_none() {
+                errors.push(chain(&error));
+            }
+            None
+        });
         let visible = Visible::of(std::env::var_os(VISIBLE).as_deref());
         Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -166,6 +239,9 @@ impl EnvReport {
             cores,
             threads: shares(cores),
             topology,
+            launcher: launchers.0,
+            launchers_noticed: launchers.1,
+            agent: agent.as_ref().map(AgentEntry::of),
             settings,
             errors: errors
                 .into_iter()
@@ -216,6 +292,16 @@ impl EnvReport {
         rows.extend(self.gpus.iter().map(|gpu| gpu.described(&self.visible)));
         if let Some(topology) = &self.topology {
             rows.push(row("topology", topology, ""));
+        }
+        if let Some(launcher) = &self.launcher {
+            rows.push(row("launcher", launcher.name, launcher.variable));
+        }
+        for noticed in &self.launchers_noticed {
+            let name = format!("{}, not used", noticed.name);
+            rows.push(row("launcher", name, noticed.variable));
+        }
+        if let Some(agent) = &self.agent {
+            rows.push(row("as an agent", agent.text(), agent.engine.variable));
         }
         rows.extend(
             self.settings

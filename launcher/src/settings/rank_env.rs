@@ -98,11 +98,7 @@ impl RankEnv {
 
 /// Variables that the launcher was given and that would tell its ranks something wrong.
 fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
-    // A launcher inside a torchrun job is no agent of that job.
-    let torchrun = std::env::vars_os().map(|(name, _)| name);
-    let mut names: Vec<OsString> = torchrun
-        .filter(|name| name.to_string_lossy().starts_with("TORCHELASTIC_"))
-        .collect();
+    let mut names: Vec<OsString> = variables::of_other_launchers().collect();
     names.extend(variables::of_outer_launcher().map(OsString::from));
     // Under `cargo run` cargo has described the launcher's own package.
     let is_own =

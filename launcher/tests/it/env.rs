@@ -29,6 +29,45 @@ fn json_tells_what_is_there() {
 }
 
 #[test]
+fn the_launcher_that_tells_the_place_is_shown_with_the_others() {
+    let folder = Folder::new();
+    let run = |more: &[&str], variables: &[(&str, &str)]| {
+        let mut command = folder.launcher();
+        command.arg("env").args(more).envs(variables.to_vec());
+        Run::start(command).end()
+    };
+    let mpi = [
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "2"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ("PMIX_NAMESPACE", "1"),
+        ("SLURM_PROCID", "0"),
+    ];
+    let text = run(&["--json"], &mpi).expect(0).text();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["launcher"]["name"], "Open MPI");
+    assert_eq!(report["launchers_noticed"][0]["variable"], "SLURM_PROCID");
+    assert_eq!(report["topology"], "rank 1 of 2 (local 1 of 2)");
+    let shown = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let text = run(&[], &mpi).expect(0).text();
+    let lines: Vec<String> = text.lines().map(shown).collect();
+    assert!(lines.contains(&"launcher Open MPI OMPI_COMM_WORLD_RANK".to_owned()));
+    assert!(lines.contains(&"launcher Slurm, not used SLURM_PROCID".to_owned()));
+
+    let pod = [("JOB_COMPLETION_INDEX", "1")];
+    let text = run(&["--json"], &pod).expect(0).text();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["launcher"], serde_json::json!(null));
+    assert_eq!(report["agent"]["node"], 1);
+    assert_eq!(report["agent"]["engine"]["name"], "an Indexed Job");
+    // The rank is told by a connection, which nobody opens here.
+    let asked = [("PMI_PORT", "127.0.0.1:1"), ("PMI_ID", "0")];
+    let text = run(&[], &asked).expect(1).text();
+    assert!(text.contains("error: PMI_PORT=127.0.0.1:1"), "{text}");
+}
+
+#[test]
 fn settings_have_origins() {
     let folder = Folder::new();
     let mut command = folder.launcher();

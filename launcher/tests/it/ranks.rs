@@ -101,6 +101,32 @@ fn a_launcher_in_a_job_of_another_one_has_a_job_of_its_own() {
 }
 
 #[test]
+fn ranks_do_not_see_the_place_of_their_launcher() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "env | grep -E '^(OMPI|PMI|PMIX|MPI|SLURM)_' | sort",
+    );
+    let mut command = folder.launcher();
+    command.args(["-n", "1", "--no-prefix", "show.sh"]).envs([
+        ("OMPI_COMM_WORLD_RANK", "0"),
+        ("OMPI_COMM_WORLD_SIZE", "1"),
+        ("MPI_LOCALRANKID", "0"),
+        ("MPI_LOCALNRANKS", "1"),
+        ("PMI_RANK", "0"),
+        ("PMI_SIZE", "1"),
+        ("PMI_FD", "6"),
+        ("PMIX_RANK", "0"),
+        ("SLURM_PROCID", "0"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_NODEID", "0"),
+        ("SLURM_JOB_ID", "7"),
+    ]);
+    // A rank may ask Slurm about its job.
+    assert_eq!(Run::start(command).end().text(), "SLURM_JOB_ID=7\n");
+}
+
+#[test]
 fn a_launcher_that_another_one_started_several_times_is_refused() {
     let folder = Folder::new();
     folder.script("ran.sh", "echo ran >> ran");

@@ -39,7 +39,7 @@ use crate::{
     launch::Launch,
     purpose::Purpose,
     reduce_op::ReduceOp,
-    rendezvous::{StoreClient, resolve_local_rank},
+    rendezvous::StoreClient,
     sync::Mutex,
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
@@ -166,7 +166,7 @@ impl ProcessGroup {
     /// - a misuse error for a timeout of zero, for a transport that does not connect processes, or
     ///   for planned faults that this program cannot carry out;
     /// - a topology error where the launch does not say where the ranks meet, or this rank's local rank, and the
-    ///   system does not tell which ranks share a host;
+    ///   system does not tell which ranks share a host; where the ranks ask their launcher, and there is no way to;
     /// - a rendezvous error where the ranks do not find one another within the connect timeout,
     ///   disagree about the job, have local ranks that cannot be, or were asked to use different transports;
     /// - a peer-lost error that names the rank that is gone before all are connected;
@@ -195,20 +195,11 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let Some(rendezvous) = &launch.rendezvous else {
-            return Err(Error::new(
-                Kind::Topology,
-                format!(
-                    "the launch of {} does not say where the ranks meet",
-                    launch.topology
-                ),
-            ));
-        };
         let (connect_timeout, began) = (options.connect_timeout(), Instant::now());
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
-        let meeting = rendezvous.meet(&launch.topology, connect_timeout, liveness, asked)?;
-        let topology = resolve_local_rank(launch.topology, &meeting.ranks)?;
+        let meeting = launch.meet(connect_timeout, liveness, asked)?;
+        let topology = launch.met(&meeting.ranks)?;
         let store = meeting.store.clone();
         let transport = Tcp::connect(&topology, meeting, connect_timeout)?.into_transport();
         let group = Self::join(topology, options, transport, store)?;

@@ -133,7 +133,11 @@ impl JoinAttempt<'_> {
             other => return Err(self.unexpected(other)),
         };
         let listener = self.listen(&stream).map_err(JoinError::Final)?;
-        let body = message::to_bytes(&self.registration(&listener).map_err(JoinError::Final)?);
+        let body = message::to_bytes(
+            &self
+                .registration(&listener, &stream)
+                .map_err(JoinError::Final)?,
+        );
         let proof = self
             .key
             .as_ref()
@@ -239,22 +243,24 @@ impl JoinAttempt<'_> {
         }
     }
 
-    fn registration(&self, listener: &TcpListener) -> Result<Registration> {
-        let mut address = listener
-            .local_addr()
-            .map_err(|error| Error::io("this rank's own address cannot be read", error))?;
-        if address.ip().is_loopback() && !self.outward.ip().is_loopback() {
-            // This rank hosts the store behind a name that is not its own address. The others
-            // reach it where the way to that address begins.
-            let outward = UdpSocket::bind((any_like(self.outward), 0))
-                .and_then(|socket| {
-                    socket.connect(self.outward)?;
-                    socket.local_addr()
-                })
-                .map_err(|error| {
-                    Error::io("this host's address in the network cannot be found", error)
-                })?;
-            address.set_ip(outward.ip());
+    fn registration(&self, listener: &TcpListener, store: &TcpStream) -> Result<Registration> {
+        let unread = |error| Error::io("this rank's own address cannot be read", error);
+        let mut address = listener.local_addr().map_err(unread)?;
+        if address.ip().is_unspecified() {
+            let mut ip = store.local_addr().map_err(unread)?.ip();
+            if ip.is_loopback() {
+                // The others reach this host where its way to the store's address begins.
+                let outward = UdpSocket::bind((any_like(self.outward), 0))
+                    .and_then(|socket| {
+                        socket.connect(self.outward)?;
+                        socket.local_addr()
+                    })
+                    .map_err(|error| {
+                        Error::io("this host's address in the network cannot be found", error)
+                    })?;
+                ip = outward.ip();
+            }
+            address.set_ip(ip);
         }
         Ok(Registration {
             rank: self.topology.rank(),
@@ -274,18 +280,20 @@ impl JoinAttempt<'_> {
     }
 
     /// Listens where the store is reached from, so that ranks on the loopback interface are
-    /// reachable there only.
+    /// reachable there only; at all addresses where others may reach this host by another one.
     fn listen(&self, stream: &TcpStream) -> Result<TcpListener> {
-        let local = stream.local_addr().map(|local| local.ip());
-        local
-            .and_then(|ip| {
-                let behind_a_name = ip.is_loopback() && !self.outward.ip().is_loopback();
-                let ip = match behind_a_name {
-                    true => any_like(self.outward),
-                    false => ip,
-                };
-                TcpListener::bind((ip, 0))
-            })
+        let bind = |local: SocketAddr| {
+            let behind_a_name = local.ip().is_loopback() && !self.outward.ip().is_loopback();
+            let ip = match (behind_a_name, self.rendezvous.is_in_network()) {
+                (true, _) => any_like(self.outward),
+                (false, true) => any_like(local),
+                (false, false) => local.ip(),
+            };
+            TcpListener::bind((ip, 0))
+        };
+        stream
+            .local_addr()
+            .and_then(bind)
             .map_err(|error| Error::io("this rank cannot listen for the other ranks", error))
     }
 

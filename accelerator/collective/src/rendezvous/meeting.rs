@@ -2,7 +2,7 @@
 
 use std::{
     cell::OnceCell,
-    net::{SocketAddr, TcpListener, ToSocketAddrs},
+    net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs},
     thread,
     time::{Duration, Instant},
 };
@@ -10,7 +10,8 @@ use std::{
 use accelerator_fault::{Effect, Point, fail_point};
 
 use super::{
-    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
+    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StorePlace, StoreServer,
+    TokenSource,
     address::{any_like, reachable},
     join::{JoinAttempt, Joined, RETRY},
     token::{Key, Token},
@@ -46,6 +47,22 @@ impl Rendezvous {
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
+        let place = |deadline| match self.is_in_network() && self.is_hosted_by(topology) {
+            true => StorePlace::in_network(self.port),
+            false => Ok(StorePlace::at(self.resolve(deadline)?)),
+        };
+        self.meet_at(place, topology, patience, liveness, transport)
+    }
+
+    /// Meets the other ranks as [`meet`](Self::meet) does, at a place that is found by the deadline that it is given.
+    pub(crate) fn meet_at(
+        &self,
+        place: impl FnOnce(Instant) -> Result<StorePlace>,
+        topology: &Topology,
+        patience: Duration,
+        liveness: Duration,
+        transport: TransportKind,
+    ) -> Result<Meeting> {
         if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
             return Err(Error::new(
                 Kind::Rendezvous,
@@ -59,11 +76,12 @@ impl Rendezvous {
             TokenSource::Given(token) => Some(token.clone()),
             TokenSource::None => None,
         };
-        let addresses = self.resolve(deadline)?;
-        let mut targets = addresses.clone();
+        let place = place(deadline)?;
+        let known = place.addresses.clone();
+        let (outward, mut targets) = (known[0], known.clone());
         let mut store = None;
-        if topology.is_main() && self.store == StoreHost::Rank0 {
-            let server = self.serve(&addresses, topology, token.clone())?;
+        if self.is_hosted_by(topology) {
+            let server = self.serve(place, topology, token.clone())?;
             targets = vec![reachable(server.local_addr())];
             store = Some(server);
         }
@@ -75,15 +93,21 @@ impl Rendezvous {
             connect_timeout,
             liveness,
             transport,
-            outward: addresses[0],
+            outward,
             store_process: OnceCell::new(),
         };
         let Joined {
-            ranks,
+            mut ranks,
             secret,
             listener,
             stream,
         } = attempt.run(&targets)?;
+        if self.is_in_network() {
+            let store = stream
+                .peer_addr()
+                .map_err(|error| Error::io("the address of the store cannot be read", error))?;
+            reach_beside_store(&mut ranks, store.ip(), &known);
+        }
         let key = Key::of_job(&secret, attempt.key.as_ref());
         let store_client =
             StoreClient::open(topology.rank(), stream, liveness, attempt.store(), store)?;
@@ -93,6 +117,10 @@ impl Rendezvous {
             key,
             store: Some(store_client),
         })
+    }
+
+    fn is_hosted_by(&self, topology: &Topology) -> bool {
+        topology.is_main() && self.store == StoreHost::Rank0
     }
 
     /// The addresses of the store; at least one.
@@ -124,11 +152,11 @@ impl Rendezvous {
         }
     }
 
-    /// Hosts the store: at the address itself or, where that is a name for something in front
+    /// Hosts the store: where it listens already, at the address itself or, where that is a name for something in front
     /// of this host, at all its addresses.
     pub(super) fn serve(
         &self,
-        addresses: &[SocketAddr],
+        place: StorePlace,
         topology: &Topology,
         token: Option<Token>,
     ) -> Result<StoreServer> {
@@ -139,6 +167,10 @@ impl Rendezvous {
         if let Some(token) = token {
             options = options.with_token(token);
         }
+        if let Some(listener) = place.listener {
+            return StoreServer::on(listener, options);
+        }
+        let addresses = &place.addresses[..];
         match StoreServer::bind_with(addresses, options.clone()) {
             Err(error) if error.is_io() => {
                 let any = (any_like(addresses[0]), self.port);
@@ -146,5 +178,56 @@ impl Rendezvous {
             }
             other => other,
         }
+    }
+}
+
+/// Reaches the ranks on the host of the store as the store itself was `reached`: a rank there cannot know by which of the
+/// host's addresses, some of which are `known`, the others reach it.
+fn reach_beside_store(ranks: &mut [Registration], reached: IpAddr, known: &[SocketAddr]) {
+    let first = ranks.first().map(|rank| rank.address.ip());
+    for rank in ranks {
+        let ip = rank.address.ip();
+        let is_beside = ip.is_loopback() || known.iter().any(|address| address.ip() == ip);
+        if is_beside || Some(ip) == first {
+            rank.address.set_ip(reached);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_beside_the_store_are_reached_as_the_store_is() {
+        let rank = |(rank, ip): (usize, &str)| Registration {
+            rank,
+            world_size: 5,
+            host: "a".to_owned(),
+            pid: 1,
+            address: SocketAddr::new(ip.parse().unwrap(), 7),
+            patience: Duration::ZERO,
+            liveness: Duration::ZERO,
+            transport: TransportKind::Auto,
+            boot: None,
+            local: None,
+        };
+        // Rank 0 thinks of its first address, rank 1 of its bridge, rank 2 of its own name.
+        let own = [
+            "192.168.0.1",
+            "172.17.0.1",
+            "127.0.1.1",
+            "10.0.0.2",
+            "10.0.0.3",
+        ];
+        let mut ranks: Vec<_> = own.into_iter().enumerate().map(rank).collect();
+        let known = ["172.17.0.1:5", "10.0.0.1:5"].map(|address| address.parse().unwrap());
+        reach_beside_store(&mut ranks, "10.0.0.1".parse().unwrap(), &known);
+        let reached: Vec<_> = ranks.iter().map(|rank| rank.address.to_string()).collect();
+        let beside = "10.0.0.1:7";
+        assert_eq!(
+            reached,
+            [beside, beside, beside, "10.0.0.2:7", "10.0.0.3:7"]
+        );
     }
 }

@@ -15,6 +15,7 @@ mod report;
 mod server;
 mod store_client;
 mod store_options;
+mod store_place;
 mod store_state;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ pub(crate) use locality::{boot_id, resolve_local_rank};
 pub(crate) use meeting::Meeting;
 pub(crate) use pending_handshakes::{PendingHandshake, PendingHandshakes};
 pub(crate) use store_client::StoreClient;
+pub(crate) use store_place::StorePlace;
 pub(crate) use token::{Key, random};
 
 use crate::error::{Error, Kind, Result};
@@ -74,6 +76,7 @@ pub struct Rendezvous {
     pub(crate) job: String,
     pub(crate) token: TokenSource,
     pub(crate) security: Security,
+    interfaces: Interfaces,
 }
 
 impl Rendezvous {
@@ -86,6 +89,7 @@ impl Rendezvous {
             job: String::new(),
             token: TokenSource::None,
             security: Security::Required,
+            interfaces: Interfaces::OfHost,
         }
     }
 
@@ -126,6 +130,22 @@ impl Rendezvous {
         }
     }
 
+    /// Lets rank 0 host the store at all addresses of its host, whatever the name of the host means there.
+    pub(crate) fn in_network(self) -> Self {
+        Self {
+            interfaces: Interfaces::All,
+            ..self
+        }
+    }
+
+    pub(crate) fn is_in_network(&self) -> bool {
+        self.interfaces == Interfaces::All
+    }
+
+    pub(crate) fn has_token(&self) -> bool {
+        !matches!(self.token, TokenSource::None)
+    }
+
     /// The host of the store.
     pub fn host(&self) -> &str {
         &self.host
@@ -155,6 +175,15 @@ impl fmt::Display for Rendezvous {
             write!(f, "{}:{}", self.host, self.port)
         }
     }
+}
+
+/// Where a store that rank 0 hosts listens.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Interfaces {
+    /// At the addresses of the store's host.
+    OfHost,
+    /// At all addresses that rank 0's host has.
+    All,
 }
 
 /// Who hosts the store.

@@ -13,7 +13,7 @@ use std::{
 
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 
-use super::{Rendezvous, Report, StoreHost, StoreOptions, StoreServer, random};
+use super::{Rendezvous, Report, StoreHost, StoreOptions, StorePlace, StoreServer, random};
 use crate::{
     error::{Error, Result},
     group::{GroupOptions, ProcessGroup},
@@ -509,7 +509,7 @@ fn loopback_stays_on_loopback() {
         let rendezvous = Rendezvous::new("127.0.0.1", port);
         let topology = Topology::new(0, 2).unwrap();
         let addresses = [SocketAddr::from(([127, 0, 0, 1], port))];
-        let server = match rendezvous.serve(&addresses, &topology, None) {
+        let server = match rendezvous.serve(StorePlace::at(addresses), &topology, None) {
             // Somebody else was faster.
             Err(error) if error.is_address_in_use() && attempt < 5 => continue,
             other => other.unwrap(),

@@ -2,8 +2,14 @@
 
 use std::{
     fmt, fs,
-    io::{Read, Write},
+    io::{self, Read, Write},
     path::Path,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{Mode, OFlags},
 };
 
 use crate::error::{Error, Kind, Result};
@@ -37,25 +43,37 @@ impl Token {
 
     /// Reads the token that a file holds; white space around it does not count.
     ///
+    /// The file is private to its owner. A secret that an engine mounts in memory may be readable by a group: one of
+    /// root's on a `tmpfs` with mode 0440, as Kubernetes mounts it with `fsGroup`. It may be a pipe that this process has inherited,
+    /// such as `/dev/fd/3`: what was written to it is read once, and within 10 seconds.
+    ///
     /// # Errors
     ///
     /// An unauthorized error where the file cannot be read, may be read by other users too, or
     /// holds fewer than 16 bytes or more than 4096.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        let mut text = Vec::new();
-        // Anything but a file could keep this waiting for ever when it is opened.
-        let read = fs::metadata(path)
-            .and_then(|found| match found.is_file() {
-                true => fs::File::open(path),
-                false => Err(std::io::Error::other("it is not a regular file")),
-            })
-            .and_then(|file| {
-                check_privacy(&file)?;
-                file.take(MAX_TOKEN_BYTES as u64 + 1).read_to_end(&mut text)
-            });
-        if let Err(error) = read {
-            return Err(Error::caused(
+        Self::read(path.as_ref(), PIPE_TIMEOUT)
+    }
+
+    fn read(path: &Path, limit: Duration) -> Result<Self> {
+        let read = fs::metadata(path).and_then(|found| {
+            // Anything else could keep this waiting for ever when it is opened.
+            if !found.is_file() && !is_pipe(&found) {
+                return Err(io::Error::other("it is neither a regular file nor a pipe"));
+            }
+            let file = fs::File::from(rustix::fs::open(
+                path,
+                OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK,
+                Mode::empty(),
+            )?);
+            check_privacy(&file)?;
+            match is_pipe(&found) {
+                true => read_pipe(file, limit),
+                false => read_all(file),
+            }
+        });
+        let text = read.map_err(|error| {
+            Error::caused(
                 Kind::Unauthorized,
                 format!(
                     "the token file {} cannot be read; ACCEL_TOKEN_FILE names the file that holds \
@@ -64,8 +82,8 @@ impl Token {
                     path.display()
                 ),
                 error,
-            ));
-        }
+            )
+        })?;
         let token = text.trim_ascii();
         if token.len() < MIN_TOKEN_BYTES || text.len() > MAX_TOKEN_BYTES {
             return Err(Error::new(
@@ -141,6 +159,18 @@ impl Token {
         random()
     }
 
+    /// The text of a token that was [generated](Self::generate).
+    pub(crate) fn text(&self) -> &str {
+        std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+
+    /// A token from its text.
+    pub(crate) fn of_text(text: &str) -> Option<Self> {
+        (MIN_TOKEN_BYTES..=MAX_TOKEN_BYTES)
+            .contains(&text.len())
+            .then(|| Self(text.into()))
+    }
+
     pub(crate) fn key(&self) -> Key {
         Key(blake3::derive_key(TOKEN_KEY, &self.0))
     }
@@ -205,23 +235,73 @@ pub(crate) fn random() -> Result<[u8; 32]> {
 
 pub(crate) type Proof = [u8; 32];
 
-/// A secret that other users can read, or replace, is none.
-#[cfg(unix)]
-fn check_privacy(file: &fs::File) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    let mode = file.metadata()?.permissions().mode() & 0o777;
-    match mode & 0o077 {
-        0 => Ok(()),
-        _ => Err(std::io::Error::other(format!(
-            "other users have access to it, its mode is {mode:03o}; run chmod 600 on it, and \
-             make a new token if somebody may have read this one"
-        ))),
-    }
+fn is_pipe(found: &fs::Metadata) -> bool {
+    std::os::unix::fs::FileTypeExt::is_fifo(&found.file_type())
 }
 
-#[cfg(not(unix))]
-fn check_privacy(_file: &fs::File) -> std::io::Result<()> {
-    Ok(())
+fn read_all(file: fs::File) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    file.take(MAX_TOKEN_BYTES as u64 + 1)
+        .read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// What is written to a pipe until it is closed there, or a line ends.
+fn read_pipe(mut pipe: fs::File, limit: Duration) -> io::Result<Vec<u8>> {
+    let deadline = Instant::now() + limit;
+    let mut text = Vec::new();
+    while text.len() <= MAX_TOKEN_BYTES {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        if poll(&mut [PollFd::new(&pipe, PollFlags::IN)], Some(&left))? == 0 {
+            return Err(io::Error::other("nothing was written to the pipe in time"));
+        }
+        let mut bytes = [0; 512];
+        let count = match pipe.read(&mut bytes) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            read => read?,
+        };
+        text.extend_from_slice(&bytes[..count]);
+        if count == 0 && text.is_empty() {
+            return Err(io::Error::other(
+                "the pipe is empty and closed; a token is read from it once, by one process",
+            ));
+        }
+        if count == 0 || text.trim_ascii_start().contains(&b'\n') {
+            break;
+        }
+    }
+    Ok(text)
+}
+
+/// A secret that other users can read, or replace, is none.
+fn check_privacy(file: &fs::File) -> io::Result<()> {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    let found = file.metadata()?;
+    let mode = found.permissions().mode() & 0o777;
+    let is_mounted = || mode == 0o440 && found.uid() == 0 && is_in_memory(file);
+    if mode & 0o077 == 0 || is_mounted() {
+        return Ok(());
+    }
+    Err(io::Error::other(format!(
+        "other users have access to it, its mode is {mode:03o}; run chmod 600 on it, and \
+         make a new token if somebody may have read this one (in a Secret of Kubernetes: defaultMode 0400)"
+    )))
+}
+
+/// Whether a file lies on a `tmpfs`, as the secrets do that an engine mounts.
+fn is_in_memory(file: &fs::File) -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        /// `TMPFS_MAGIC` of statfs(2).
+        const TMPFS: rustix::fs::FsWord = 0x0102_1994;
+        rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type == TMPFS)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        false
+    }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -234,6 +314,8 @@ const JOB_KEY: &str = "accelerator-collective 2026 key of a job";
 
 const MIN_TOKEN_BYTES: usize = 16;
 const MAX_TOKEN_BYTES: usize = 4096;
+/// How long a token may take through a pipe.
+const PIPE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -314,6 +396,62 @@ mod tests {
                 !shown.contains(&secret) && !shown.contains(&bytes),
                 "{shown}"
             );
+        }
+    }
+
+    #[test]
+    fn a_pipe_gives_its_token_once() {
+        use std::os::fd::AsRawFd;
+        let token = Token::generate().unwrap();
+        let (reader, mut writer) = io::pipe().unwrap();
+        let path = format!("/proc/self/fd/{}", reader.as_raw_fd());
+        let (path, limit) = (Path::new(&path), Duration::from_millis(100));
+        let error = Token::read(path, limit).unwrap_err().to_string();
+        assert!(error.contains("in time"), "{error}");
+        // A line is enough; whoever writes may keep the pipe open.
+        writer
+            .write_all(format!("{}\n", token.text()).as_bytes())
+            .unwrap();
+        assert_eq!(Token::from_file(path).unwrap().0, token.0);
+        writer.write_all(&token.0).unwrap();
+        drop(writer);
+        assert_eq!(Token::from_file(path).unwrap().0, token.0);
+        let error = Token::from_file(path).unwrap_err().to_string();
+        assert!(error.contains("read from it once"), "{error}");
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_writes_to_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        let mode = Mode::RUSR | Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let error = Token::read(&pipe, Duration::from_millis(50)).unwrap_err();
+        assert!(error.is_unauthorized(), "{error}");
+    }
+
+    /// What Kubernetes mounts with `fsGroup`; elsewhere a group that can read it is a leak.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_secret_that_an_engine_mounts_may_be_readable_by_its_group() {
+        use std::os::unix::fs::{MetadataExt, PermissionsExt};
+        let memory = Path::new("/dev/shm");
+        let Ok(folder) = tempfile::tempdir_in(memory) else {
+            return;
+        };
+        let path = folder.path().join("token");
+        Token::generate().unwrap().write_file(&path).unwrap();
+        let is_of_root = fs::metadata(&path).unwrap().uid() == 0;
+        let file = fs::File::open(&path).unwrap();
+        for (mode, accepted) in [
+            (0o440, is_of_root && is_in_memory(&file)),
+            (0o400, true),
+            (0o444, false),
+            (0o640, false),
+            (0o460, false),
+        ] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(Token::from_file(&path).is_ok(), accepted, "{mode:03o}");
         }
     }
 

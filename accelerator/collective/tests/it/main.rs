@@ -11,6 +11,8 @@ mod suite;
 
 mod collectives;
 #[cfg(target_os = "linux")]
+mod exchange;
+#[cfg(target_os = "linux")]
 mod failures;
 #[cfg(all(feature = "faults", target_os = "linux"))]
 mod faults;

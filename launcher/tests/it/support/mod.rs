@@ -74,9 +74,19 @@ impl Folder {
             let text = name.to_string_lossy();
             let is_launch = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
                 .contains(&&*text)
-                || ["ACCEL_", "GROUP_", "MASTER_", "TORCHELASTIC_"]
-                    .iter()
-                    .any(|prefix| text.starts_with(prefix))
+                || [
+                    "ACCEL_",
+                    "GROUP_",
+                    "MASTER_",
+                    "OMPI_",
+                    "PET_",
+                    "PMIX_",
+                    "PMI_",
+                    "SLURM_",
+                    "TORCHELASTIC_",
+                ]
+                .iter()
+                .any(|prefix| text.starts_with(prefix))
                 || ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NO_COLOR"].contains(&&*text)
                 || ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"].contains(&&*text);
             if is_launch {

@@ -92,30 +92,12 @@ impl StoreServer {
         address: impl ToSocketAddrs + fmt::Debug,
         options: StoreOptions,
     ) -> Result<Self> {
+        Self::on(listen(address)?, options)
+    }
+
+    /// A store that listens already.
+    pub(super) fn on(listener: TcpListener, options: StoreOptions) -> Result<Self> {
         Topology::new(0, options.world_size)?;
-        let listener = TcpListener::bind(&address).map_err(|error| {
-            use std::io::ErrorKind;
-            match error.kind() {
-                ErrorKind::AddrInUse => Error::caused(
-                    Kind::AddressInUse,
-                    format!(
-                        "the store cannot listen at {address:?}, the port is taken. If this process has \
-                         joined the job before, make one `Accelerator` and clone it; if not, end the \
-                         process that listens there, or choose another port (MASTER_PORT or \
-                         ACCEL_PORT, 0 in the launcher for a free one)"
-                    ),
-                    error,
-                ),
-                ErrorKind::AddrNotAvailable => Error::io(
-                    format!(
-                        "the store cannot listen at {address:?}, which is no address of this \
-                         host; MASTER_ADDR must be the host of rank 0"
-                    ),
-                    error,
-                ),
-                _ => Error::io(format!("the store cannot listen at {address:?}"), error),
-            }
-        })?;
         let address = listener
             .local_addr()
             .map_err(|error| Error::io("the store's own address cannot be read", error))?;
@@ -226,6 +208,33 @@ impl Drop for StoreServer {
         let address = reachable(self.address);
         drop(TcpStream::connect_timeout(&address, Duration::from_secs(1)));
     }
+}
+
+/// Listens for a store; errors say what to do.
+pub(super) fn listen(address: impl ToSocketAddrs + fmt::Debug) -> Result<TcpListener> {
+    TcpListener::bind(&address).map_err(|error| {
+        use std::io::ErrorKind;
+        match error.kind() {
+            ErrorKind::AddrInUse => Error::caused(
+                Kind::AddressInUse,
+                format!(
+                    "the store cannot listen at {address:?}, the port is taken. If this process has \
+                     joined the job before, make one `Accelerator` and clone it; if not, end the \
+                     process that listens there, or choose another port (MASTER_PORT or \
+                     ACCEL_PORT, 0 in the launcher for a free one)"
+                ),
+                error,
+            ),
+            ErrorKind::AddrNotAvailable => Error::io(
+                format!(
+                    "the store cannot listen at {address:?}, which is no address of this \
+                     host; MASTER_ADDR must be the host of rank 0"
+                ),
+                error,
+            ),
+            _ => Error::io(format!("the store cannot listen at {address:?}"), error),
+        }
+    })
 }
 
 struct ServerState {

@@ -1,0 +1,389 @@
+//! What the environment says about a launch.
+
+mod agent;
+mod builder;
+mod exchange;
+mod hostlist;
+mod inherited;
+mod mpi;
+mod place;
+mod pmi1;
+mod pmix;
+mod reader;
+mod setting;
+mod slurm;
+mod sources;
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+use accelerator_env as env;
+pub use accelerator_env::variable;
+
+pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
+pub use setting::{LaunchSource, Origin, Setting};
+
+use builder::LaunchBuilder;
+use exchange::Exchange;
+use reader::{LaunchReader, invalid};
+
+use crate::{
+    error::Result,
+    rendezvous::{Meeting, Rendezvous, resolve_local_rank},
+    topology::Topology,
+    transport_kind::TransportKind,
+    wire::message::Registration,
+};
+
+/// How this process was started: its place in the job and where the ranks meet.
+///
+/// [`from_env`](Self::from_env) asks these launchers in turn. The first that tells a place tells all of it;
+/// [`source`](Self::source) is that one, and [`noticed`](Self::noticed) those that have left variables beside it:
+///
+/// | launcher | place | where the ranks meet, without `MASTER_ADDR` |
+/// |---|---|---|
+/// | `accel-launch`, torchrun, or whoever sets `RANK` | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | nothing tells |
+/// | Open MPI | `OMPI_COMM_WORLD_RANK`, `…_SIZE`, `…_LOCAL_RANK`, `…_LOCAL_SIZE` | on one host, on the loopback interface; else rank 0 tells the others through PMIx (`libpmix.so.2`) |
+/// | PMI: MPICH, Intel MPI, `srun --mpi=pmi2` | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | rank 0 tells the others through `PMI_FD` or `PMI_PORT` |
+/// | a step of Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` | the first host of `SLURM_STEP_NODELIST`, at port 21000 + (job + 257 · step) mod 8000; the job is `slurm-JOB.STEP` |
+///
+/// What rank 0 tells the others through a launcher are the addresses of its host, a port and a new token; they
+/// are exchanged when the ranks connect, once in a process. Slurm's variables come without a token, so ranks on several
+/// hosts need `ACCEL_TOKEN_FILE`, or `srun --mpi=pmi2`.
+///
+/// Further variables:
+///
+/// | variable | meaning |
+/// |---|---|
+/// | `MASTER_ADDR` | the host of the store where the ranks meet, with any launcher |
+/// | `ACCEL_PORT`, else `MASTER_PORT` | the port of the store |
+/// | `TORCHELASTIC_USE_AGENT_STORE` | torchrun's agent listens on `MASTER_PORT`: the store is one above |
+/// | `TORCHELASTIC_RUN_ID`, `ACCEL_JOB` | the name of the job; ranks of another job are refused |
+/// | `ACCEL_STORE` | `launcher` where the launcher hosts the store, `rank0` (default) where rank 0 does |
+/// | `ACCEL_TOKEN_FILE` | the file that holds the job token |
+/// | `ACCEL_INSECURE` | `1` lets several hosts meet without a token |
+/// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
+/// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
+/// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
+/// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
+///
+/// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
+///
+/// Where no launcher tells a place, the process is a world of its own. Anything incomplete, malformed or contradictory
+/// is an error: a process never becomes rank 0 by accident. So it is an error, too, where a job has several processes,
+/// but this one has no place among them: the body of a batch script or a shell of `salloc` in a job of several tasks, a
+/// program that an operator of Kubernetes has set up for an agent (`PET_NNODES`, `PET_NPROC_PER_NODE`; start it with
+/// `accel-launch`), PMI or PMIx without a rank and a size; and where `RANK` is set by none of the launchers above and
+/// contradicts MPI's.
+///
+/// ```
+/// use accelerator_collective::Launch;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let alone = Launch::from_vars(|_| None)?;
+/// assert_eq!(alone.topology.world_size(), 1);
+///
+/// let error = Launch::from_vars(|name| (name == "RANK").then(|| "banana".to_owned())).unwrap_err();
+/// assert!(error.is_topology());
+/// assert!(error.to_string().starts_with("RANK is \"banana\""));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// What a launcher says, and how a program tells what it was started with:
+///
+/// ```
+/// use accelerator_collective::{Launch, TransportKind};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let launched = Launch::from_vars(|name| {
+///     let value = match name {
+///         "RANK" | "LOCAL_RANK" => "1",
+///         "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => "2",
+///         "MASTER_ADDR" => "127.0.0.1",
+///         "ACCEL_PORT" => "29500",
+///         "ACCEL_TRANSPORT" => "shm",
+///         "ACCEL_RESTART" => "1",
+///         "ACCEL_MAX_RESTARTS" => "3",
+///         _ => return None,
+///     };
+///     Some(value.to_owned())
+/// })?;
+/// assert_eq!((launched.restart(), launched.max_restarts()), (1, Some(3)));
+/// assert_eq!(launched.transport, TransportKind::Shm);
+/// assert_eq!(launched.rendezvous.as_ref().map(|store| store.port()), Some(29_500));
+/// for setting in launched.settings() {
+///     println!("{} = {} ({})", setting.name, setting.value, setting.origin);
+/// }
+/// // What it does not inherit from a job, where it is to be alone:
+/// assert!(Launch::VARIABLES.contains(&"ACCEL_RESTART"));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Launch {
+    /// The place of this rank. Without `LOCAL_RANK` its place on its host is known where `MASTER_ADDR` is on the
+    /// loopback interface, as all ranks share the host then; otherwise [`Topology::is_local_known`] is false here,
+    /// and the [group](crate::ProcessGroup::topology) knows it.
+    pub topology: Topology,
+    /// Where the ranks meet; `None` in a world of one, and where rank 0 tells the others through their launcher.
+    pub rendezvous: Option<Rendezvous>,
+    /// The transport that the environment asks for.
+    pub transport: TransportKind,
+    liveness_timeout: Option<Duration>,
+    restart: u64,
+    max_restarts: Option<u64>,
+    settings: Vec<Setting>,
+    source: Option<LaunchSource>,
+    noticed: Vec<LaunchSource>,
+    exchange: Option<Exchange>,
+    /// A local rank that was told without the local world size.
+    local_rank: Option<usize>,
+}
+
+impl Launch {
+    /// The variables of this project that belong to a launch, beside torchrun's:
+    /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which
+    /// `burn-accelerate-fault` reads, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
+    pub const VARIABLES: [&'static str; 11] = [
+        env::FAULTS.name,
+        env::INSECURE.name,
+        env::JOB.name,
+        env::LIVENESS_TIMEOUT.name,
+        env::MAX_RESTARTS.name,
+        env::PORT.name,
+        env::RESTART.name,
+        env::SET_BY_LAUNCHER.name,
+        env::STORE.name,
+        env::TOKEN_FILE.name,
+        env::TRANSPORT.name,
+    ];
+
+    /// The variable in which `accel-launch` lists the names of the `ACCEL_…` variables that it has set itself,
+    /// separated by commas.
+    ///
+    /// An `ACCEL_…` variable that a program does not know is misspelt, and an error, unless it is listed here:
+    /// then the launcher is newer than the program, which ignores the variable.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    ///
+    /// assert_eq!(Launch::SET_BY_LAUNCHER, "ACCEL_SET_BY_LAUNCHER");
+    /// ```
+    pub const SET_BY_LAUNCHER: &'static str = env::SET_BY_LAUNCHER.name;
+
+    /// A launch that the program describes itself.
+    ///
+    /// ```
+    /// use accelerator_collective::{Launch, Rendezvous, Topology};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let launch = Launch::new(Topology::new(1, 2)?, Rendezvous::new("127.0.0.1", 29_500));
+    /// assert_eq!(launch.topology.rank(), 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
+        Self {
+            topology,
+            rendezvous: Some(rendezvous),
+            ..Self::single()
+        }
+    }
+
+    /// A world of one.
+    pub fn single() -> Self {
+        Self {
+            topology: Topology::single(),
+            rendezvous: None,
+            transport: TransportKind::Auto,
+            liveness_timeout: None,
+            restart: 0,
+            max_restarts: None,
+            settings: Vec::new(),
+            source: None,
+            noticed: Vec::new(),
+            exchange: None,
+            local_rank: None,
+        }
+    }
+
+    /// Reads the environment of this process. Where `PMI_PORT` and `PMI_ID` are set, but not `PMI_RANK`, it asks the
+    /// launcher at that address for the rank; nothing else is sent before the ranks connect.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// // Nothing has launched this process.
+    /// let launch = Launch::from_env()?;
+    /// assert_eq!(launch.topology, Launch::single().topology);
+    /// assert!(launch.rendezvous.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A topology error that names the variable, what it holds and what was expected; a rendezvous or protocol error
+    /// where the launcher at `PMI_PORT` does not answer.
+    pub fn from_env() -> Result<Self> {
+        // A value that is not Unicode cannot be any of the valid ones; the lossy text shows it.
+        let read = |name: &str| Some(variable(name)?.to_string_lossy().into_owned());
+        let Some((address, id)) = mpi::pmi_to_ask(LaunchReader(&read))? else {
+            return Self::from_vars(read);
+        };
+        let asked = pmi1::asked(&address, id)?;
+        Self::from_vars(|name| match name {
+            "PMI_RANK" => Some(asked.rank.to_string()),
+            "PMI_SIZE" => Some(asked.world_size.to_string()),
+            _ => read(name),
+        })
+    }
+
+    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment. One that
+    /// is empty counts as not set. Nobody is asked.
+    ///
+    /// # Errors
+    ///
+    /// A topology error that names the variable, what it holds and what was expected.
+    pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        LaunchBuilder::new(LaunchReader(&lookup)).launch()
+    }
+
+    /// After how long without a heartbeat a rank counts as lost, where the environment says
+    /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use accelerator_collective::Launch;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let set = |name: &str| (name == "ACCEL_LIVENESS_TIMEOUT").then(|| "1.5".to_owned());
+    /// assert_eq!(Launch::from_vars(set)?.liveness_timeout(), Some(Duration::from_millis(1500)));
+    /// assert_eq!(Launch::from_vars(|_| None)?.liveness_timeout(), None);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn liveness_timeout(&self) -> Option<Duration> {
+        self.liveness_timeout
+    }
+
+    /// How often the launcher has restarted this job (`ACCEL_RESTART`); 0 the first time.
+    pub fn restart(&self) -> u64 {
+        self.restart
+    }
+
+    /// How often the launcher restarts this job at most (`ACCEL_MAX_RESTARTS`); `None` without
+    /// a launcher that restarts.
+    pub fn max_restarts(&self) -> Option<u64> {
+        self.max_restarts
+    }
+
+    /// Every setting with its value and where it came from, in a fixed order.
+    pub fn settings(&self) -> &[Setting] {
+        &self.settings
+    }
+
+    /// The launcher that told the place of this process; `None` where none did, and the process is alone or was given
+    /// its place by the program.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let launch = Launch::from_vars(|name| {
+    ///     let value = match name {
+    ///         "OMPI_COMM_WORLD_RANK" | "OMPI_COMM_WORLD_LOCAL_RANK" => "1",
+    ///         "OMPI_COMM_WORLD_SIZE" | "OMPI_COMM_WORLD_LOCAL_SIZE" => "2",
+    ///         "PMIX_NAMESPACE" => "prterun-node-0-4711@1",
+    ///         // `mpirun` in a job of Slurm's starts its daemons as tasks of a step.
+    ///         "SLURM_PROCID" => "0",
+    ///         _ => return None,
+    ///     };
+    ///     Some(value.to_owned())
+    /// })?;
+    /// assert_eq!(launch.topology.to_string(), "rank 1 of 2 (local 1 of 2)");
+    /// assert_eq!(launch.source().unwrap().launcher, "Open MPI");
+    /// assert_eq!(launch.noticed()[0].variable, "SLURM_PROCID");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn source(&self) -> Option<LaunchSource> {
+        self.source
+    }
+
+    /// Launchers that have left variables, and whose place this process does not take.
+    pub fn noticed(&self) -> &[LaunchSource] {
+        &self.noticed
+    }
+
+    /// Meets the other ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::connect`](crate::ProcessGroup::connect).
+    pub(crate) fn meet(
+        &self,
+        connect_timeout: Duration,
+        liveness: Duration,
+        transport: TransportKind,
+    ) -> Result<Meeting> {
+        match (&self.rendezvous, &self.exchange) {
+            (Some(rendezvous), _) => {
+                rendezvous.meet(&self.topology, connect_timeout, liveness, transport)
+            }
+            (None, Some(exchange)) => {
+                exchange.meet(&self.topology, connect_timeout, liveness, transport)
+            }
+            (None, None) => Err(invalid(format!(
+                "the launch of {} does not say where the ranks meet",
+                self.topology
+            ))),
+        }
+    }
+
+    /// The topology of a rank that has met the others, whose places on their hosts are known now.
+    ///
+    /// # Errors
+    ///
+    /// A topology error where that is not found, or is not what the launcher told.
+    pub(crate) fn met(&self, ranks: &[Registration]) -> Result<Topology> {
+        let topology = resolve_local_rank(self.topology, ranks)?;
+        match self.local_rank {
+            Some(told) if told != topology.local_rank() => Err(invalid(format!(
+                "this process was told that its local rank is {told}, without the local world size, but it is \
+                 {topology} by the hosts of all ranks; set LOCAL_RANK and LOCAL_WORLD_SIZE for every process"
+            ))),
+            _ => Ok(topology),
+        }
+    }
+}
+
+/// Refuses to take this process for one that is alone where another launcher has started several alike, for a launcher,
+/// which gives its ranks their places itself. It may run in the body of a batch script, where [`Launch::from_vars`]
+/// refuses a program.
+///
+/// # Errors
+///
+/// A topology error that names the launcher, its variables and what to do.
+///
+/// ```
+/// use accelerator_collective::check_alone;
+///
+/// let of = |vars: &'static [(&str, &str)]| {
+///     move |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+/// };
+/// assert!(check_alone(of(&[])).is_ok());
+/// assert!(check_alone(of(&[("PMI_SIZE", "2"), ("PMI_RANK", "0")])).unwrap_err().is_topology());
+/// // It was given a place.
+/// assert!(check_alone(of(&[("PMI_SIZE", "2"), ("RANK", "0")])).is_ok());
+/// ```
+pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
+    sources::check_alone(LaunchReader(&lookup))
+}
+
+pub(crate) use accelerator_env::SHORTEST_LIVENESS;

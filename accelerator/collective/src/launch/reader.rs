@@ -1,0 +1,67 @@
+//! Reading the variables of a launch, with errors that name them.
+
+use accelerator_env as env;
+
+use crate::{
+    error::{Error, Kind, Result},
+    rendezvous::is_on,
+};
+
+/// The variables of a launch. One that is empty counts as not set.
+#[derive(Clone, Copy)]
+pub(super) struct LaunchReader<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
+
+impl LaunchReader<'_> {
+    pub(super) fn text(&self, name: &str) -> Option<String> {
+        (self.0)(name).filter(|value| !value.is_empty())
+    }
+
+    pub(super) fn is_set(&self, name: &str) -> bool {
+        self.text(name).is_some()
+    }
+
+    pub(super) fn number(&self, name: &str) -> Result<Option<usize>> {
+        self.read(name, env::Grammar::Number, env::number)
+    }
+
+    pub(super) fn port(&self, name: &str) -> Result<Option<u16>> {
+        self.read(name, env::Grammar::Port, env::port)
+    }
+
+    pub(super) fn switch(&self, name: &str) -> Result<bool> {
+        self.text(name)
+            .map_or(Ok(false), |value| is_on(name, &value))
+    }
+
+    /// A number that has to be there, where these `others` are.
+    pub(super) fn required(&self, name: &str, others: &[&str]) -> Result<usize> {
+        self.number(name)?
+            .ok_or_else(|| invalid(format!("{name} is not set, beside {}", self.shown(others))))
+    }
+
+    /// Those of these variables that are set, for messages: `A=1, B=2`.
+    pub(super) fn shown(&self, names: &[&str]) -> String {
+        let set = names.iter();
+        let set = set.filter_map(|name| Some(format!("{name}={}", self.text(name)?)));
+        set.collect::<Vec<_>>().join(", ")
+    }
+
+    fn read<T>(
+        &self,
+        name: &str,
+        grammar: env::Grammar,
+        read: fn(&str) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.text(name) else {
+            return Ok(None);
+        };
+        match read(&value) {
+            Some(value) => Ok(Some(value)),
+            None => Err(invalid(format!("{name} is {value:?}; expected {grammar}"))),
+        }
+    }
+}
+
+pub(super) fn invalid(message: impl Into<String>) -> Error {
+    Error::new(Kind::Topology, message)
+}
