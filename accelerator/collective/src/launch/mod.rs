@@ -385,5 +385,3 @@ impl Launch {
 pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     sources::check_alone(LaunchReader(&lookup))
 }
-
-pub(crate) use accelerator_env::SHORTEST_LIVENESS;

@@ -51,7 +51,7 @@ impl Rendezvous {
             true => StorePlace::in_network(self.port),
             false => Ok(StorePlace::at(self.resolve(deadline)?)),
         };
-        self.meet_at(place, topology, patience, liveness, transport)
+        self.meet_at(place, topology, connect_timeout, liveness, transport)
     }
 
     /// Meets the other ranks as [`meet`](Self::meet) does, at a place that is found by the deadline that it is given.
@@ -59,7 +59,7 @@ impl Rendezvous {
         &self,
         place: impl FnOnce(Instant) -> Result<StorePlace>,
         topology: &Topology,
-        patience: Duration,
+        connect_timeout: Duration,
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
@@ -206,7 +206,7 @@ mod tests {
             host: "a".to_owned(),
             pid: 1,
             address: SocketAddr::new(ip.parse().unwrap(), 7),
-            patience: Duration::ZERO,
+            connect_timeout: Duration::ZERO,
             liveness: Duration::ZERO,
             transport: TransportKind::Auto,
             boot: None,
