@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::Topology;
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use super::admission::{Absent, Admission};
 use super::greeter::Greeter;
@@ -60,6 +60,7 @@ impl Head {
         relay: &Relay,
     ) -> Result<Self> {
         let token = trust::token()?;
+        raise_file_limit();
         let liveness = trust::liveness();
         let admission = Arc::new(Admission::new(
             place.hosts,
@@ -258,6 +259,19 @@ impl Spawner for HeadSpawner<'_> {
         }
         swept
     }
+}
+
+/// Lets this launcher open as many files as the system allows it, since each rank of another host takes four.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    // Where it cannot be raised, the ranks may be few enough; if not, the error says so.
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    );
 }
 
 /// "host 1" or "hosts 1 and 3 (host 2 builds the program)".
