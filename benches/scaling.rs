@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use accelerator_benches::worker::{Loop, Round, WorkerArgs, work};
-use accelerator_benches::{ALLOCATOR, Bond, Cores, Crew, Interval, Model, Plan, middle};
+use accelerator_benches::{ALLOCATOR, Cores, Crew, CrewLink, Interval, Model, Plan, middle};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 
@@ -214,10 +214,10 @@ fn batch_size(model: Model, side: Side) -> usize {
 }
 
 fn plan(args: &Args, model: Model, side: Side) -> Result<Plan, Box<dyn Error>> {
-    let (processes, bond) = match side {
-        Side::One | Side::Plain | Side::Threads => (1, Bond::None),
-        Side::Apart => (2, Bond::None),
-        Side::Ranks | Side::Strong => (2, Bond::Job),
+    let (processes, link) = match side {
+        Side::One | Side::Plain | Side::Threads => (1, CrewLink::None),
+        Side::Apart => (2, CrewLink::None),
+        Side::Ranks | Side::Strong => (2, CrewLink::Job),
     };
     let given = args.env.iter().map(|variable| {
         variable
@@ -236,7 +236,7 @@ fn plan(args: &Args, model: Model, side: Side) -> Result<Plan, Box<dyn Error>> {
         },
         batch_size: batch_size(model, side),
         processes,
-        bond,
+        link,
         threads: match side {
             Side::Threads => 2,
             _ => 1,

@@ -187,10 +187,10 @@ struct Training {
 
 /// What a rank held beside its model, in bytes: while a batch size was tried, and while it trained with it. And the
 /// bytes of its gradients.
-type Held = (isize, isize, isize);
+type HeldBytes = (isize, isize, isize);
 
 impl Training {
-    fn held(self) -> Vec<Held> {
+    fn held(self) -> Vec<HeldBytes> {
         let meeting = Meeting::default();
         let rank = |accelerator: Accelerator| {
             let model = accelerator.init(Layers::new);
@@ -218,7 +218,7 @@ impl Training {
         accelerator: &Accelerator,
         meeting: &Meeting,
         (mut model, mut optimizer): (Layers, PreparedOptimizer<accelerator::optim::Manual>),
-    ) -> accelerator::Result<Held> {
+    ) -> accelerator::Result<HeldBytes> {
         let device = accelerator.device();
         // Buffers of several ranks lie in memory that is no allocator's.
         let held = || {

@@ -27,7 +27,7 @@ pub struct Plan {
     /// How many there are.
     pub processes: usize,
     /// Whether they are ranks of one job, or know nothing of each other.
-    pub bond: Bond,
+    pub link: CrewLink,
     /// Threads of each.
     pub threads: usize,
     /// Where they may run.
@@ -38,7 +38,7 @@ pub struct Plan {
 
 /// What joins the workers of a crew.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Bond {
+pub enum CrewLink {
     /// They are ranks of one job.
     Job,
     /// Nothing.
@@ -80,7 +80,7 @@ impl Crew {
         let workers = (0..plan.processes)
             .map(|index| {
                 let mut command = command(plan, index)?;
-                if plan.bond == Bond::Job {
+                if plan.link == CrewLink::Job {
                     command
                         .env("RANK", index.to_string())
                         .env("WORLD_SIZE", plan.processes.to_string())

@@ -7,7 +7,7 @@ mod statistics;
 mod usage;
 pub mod worker;
 
-pub use crew::{ALLOCATOR, Bond, Cores, Crew, Plan};
+pub use crew::{ALLOCATOR, Cores, Crew, CrewLink, Plan};
 pub use model::{
     Batch, Model, Net, Numbers, SampleBatcher, SampleKind, Samples, Shape, Transformer,
 };

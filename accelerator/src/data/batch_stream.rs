@@ -15,7 +15,7 @@ use crate::core::panic_text::caught;
 use crate::timeline::Timeline;
 
 /// Where the batches of an epoch come from, in order. Some are left to be made by who asks for them.
-pub(super) type Feed<O> = Ahead<Batch<DeferredBatch<O>>>;
+pub(super) type PrefetchedBatches<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
 pub(super) struct RankBatches<O> {
@@ -33,7 +33,7 @@ pub(super) struct RankBatches<O> {
 }
 
 impl<O: Send + 'static> RankBatches<O> {
-    pub(super) fn feed(self) -> Feed<O> {
+    pub(super) fn feed(self) -> PrefetchedBatches<O> {
         let (first, steps) = (self.first, self.plan.steps(self.rank));
         let workers = (self.spec.workers as u64).min(steps.saturating_sub(first));
         let share = Arc::new(self);

@@ -7,7 +7,7 @@ use accelerator_plan::mix;
 use burn::tensor::Device;
 
 use super::batch::{Batch, UncountedPadding};
-use super::batch_stream::Feed;
+use super::batch_stream::PrefetchedBatches;
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
 use super::loader_context::{Generator, LoaderContext};
 use crate::core::error::{Error, Result};
@@ -60,11 +60,11 @@ enum EpochState<O> {
     Ended,
     /// While batches were left out.
     Failed(Error),
-    Open(Feed<O>),
+    Open(PrefetchedBatches<O>),
 }
 
 /// Begins to read behind the first so many batches.
-pub(super) type Open<O> = Box<dyn FnOnce(u64) -> Feed<O> + Send>;
+pub(super) type Open<O> = Box<dyn FnOnce(u64) -> PrefetchedBatches<O> + Send>;
 
 impl<O> Epoch<O> {
     pub(super) fn new(

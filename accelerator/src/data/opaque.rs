@@ -5,7 +5,7 @@ use std::sync::mpsc::SyncSender;
 use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, BatchInfo, StepShare};
-use super::batch_stream::{Feed, Worker, WorkerShutdown, failed};
+use super::batch_stream::{PrefetchedBatches, Worker, WorkerShutdown, failed};
 use super::cursor::EpochPosition;
 use super::deferred::DeferredBatch;
 use super::loader_context::LoaderContext;
@@ -71,7 +71,7 @@ pub(super) fn feed<O: Send + 'static>(
     loader: Arc<dyn DataLoader<O>>,
     place: LoaderContext,
     start: EpochPosition,
-) -> Feed<O> {
+) -> PrefetchedBatches<O> {
     // Its iterator borrows the loader, so it lives and dies on one thread.
     let worker = Worker::start(AHEAD, WorkerShutdown::Awaited, move |sender| {
         let rounds = AssumedSteps {

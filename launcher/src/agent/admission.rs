@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::handshake::Refusal;
 use super::host::{Host, HostStatus};
-use super::message::{Entry, HostInfo, Purpose};
+use super::message::{ConnectionKind, HostInfo, JoinRequest};
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::settings::layout::Layout;
@@ -70,7 +70,7 @@ impl Admission {
     ///
     /// # Errors
     /// Why not.
-    pub(super) fn check(&self, entry: &Entry) -> std::result::Result<(), Refusal> {
+    pub(super) fn check(&self, entry: &JoinRequest) -> std::result::Result<(), Refusal> {
         let number = entry.host;
         let mut state = self.lock();
         let conflict = match () {
@@ -87,20 +87,20 @@ impl Admission {
         if let Some(conflict) = conflict {
             return Err(Refusal::Conflict(conflict));
         }
-        let Purpose::Messages(info) = &entry.purpose else {
+        let ConnectionKind::Messages(info) = &entry.purpose else {
             return Ok(());
         };
         if let (Some(own), Some(other)) = (&self.job, &info.job)
             && own != other
         {
             let text = format!("the job here is {own:?} by ACCEL_JOB, and {other:?} there");
-            return Err(Refusal::Ever(text));
+            return Err(Refusal::Permanent(text));
         }
         let until = Instant::now() + self.liveness * 3 / 2;
         loop {
             if let Some((code, text)) = &state.over {
                 let text = text.as_deref().unwrap_or("it ended well");
-                return Err(Refusal::Ever(format!(
+                return Err(Refusal::Permanent(format!(
                     "the job is over with exit code {code}: {text}"
                 )));
             }
@@ -129,7 +129,7 @@ impl Admission {
         let mut state = self.lock();
         if present(&state, host.number).is_some() {
             let text = format!("host {} has just been taken", host.number);
-            return Err(Refusal::Now(text));
+            return Err(Refusal::Retry(text));
         }
         state.present[host.number] = Some(Arc::clone(host));
         drop(state);
@@ -193,11 +193,11 @@ impl Admission {
         let mut state = self.lock();
         match refusal {
             // It asks again, or has only looked whether the port is open.
-            Refusal::Now(_) => return,
+            Refusal::Retry(_) => return,
             Refusal::Conflict(text) if !state.has_begun => {
                 state.conflict.get_or_insert_with(|| text.clone());
             }
-            Refusal::Ever(text) | Refusal::Conflict(text) => {
+            Refusal::Permanent(text) | Refusal::Conflict(text) => {
                 let text = format!("refused {address}: {text}");
                 if state.refused.len() < MAX_REFUSALS && !state.refused.contains(&text) {
                     note(&text);

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use accelerator_collective::Topology;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
+use super::acceptor::Acceptor;
 use super::admission::{Absent, Admission};
-use super::greeter::Greeter;
 use super::host::Host;
 use super::message::Plan;
 use super::trust;
@@ -69,8 +69,8 @@ impl Head {
             liveness,
             relay.clone(),
         ));
-        let greeter = Greeter::new(Arc::clone(&admission), token, liveness, relay.clone());
-        let address = greeter.listen(&place.endpoint)?;
+        let acceptor = Acceptor::new(Arc::clone(&admission), token, liveness, relay.clone());
+        let address = acceptor.listen(&place.endpoint)?;
         Ok(Self {
             place,
             address,
@@ -201,7 +201,7 @@ impl Spawner for HeadSpawner<'_> {
         for host in hosts {
             let own = self.head.master_addr.clone();
             host.begin(Plan {
-                epoch: settings.restart,
+                restart: settings.restart,
                 max_restarts: settings.max_restarts,
                 job: settings.job.clone(),
                 layout: layout.clone(),

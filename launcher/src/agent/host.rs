@@ -49,7 +49,7 @@ pub(super) struct Host {
 
 #[derive(Debug, Default)]
 struct HostState {
-    epoch: Option<u64>,
+    restart: Option<u64>,
     ranks: BTreeMap<usize, RankState>,
     outputs: [Option<TcpStream>; 2],
     is_ready: bool,
@@ -119,34 +119,37 @@ impl Host {
     /// Takes in what the host says.
     pub(super) fn receive(&self, message: ToHead) {
         let mut state = self.lock();
-        let now = state.epoch;
+        let now = state.restart;
         match message {
             ToHead::Ready => state.is_ready = true,
             ToHead::Failed { code, text } => {
                 let error = Error::of_host(code, format!("{}: {text}", self.shown()));
                 state.failure = Some(error);
             }
-            ToHead::Started { epoch, rank, pid } if now == Some(epoch) => {
+            ToHead::Started { restart, rank, pid } if now == Some(restart) => {
                 if let Some(rank) = state.ranks.get_mut(&rank) {
                     rank.pid = Some(pid);
                 }
             }
             ToHead::NotStarted {
-                epoch,
+                restart,
                 rank,
                 text,
                 is_usage,
-            } if now == Some(epoch) => {
+            } if now == Some(restart) => {
                 if let Some(rank) = state.ranks.get_mut(&rank) {
                     rank.not_started = Some((text, is_usage));
                 }
             }
-            ToHead::Ended { epoch, rank, end } if now == Some(epoch) => {
+            ToHead::Ended { restart, rank, end } if now == Some(restart) => {
                 if let Some(rank) = state.ranks.get_mut(&rank) {
                     rank.end.get_or_insert(end);
                 }
             }
-            ToHead::Swept { epoch, left_behind } if now == Some(epoch) => {
+            ToHead::Swept {
+                restart,
+                left_behind,
+            } if now == Some(restart) => {
                 state.swept = Some(left_behind);
             }
             ToHead::Asked { signal } => {
@@ -248,7 +251,7 @@ impl Host {
         }
         let mut state = self.lock();
         state.ranks = ranks;
-        state.epoch = Some(plan.epoch);
+        state.restart = Some(plan.restart);
         state.swept = None;
         if state.loss.is_some() {
             for rank in state.ranks.values_mut() {
@@ -269,7 +272,7 @@ impl Host {
         let until = Instant::now() + START_TIMEOUT;
         let mut state = self.lock();
         loop {
-            let epoch = state.epoch.unwrap_or_default();
+            let restart = state.restart.unwrap_or_default();
             let is_lost = state.loss.is_some();
             let Some(known) = state.ranks.get_mut(&rank) else {
                 let text = format!("rank {rank} is none of {}", self.shown());
@@ -286,7 +289,9 @@ impl Host {
                 let pid = known.pid.unwrap_or(0);
                 let output = std::mem::take(&mut known.readers);
                 let host = Arc::clone(self);
-                return Ok(Box::new(RemoteProcess::new(host, epoch, rank, pid, output)));
+                return Ok(Box::new(RemoteProcess::new(
+                    host, restart, rank, pid, output,
+                )));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -303,11 +308,11 @@ impl Host {
 
     /// Has the host end what runs of the attempt.
     pub(super) fn end(&self, first: Signal, grace: Duration) {
-        let epoch = self.lock().epoch;
-        if let Some(epoch) = epoch {
+        let restart = self.lock().restart;
+        if let Some(restart) = restart {
             let first = first.as_raw();
             self.line.send(&ToHost::EndAttempt {
-                epoch,
+                restart,
                 first,
                 grace,
             });
@@ -319,7 +324,7 @@ impl Host {
         let state = self.lock();
         match &state.swept {
             Some(left_behind) => Some(left_behind.clone()),
-            None if state.loss.is_some() || state.epoch.is_none() => Some(LeftBehind::default()),
+            None if state.loss.is_some() || state.restart.is_none() => Some(LeftBehind::default()),
             None => None,
         }
     }
@@ -337,9 +342,9 @@ impl Host {
     }
 
     /// Passes on what a rank of the host wrote; nothing at its end.
-    pub(super) fn forward(&self, epoch: u64, rank: usize, stream: Stream, bytes: &[u8]) {
+    pub(super) fn forward(&self, restart: u64, rank: usize, stream: Stream, bytes: &[u8]) {
         let mut state = self.lock();
-        if state.epoch != Some(epoch) {
+        if state.restart != Some(restart) {
             return;
         }
         let Some(known) = state.ranks.get_mut(&rank) else {
@@ -374,10 +379,10 @@ impl Host {
     }
 
     /// Blocks until `rank` has ended.
-    pub(super) fn wait(&self, epoch: u64, rank: usize) -> End {
+    pub(super) fn wait(&self, restart: u64, rank: usize) -> End {
         let mut state = self.lock();
         loop {
-            if state.epoch != Some(epoch) {
+            if state.restart != Some(restart) {
                 return End::Lost;
             }
             match state.ranks.get(&rank) {

@@ -14,19 +14,19 @@ pub(super) const PROTOCOL: u32 = 1;
 
 /// What the launcher of another host says of itself when it asks to be admitted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct JoinRequest {
     /// How many hosts it was told the job has.
     pub(super) hosts: usize,
     /// Which of them it is.
     pub(super) host: usize,
     /// What the connection is for.
-    pub(super) purpose: Purpose,
+    pub(super) purpose: ConnectionKind,
 }
 
 /// What a connection is for. A host has one for messages and one for each stream of output, so that output which nobody
 /// reads delays no message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Purpose {
+pub(super) enum ConnectionKind {
     /// Messages.
     Messages(HostInfo),
     /// A stream of the ranks' output.
@@ -55,7 +55,7 @@ pub(super) struct HostInfo {
 
 /// What the head says when it admits a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Welcome {
+pub(super) struct JoinReply {
     /// The number of this connection for messages.
     pub(super) session: u64,
     /// Silence for which a host is lost.
@@ -72,18 +72,21 @@ pub(super) enum ToHead {
     /// Its ranks can never be started; the launcher there ends with this code.
     Failed { code: u8, text: String },
     /// A rank was started.
-    Started { epoch: u64, rank: usize, pid: i32 },
+    Started { restart: u64, rank: usize, pid: i32 },
     /// A rank could not be started. It is the user's error where no other rank could be either.
     NotStarted {
-        epoch: u64,
+        restart: u64,
         rank: usize,
         text: String,
         is_usage: bool,
     },
     /// A rank has ended.
-    Ended { epoch: u64, rank: usize, end: End },
+    Ended { restart: u64, rank: usize, end: End },
     /// Nothing of the attempt runs any more.
-    Swept { epoch: u64, left_behind: LeftBehind },
+    Swept {
+        restart: u64,
+        left_behind: LeftBehind,
+    },
     /// A signal asks the launcher there to end.
     Asked { signal: i32 },
     /// The launcher there has forwarded a signal to its ranks.
@@ -97,14 +100,14 @@ pub(super) enum ToHost {
     StartAttempt(Plan),
     /// Send a signal.
     Signal {
-        epoch: u64,
+        restart: u64,
         rank: usize,
         signal: i32,
         scope: SignalScope,
     },
     /// End what runs of the attempt: `first` is the first signal, SIGKILL follows after `grace`.
     EndAttempt {
-        epoch: u64,
+        restart: u64,
         first: i32,
         grace: Duration,
     },
@@ -116,7 +119,7 @@ pub(super) enum ToHost {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Plan {
     /// How often the job has been restarted: the number of the attempt, which every message about it carries.
-    pub(super) epoch: u64,
+    pub(super) restart: u64,
     /// How often it is restarted at most.
     pub(super) max_restarts: u64,
     /// The name of the job.

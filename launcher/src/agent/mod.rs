@@ -1,8 +1,8 @@
 //! One launcher a host: how that of host 0, the head, has ranks started on the others. `README.md` beside this file
 //! explains the design.
 
+mod acceptor;
 mod admission;
-mod greeter;
 mod handshake;
 pub(crate) mod head;
 mod host;

@@ -14,7 +14,7 @@ use crate::process::{End, RankProcess};
 #[derive(Debug)]
 pub(super) struct RemoteProcess {
     host: Arc<Host>,
-    epoch: u64,
+    restart: u64,
     rank: usize,
     pid: i32,
     output: [Option<File>; 2],
@@ -25,14 +25,14 @@ impl RemoteProcess {
     /// `rank` of an attempt, whose process is `pid` on `host` and writes to `output`.
     pub(super) fn new(
         host: Arc<Host>,
-        epoch: u64,
+        restart: u64,
         rank: usize,
         pid: i32,
         output: [Option<File>; 2],
     ) -> Self {
         Self {
             host,
-            epoch,
+            restart,
             rank,
             pid,
             output,
@@ -42,7 +42,7 @@ impl RemoteProcess {
 
     fn send(&self, signal: Signal, scope: SignalScope) {
         self.host.say(&ToHost::Signal {
-            epoch: self.epoch,
+            restart: self.restart,
             rank: self.rank,
             signal: signal.as_raw(),
             scope,
@@ -76,8 +76,8 @@ impl RankProcess for RemoteProcess {
     }
 
     fn waiter(&self) -> Box<dyn FnOnce() -> End + Send> {
-        let (host, epoch, rank) = (Arc::clone(&self.host), self.epoch, self.rank);
-        Box::new(move || host.wait(epoch, rank))
+        let (host, restart, rank) = (Arc::clone(&self.host), self.restart, self.rank);
+        Box::new(move || host.wait(restart, rank))
     }
 
     fn signal(&self, signal: Signal) {

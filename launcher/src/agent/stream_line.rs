@@ -1,7 +1,7 @@
 //! The ranks' output between hosts: a connection for each stream, which carries the bytes of all ranks of a host.
 //!
 //! A rank whose output nobody reads waits, as it would on the head's own host: TCP takes no more from its host then.
-//! Frames are epoch (u64), rank (u32), length (u32) and the bytes; the end of a rank's stream is a frame of length 0.
+//! Frames are restart (u64), rank (u32), length (u32) and the bytes; the end of a rank's stream is a frame of length 0.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -48,16 +48,16 @@ impl StreamLine {
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub(super) fn send(&self, epoch: u64, rank: usize, pipe: File) -> Result<()> {
+    pub(super) fn send(&self, restart: u64, rank: usize, pipe: File) -> Result<()> {
         let line = self.clone();
         spawn(&format!("output-{rank}"), move || {
-            line.copy(epoch, rank, pipe)
+            line.copy(restart, rank, pipe)
         })
     }
 
-    fn copy(&self, epoch: u64, rank: usize, mut pipe: File) {
+    fn copy(&self, restart: u64, rank: usize, mut pipe: File) {
         let mut frame = vec![0; HEADER + CHUNK];
-        frame[..8].copy_from_slice(&epoch.to_le_bytes());
+        frame[..8].copy_from_slice(&restart.to_le_bytes());
         // There are far fewer ranks than numbers.
         frame[8..12].copy_from_slice(&(rank as u32).to_le_bytes());
         loop {
@@ -103,7 +103,7 @@ fn copy(connection: &mut TcpStream, host: &Host, stream: Stream) -> io::Error {
             return error;
         }
         let [a, b, c, d, e, f, g, h, rank @ ..] = header;
-        let epoch = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+        let restart = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
         let [a, b, c, d, e, f, g, h] = rank;
         let rank = u32::from_le_bytes([a, b, c, d]) as usize;
         let length = u32::from_le_bytes([e, f, g, h]) as usize;
@@ -113,7 +113,7 @@ fn copy(connection: &mut TcpStream, host: &Host, stream: Stream) -> io::Error {
         if let Err(error) = connection.read_exact(bytes) {
             return error;
         }
-        host.forward(epoch, rank, stream, bytes);
+        host.forward(restart, rank, stream, bytes);
     }
 }
 

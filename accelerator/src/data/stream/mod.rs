@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 
 pub use self::sample_stream::{SampleStream, StreamError, StreamItems, StreamPart};
 use super::batch_size_spec::Spec;
-use super::batch_stream::{Feed, read_ahead};
+use super::batch_stream::{PrefetchedBatches, read_ahead};
 use super::cursor::EpochPosition;
 use super::epoch::Reseed;
 use super::exchange_step::ReadPosition;
@@ -33,7 +33,7 @@ pub(super) trait SharedStream<O>: Send + Sync {
     fn sharing(&self) -> Sharing;
 
     /// This rank's batches of one pass.
-    fn feed(&self, pass: StreamPass) -> Feed<O>;
+    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O>;
 }
 
 /// How ranks share a stream.
@@ -132,7 +132,7 @@ impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Interleaved<S, O> {
         Sharing::Interleaved
     }
 
-    fn feed(&self, pass: StreamPass) -> Feed<O> {
+    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
         let (spec, timeline) = (pass.spec.clone(), pass.timeline.clone());
         read_ahead(
             &spec,
@@ -149,7 +149,7 @@ impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Parts<S, O> {
         Sharing::Parts
     }
 
-    fn feed(&self, pass: StreamPass) -> Feed<O> {
+    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
         Box::new(part_batches::PartBatches::new(self.0.clone(), pass))
     }
 }
@@ -165,7 +165,7 @@ where
         Sharing::Dispatched
     }
 
-    fn feed(&self, pass: StreamPass) -> Feed<O> {
+    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
         Box::new(dispatched::DispatchedBatches::new(self.0.clone(), pass))
     }
 }

@@ -14,7 +14,7 @@ use burn::tensor::{Device, FloatDType};
 
 use self::nccl::NcclSetup;
 pub(super) use self::nccl::{Nccl, PendingReduce};
-use self::path::Offer;
+use self::path::Capability;
 pub(super) use self::reader::{DeviceReader, PendingRead};
 use super::bucket_storage::Placement;
 use super::compression::Compression;
@@ -165,7 +165,7 @@ impl DeviceReducer {
     fn agree(&self, group: &ProcessGroup) -> Result<ReducePath> {
         let setup = NcclSetup::find(self.kind, &self.device);
         let offer = setup.as_ref().map(|setup| setup.place(group));
-        let offer: Offer = offer.map_err(String::clone);
+        let offer: Capability = offer.map_err(String::clone);
         let offers = group.all_gather_object(&offer)?;
         let connected = match path::obstacle(offers) {
             Some(why) => Err(why),

@@ -5,10 +5,10 @@ use crate::core::error::{Error, Kind};
 
 /// What a rank has to offer: the GPU that it would reduce on, with the NCCL that it has; or what it has in
 /// their place.
-pub(super) type Offer = core::result::Result<GpuLocation, String>;
+pub(super) type Capability = core::result::Result<GpuLocation, String>;
 
 /// Why not, if they cannot: the same on all ranks, which see the same offers.
-pub(super) fn obstacle(offers: Vec<Offer>) -> Option<String> {
+pub(super) fn obstacle(offers: Vec<Capability>) -> Option<String> {
     let mut places = Vec::with_capacity(offers.len());
     for (rank, offer) in offers.into_iter().enumerate() {
         match offer {

@@ -23,7 +23,7 @@ fn devices() -> Vec<Device> {
 }
 
 #[derive(Debug, Default)]
-struct Eyes(Mutex<Seen>);
+struct RecordingObserver(Mutex<Seen>);
 
 #[derive(Debug, Default)]
 struct Seen {
@@ -32,7 +32,7 @@ struct Seen {
     calibration: Option<Calibration>,
 }
 
-impl Observer for Eyes {
+impl Observer for RecordingObserver {
     fn begins(&self, depth: usize) {
         self.0.lock().unwrap().depth = Some(depth);
     }
@@ -53,7 +53,7 @@ fn leaf(values: [f32; 4], device: &Device) -> Tensor<2> {
 }
 
 fn depth_of(loss: Tensor<1>, anchors: &mut Anchors) -> usize {
-    let observer = Arc::new(Eyes::default());
+    let observer = Arc::new(RecordingObserver::default());
     let watching: Arc<dyn Observer> = observer.clone();
     watch(loss, anchors, Vec::new(), &watching).backward();
     let seen = observer.0.lock().unwrap();
@@ -78,7 +78,7 @@ fn calibrate(
                 .collect(),
         })
         .collect();
-    let observer = Arc::new(Eyes::default());
+    let observer = Arc::new(RecordingObserver::default());
     observer.0.lock().unwrap().calibration = Some(Calibration::new(leaves.len(), depths));
     let watching: Arc<dyn Observer> = observer.clone();
     let count = probes.len();
@@ -177,7 +177,7 @@ fn a_frozen_model_and_a_loss_without_nodes_are_watched_without_harm() {
         assert_eq!(ready[0], None);
         // The loss itself is a leaf.
         let leaf = Tensor::<1>::ones([1], &device).require_grad();
-        let observer: Arc<dyn Observer> = Arc::new(Eyes::default());
+        let observer: Arc<dyn Observer> = Arc::new(RecordingObserver::default());
         let gradients = watch(leaf.clone(), &mut anchors, Vec::new(), &observer).backward();
         let one = leaf.grad(&gradients).unwrap().into_scalar::<f32>();
         assert_eq!(one, 1.0);

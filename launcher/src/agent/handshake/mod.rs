@@ -3,8 +3,8 @@
 //! ```text
 //! host → head   MAGIC, Hello with nonce N
 //! head → host   MAGIC, Challenge with nonce M and mac("head", N, M)
-//! host → head   Entry, mac("host", M, N, entry)
-//! head → host   Welcome, mac("welcome", N, M, welcome)
+//! host → head   JoinRequest, mac("host", M, N, entry)
+//! head → host   JoinReply, mac("welcome", N, M, welcome)
 //! ```
 //!
 //! `mac` is the proof of the job's token; there is none where it is waived. Either side may refuse at its turn, and says
@@ -19,24 +19,24 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::line::{is_timeout, write_frame};
-use super::message::{Entry, PROTOCOL, Welcome};
+use super::message::{JoinReply, JoinRequest, PROTOCOL};
 
 /// What a connection between launchers begins with, in both directions.
 const MAGIC: [u8; 8] = *b"accel-hs";
 
-/// The length of the largest frame of a stranger.
+/// The length of the largest frame of a peer that has not proved the token.
 const MAX_FRAME: usize = 16 << 10;
 
-/// The length of the longest text of a stranger that is shown.
+/// The length of the longest text of an unauthenticated peer that is shown.
 const MAX_TEXT: usize = 400;
 
 /// Why a host is not admitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// It may be admitted when it asks again.
-    Now(String),
+    Retry(String),
     /// It never will.
-    Ever(String),
+    Permanent(String),
     /// Nor will this job ever begin: hosts contradict one another.
     Conflict(String),
 }
@@ -45,7 +45,7 @@ impl Refusal {
     /// Why.
     pub(super) fn text(&self) -> &str {
         match self {
-            Self::Now(text) | Self::Ever(text) | Self::Conflict(text) => text,
+            Self::Retry(text) | Self::Permanent(text) | Self::Conflict(text) => text,
         }
     }
 }
@@ -57,9 +57,9 @@ impl Refusal {
 pub(super) fn ask(
     stream: &TcpStream,
     token: Option<&Token>,
-    entry: &Entry,
+    entry: &JoinRequest,
     until: Instant,
-) -> Result<Welcome, Refusal> {
+) -> Result<JoinReply, Refusal> {
     let nonce = nonce()?;
     begin(stream)?;
     send(
@@ -75,7 +75,7 @@ pub(super) fn ask(
     let challenge = match receive(stream, until)? {
         FromHead::Challenge(challenge) => challenge,
         FromHead::Refused(refusal) => return Err(refusal.into()),
-        FromHead::Admitted { .. } => return Err(Refusal::Now(UNEXPECTED.to_owned())),
+        FromHead::Admitted { .. } => return Err(Refusal::Retry(UNEXPECTED.to_owned())),
     };
     let trusted = check_version(challenge.protocol, &challenge.version, "host 0").and_then(|()| {
         let own = challenge.nonce;
@@ -89,11 +89,11 @@ pub(super) fn ask(
     let own = trusted.map_err(|text| {
         // It is told, so that its user knows too. It may be gone.
         let _ = send(stream, &FromHost::Refused(Refused::ever(&text)));
-        Refusal::Ever(text)
+        Refusal::Permanent(text)
     })?;
     let body = json(entry)?;
     let proof = token.map(|token| token.prove("host", &[&own, &nonce, body.as_bytes()]));
-    send(stream, &FromHost::Entry { body, proof })?;
+    send(stream, &FromHost::JoinRequest { body, proof })?;
     match receive(stream, until)? {
         FromHead::Admitted { body, proof } => {
             let parts: [&[u8]; 3] = [&nonce, &own, body.as_bytes()];
@@ -102,11 +102,11 @@ pub(super) fn ask(
                 (Some(token), Some(proof)) if token.accepts("welcome", &parts, proof) => {
                     parse(&body)
                 }
-                _ => Err(Refusal::Ever(OTHER_TOKEN.to_owned())),
+                _ => Err(Refusal::Permanent(OTHER_TOKEN.to_owned())),
             }
         }
         FromHead::Refused(refusal) => Err(refusal.into()),
-        FromHead::Challenge(_) => Err(Refusal::Now(UNEXPECTED.to_owned())),
+        FromHead::Challenge(_) => Err(Refusal::Retry(UNEXPECTED.to_owned())),
     }
 }
 
@@ -118,7 +118,7 @@ pub(super) fn answer<T>(
     stream: &TcpStream,
     token: Option<&Token>,
     limit: Duration,
-    decide: impl FnOnce(Entry) -> Result<(Welcome, T), Refusal>,
+    decide: impl FnOnce(JoinRequest) -> Result<(JoinReply, T), Refusal>,
 ) -> Result<T, Refusal> {
     let soon = || Instant::now() + limit;
     check_magic(stream, soon())?;
@@ -126,19 +126,19 @@ pub(super) fn answer<T>(
     begin(stream)?;
     let refuse = |refusal: Refusal| {
         let told = match &refusal {
-            Refusal::Now(text) => Refused {
+            Refusal::Retry(text) => Refused {
                 text: text.clone(),
                 is_final: false,
             },
-            Refusal::Ever(text) | Refusal::Conflict(text) => Refused::ever(text),
+            Refusal::Permanent(text) | Refusal::Conflict(text) => Refused::ever(text),
         };
         let _ = send(stream, &FromHead::Refused(told));
         refusal
     };
     let version = check_version(hello.protocol, &hello.version, "it");
-    version.map_err(|text| refuse(Refusal::Ever(text)))?;
+    version.map_err(|text| refuse(Refusal::Permanent(text)))?;
     if hello.proves_token != token.is_some() {
-        return Err(refuse(Refusal::Ever(ONE_TOKEN.to_owned())));
+        return Err(refuse(Refusal::Permanent(ONE_TOKEN.to_owned())));
     }
     let (its, own) = (hello.nonce, nonce()?);
     send(
@@ -151,13 +151,13 @@ pub(super) fn answer<T>(
         }),
     )?;
     let (body, proof) = match receive(stream, soon())? {
-        FromHost::Entry { body, proof } => (body, proof),
+        FromHost::JoinRequest { body, proof } => (body, proof),
         FromHost::Refused(refusal) => return Err(refusal.into()),
     };
     if let Some(token) = token {
         let parts: [&[u8]; 3] = [&own, &its, body.as_bytes()];
         if !proof.is_some_and(|proof| token.accepts("host", &parts, &proof)) {
-            return Err(refuse(Refusal::Ever(OTHER_TOKEN.to_owned())));
+            return Err(refuse(Refusal::Permanent(OTHER_TOKEN.to_owned())));
         }
     }
     let (welcome, admitted) = decide(parse(&body)?).map_err(refuse)?;
@@ -203,7 +203,7 @@ enum FromHead {
 
 #[derive(Debug, Serialize, Deserialize)]
 enum FromHost {
-    Entry { body: String, proof: Option<Nonce> },
+    JoinRequest { body: String, proof: Option<Nonce> },
     Refused(Refused),
 }
 
@@ -223,19 +223,19 @@ impl Refused {
 }
 
 impl From<Refused> for Refusal {
-    /// The text is a stranger's: nothing in it may move a cursor.
+    /// The text is of an unauthenticated peer: nothing in it may move a cursor.
     fn from(refused: Refused) -> Self {
         let text = refused.text.chars().filter(|c| !c.is_control());
         let text = text.take(MAX_TEXT).collect();
         match refused.is_final {
-            true => Self::Ever(text),
-            false => Self::Now(text),
+            true => Self::Permanent(text),
+            false => Self::Retry(text),
         }
     }
 }
 
 fn nonce() -> Result<Nonce, Refusal> {
-    Token::nonce().map_err(|error| Refusal::Ever(error.to_string()))
+    Token::nonce().map_err(|error| Refusal::Permanent(error.to_string()))
 }
 
 fn check_version(protocol: u32, version: &str, who: &str) -> Result<(), String> {
@@ -256,7 +256,7 @@ fn check_version(protocol: u32, version: &str, who: &str) -> Result<(), String> 
 fn begin(mut stream: &TcpStream) -> Result<(), Refusal> {
     stream
         .write_all(&MAGIC)
-        .map_err(|error| Refusal::Now(error.to_string()))
+        .map_err(|error| Refusal::Retry(error.to_string()))
 }
 
 fn check_magic(stream: &TcpStream, until: Instant) -> Result<(), Refusal> {
@@ -264,13 +264,13 @@ fn check_magic(stream: &TcpStream, until: Instant) -> Result<(), Refusal> {
     read_exact(stream, &mut magic, until)?;
     match magic == MAGIC {
         true => Ok(()),
-        false => Err(Refusal::Ever(STRANGER.to_owned())),
+        false => Err(Refusal::Permanent(STRANGER.to_owned())),
     }
 }
 
 fn send(mut stream: &TcpStream, message: &impl Serialize) -> Result<(), Refusal> {
     let body = json(message)?;
-    write_frame(&mut stream, body.as_bytes()).map_err(|error| Refusal::Now(error.to_string()))
+    write_frame(&mut stream, body.as_bytes()).map_err(|error| Refusal::Retry(error.to_string()))
 }
 
 fn receive<T: DeserializeOwned>(stream: &TcpStream, until: Instant) -> Result<T, Refusal> {
@@ -278,11 +278,11 @@ fn receive<T: DeserializeOwned>(stream: &TcpStream, until: Instant) -> Result<T,
     read_exact(stream, &mut header, until)?;
     let length = u32::from_le_bytes(header) as usize;
     if length > MAX_FRAME {
-        return Err(Refusal::Ever(STRANGER.to_owned()));
+        return Err(Refusal::Permanent(STRANGER.to_owned()));
     }
     let mut body = vec![0; length];
     read_exact(stream, &mut body, until)?;
-    serde_json::from_slice(&body).map_err(|_| Refusal::Ever(STRANGER.to_owned()))
+    serde_json::from_slice(&body).map_err(|_| Refusal::Permanent(STRANGER.to_owned()))
 }
 
 fn read_exact(
@@ -293,28 +293,28 @@ fn read_exact(
     while !buffer.is_empty() {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Refusal::Now("it did not answer in time".to_owned()));
+            return Err(Refusal::Retry("it did not answer in time".to_owned()));
         }
         let read = stream
             .set_read_timeout(Some(left))
             .and_then(|()| stream.read(buffer));
         match read {
-            Ok(0) => return Err(Refusal::Now("it closed the connection".to_owned())),
+            Ok(0) => return Err(Refusal::Retry("it closed the connection".to_owned())),
             Ok(count) => buffer = &mut buffer[count..],
             Err(error) if is_timeout(&error) => {}
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(Refusal::Now(error.to_string())),
+            Err(error) => return Err(Refusal::Retry(error.to_string())),
         }
     }
     Ok(())
 }
 
 fn json(value: &impl Serialize) -> Result<String, Refusal> {
-    serde_json::to_string(value).map_err(|error| Refusal::Ever(error.to_string()))
+    serde_json::to_string(value).map_err(|error| Refusal::Permanent(error.to_string()))
 }
 
 fn parse<T: DeserializeOwned>(body: &str) -> Result<T, Refusal> {
-    serde_json::from_str(body).map_err(|_| Refusal::Ever(STRANGER.to_owned()))
+    serde_json::from_str(body).map_err(|_| Refusal::Permanent(STRANGER.to_owned()))
 }
 
 #[cfg(test)]

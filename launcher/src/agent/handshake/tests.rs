@@ -4,15 +4,15 @@ use std::net::TcpListener;
 use std::thread;
 
 use super::*;
-use crate::agent::message::{HostInfo, Purpose};
+use crate::agent::message::{ConnectionKind, HostInfo};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-fn entry() -> Entry {
-    Entry {
+fn entry() -> JoinRequest {
+    JoinRequest {
         hosts: 2,
         host: 1,
-        purpose: Purpose::Messages(HostInfo {
+        purpose: ConnectionKind::Messages(HostInfo {
             name: "b".to_owned(),
             pid: 7,
             ranks: 3,
@@ -34,7 +34,7 @@ fn meet(
         let (stream, _) = listener.accept().unwrap();
         answer(&stream, held.as_ref(), LIMIT, |entry| {
             verdict?;
-            let welcome = Welcome {
+            let welcome = JoinReply {
                 session: 9,
                 liveness: LIMIT,
                 name: "a".to_owned(),
@@ -66,12 +66,12 @@ fn both_sides_learn_why_a_host_is_refused() {
         let (asked, answered) = meet(asking, held, Ok(()));
         for refusal in [asked.unwrap_err(), answered.unwrap_err()] {
             assert!(
-                matches!(&refusal, Refusal::Ever(text) if text.contains(says)),
+                matches!(&refusal, Refusal::Permanent(text) if text.contains(says)),
                 "{refusal:?}"
             );
         }
     }
-    let refusal = Refusal::Ever("host 1 is there".to_owned());
+    let refusal = Refusal::Permanent("host 1 is there".to_owned());
     let (asked, answered) = meet(None, None, Err(refusal.clone()));
     assert_eq!((asked, answered), (Err(refusal.clone()), Err(refusal)));
 }
@@ -84,7 +84,7 @@ fn another_version_is_named_on_both_sides() {
     let hello = r#"{"protocol":7,"version":"9.9\u001b[2J","nonce":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],"proves_token":false,"more":1}"#;
     write_frame(&mut &stream, hello.as_bytes()).unwrap();
     let (head, _) = listener.accept().unwrap();
-    let refusal = answer(&head, None, LIMIT, |_| -> Result<(Welcome, ()), _> {
+    let refusal = answer(&head, None, LIMIT, |_| -> Result<(JoinReply, ()), _> {
         panic!("it is not admitted")
     });
     let text = refusal.unwrap_err().text().to_owned();
@@ -95,7 +95,7 @@ fn another_version_is_named_on_both_sides() {
 }
 
 #[test]
-fn strangers_are_told_apart_from_those_who_are_not_there_yet() {
+fn a_peer_that_never_fits_is_told_apart_from_one_that_does_not_answer_yet() {
     for (sent, is_final) in [
         (&b"HTTP/1.1 400 Bad Request\r\n"[..], true),
         (b"acc", false),
@@ -111,7 +111,11 @@ fn strangers_are_told_apart_from_those_who_are_not_there_yet() {
         });
         let stream = TcpStream::connect(address).unwrap();
         let refusal = ask(&stream, None, &entry(), Instant::now() + LIMIT).unwrap_err();
-        assert_eq!(matches!(refusal, Refusal::Ever(_)), is_final, "{refusal:?}");
+        assert_eq!(
+            matches!(refusal, Refusal::Permanent(_)),
+            is_final,
+            "{refusal:?}"
+        );
         drop(server.join().unwrap());
     }
 }

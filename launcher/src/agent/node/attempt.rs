@@ -39,7 +39,7 @@ struct Sweep {
 /// The ranks of this host.
 struct LocalRanks<'a> {
     agent: &'a Agent<'a>,
-    epoch: u64,
+    restart: u64,
     first_rank: usize,
     known: &'a mut Vec<KnownRank>,
     /// By local rank.
@@ -61,12 +61,12 @@ impl Agent<'_> {
         let settings = self.settings(&plan);
         let package_dir = program.package_dir.as_deref();
         let environment = RankEnv::new(&settings, plan.store_port, None, package_dir);
-        let epoch = plan.epoch;
+        let restart = plan.restart;
         last.plan = Some(plan);
         last.ranks.clear();
         let mut ranks = LocalRanks {
             agent: self,
-            epoch,
+            restart,
             first_rank: environment.ranks().start,
             known: &mut last.ranks,
             group: Vec::with_capacity(environment.ranks().len()),
@@ -92,7 +92,7 @@ impl Agent<'_> {
         let settings = self.node.settings.clone();
         let settings = settings.on_host(host, plan.layout.clone(), plan.store_host.clone());
         Settings {
-            restart: plan.epoch,
+            restart: plan.restart,
             max_restarts: plan.max_restarts,
             job: plan.job.clone(),
             ..settings
@@ -102,14 +102,14 @@ impl Agent<'_> {
 
 impl LocalRanks<'_> {
     fn start(&mut self, program: &Program, environment: &RankEnv, channel: &Channel) -> Result<()> {
-        let (line, epoch) = (&self.agent.line, self.epoch);
+        let (line, restart) = (&self.agent.line, self.restart);
         for rank in environment.ranks() {
             let mut process = match program.spawner.spawn(rank, environment) {
                 Ok(process) => process,
                 Err(error) => {
                     // The head ends those before it.
                     line.send(&ToHead::NotStarted {
-                        epoch,
+                        restart,
                         rank,
                         text: chain(&error),
                         is_usage: error.is_usage(),
@@ -118,7 +118,7 @@ impl LocalRanks<'_> {
                 }
             };
             let pid = process.pid();
-            line.send(&ToHead::Started { epoch, rank, pid });
+            line.send(&ToHead::Started { restart, rank, pid });
             self.known.push(KnownRank {
                 rank,
                 pid,
@@ -132,7 +132,7 @@ impl LocalRanks<'_> {
             self.group.push(process);
             for (stream, pipe) in streams {
                 if let Some(pipe) = pipe {
-                    self.agent.outputs[stream as usize].send(epoch, rank, pipe)?;
+                    self.agent.outputs[stream as usize].send(restart, rank, pipe)?;
                 }
             }
         }
@@ -145,16 +145,16 @@ impl LocalRanks<'_> {
             while let Some(inbound) = self.agent.inbox.take() {
                 match inbound {
                     Inbound::Message(ToHost::Signal {
-                        epoch,
+                        restart,
                         rank,
                         signal,
                         scope,
-                    }) if epoch == self.epoch => self.signal(rank, signal, scope),
+                    }) if restart == self.restart => self.signal(rank, signal, scope),
                     Inbound::Message(ToHost::EndAttempt {
-                        epoch,
+                        restart,
                         first,
                         grace,
-                    }) if epoch == self.epoch => {
+                    }) if restart == self.restart => {
                         let first = Signal::from_named_raw(first).unwrap_or(Signal::KILL);
                         return Ok(Ok(Sweep { first, grace }));
                     }
@@ -204,7 +204,7 @@ impl LocalRanks<'_> {
             remains.sweep(&mut self.group, first, grace, scope, channel)
         });
         self.agent.line.send(&ToHead::Swept {
-            epoch: self.epoch,
+            restart: self.restart,
             left_behind,
         });
         asked.or(swept.asked_to_end)
@@ -219,7 +219,7 @@ impl LocalRanks<'_> {
         if let Some(known) = at.and_then(|at| self.known.get_mut(at)) {
             known.end = Some(end);
             self.agent.line.send(&ToHead::Ended {
-                epoch: self.epoch,
+                restart: self.restart,
                 rank,
                 end,
             });

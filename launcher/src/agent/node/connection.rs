@@ -9,7 +9,7 @@ use accelerator_collective::rendezvous::Token;
 
 use crate::agent::handshake::{Refusal, ask};
 use crate::agent::line::spawn;
-use crate::agent::message::{Entry, HostInfo, Purpose, Welcome};
+use crate::agent::message::{ConnectionKind, HostInfo, JoinReply, JoinRequest};
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
 use crate::output::Stream;
@@ -53,7 +53,7 @@ impl Connection {
         relay: &Relay,
         channel: &Channel,
     ) -> Result<Self> {
-        let asker = Asker {
+        let joiner = Joiner {
             place: place.clone(),
             token,
             info,
@@ -63,7 +63,7 @@ impl Connection {
         let relay = relay.clone();
         // It ends with this process, where a signal ends the wait.
         spawn("connect", move || {
-            let _ = sender.send(asker.open());
+            let _ = sender.send(joiner.open());
             relay.send(Event::Message);
         })?;
         loop {
@@ -77,14 +77,14 @@ impl Connection {
     }
 }
 
-struct Asker {
+struct Joiner {
     place: HostPlace,
     token: Option<Token>,
     info: HostInfo,
     until: Instant,
 }
 
-impl Asker {
+impl Joiner {
     fn open(&self) -> Result<Connection> {
         let endpoint = &self.place.endpoint;
         let began = Instant::now();
@@ -92,10 +92,10 @@ impl Asker {
         loop {
             let failure = match self.ask() {
                 Ok(connection) => return Ok(connection),
-                Err(Refusal::Ever(text) | Refusal::Conflict(text)) => {
+                Err(Refusal::Permanent(text) | Refusal::Conflict(text)) => {
                     return Err(Error::usage(format!("host 0 at {endpoint}: {text}")));
                 }
-                Err(Refusal::Now(text)) => text,
+                Err(Refusal::Retry(text)) => text,
             };
             if Instant::now() + RETRY > self.until {
                 return Err(Error::system(format!(
@@ -118,10 +118,10 @@ impl Asker {
     /// One attempt, with every address that the endpoint has now.
     fn ask(&self) -> std::result::Result<Connection, Refusal> {
         let Endpoint { host, port } = &self.place.endpoint;
-        let now = |error: &std::io::Error| Refusal::Now(error.to_string());
+        let now = |error: &std::io::Error| Refusal::Retry(error.to_string());
         let addresses = (host.as_str(), *port).to_socket_addrs();
         let addresses = addresses.map_err(|error| now(&error))?;
-        let mut failure = Refusal::Now(format!("the name {host} has no address"));
+        let mut failure = Refusal::Retry(format!("the name {host} has no address"));
         for address in addresses {
             match self.connect(address) {
                 Ok(messages) => return self.enter(messages, address),
@@ -137,11 +137,11 @@ impl Asker {
         address: SocketAddr,
     ) -> std::result::Result<Connection, Refusal> {
         let info = self.info.clone();
-        let welcome = self.present(&messages, Purpose::Messages(info))?;
+        let welcome = self.present(&messages, ConnectionKind::Messages(info))?;
         let session = welcome.session;
         let output = |stream| -> std::result::Result<_, Refusal> {
             let connection = self.connect(address)?;
-            self.present(&connection, Purpose::Output { stream, session })?;
+            self.present(&connection, ConnectionKind::Output { stream, session })?;
             Ok(connection)
         };
         Ok(Connection {
@@ -156,16 +156,17 @@ impl Asker {
     fn connect(&self, address: SocketAddr) -> std::result::Result<TcpStream, Refusal> {
         let left = self.until.saturating_duration_since(Instant::now());
         let left = left.clamp(Duration::from_millis(10), CONNECT_TIMEOUT);
-        TcpStream::connect_timeout(&address, left).map_err(|error| Refusal::Now(error.to_string()))
+        TcpStream::connect_timeout(&address, left)
+            .map_err(|error| Refusal::Retry(error.to_string()))
     }
 
     fn present(
         &self,
         connection: &TcpStream,
-        purpose: Purpose,
-    ) -> std::result::Result<Welcome, Refusal> {
+        purpose: ConnectionKind,
+    ) -> std::result::Result<JoinReply, Refusal> {
         let HostPlace { hosts, host, .. } = self.place;
-        let entry = Entry {
+        let entry = JoinRequest {
             hosts,
             host,
             purpose,

@@ -243,7 +243,7 @@ impl Agent<'_> {
                 loss: text,
                 world_size: plan.map_or(0, |plan| plan.layout.ranks()),
                 job: plan.map_or("", |plan| &plan.job),
-                restarts: plan.map_or(0, |plan| plan.epoch),
+                restarts: plan.map_or(0, |plan| plan.restart),
                 ranks: &last.ranks,
             },
             self.node.command,

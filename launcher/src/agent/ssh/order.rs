@@ -111,7 +111,7 @@ mod tests {
             connection: None,
             port: 7,
         };
-        let mut sent = b"Welcome to a!\n\0\0accel-launch \xff".to_vec();
+        let mut sent = b"JoinReply to a!\n\0\0accel-launch \xff".to_vec();
         greet(&mut sent, &hello).unwrap();
         sent.extend_from_slice(b"output");
         let mut input = sent.as_slice();

@@ -13,7 +13,7 @@ use super::admission::Admission;
 use super::handshake::{Refusal, answer};
 use super::host::Host;
 use super::line::{Line, LineStart, spawn};
-use super::message::{Purpose, Welcome};
+use super::message::{ConnectionKind, JoinReply};
 use super::stream_line;
 use crate::error::{Error, Result, chain};
 use crate::output::Stream;
@@ -21,24 +21,24 @@ use crate::settings::nodes::Endpoint;
 use crate::supervisor::signals::Relay;
 use crate::text::host_name;
 
-/// How long a stranger may take for each message.
-const STRANGER_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long an unauthenticated peer may take for each message.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How many strangers are listened to at once.
-const MAX_STRANGERS: usize = 256;
+/// How many pending are listened to at once.
+const MAX_PENDING_HANDSHAKES: usize = 256;
 
 /// How long to wait where the system takes no connection.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Listens to whoever connects.
 #[derive(Debug)]
-pub(super) struct Greeter {
+pub(super) struct Acceptor {
     admission: Arc<Admission>,
     token: Option<Token>,
     liveness: Duration,
     relay: Relay,
     sessions: AtomicU64,
-    strangers: AtomicUsize,
+    pending: AtomicUsize,
 }
 
 /// What a connection is, once it has been admitted.
@@ -47,7 +47,7 @@ enum Admitted {
     Output(Arc<Host>, Stream),
 }
 
-impl Greeter {
+impl Acceptor {
     /// Admits by `token` the hosts that `admission` admits.
     pub(super) fn new(
         admission: Arc<Admission>,
@@ -61,7 +61,7 @@ impl Greeter {
             liveness,
             relay,
             sessions: AtomicU64::new(1),
-            strangers: AtomicUsize::new(0),
+            pending: AtomicUsize::new(0),
         }
     }
 
@@ -74,8 +74,8 @@ impl Greeter {
         let address = listener
             .local_addr()
             .map_err(|error| Error::system("the own address cannot be read").with_source(error))?;
-        let greeter = Arc::new(self);
-        spawn("hosts", move || greeter.accept(&listener))?;
+        let acceptor = Arc::new(self);
+        spawn("hosts", move || acceptor.accept(&listener))?;
         Ok(address.ip())
     }
 
@@ -86,22 +86,22 @@ impl Greeter {
                 thread::sleep(PAUSE);
                 continue;
             };
-            if self.strangers.fetch_add(1, Ordering::Relaxed) < MAX_STRANGERS {
-                let greeter = Arc::clone(&self);
-                let greet = move || {
-                    greeter.greet(connection);
-                    greeter.strangers.fetch_sub(1, Ordering::Relaxed);
+            if self.pending.fetch_add(1, Ordering::Relaxed) < MAX_PENDING_HANDSHAKES {
+                let acceptor = Arc::clone(&self);
+                let handshake = move || {
+                    acceptor.shake_hands(connection);
+                    acceptor.pending.fetch_sub(1, Ordering::Relaxed);
                 };
-                if spawn("stranger", greet).is_ok() {
+                if spawn("handshake", handshake).is_ok() {
                     continue;
                 }
             }
             // It asks again.
-            self.strangers.fetch_sub(1, Ordering::Relaxed);
+            self.pending.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    fn greet(&self, connection: TcpStream) {
+    fn shake_hands(&self, connection: TcpStream) {
         let (Ok(peer), Ok(own)) = (connection.peer_addr(), connection.local_addr()) else {
             return;
         };
@@ -109,19 +109,19 @@ impl Greeter {
         let addresses = [peer, own].map(|address| address.ip().to_canonical());
         let mut added = None;
         let token = self.token.as_ref();
-        let admitted = answer(&connection, token, STRANGER_TIMEOUT, |entry| {
+        let admitted = answer(&connection, token, HANDSHAKE_TIMEOUT, |entry| {
             self.admission.check(&entry)?;
             let session = self.sessions.fetch_add(1, Ordering::Relaxed);
-            let welcome = Welcome {
+            let welcome = JoinReply {
                 session,
                 liveness: self.liveness,
                 name: host_name(),
             };
             match entry.purpose {
-                Purpose::Messages(info) => {
-                    let failed = |error: Error| Refusal::Now(chain(&error));
+                ConnectionKind::Messages(info) => {
+                    let failed = |error: Error| Refusal::Retry(chain(&error));
                     let copy = connection.try_clone();
-                    let copy = copy.map_err(|error| Refusal::Now(error.to_string()))?;
+                    let copy = copy.map_err(|error| Refusal::Retry(error.to_string()))?;
                     let (line, start) = Line::new(copy).map_err(failed)?;
                     let relay = self.relay.clone();
                     let host = Host::new(entry.host, info, addresses, session, line, relay);
@@ -130,10 +130,10 @@ impl Greeter {
                     added = Some(Arc::clone(&host));
                     Ok((welcome, Admitted::Messages(host, start)))
                 }
-                Purpose::Output { stream, session } => {
+                ConnectionKind::Output { stream, session } => {
                     let host = self.admission.of_session(entry.host, session);
                     let host = host.ok_or_else(|| {
-                        Refusal::Now(format!("host {} has no such connection", entry.host))
+                        Refusal::Retry(format!("host {} has no such connection", entry.host))
                     })?;
                     Ok((welcome, Admitted::Output(host, stream)))
                 }
