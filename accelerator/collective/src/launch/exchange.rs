@@ -12,7 +12,7 @@ use std::{
 use super::{pmi1, pmix};
 use crate::{
     error::{Error, Kind, Result},
-    rendezvous::{Meeting, Rendezvous, StorePlace, Token},
+    rendezvous::{MAX_WAIT, Meeting, Rendezvous, StorePlace, Token},
     topology::Topology,
     transport_kind::TransportKind,
 };
@@ -49,7 +49,7 @@ impl Exchange {
     ) -> Result<Meeting> {
         /// What the launcher has told this process.
         static TOLD: OnceLock<Result<String>> = OnceLock::new();
-        let deadline = Instant::now() + connect_timeout;
+        let deadline = Instant::now() + connect_timeout.min(MAX_WAIT);
         let mut listening = None;
         let told = TOLD.get_or_init(|| {
             let own = match topology.is_main() {

@@ -52,6 +52,8 @@ use crate::{
 /// are exchanged when the ranks connect, once in a process. Slurm's variables come without a token, so ranks on several
 /// hosts need `ACCEL_TOKEN_FILE`, or `srun --mpi=pmi2`.
 ///
+/// `LOCAL_RANK` may be told without `LOCAL_WORLD_SIZE`: the ranks find out the rest, and whether it agrees.
+///
 /// Further variables:
 ///
 /// | variable | meaning |
