@@ -1,6 +1,6 @@
 //! The hosts of a job: how many there are, which one this is, and where they find host 0.
 //!
-//! What says so are options alone. Whoever reads an operator's variables too does it in [`resolve`], where options win.
+//! Options say so, and where they do not, the variables of the engine that has started a launcher on every host.
 
 use std::fmt;
 use std::net::{IpAddr, ToSocketAddrs};
@@ -8,9 +8,9 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 use std::time::Duration;
 
-use accelerator_collective::Topology;
+use accelerator_collective::{AgentLaunch, AgentProcesses, Topology};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::gpu::id::GpuIds;
 use crate::gpu::inventory;
 use crate::gpu::visible::{VISIBLE, Visible};
@@ -56,12 +56,17 @@ pub(crate) enum PerHost {
 }
 
 /// The options with the number of ranks on this host in the place of what stands for it, and the place of this host
-/// where there are several.
+/// where there are several. `lookup` finds the variables of an engine.
 ///
 /// # Errors
-/// When options are missing or contradict one another, or there is no GPU to count.
-pub(crate) fn resolve(options: &Options) -> Result<(Options, Option<HostPlace>)> {
+/// When options are missing or contradict one another, an engine's variables are malformed, or there is no GPU to
+/// count.
+pub(crate) fn resolve(
+    options: &Options,
+    lookup: impl Fn(&str) -> Option<String>,
+) -> Result<(Options, Option<HostPlace>)> {
     let mut options = options.clone();
+    complete(&mut options, lookup)?;
     let place = place(&options)?;
     if let Some(per_host) = options.nproc_per_node {
         options.num_processes = Some(Processes::exactly(per_host.count(&options)?));
@@ -81,6 +86,52 @@ pub(crate) fn resolve(options: &Options) -> Result<(Options, Option<HostPlace>)>
         }
     }
     Ok((options, place))
+}
+
+/// Adds what an engine tells to what options leave open. A job is on this host alone where options say `--num-processes`
+/// or `--nnodes 1`.
+fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
+    let is_here = options.num_processes.is_some() || options.nnodes == Some(NonZeroUsize::MIN);
+    let has_endpoint = options.rdzv_endpoint.is_some() || options.master_addr.is_some();
+    if is_here || (options.nnodes.is_some() && options.node_rank.is_some() && has_endpoint) {
+        return Ok(());
+    }
+    let engine = AgentLaunch::from_vars(lookup).map_err(|error| {
+        Error::usage(format!(
+            "{}; for a job on this host alone, give --nnodes 1",
+            chain(&error)
+        ))
+    })?;
+    let Some(engine) = engine else {
+        return Ok(());
+    };
+    if options.nnodes.is_none() {
+        let Some(nodes) = engine.nodes.filter(|nodes| nodes.most > 1) else {
+            return Ok(());
+        };
+        if nodes.least < nodes.most {
+            return Err(Error::usage(format!(
+                "{} by {} asks for {nodes} hosts, and a job has one number of hosts: give it in --nnodes",
+                engine.source.variable, engine.source.launcher
+            )));
+        }
+        options.nnodes = NonZeroUsize::new(nodes.most);
+    }
+    options.node_rank = options.node_rank.or(engine.node);
+    if !has_endpoint {
+        options.rdzv_endpoint = engine.head.map(|head| Endpoint {
+            host: head.host,
+            port: head.port.unwrap_or(Endpoint::DEFAULT_PORT),
+        });
+    }
+    if options.nproc_per_node.is_none() {
+        options.nproc_per_node = match engine.processes {
+            Some(AgentProcesses::Number(count)) => NonZeroUsize::new(count).map(PerHost::Count),
+            Some(_) => Some(PerHost::Auto),
+            None => None,
+        };
+    }
+    Ok(())
 }
 
 fn place(options: &Options) -> Result<Option<HostPlace>> {
@@ -257,7 +308,85 @@ mod tests {
             ..Options::default()
         };
         change(&mut options);
-        resolve(&options)
+        resolve(&options, |_| None)
+    }
+
+    /// What becomes of options where an engine has set variables, such as `PET_NNODES=2`.
+    fn under(options: &Options, variables: &str) -> Result<(Options, Option<HostPlace>)> {
+        resolve(options, |name| {
+            let mut set = variables
+                .split_whitespace()
+                .filter_map(|set| set.split_once('='));
+            set.find(|(key, _)| *key == name)
+                .map(|(_, value)| value.to_owned())
+        })
+    }
+
+    #[test]
+    fn an_engine_tells_what_options_leave_open() {
+        let train_job = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=3 PET_MASTER_ADDR=head \
+                         PET_MASTER_PORT=29500";
+        let (options, place) = under(&Options::default(), train_job).unwrap();
+        let place = place.unwrap();
+        assert_eq!((place.hosts, place.host), (2, 1));
+        assert_eq!(place.endpoint.to_string(), "head:29500");
+        assert_eq!(options.processes().most.get(), 3);
+
+        let given = Options {
+            node_rank: Some(0),
+            rdzv_endpoint: "other:7".parse().ok(),
+            nproc_per_node: Some(PerHost::Count(NonZeroUsize::MIN)),
+            ..Options::default()
+        };
+        let (options, place) = under(&given, train_job).unwrap();
+        let place = place.unwrap();
+        assert_eq!(
+            (place.host, place.endpoint.to_string()),
+            (0, "other:7".to_owned())
+        );
+        assert_eq!(options.processes().most.get(), 1);
+
+        let step = "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_TASKS=2 \
+                    SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1";
+        let (_, place) = under(&Options::default(), step).unwrap();
+        let place = place.unwrap();
+        assert_eq!(
+            (place.hosts, place.host, &*place.endpoint.host),
+            (2, 1, "n1")
+        );
+
+        let indexed = Options {
+            nnodes: NonZeroUsize::new(2),
+            rdzv_endpoint: "h".parse().ok(),
+            ..Options::default()
+        };
+        let (_, place) = under(&indexed, "JOB_COMPLETION_INDEX=1").unwrap();
+        assert_eq!(place.unwrap().host, 1);
+    }
+
+    #[test]
+    fn an_engine_does_not_make_a_job_of_several_hosts_out_of_one_that_is_asked_for_here() {
+        let train_job = "PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=head";
+        for options in [
+            Options {
+                num_processes: NonZeroUsize::new(2).map(Processes::exactly),
+                ..Options::default()
+            },
+            Options {
+                nnodes: Some(NonZeroUsize::MIN),
+                ..Options::default()
+            },
+        ] {
+            assert_eq!(under(&options, train_job).unwrap().1, None);
+        }
+        let alone = "PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=4 JOB_COMPLETION_INDEX=5";
+        assert_eq!(under(&Options::default(), alone).unwrap().1, None);
+        let range = under(&Options::default(), "PET_NNODES=1:4 PET_RDZV_ENDPOINT=h");
+        let text = range.unwrap_err().to_string();
+        assert!(
+            text.contains("PET_NNODES") && text.contains("1:4"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub(crate) fn run(
         return ssh::run(&hosts, options, arguments, command, relay, channel);
     }
     let target = Target::parse(options)?;
-    let (options, place) = nodes::resolve(options)?;
+    let (options, place) = nodes::resolve(options, variable)?;
     let options = &options;
     if place.is_none() {
         accelerator_collective::check_alone(variable).map_err(|error| {
