@@ -217,8 +217,9 @@ pub(crate) fn write(
     let mut text = serde_json::to_vec_pretty(&file)?;
     text.push(b'\n');
     let draft = folder.join(format!("{FILE}.partial"));
-    std::fs::write(&draft, text)?;
-    std::fs::rename(&draft, folder.join(FILE))
+    let written = std::fs::write(&draft, text);
+    let written = written.and_then(|()| std::fs::rename(&draft, folder.join(FILE)));
+    written.inspect_err(|_| drop(std::fs::remove_file(&draft)))
 }
 
 impl FirstFailure {

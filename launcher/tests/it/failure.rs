@@ -33,6 +33,19 @@ fn one_failure_ends_the_others_and_gives_the_code() {
 }
 
 #[test]
+fn a_report_that_cannot_be_written_is_not_named_as_written() {
+    let folder = Folder::new();
+    folder.script("fail.sh", "mkdir -p logs/latest/failure.json; exit 7");
+    let ended = folder
+        .launch(["-n", "1", "--log-dir", "logs", "fail.sh"])
+        .expect(7)
+        .says("failure.json cannot be written");
+    assert!(!ended.stderr.contains("this report"), "{ended:?}");
+    let partial = folder.path().join("logs/latest/failure.json.partial");
+    assert!(!partial.exists());
+}
+
+#[test]
 fn c21_ranks_that_sleep_end_with_those_that_fail() {
     let folder = Folder::new();
     folder.script(

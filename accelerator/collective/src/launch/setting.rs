@@ -72,7 +72,9 @@ impl fmt::Display for Origin {
 /// // A job of Slurm's with one task, outside of a step.
 /// let launch = Launch::from_vars(|name| (name == "SLURM_JOB_ID").then(|| "7".to_owned()))?;
 /// assert_eq!(launch.source(), None);
-/// assert_eq!(launch.noticed()[0].to_string(), "Slurm (SLURM_JOB_ID)");
+/// let noticed = launch.noticed()[0];
+/// assert_eq!((noticed.launcher, noticed.variable), ("Slurm", "SLURM_JOB_ID"));
+/// assert_eq!(noticed.to_string(), "Slurm (SLURM_JOB_ID)");
 /// # Ok::<(), accelerator_collective::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::restart::{AttemptFailure, Decision, Restarts};
@@ -319,11 +319,9 @@ impl JobLoop<'_> {
     /// Records the end of the job; where it failed, shows the last failure as the job's.
     fn finish(&self, history: &JobHistory, end: &JobEnd) {
         let reason = end.reason.as_deref();
-        self.record(history, end.outcome, reason);
+        let report = self.record(history, end.outcome, reason);
         let has_failed = end.outcome == JobOutcome::Failed;
         if let Some(last) = history.failures.last().filter(|_| has_failed) {
-            let report = self.settings.log_dir.as_ref();
-            let report = report.map(|dir| dir.join(report::FILE));
             history.output.note(&last.block(report.as_deref()));
         }
         if end.outcome == JobOutcome::Preempted && !self.options.quiet {
@@ -338,14 +336,22 @@ impl JobLoop<'_> {
         }
     }
 
-    fn record(&self, history: &JobHistory, outcome: JobOutcome, reason: Option<&str>) {
-        if let Some(dir) = &self.settings.log_dir
-            && let Err(error) = report::write(dir, &history.failures, outcome, reason)
-        {
-            history.output.note(&format!(
-                "{} cannot be written: {error}",
-                dir.join(report::FILE).display()
-            ));
+    /// Writes the report, where there is a folder for it; gives the path of what was written.
+    fn record(
+        &self,
+        history: &JobHistory,
+        outcome: JobOutcome,
+        reason: Option<&str>,
+    ) -> Option<PathBuf> {
+        let dir = self.settings.log_dir.as_ref()?;
+        let path = dir.join(report::FILE);
+        match report::write(dir, &history.failures, outcome, reason) {
+            Ok(()) => Some(path),
+            Err(error) => {
+                let text = format!("{} cannot be written: {error}", path.display());
+                history.output.note(&text);
+                None
+            }
         }
     }
 }

@@ -47,6 +47,8 @@ use engines::ENGINES;
 /// assert_eq!(launch.processes, Some(AgentProcesses::Auto));
 /// assert_eq!(launch.head.unwrap().to_string(), "job-node-0-0.job:29500");
 /// assert_eq!(launch.source.variable, "PET_NNODES");
+/// assert_eq!(launch.nodes.map(|nodes| nodes.most), Some(2));
+/// assert!(launch.job.is_none() && launch.noticed.is_empty());
 ///
 /// assert!(AgentLaunch::from_vars(|_| None)?.is_none());
 /// # Ok(())
