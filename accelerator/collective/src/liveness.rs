@@ -41,7 +41,7 @@ pub(crate) fn bounded(timeout: Duration) -> Duration {
 }
 
 /// The liveness timeout where neither the program nor the launch sets one.
-pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) use accelerator_env::DEFAULT_LIVENESS as DEFAULT_TIMEOUT;
 
 /// With a shorter timeout the scheduler would decide which ranks are lost. The grammar of `ACCEL_LIVENESS_TIMEOUT` has the
 /// same bound.

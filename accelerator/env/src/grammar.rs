@@ -105,6 +105,15 @@ impl fmt::Display for Grammar {
 /// ```
 pub const SHORTEST_LIVENESS: Duration = Duration::from_millis(100);
 
+/// The liveness timeout where `ACCEL_LIVENESS_TIMEOUT` is not set.
+///
+/// ```
+/// use accelerator_env::{DEFAULT_LIVENESS, LIVENESS_TIMEOUT, seconds};
+///
+/// assert_eq!(seconds(LIVENESS_TIMEOUT.default), Some(DEFAULT_LIVENESS));
+/// ```
+pub const DEFAULT_LIVENESS: Duration = Duration::from_secs(5);
+
 /// Reads a variable that is on or off; an empty one is off.
 ///
 /// ```

@@ -15,7 +15,7 @@
 //! assert!(VARIABLES.iter().all(|variable| variable.name.starts_with("ACCEL_")));
 //! ```
 
-pub use grammar::{Grammar, SHORTEST_LIVENESS, number, port, seconds, switch};
+pub use grammar::{DEFAULT_LIVENESS, Grammar, SHORTEST_LIVENESS, number, port, seconds, switch};
 pub use table::*;
 pub use variable::{Reader, Variable};
 

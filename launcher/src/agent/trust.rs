@@ -3,24 +3,21 @@
 use std::time::Duration;
 
 use accelerator_collective::rendezvous::{Security, Token};
-use accelerator_env::{LIVENESS_TIMEOUT, TOKEN_FILE};
+use accelerator_env::{DEFAULT_LIVENESS, LIVENESS_TIMEOUT};
 
-use crate::error::{Error, Result, chain};
+use crate::error::{Error, Result};
+use crate::supervisor::store::{given_security, given_token};
 use crate::variables;
-
-/// Silence of a host for which it is lost, where nothing else is asked for: that of ranks.
-const DEFAULT_LIVENESS: Duration = Duration::from_secs(5);
 
 /// The token of the job: that of `ACCEL_TOKEN_FILE`; `None` where `ACCEL_INSECURE=1` waives it.
 ///
 /// # Errors
 /// When there is neither, or the file cannot be read.
 pub(crate) fn token() -> Result<Option<Token>> {
-    if let Some(path) = variables::given(TOKEN_FILE.name) {
-        let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
+    if let Some(token) = given_token()? {
         return Ok(Some(token));
     }
-    match Security::from_env().map_err(|error| Error::usage(chain(&error)))? {
+    match given_security()? {
         Security::Waived => Ok(None),
         Security::Required => Err(Error::usage(
             "several hosts know one another by a token: write the same 16 bytes or more into a file on each, readable by \

@@ -41,14 +41,13 @@ impl Store {
         observer: impl Fn(Report) + Send + Sync + 'static,
     ) -> Result<Self> {
         let (host, port) = (settings.listen_addr.as_str(), settings.master_port);
-        let security = Security::from_env().map_err(|error| Error::usage(chain(&error)))?;
+        let security = given_security()?;
         let mut options = StoreOptions::new(settings.layout.ranks())
             .with_job(&settings.job)
             .with_security(security)
             .with_observer(observer);
         let mut own = None;
-        if let Some(path) = variables::given(accelerator_env::TOKEN_FILE.name) {
-            let token = Token::from_file(path).map_err(|error| Error::usage(chain(&error)))?;
+        if let Some(token) = given_token()? {
             options = options.with_token(token);
         } else if security == Security::Required && settings.layout.ranks() > 1 {
             let (token, made) = OwnToken::make()?;
@@ -100,6 +99,24 @@ impl Store {
     pub(crate) fn handle(&self) -> StoreHandle {
         StoreHandle(Arc::downgrade(&self.server))
     }
+}
+
+/// The token of `ACCEL_TOKEN_FILE`, where that is set.
+///
+/// # Errors
+/// When the file cannot be read.
+pub(crate) fn given_token() -> Result<Option<Token>> {
+    let path = variables::given(accelerator_env::TOKEN_FILE.name);
+    let token = path.map(Token::from_file).transpose();
+    token.map_err(|error| Error::usage(chain(&error)))
+}
+
+/// What `ACCEL_INSECURE` says.
+///
+/// # Errors
+/// When it is neither 1 nor 0.
+pub(crate) fn given_security() -> Result<Security> {
+    Security::from_env().map_err(|error| Error::usage(chain(&error)))
 }
 
 /// The folder for temporary files.
