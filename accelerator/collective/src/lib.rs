@@ -26,6 +26,7 @@
 //!   shows every side.
 //! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
 
+mod backoff;
 mod buffer;
 mod buffer_slice;
 mod checksum;
@@ -48,21 +49,23 @@ mod shm;
 mod shm_ops;
 mod stderr_fallback;
 mod sync;
+mod target_features;
 mod topology;
 mod transport;
 mod transport_kind;
 mod wire;
 
+pub use backoff::limit_backoff;
 pub use buffer::Buffer;
 pub use buffer_slice::BufferSlice;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use group::{
-    Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
+    Activity, Busy, ExecThread, Forbidden, GroupOptions, NextPlace, OpEvent, Pending, ProcessGroup,
 };
 pub use launch::{
     AgentHead, AgentLaunch, AgentProcesses, Launch, LaunchSource, NodeCount, Origin, Setting,
-    check_alone, variable,
+    check_alone, expand_hosts, variable,
 };
 pub use partition::Partition;
 pub use reduce_op::ReduceOp;
@@ -70,5 +73,6 @@ pub use rendezvous::{Rendezvous, StoreHost};
 pub use shard_layout::ShardLayout;
 #[doc(hidden)]
 pub use stderr_fallback::stderr_fallback;
+pub use target_features::TargetFeatures;
 pub use topology::Topology;
 pub use transport_kind::TransportKind;

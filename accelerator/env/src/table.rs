@@ -32,6 +32,8 @@ variables! {
         "the type in which gradients are sent";
     DEVICE, Ranks, OneOf(&["cuda", "wgpu", "flex", "ndarray"]), default "the fastest that the program is built with", code "device":
         "the device of each rank";
+    ELASTIC, SetByLauncher, OneOf(&["running", "joining"]), default "none", code "":
+        "set where the number of ranks may change; joining: the others run already";
     FAULTS, Ranks, Text("a plan of faults, for programs that are built with them"), default "none", code "":
         "faults to inject in tests";
     FIXTURES, Tests, Text("a folder"), default "the fixtures of this project", code "":
@@ -44,6 +46,8 @@ variables! {
         "after how much silence a rank or a host is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":
         "how often the launcher restarts the job at most";
+    NETWORK_INTERFACE, Ranks, Text("the name of an interface, or several with commas, of which the first that the host has counts"), default "where the way to the store begins", code "":
+        "the network interface at whose address a rank listens for the others";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":
         "whether gradients are sent during backward; auto: between hosts, and on CUDA devices";
     OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "oversubscription":

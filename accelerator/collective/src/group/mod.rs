@@ -9,6 +9,7 @@ mod forbidden;
 mod heartbeat;
 mod in_flight;
 mod job_queue;
+mod next_place;
 mod objects;
 mod observer;
 mod options;
@@ -22,6 +23,7 @@ use std::{fmt, sync::Arc, thread, time::Instant};
 
 pub use activity::{Activity, Busy};
 pub use forbidden::Forbidden;
+pub use next_place::NextPlace;
 pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
 pub use pending::Pending;
@@ -129,7 +131,7 @@ impl ProcessGroup {
     /// assert!(group.barrier().is_ok());
     /// ```
     pub fn single() -> Self {
-        Self::alone(&GroupOptions::new())
+        Self::alone(&GroupOptions::new(), None)
     }
 
     /// The ranks of a new world whose ranks are threads of this process, in rank order.
@@ -179,8 +181,8 @@ impl ProcessGroup {
     pub fn connect(launch: &Launch, options: &GroupOptions) -> Result<Self> {
         options.check()?;
         check_faults()?;
-        if launch.topology.world_size() == 1 {
-            return Ok(Self::alone(&options.completed_by(launch)));
+        if launch.is_alone() {
+            return Ok(Self::alone(&options.completed_by(launch), None));
         }
         let asked = match options.transport() {
             TransportKind::Auto => launch.transport,
@@ -195,12 +197,21 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let (connect_timeout, began) = (options.connect_timeout(), Instant::now());
+        let connect_timeout = options.connect_timeout();
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
+        let mut began = Instant::now();
         let meeting = launch.meet(connect_timeout, liveness, asked)?;
+        if began.elapsed() > connect_timeout {
+            // It has joined a running job.
+            began = Instant::now();
+        }
         let topology = launch.met(&meeting.ranks)?;
         let store = meeting.store.clone();
+        if topology.world_size() == 1 {
+            store.iter().for_each(StoreClient::connected);
+            return Ok(Self::alone(options, store));
+        }
         let transport = Tcp::connect(&topology, meeting, connect_timeout)?.into_transport();
         let group = Self::join(topology, options, transport, store)?;
         data_path::negotiate(&group.0.rank_state, asked, began)?;
@@ -325,9 +336,9 @@ impl ProcessGroup {
         self.0.rank_state.transport.shared()
     }
 
-    fn alone(options: &GroupOptions) -> Self {
+    fn alone(options: &GroupOptions, store: Option<StoreClient>) -> Self {
         let transport = Threads::alone();
-        let rank_state = RankState::new(Topology::single(), options.clone(), transport, None);
+        let rank_state = RankState::new(Topology::single(), options.clone(), transport, store);
         let handle = Arc::new(GroupHandle {
             rank_state: Arc::new(rank_state),
             jobs: Mutex::new(None),

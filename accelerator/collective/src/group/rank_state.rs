@@ -81,6 +81,10 @@ impl RankState {
         }
     }
 
+    pub(super) fn store(&self) -> Option<&StoreClient> {
+        self.store.as_ref()
+    }
+
     /// Starts to detect failures: installs the panic hook, and starts heartbeats where the ranks are processes.
     /// A world of one has neither.
     pub(crate) fn start_failure_detection(self: &Arc<Self>) -> Result<()> {

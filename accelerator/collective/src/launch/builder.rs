@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr, time::Duration};
 use accelerator_env as env;
 
 use super::{
-    Launch,
+    Elastic, Launch,
     exchange::Exchange,
     place::{LocalTold, MeetingTold, Place},
     reader::{LaunchReader, invalid},
@@ -51,6 +51,7 @@ impl<'a> LaunchBuilder<'a> {
             transport,
             source,
             noticed,
+            elastic: self.elastic()?,
             ..Launch::single()
         };
         if let Some(place) = place {
@@ -59,7 +60,7 @@ impl<'a> LaunchBuilder<'a> {
                 true => Topology::single(),
                 false => topology,
             };
-            if !is_one {
+            if !launch.is_alone() {
                 self.meeting(&mut launch, &place)?;
             }
             self.place_on_host(&mut launch, &place)?;
@@ -223,6 +224,11 @@ impl<'a> LaunchBuilder<'a> {
             self.note("token file", &path, Origin::Variable(env::TOKEN_FILE.name));
             rendezvous = rendezvous.with_token_file(path);
         }
+        if let Some(name) = self.vars.text(env::NETWORK_INTERFACE.name) {
+            let origin = Origin::Variable(env::NETWORK_INTERFACE.name);
+            self.note("network interface", &name, origin);
+            rendezvous = rendezvous.with_network_interface(name);
+        }
         if Security::from_vars(|name| self.vars.text(name))? == Security::Waived {
             self.note(
                 Security::VARIABLE,
@@ -265,6 +271,22 @@ impl<'a> LaunchBuilder<'a> {
             Origin::Variable(env::TRANSPORT.name),
         );
         Ok(transport)
+    }
+
+    fn elastic(&mut self) -> Result<Elastic> {
+        const NAME: &str = env::ELASTIC.name;
+        let Some(value) = self.vars.text(NAME) else {
+            return Ok(Elastic::Fixed);
+        };
+        self.note("elastic", &value, Origin::Variable(NAME));
+        match value.as_str() {
+            "running" => Ok(Elastic::Running),
+            "joining" => Ok(Elastic::Joining),
+            _ => Err(invalid(format!(
+                "{NAME} is {value:?}; expected {}",
+                env::ELASTIC.grammar
+            ))),
+        }
     }
 
     fn liveness_timeout(&mut self) -> Result<Option<Duration>> {

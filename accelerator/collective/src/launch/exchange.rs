@@ -109,7 +109,7 @@ impl Exchange {
     fn store_place(&self, port: u16) -> Result<StorePlace> {
         match self.is_on_one_host {
             true => StorePlace::on_loopback(port),
-            false => StorePlace::in_network(port),
+            false => StorePlace::in_network(port, self.rendezvous.network_interface()),
         }
     }
 }

@@ -5,6 +5,28 @@
 //! tasks := count { "," count }              range := digits [ "-" digits ]       count := number [ "(x" times ")" ]
 //! ```
 
+use super::reader::invalid;
+use crate::error;
+
+/// The hosts of a list as Slurm writes it, in its order; of several groups in brackets, the leftmost varies slowest.
+///
+/// ```
+/// use accelerator_collective::expand_hosts;
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// assert_eq!(expand_hosts("rack[1-2]n[08-09],login")?, ["rack1n08", "rack1n09", "rack2n08", "rack2n09", "login"]);
+/// assert!(expand_hosts("node[3-1]").unwrap_err().is_topology());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// A topology error that says what is wrong with the text, also where it names no host or more than 65,536.
+pub fn expand_hosts(list: &str) -> error::Result<Vec<String>> {
+    hosts(list).map_err(|error| invalid(format!("the list of hosts {list:?}: {error}")))
+}
+
 /// The hosts of a list such as `rack[1-2]n[08-10],login`, in its order; of several groups, the leftmost varies slowest.
 ///
 /// # Errors

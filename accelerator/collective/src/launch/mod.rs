@@ -22,6 +22,7 @@ use accelerator_env as env;
 pub use accelerator_env::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
+pub use hostlist::expand_hosts;
 pub use setting::{LaunchSource, Origin, Setting};
 
 use builder::LaunchBuilder;
@@ -30,7 +31,8 @@ use reader::{LaunchReader, invalid};
 
 use crate::{
     error::Result,
-    rendezvous::{Meeting, Rendezvous, resolve_local_rank},
+    rendezvous::{MAX_WAIT, Meeting, Rendezvous, resolve_local_rank},
+    target_features::keep_mark,
     topology::Topology,
     transport_kind::TransportKind,
     wire::message::Registration,
@@ -65,9 +67,11 @@ use crate::{
 /// | `ACCEL_STORE` | `launcher` where the launcher hosts the store, `rank0` (default) where rank 0 does |
 /// | `ACCEL_TOKEN_FILE` | the file that holds the job token |
 /// | `ACCEL_INSECURE` | `1` lets several hosts meet without a token |
+/// | `ACCEL_NETWORK_INTERFACE` | the network interface at whose address this rank listens for the others |
 /// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
+/// | `ACCEL_ELASTIC` | `running` where the launcher may give ranks a [next place](crate::ProcessGroup::next_place), `joining` where the others have been running already |
 /// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
@@ -141,6 +145,7 @@ pub struct Launch {
     source: Option<LaunchSource>,
     noticed: Vec<LaunchSource>,
     exchange: Option<Exchange>,
+    elastic: Elastic,
     /// A local rank that was told without the local world size.
     local_rank: Option<usize>,
 }
@@ -149,12 +154,14 @@ impl Launch {
     /// The variables of this project that belong to a launch, beside torchrun's:
     /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which
     /// `burn-accelerate-fault` reads, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
-    pub const VARIABLES: [&'static str; 11] = [
+    pub const VARIABLES: [&'static str; 13] = [
+        env::ELASTIC.name,
         env::FAULTS.name,
         env::INSECURE.name,
         env::JOB.name,
         env::LIVENESS_TIMEOUT.name,
         env::MAX_RESTARTS.name,
+        env::NETWORK_INTERFACE.name,
         env::PORT.name,
         env::RESTART.name,
         env::SET_BY_LAUNCHER.name,
@@ -208,6 +215,7 @@ impl Launch {
             source: None,
             noticed: Vec::new(),
             exchange: None,
+            elastic: Elastic::Fixed,
             local_rank: None,
         }
     }
@@ -232,6 +240,8 @@ impl Launch {
     /// A topology error that names the variable, what it holds and what was expected; a rendezvous or protocol error
     /// where the launcher at `PMI_PORT` does not answer.
     pub fn from_env() -> Result<Self> {
+        // Whatever finds its place here can be checked by its launcher.
+        keep_mark();
         // A value that is not Unicode cannot be any of the valid ones; the lossy text shows it.
         let read = |name: &str| Some(variable(name)?.to_string_lossy().into_owned());
         let Some((address, id)) = mpi::pmi_to_ask(LaunchReader(&read))? else {
@@ -323,6 +333,11 @@ impl Launch {
         &self.noticed
     }
 
+    /// Whether this process has nobody to meet: it is the only one, and stays so.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.topology.world_size() == 1 && self.elastic == Elastic::Fixed
+    }
+
     /// Meets the other ranks.
     ///
     /// # Errors
@@ -334,6 +349,11 @@ impl Launch {
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
+        let connect_timeout = match self.elastic {
+            // The others come when they have ended their step. The launcher ends the wait where they do not.
+            Elastic::Joining => MAX_WAIT,
+            Elastic::Fixed | Elastic::Running => connect_timeout,
+        };
         match (&self.rendezvous, &self.exchange) {
             (Some(rendezvous), _) => {
                 rendezvous.meet(&self.topology, connect_timeout, liveness, transport)
@@ -363,6 +383,16 @@ impl Launch {
             _ => Ok(topology),
         }
     }
+}
+
+/// Whether the number of ranks may change while they run.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Elastic {
+    Fixed,
+    /// It may; this process waits for the others as long as any.
+    Running,
+    /// It may, and the other ranks run already.
+    Joining,
 }
 
 /// Refuses to take this process for one that is alone where another launcher has started several alike, for a launcher,

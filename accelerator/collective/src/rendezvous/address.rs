@@ -1,9 +1,8 @@
 //! Addresses that stand for others, and the name of this host.
 
-use std::{
-    fs,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
-};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+
+use super::interface::{all_addresses, is_of_link};
 
 /// Where this host reaches its own listener, which may listen at all its addresses.
 pub(crate) fn reachable(mut listener: SocketAddr) -> SocketAddr {
@@ -29,24 +28,28 @@ pub(super) fn any_like(other: SocketAddr) -> IpAddr {
 pub(super) fn own_addresses() -> Vec<IpAddr> {
     /// How many are worth a try.
     const MOST: usize = 8;
-    let read = |path| fs::read_to_string(path).unwrap_or_default();
-    let listed = ipv4_addresses(&read("/proc/net/fib_trie"))
-        .chain(ipv6_addresses(&read("/proc/net/if_inet6")))
-        .collect::<Vec<_>>();
+    let listed = all_addresses().unwrap_or_default();
+    let listed = listed.into_iter().map(|address| address.ip);
     let mut found: Vec<IpAddr> = Vec::new();
     for address in way_out().into_iter().chain(listed) {
         if is_of_network(&address) && !found.contains(&address) {
             found.push(address);
         }
     }
-    if found.iter().any(IpAddr::is_ipv4) {
-        found.retain(IpAddr::is_ipv4);
-    }
+    let mut found = of_one_family(found);
     found.truncate(MOST);
     if found.is_empty() {
         found.push(Ipv4Addr::LOCALHOST.into());
     }
     found
+}
+
+/// The addresses of IPv4, or where there are none, all.
+pub(super) fn of_one_family(mut addresses: Vec<IpAddr>) -> Vec<IpAddr> {
+    if addresses.iter().any(IpAddr::is_ipv4) {
+        addresses.retain(IpAddr::is_ipv4);
+    }
+    addresses
 }
 
 /// The address of this host at which its default route begins; nothing is sent.
@@ -59,33 +62,7 @@ fn way_out() -> Option<IpAddr> {
 }
 
 fn is_of_network(address: &IpAddr) -> bool {
-    let is_link_local = match address {
-        IpAddr::V4(address) => address.is_link_local(),
-        IpAddr::V6(address) => address.is_unicast_link_local(),
-    };
-    !is_link_local && !address.is_loopback() && !address.is_unspecified()
-}
-
-/// The addresses of this host in `/proc/net/fib_trie`: each before a line that says so.
-fn ipv4_addresses(table: &str) -> impl Iterator<Item = IpAddr> {
-    let mut leaf = None;
-    table.lines().filter_map(move |line| {
-        let line = line.trim();
-        match line.strip_prefix("|-- ") {
-            Some(address) => {
-                leaf = address.parse().ok();
-                None
-            }
-            None => leaf.filter(|_| line == "/32 host LOCAL"),
-        }
-    })
-}
-
-/// The addresses of `/proc/net/if_inet6`: the first word of each line, in hexadecimal.
-fn ipv6_addresses(table: &str) -> impl Iterator<Item = IpAddr> {
-    let words = table.lines().filter_map(|line| line.split(' ').next());
-    let bits = words.filter_map(|word| u128::from_str_radix(word, 16).ok());
-    bits.map(|bits| Ipv6Addr::from_bits(bits).into())
+    !is_of_link(address) && !address.is_loopback() && !address.is_unspecified()
 }
 
 /// The name of this host, for messages.
@@ -119,17 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn the_addresses_of_this_host_are_read_from_the_kernels_tables() {
-        let table = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 0.0.0.0\n        /0 universe UNICAST\n     \
-                     |-- 10.0.0.0\n        /24 link UNICAST\nLocal:\n  +-- 10.0.0.0/24 2 0 2\n     \
-                     |-- 10.0.0.7\n        /32 host LOCAL\n     |-- 10.0.0.255\n        /32 link BROADCAST\n     \
-                     |-- 127.0.0.1\n        /32 host LOCAL\n";
-        let found: Vec<String> = ipv4_addresses(table).map(|ip| ip.to_string()).collect();
-        assert_eq!(found, ["10.0.0.7", "127.0.0.1"]);
-        let table = "fd000000000000000000000000000007 02 40 00 80     eth0\n\
-                     00000000000000000000000000000001 01 80 10 80       lo\n";
-        let found: Vec<String> = ipv6_addresses(table).map(|ip| ip.to_string()).collect();
-        assert_eq!(found, ["fd00::7", "::1"]);
+    fn addresses_of_the_network_are_told_from_others() {
         for (address, expected) in [
             ("10.0.0.7", true),
             ("127.0.0.1", false),

@@ -11,6 +11,7 @@ use std::{
 use super::{
     Rendezvous, Security, StoreHost,
     address::{any_like, host_name},
+    interface::address_like,
     locality::boot_id,
     peer_origin::PeerOrigin,
     store_client::{HeartbeatTimer, Store},
@@ -18,6 +19,7 @@ use super::{
     token::{Key, random},
 };
 use crate::{
+    backoff::limit_backoff,
     error::{Error, Kind, Result, Seconds, list_ranks},
     stderr_fallback::stderr_fallback,
     topology::Topology,
@@ -70,13 +72,17 @@ impl JoinAttempt<'_> {
                 return Err(self.error("its host has no address"));
             };
             let until = lost.map_or(self.deadline, |lost| lost.min(self.deadline));
-            let failure = match self.try_once(target, until) {
+            let (failure, advice) = match self.try_once(target, until) {
                 Ok(table) => return Ok(table),
                 Err(JoinError::Final(error)) => return Err(error),
-                Err(JoinError::Again(failure)) => failure,
+                Err(JoinError::Again(failure)) => (failure, WHERE_IT_IS),
+                Err(JoinError::NoAnswer(why)) => (
+                    format!("something listens there, but {why}"),
+                    ANOTHER_PROGRAM,
+                ),
                 Err(JoinError::Lost(failure)) => {
                     lost.get_or_insert(Instant::now() + RECONNECT_TIME);
-                    failure
+                    (failure, WHERE_IT_IS)
                 }
             };
             let due = Instant::now() + RETRY;
@@ -85,8 +91,7 @@ impl JoinAttempt<'_> {
             }
             if due > self.deadline {
                 return Err(self.error(format_args!(
-                    "it could not be reached within {}: {failure}; is rank 0 or the launcher \
-                     running, and do MASTER_ADDR and the port name it?",
+                    "it could not be reached within {}: {failure}; {advice}",
                     Seconds(self.connect_timeout)
                 )));
             }
@@ -105,20 +110,31 @@ impl JoinAttempt<'_> {
             .map_err(|error| JoinError::Again(error.to_string()))?;
         // Without it the answer only takes longer.
         let _ = stream.set_nodelay(true);
+        limit_backoff(&stream);
         self.check_origin(&stream, until)?;
         let nonce = random().map_err(JoinError::Final)?;
-        self.send(
-            &stream,
-            &Message::Hello {
-                nonce,
-                job: self.rendezvous.job.clone(),
-                proves: match self.key {
-                    Some(_) => Proves::Token,
-                    None => Proves::Nothing,
-                },
+        let hello = Message::Hello {
+            nonce,
+            job: self.rendezvous.job.clone(),
+            proves: match self.key {
+                Some(_) => Proves::Token,
+                None => Proves::Nothing,
             },
-        )?;
-        let own = match self.receive(&stream, message::MAX_SHORT_BYTES, self.deadline)? {
+        };
+        // Whoever does not answer it may be anybody.
+        let answer = self
+            .send(&stream, &hello)
+            .and_then(|()| {
+                let until = until.min(Instant::now() + ANSWER);
+                self.receive(&stream, message::MAX_SHORT_BYTES, until)
+            })
+            .map_err(|error| match error {
+                JoinError::Again(why) => {
+                    JoinError::NoAnswer(format!("it does not answer as a store does: {why}"))
+                }
+                other => other,
+            })?;
+        let own = match answer {
             Message::Challenge {
                 nonce: own,
                 proof,
@@ -279,9 +295,15 @@ impl JoinAttempt<'_> {
         })
     }
 
-    /// Listens where the store is reached from, so that ranks on the loopback interface are
-    /// reachable there only; at all addresses where others may reach this host by another one.
+    /// Listens at the network interface that is named. Otherwise where the store is reached from, so that ranks on the
+    /// loopback interface are reachable there only; at all addresses where others may reach this host by another one.
     fn listen(&self, stream: &TcpStream) -> Result<TcpListener> {
+        let refused = |error| Error::io("this rank cannot listen for the other ranks", error);
+        if let Some(name) = self.rendezvous.network_interface() {
+            let local = stream.local_addr().map_err(refused)?;
+            let ip = address_like(name, local.ip())?;
+            return TcpListener::bind((ip, 0)).map_err(refused);
+        }
         let bind = |local: SocketAddr| {
             let behind_a_name = local.ip().is_loopback() && !self.outward.ip().is_loopback();
             let ip = match (behind_a_name, self.rendezvous.is_in_network()) {
@@ -291,10 +313,7 @@ impl JoinAttempt<'_> {
             };
             TcpListener::bind((ip, 0))
         };
-        stream
-            .local_addr()
-            .and_then(bind)
-            .map_err(|error| Error::io("this rank cannot listen for the other ranks", error))
+        stream.local_addr().and_then(bind).map_err(refused)
     }
 
     /// Without a token, only a store of this user on this host is trusted.
@@ -308,9 +327,9 @@ impl JoinAttempt<'_> {
             PeerOrigin::Unknown if self.rendezvous.security == Security::Waived => return Ok(()),
             // It belongs to nobody until the store has accepted it.
             PeerOrigin::Unknown => {
-                return Err(JoinError::Again(
-                    "the system does not tell whose process it is, and this rank has no token; \
-                     set ACCEL_TOKEN_FILE for every process"
+                return Err(JoinError::NoAnswer(
+                    "it has not accepted the connection, or the system does not tell whose process it is, for which \
+                     ACCEL_TOKEN_FILE has to be set for every process"
                         .to_owned(),
                 ));
             }
@@ -320,8 +339,8 @@ impl JoinAttempt<'_> {
                  everyone may join"
                 .to_owned(),
             PeerOrigin::OtherUser { user } => format!(
-                "it belongs to user {user}, and this rank has no token; another job may be using \
-                 this port"
+                "it belongs to user {user}, and this rank has no token; another program or another job may be \
+                 using this port"
             ),
         };
         Err(JoinError::Final(Error::new(
@@ -441,6 +460,8 @@ enum JoinError {
     /// Another try may succeed.
     Again(String),
     Final(Error),
+    /// Somebody listens there, and nothing shows that it is the store. Another try may succeed.
+    NoAnswer(String),
     /// The store was there and is gone; it may come again soon.
     Lost(String),
 }
@@ -448,6 +469,14 @@ enum JoinError {
 pub(super) const RETRY: Duration = Duration::from_millis(50);
 /// How long a store may take to accept a connection.
 const ACCEPTANCE: Duration = Duration::from_secs(1);
+/// How long a store may take to answer who it is.
+const ANSWER: Duration = Duration::from_secs(10);
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
+/// What to look at where nobody listens.
+const WHERE_IT_IS: &str =
+    "is rank 0 or the launcher running, and do MASTER_ADDR and the port name it?";
+/// What to look at where somebody listens.
+const ANOTHER_PROGRAM: &str = "does another program use this port? Then end it, or give the job \
+     another port (MASTER_PORT)";
 /// How long a store may be away before anybody is told; each time twice as long.
 const WARN_AFTER: Duration = Duration::from_secs(3);

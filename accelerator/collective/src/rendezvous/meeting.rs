@@ -17,8 +17,9 @@ use super::{
     token::{Key, Token},
 };
 use crate::{
-    error::{Error, Kind, Result},
+    error::{Error, Kind, Result, Seconds},
     liveness::bounded,
+    stderr_fallback::stderr_fallback,
     topology::Topology,
     transport_kind::TransportKind,
     wire::message::Registration,
@@ -48,8 +49,8 @@ impl Rendezvous {
         transport: TransportKind,
     ) -> Result<Meeting> {
         let place = |deadline| match self.is_in_network() && self.is_hosted_by(topology) {
-            true => StorePlace::in_network(self.port),
-            false => Ok(StorePlace::at(self.resolve(deadline)?)),
+            true => StorePlace::in_network(self.port, self.network_interface()),
+            false => Ok(StorePlace::at(self.resolve(topology, deadline)?)),
         };
         self.meet_at(place, topology, connect_timeout, liveness, transport)
     }
@@ -102,7 +103,8 @@ impl Rendezvous {
             listener,
             stream,
         } = attempt.run(&targets)?;
-        if self.is_in_network() {
+        // At an interface that is named, a rank knows its address.
+        if self.is_in_network() && self.network_interface.is_none() {
             let store = stream
                 .peer_addr()
                 .map_err(|error| Error::io("the address of the store cannot be read", error))?;
@@ -123,8 +125,9 @@ impl Rendezvous {
         topology.is_main() && self.store == StoreHost::Rank0
     }
 
-    /// The addresses of the store; at least one.
-    fn resolve(&self, deadline: Instant) -> Result<Vec<SocketAddr>> {
+    /// The addresses of the store; at least one. Says at once that there is none yet.
+    fn resolve(&self, topology: &Topology, deadline: Instant) -> Result<Vec<SocketAddr>> {
+        let mut is_told = false;
         loop {
             let failure = match (self.host.as_str(), self.port).to_socket_addrs() {
                 Ok(addresses) => {
@@ -147,6 +150,17 @@ impl Rendezvous {
                     ),
                     failure,
                 ));
+            }
+            if !is_told {
+                is_told = true;
+                let text = format!(
+                    "rank {} finds no address of the store's host, {:?} (MASTER_ADDR): {failure}; it asks again for {}",
+                    topology.rank(),
+                    self.host,
+                    Seconds(deadline.saturating_duration_since(Instant::now()))
+                );
+                tracing::warn!("{text}");
+                stderr_fallback(&text);
             }
             thread::sleep(RETRY);
         }

@@ -4,6 +4,7 @@
 //! gets the table of all.
 
 mod address;
+mod interface;
 mod join;
 mod locality;
 mod meeting;
@@ -76,6 +77,8 @@ pub struct Rendezvous {
     pub(crate) job: String,
     pub(crate) token: TokenSource,
     pub(crate) security: Security,
+    /// The network interface at which ranks listen, where one is named.
+    pub(crate) network_interface: Option<String>,
     interfaces: Interfaces,
 }
 
@@ -89,6 +92,7 @@ impl Rendezvous {
             job: String::new(),
             token: TokenSource::None,
             security: Security::Required,
+            network_interface: None,
             interfaces: Interfaces::OfHost,
         }
     }
@@ -130,6 +134,22 @@ impl Rendezvous {
         }
     }
 
+    /// Lets this rank listen for the others at the address of a network interface, or of the first of several, with
+    /// commas between them, that its host has. Otherwise it listens where its way to the store begins.
+    ///
+    /// ```
+    /// use accelerator_collective::Rendezvous;
+    ///
+    /// let store = Rendezvous::new("node-0", 29_500).with_network_interface("ib0,eth1");
+    /// assert_eq!(store.network_interface(), Some("ib0,eth1"));
+    /// ```
+    pub fn with_network_interface(self, name: impl Into<String>) -> Self {
+        Self {
+            network_interface: Some(name.into()),
+            ..self
+        }
+    }
+
     /// Lets rank 0 host the store at all addresses of its host, whatever the name of the host means there.
     pub(crate) fn in_network(self) -> Self {
         Self {
@@ -159,6 +179,11 @@ impl Rendezvous {
     /// Who hosts the store.
     pub fn store(&self) -> StoreHost {
         self.store
+    }
+
+    /// The network interface at which this rank listens, where one is named.
+    pub fn network_interface(&self) -> Option<&str> {
+        self.network_interface.as_deref()
     }
 
     /// Whether the address is on the loopback interface, going by its text alone.

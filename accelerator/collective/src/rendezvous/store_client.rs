@@ -110,6 +110,23 @@ impl StoreClient {
         self.0.connection.known().unread_notices.pop_front()
     }
 
+    /// Whether the store has told the place of this rank in the next group.
+    pub(crate) fn has_next_place(&self) -> bool {
+        self.0.connection.known().next_place.is_some()
+    }
+
+    /// The launch variables of that place, none where there is none in the next group; waits for them.
+    pub(crate) fn next_place(&self, timeout: Duration) -> Option<Vec<(String, String)>> {
+        let connection = &self.0.connection;
+        let waiting = |known: &mut ClientState| {
+            known.end == ConnectionEnd::Open && known.next_place.is_none()
+        };
+        let known = connection
+            .changed
+            .wait_timeout_while(connection.known(), timeout, waiting);
+        known.next_place.clone()
+    }
+
     /// Calls `wake` on the reading thread after every message that changes the state: there may be an
     /// [exit notice](Self::next_exit_notice). It is called once at once, and replaces the callback before it.
     pub(crate) fn on_event(&self, wake: impl Fn() + Send + Sync + 'static) {
@@ -302,6 +319,7 @@ struct ClientState {
     unread_notices: VecDeque<(usize, String)>,
     connect_failure: Option<Error>,
     connected: bool,
+    next_place: Option<Vec<(String, String)>>,
     end: ConnectionEnd,
 }
 
@@ -375,6 +393,7 @@ impl StoreConnection {
                     }
                     known.connect_failure.get_or_insert(error);
                 }
+                Message::NextPlace { variables } => known.next_place = Some(variables),
                 Message::StoreClosing => known.end = ConnectionEnd::StoreClosing,
                 _ => return,
             }

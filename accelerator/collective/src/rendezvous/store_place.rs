@@ -3,7 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 
 use super::{
-    address::{any_like, own_addresses},
+    address::{any_like, of_one_family, own_addresses},
+    interface::addresses_of,
     server::listen,
 };
 use crate::error::{Error, Result};
@@ -25,13 +26,18 @@ impl StorePlace {
         }
     }
 
-    /// Listens at all addresses of this host; port 0 takes a free one.
+    /// Listens at all addresses of this host, which is reached at those of an interface where one is named; port 0 takes
+    /// a free one.
     ///
     /// # Errors
     ///
-    /// An address-in-use error where the port is taken, an I/O error where the system refuses it.
-    pub(crate) fn in_network(port: u16) -> Result<Self> {
-        let own = own_addresses();
+    /// An address-in-use error where the port is taken, an I/O error where the system refuses it; a topology error where
+    /// there is no such interface, or it has no address.
+    pub(crate) fn in_network(port: u16, interface: Option<&str>) -> Result<Self> {
+        let own = match interface {
+            Some(name) => of_one_family(addresses_of(name)?),
+            None => own_addresses(),
+        };
         let first = SocketAddr::new(own[0], port);
         let ip = match first.ip().is_loopback() {
             true => first.ip(),

@@ -14,6 +14,11 @@ use std::{
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 
 use super::{Rendezvous, Report, StoreHost, StoreOptions, StorePlace, StoreServer, random};
+#[cfg(target_os = "linux")]
+use super::{
+    address::own_addresses,
+    interface::{addresses_of, all_names},
+};
 use crate::{
     error::{Error, Result},
     group::{GroupOptions, ProcessGroup},
@@ -521,5 +526,38 @@ fn loopback_stays_on_loopback() {
         odd.die();
         ranks.errors();
         return;
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_listens_at_the_interface_that_is_named() {
+    // One in the network, where this machine has one.
+    let own = own_addresses()[0];
+    let has_it = |name: &String| addresses_of(name).is_ok_and(|addresses| addresses.contains(&own));
+    let name = all_names().into_iter().find(has_it).unwrap();
+    let (server, _reports) = store(2);
+    let at_interface = at(server.local_addr()).with_network_interface(name);
+    let ranks = Ranks::start(&[1], 2, &at_interface);
+    let odd = Odd::register(server.local_addr(), 0, 2);
+    let told = odd.table().ranks[1].address;
+    assert_eq!(told.ip().is_ipv4(), own.is_ipv4(), "{told} {own}");
+    assert!(
+        own.is_loopback() || !told.ip().is_loopback(),
+        "{told} {own}"
+    );
+    drop(TcpStream::connect(told).unwrap());
+    odd.die();
+    ranks.errors();
+}
+
+#[test]
+fn an_interface_that_is_not_there_is_an_error_of_the_rank() {
+    let (server, _reports) = store(2);
+    let rendezvous = at(server.local_addr()).with_network_interface("eth99,ib99");
+    for error in Ranks::start(&[1], 2, &rendezvous).errors() {
+        assert!(error.is_topology(), "{error}");
+        let says = "ACCEL_NETWORK_INTERFACE is \"eth99,ib99\": this host has no such network interface; it has ";
+        assert!(error.to_string().contains(says), "{error}");
     }
 }

@@ -45,7 +45,8 @@ impl Token {
     ///
     /// The file is private to its owner. A secret that an engine mounts in memory may be readable by a group: one of
     /// root's on a `tmpfs` with mode 0440, as Kubernetes mounts it with `fsGroup`. It may be a pipe that this process has inherited,
-    /// such as `/dev/fd/3`: what was written to it is read once, and within 10 seconds.
+    /// such as `/dev/fd/3`: what was written to it is read once, and within 10 seconds. Ranks of `accel-launch` get it
+    /// in a file of their own then.
     ///
     /// # Errors
     ///
@@ -157,6 +158,20 @@ impl Token {
     /// An I/O error where the operating system gives no random bytes.
     pub fn nonce() -> Result<[u8; 32]> {
         random()
+    }
+
+    /// The secret itself, for who hands it on by a way that nobody else can read.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::Token;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// assert_eq!(Token::generate()?.secret().len(), 64);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn secret(&self) -> &[u8] {
+        &self.0
     }
 
     /// The text of a token that was [generated](Self::generate).

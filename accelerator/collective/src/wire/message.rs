@@ -60,6 +60,9 @@ pub(crate) enum Message {
     ExitNotice { rank: usize, text: String },
     /// The store to the rank: what is known about a rank, should anybody ask.
     ExitInfo { rank: usize, text: String },
+    /// The store to the rank: the launch variables of its place in the next group, by name; none where it has no place in
+    /// it.
+    NextPlace { variables: Vec<(String, String)> },
     /// The store to the rank: it closes in good order.
     StoreClosing,
     /// A rank to another one: who it is.
@@ -280,7 +283,7 @@ pub(crate) const MAX_MESSAGE_RANKS: usize = 64;
 pub(crate) const MAX_TEXT_BYTES: usize = 2000;
 
 const MESSAGE_MAGIC: [u8; 4] = *b"ACLR";
-const STORE_PROTOCOL_VERSION: u8 = 5;
+const STORE_PROTOCOL_VERSION: u8 = 6;
 const ENVELOPE_BYTES: usize = 16;
 
 #[cfg(test)]
@@ -341,7 +344,7 @@ mod tests {
         let mut bytes = exchange(&Message::Confirm { proof: [0; 32] });
         bytes[4] = 9;
         let error = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap_err();
-        assert!(error.to_string().contains("protocol version 9, expected 5"));
+        assert!(error.to_string().contains("protocol version 9, expected "));
     }
 
     #[test]

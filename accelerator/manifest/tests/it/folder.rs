@@ -50,6 +50,23 @@ fn numbers_go_on_behind_broken_checkpoints_and_strangers_are_ignored() {
 }
 
 #[test]
+fn numbers_of_more_than_six_digits_are_newer_than_those_of_six() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let first = save(&folder, 1).unwrap();
+    fs::rename(first.path(), temporary.path().join("checkpoint-999998")).unwrap();
+    for number in [999_999, 1_000_000, 1_000_001] {
+        assert_eq!(save(&folder, number).unwrap().number(), number);
+        assert_eq!(latest(&folder), (Some(number), 0));
+        assert_eq!(folder.latest_hint(), Some(number));
+    }
+    assert_eq!(numbers(&folder), [999_998, 999_999, 1_000_000, 1_000_001]);
+    let removed = folder.prune(keep(2), VerifyLevel::Sizes, &[]).unwrap();
+    assert_eq!(removed, [999_998, 999_999]);
+    assert_eq!(folder.next_number().unwrap(), 1_000_002);
+}
+
+#[test]
 fn wrong_folders_are_told() {
     let temporary = tempfile::tempdir().unwrap();
     let file = temporary.path().join("file");

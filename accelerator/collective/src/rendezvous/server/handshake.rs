@@ -9,6 +9,7 @@ use std::{
 
 use super::ServerState;
 use crate::{
+    backoff::limit_backoff,
     error::{Error, Kind, Result},
     rendezvous::{
         PendingHandshake, PendingHandshakes, Security, Token,
@@ -36,6 +37,7 @@ impl ServerState {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
+            limit_backoff(&stream);
             let stream = Arc::new(stream);
             let handshake = self.pending.enter(&stream);
             let shared = Arc::clone(self);

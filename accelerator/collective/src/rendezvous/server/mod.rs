@@ -158,6 +158,38 @@ impl StoreServer {
         self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
+    /// Tells a rank its place in the group that follows this one, by the variables of a
+    /// [`Launch`](crate::Launch), which take precedence over its environment. Without variables it has no place there.
+    /// The program learns of it by [`ProcessGroup::next_place`](crate::ProcessGroup::next_place), at the earliest when it
+    /// is connected to the others.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::StoreServer;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
+    /// let next = StoreServer::bind(("127.0.0.1", 0), 3, None)?;
+    /// for rank in 0..2 {
+    ///     let variables = [
+    ///         ("RANK", rank.to_string()),
+    ///         ("WORLD_SIZE", "3".to_owned()),
+    ///         ("MASTER_ADDR", "127.0.0.1".to_owned()),
+    ///         ("ACCEL_PORT", next.local_addr().port().to_string()),
+    ///     ];
+    ///     store.tell_next_place(rank, variables.map(|(name, value)| (name.to_owned(), value)));
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn tell_next_place(
+        &self,
+        rank: usize,
+        variables: impl IntoIterator<Item = (String, String)>,
+    ) {
+        let place = variables.into_iter().collect();
+        self.shared.step(StoreInput::NextPlace { rank, place });
+    }
+
     /// Where the store listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
@@ -277,6 +309,12 @@ impl ServerState {
         match action {
             StoreAction::CloseStore { connections } => {
                 registry.send(&connections, &Message::StoreClosing);
+            }
+            StoreAction::TellNextPlace {
+                connection,
+                place: variables,
+            } => {
+                registry.send(&[connection], &Message::NextPlace { variables });
             }
             StoreAction::Heartbeat { connections } => {
                 let message = Message::Heartbeat.encode();

@@ -22,6 +22,11 @@ pub(crate) enum StoreInput {
     Rejected { note: String },
     /// The process that hosts the store saw a rank end.
     ExitNotice { rank: usize, text: String },
+    /// It tells a rank its place in the next group.
+    NextPlace {
+        rank: usize,
+        place: NextPlaceVariables,
+    },
     /// Time has passed.
     Tick,
 }
@@ -64,12 +69,20 @@ pub(crate) enum StoreAction {
         text: String,
         severity: Severity,
     },
+    /// Tells a rank its place in the next group.
+    TellNextPlace {
+        connection: Connection,
+        place: NextPlaceVariables,
+    },
     /// Gives all ranks the table of all.
     Welcome {
         connections: Vec<Connection>,
         ranks: Vec<Registration>,
     },
 }
+
+/// The variables of a place, by name; none where there is none.
+pub(crate) type NextPlaceVariables = Vec<(String, String)>;
 
 /// What an exit notice is worth.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

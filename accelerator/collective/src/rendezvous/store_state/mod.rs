@@ -17,7 +17,9 @@ use crate::{
     wire::message::Registration,
 };
 
-pub(crate) use event::{Connection, RankMessage, Severity, StoreAction, StoreInput};
+pub(crate) use event::{
+    Connection, NextPlaceVariables, RankMessage, Severity, StoreAction, StoreInput,
+};
 use failure::{differing_transports, is_one_process, joined_already, name};
 use participant::{JoinStage, Participant};
 
@@ -43,6 +45,8 @@ pub(crate) struct StoreState {
     heartbeat_at: Instant,
     /// What else happened, told when the rendezvous fails.
     notes: Vec<String>,
+    /// The places in the next group of ranks that are not connected yet.
+    next_places: BTreeMap<usize, NextPlaceVariables>,
     /// Whether the ranks got the table.
     complete: bool,
     phase: Phase,
@@ -56,6 +60,7 @@ impl StoreState {
             started: None,
             heartbeat_at: Instant::now(),
             notes: Vec::new(),
+            next_places: BTreeMap::new(),
             complete: false,
             phase: Phase::Gathering,
         }
@@ -74,6 +79,10 @@ impl StoreState {
             StoreInput::Said { rank, said } => self.said(rank, said, now),
             StoreInput::Rejected { note } => self.rejected(note),
             StoreInput::ExitNotice { rank, text } => self.exit_notice(rank, text, now),
+            StoreInput::NextPlace { rank, place } => {
+                self.next_places.insert(rank, place);
+                self.tell_next_place(rank)
+            }
             StoreInput::Tick => self.on_tick(now),
         }
     }
@@ -280,7 +289,14 @@ impl StoreState {
                 if ranks.all(|participant| participant.stage != JoinStage::Waiting) {
                     self.phase = Phase::Together;
                 }
-                ended.map_or(Vec::new(), |(text, _)| self.report_exit(rank, text))
+                let mut actions = self.tell_next_place(rank);
+                actions.extend(
+                    ended
+                        .map(|(text, _)| self.report_exit(rank, text))
+                        .into_iter()
+                        .flatten(),
+                );
+                actions
             }
             RankMessage::Leave => match (participant.stage, &self.phase) {
                 (JoinStage::Waiting, Phase::Connecting) => {
@@ -296,6 +312,23 @@ impl StoreState {
             },
             RankMessage::Heartbeat => Vec::new(),
         }
+    }
+
+    /// Tells a rank its place in the next group, where it is known, as soon as the rank is connected to the others: before
+    /// that it expects the table.
+    fn tell_next_place(&mut self, rank: usize) -> Vec<StoreAction> {
+        let connected = self
+            .ranks
+            .get(&rank)
+            .filter(|participant| participant.stage != JoinStage::Waiting);
+        let Some(connection) = connected.and_then(|participant| participant.connection) else {
+            return Vec::new();
+        };
+        let place = self.next_places.remove(&rank);
+        place
+            .map(|place| StoreAction::TellNextPlace { connection, place })
+            .into_iter()
+            .collect()
     }
 
     fn gone(&mut self, connection: Connection, now: Instant) -> Vec<StoreAction> {

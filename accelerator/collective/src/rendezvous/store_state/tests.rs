@@ -759,7 +759,9 @@ proptest! {
             prop_assert!(!mourning || actions.is_empty());
             for action in &actions {
                 match action {
-                    StoreAction::CloseStore { .. } => prop_assert!(false),
+                    StoreAction::CloseStore { .. } | StoreAction::TellNextPlace { .. } => {
+                        prop_assert!(false)
+                    }
                     StoreAction::Heartbeat { connections } => {
                         prop_assert!(judging && !after);
                         prop_assert!(connections.iter().all(|x| present.contains_key(x)));

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::{FINAL_MESSAGES_TIMEOUT, Tcp, link::Link};
 use crate::{
     error::Certainty,
+    liveness,
     transport::{ControlPlane, FinalMessage, LeaveKind},
     wire::frame::{FrameKind, Head},
 };
@@ -34,7 +35,14 @@ impl ControlPlane for Tcp {
             .partition(|(rank, _)| self.inbox.can_receive(*rank));
         // Nor for one that broke the protocol, and may take nothing.
         receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
-        let until = Instant::now() + FINAL_MESSAGES_TIMEOUT;
+        let patience = match leave {
+            // Who is not lost has to get all data, some of which a network may have lost.
+            FinalMessage::Goodbye(_) if receivers.iter().any(|(_, link)| !link.is_local()) => {
+                liveness::DEFAULT_TIMEOUT
+            }
+            _ => FINAL_MESSAGES_TIMEOUT,
+        };
+        let until = Instant::now() + patience;
         for (_, link) in &receivers {
             link.part(&head, &preamble, until);
         }

@@ -13,8 +13,13 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{frame_reader::FrameReader, peer_liveness::PeerLiveness, unsent::unsent};
+use super::{
+    frame_reader::FrameReader,
+    peer_liveness::PeerLiveness,
+    unsent::{unconfirmed, unsent},
+};
 use crate::{
+    backoff::limit_backoff,
     error::{Error, Result},
     transport::Inbox,
 };
@@ -25,6 +30,8 @@ pub(super) struct Link {
     writer: Mutex<TcpStream>,
     /// The same connection, for what must not wait for the writer.
     control: TcpStream,
+    /// Whether the peer is on this host.
+    is_local: bool,
     /// Whoever reads holds it, for a few frames.
     pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
     /// What comes in shows here.
@@ -46,12 +53,18 @@ impl Link {
             .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
         match prepared {
             Ok((control, source)) => {
-                set_local_congestion_control(&control);
+                let is_local = is_local(&control);
+                if is_local {
+                    set_local_congestion_control(&control);
+                } else {
+                    limit_backoff(&control);
+                }
                 let reader =
                     FrameReader::new(source, rank, Arc::clone(inbox), Arc::clone(&liveness));
                 Ok(Self {
                     writer: Mutex::new(stream),
                     control,
+                    is_local,
                     reader: Arc::new(Mutex::new(reader)),
                     liveness,
                     torn: AtomicBool::new(false),
@@ -65,6 +78,11 @@ impl Link {
     /// The connection, to wait for it.
     pub(super) fn stream(&self) -> &TcpStream {
         &self.control
+    }
+
+    /// Whether the peer is on this host, so that what was sent to it has arrived.
+    pub(super) fn is_local(&self) -> bool {
+        self.is_local
     }
 
     /// Another handle on the connection, for its reader.
@@ -132,14 +150,16 @@ impl Link {
         self.hang_up();
     }
 
-    /// Whether something that was written waits here for the peer to take what came before.
+    /// Whether something that was written would be lost if this process ended and the peer then sent something: it
+    /// waits here for the peer to take what came before, or is on its way over a network, which may lose it.
     pub(super) fn has_unsent(&self) -> bool {
         let mut fds = [PollFd::new(&self.control, PollFlags::empty())];
         let over = PollFlags::ERR | PollFlags::HUP;
         match poll(&mut fds, Some(&timespec(Duration::ZERO))) {
             // The connection has ended, or both have sent their final message.
             Ok(_) if fds[0].revents().intersects(over) => false,
-            _ => unsent(&self.control) > 0,
+            _ if self.is_local => unsent(&self.control) > 0,
+            _ => unconfirmed(&self.control) > 0,
         }
     }
 
@@ -202,14 +222,20 @@ impl Link {
 /// for a slow network. What goes over a network keeps the system's choice.
 fn set_local_congestion_control(stream: &TcpStream) {
     #[cfg(target_os = "linux")]
-    if let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr())
-        && here.ip() == there.ip()
     {
         // Every system has this one; a connection without it is slower, and as good.
         let _ = rustix::net::sockopt::set_tcp_congestion(stream, "reno");
     }
     #[cfg(not(target_os = "linux"))]
     let _ = stream;
+}
+
+/// Whether both ends of a connection have one address.
+fn is_local(stream: &TcpStream) -> bool {
+    match (stream.local_addr(), stream.peer_addr()) {
+        (Ok(here), Ok(there)) => here.ip() == there.ip(),
+        _ => false,
+    }
 }
 
 /// Whether a connection is ready at this moment; an error or an end counts as being so.

@@ -65,8 +65,8 @@ impl Tcp {
     }
 
     /// Takes what has come, and what comes until all that was said has left for these peers; for a
-    /// while at most. Where bytes are left unread when the program ends, the system cuts off what
-    /// has not left, and what has arrived stays.
+    /// while at most. Where bytes are left unread when the program ends, or come later, the system cuts off what
+    /// has not arrived, and what has arrived stays.
     pub(super) fn drain_until_sent(&self, receivers: &[&Link], until: Instant) {
         let take = || while self.read_frames() == ReadOutcome::Frames && Instant::now() < until {};
         take();

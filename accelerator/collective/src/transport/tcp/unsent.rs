@@ -1,4 +1,4 @@
-//! How much of what was written to a connection has not left this host.
+//! How much of what was written to a connection has not left this host, or has not arrived.
 
 #![cfg_attr(
     target_os = "linux",
@@ -11,25 +11,54 @@ use std::net::TcpStream;
 /// What was sent over loopback has arrived. Where the system cannot tell, as outside of Linux: none.
 pub(super) fn unsent(stream: &TcpStream) -> usize {
     #[cfg(target_os = "linux")]
-    {
-        use rustix::ioctl::{Getter, Opcode, ioctl};
-
-        /// `linux/sockios.h`, the same on every architecture.
-        const SIOCOUTQNSD: Opcode = 0x894b;
-
-        // SAFETY: for a TCP socket the request writes one `int`, the number of bytes, and nothing else
-        // (tcp(7) for its twin SIOCOUTQ); a socket that is none, or a kernel without it, is an error.
-        let count = unsafe { ioctl(stream, Getter::<SIOCOUTQNSD, i32>::new()) };
-        count
-            .ok()
-            .and_then(|count| count.try_into().ok())
-            .unwrap_or(0)
-    }
+    return ask::<SIOCOUTQNSD>(stream);
     #[cfg(not(target_os = "linux"))]
     {
         let _ = stream;
         0
     }
+}
+
+/// The same, with what was sent and is not confirmed by the peer's system: it may have to be sent again.
+pub(super) fn unconfirmed(stream: &TcpStream) -> usize {
+    #[cfg(target_os = "linux")]
+    return ask::<SIOCOUTQ>(stream);
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = stream;
+        0
+    }
+}
+
+/// `linux/sockios.h`, the same on every architecture.
+#[cfg(target_os = "linux")]
+const SIOCOUTQNSD: rustix::ioctl::Opcode = 0x894b;
+
+/// `TIOCOUTQ`, which most architectures have from `asm-generic/ioctls.h`. On the others: what is unsent.
+#[cfg(target_os = "linux")]
+const SIOCOUTQ: rustix::ioctl::Opcode = match cfg!(any(
+    target_arch = "mips",
+    target_arch = "mips64",
+    target_arch = "powerpc",
+    target_arch = "powerpc64",
+    target_arch = "sparc",
+    target_arch = "sparc64",
+)) {
+    true => SIOCOUTQNSD,
+    false => 0x5411,
+};
+
+#[cfg(target_os = "linux")]
+fn ask<const OPCODE: rustix::ioctl::Opcode>(stream: &TcpStream) -> usize {
+    use rustix::ioctl::{Getter, ioctl};
+
+    // SAFETY: for a TCP socket both requests write one `int`, the number of bytes, and nothing else
+    // (tcp(7) for SIOCOUTQ, and its twin); a socket that is none, or a kernel without it, is an error.
+    let count = unsafe { ioctl(stream, Getter::<OPCODE, i32>::new()) };
+    count
+        .ok()
+        .and_then(|count| count.try_into().ok())
+        .unwrap_or(0)
 }
 
 #[cfg(all(test, target_os = "linux"))]
@@ -49,6 +78,7 @@ mod tests {
         assert_eq!(unsent(&sender), 0);
         sender.write_all(&[1; 100]).unwrap();
         assert_eq!(unsent(&sender), 0, "there was room");
+        assert!(unconfirmed(&sender) <= 100);
         sender.set_nonblocking(true).unwrap();
         let mut written = 100;
         loop {
@@ -61,6 +91,7 @@ mod tests {
             }
         }
         assert!((1..written).contains(&unsent(&sender)));
+        assert!(unconfirmed(&sender) >= unsent(&sender));
         sender.shutdown(Shutdown::Write).unwrap();
         let mut all = Vec::new();
         receiver.read_to_end(&mut all).unwrap();
