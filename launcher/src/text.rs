@@ -122,6 +122,20 @@ pub(crate) fn shell_line(words: &[OsString]) -> String {
     quoted.collect::<Vec<_>>().join(" ")
 }
 
+/// The newest version of the C library that a loader says is missing: `GLIBC_2.38`.
+pub(crate) fn needed_glibc(said: &str) -> Option<&str> {
+    let versions = said.match_indices("GLIBC_").map(|(at, _)| {
+        let version = &said[at..];
+        let end = version.find(|one: char| !one.is_ascii_alphanumeric() && !"_.".contains(one));
+        &version[..end.unwrap_or(version.len())]
+    });
+    versions.max_by_key(|version| {
+        let numbers = version["GLIBC_".len()..].split('.');
+        let numbers = numbers.map(|number| number.parse().unwrap_or(0));
+        numbers.collect::<Vec<u32>>()
+    })
+}
+
 /// A time as text, in UTC and to the second: `2026-03-01T12:00:00Z`.
 pub(crate) fn utc(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(time).to_string()
@@ -161,6 +175,18 @@ mod tests {
         let shown = [3..3, 3..4, 3..5, 3..7].map(|ranks| span(&ranks));
         let expected = ["no rank", "rank 3", "ranks 3 and 4", "ranks 3 to 6"];
         assert_eq!(shown, expected);
+    }
+
+    #[test]
+    fn the_newest_version_of_the_c_library_is_found() {
+        let said =
+            "version `GLIBC_2.4' not found\nversion `GLIBC_2.38' not found (required by GLIBC_2.9)";
+        assert_eq!(needed_glibc(said), Some("GLIBC_2.38"));
+        assert_eq!(
+            needed_glibc("GLIBC_2.3.4' or GLIBC_2.3"),
+            Some("GLIBC_2.3.4")
+        );
+        assert_eq!(needed_glibc("libx.so.1 => not found"), None);
     }
 
     #[test]

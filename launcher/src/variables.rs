@@ -1,8 +1,12 @@
 //! Checks the environment variables of this project before anything starts, and selects those that ranks inherit.
 
 use std::ffi::{OsStr, OsString};
+use std::time::Duration;
 
-use accelerator_env::{FAULTS, JOB, Reader, SET_BY_LAUNCHER, TOKEN_FILE, Variable, find, variable};
+use accelerator_env::{
+    DEFAULT_LIVENESS, FAULTS, JOB, LIVENESS_TIMEOUT, Reader, SET_BY_LAUNCHER, TOKEN_FILE, Variable,
+    find, variable,
+};
 use accelerator_fault::FaultPlan;
 
 use crate::error::{Error, Result};
@@ -43,6 +47,13 @@ pub(crate) fn set() -> Vec<(String, OsString)> {
 /// which this one runs.
 pub(crate) fn given(name: &str) -> Option<OsString> {
     variable(name).filter(|_| !of_outer_launcher().any(|outer| outer == name))
+}
+
+/// For how long a rank or a host may be silent before it is lost: `ACCEL_LIVENESS_TIMEOUT`, or 5 s.
+pub(crate) fn liveness() -> Duration {
+    let given = given(LIVENESS_TIMEOUT.name);
+    let given = given.and_then(|text| accelerator_env::seconds(&text.to_string_lossy()));
+    given.unwrap_or(DEFAULT_LIVENESS)
 }
 
 /// The variables that a launcher has set in which this one runs, and that are not for this one's job: those of that
@@ -142,11 +153,13 @@ pub(crate) fn check() -> Result<()> {
 }
 
 /// What has to stand before a command, so that a shell runs it with the variables that ranks of this
-/// launcher inherit: `ACCEL_TRANSPORT=tcp `, with a blank at the end, or nothing.
+/// launcher inherit: `ACCEL_TRANSPORT=tcp `, with a blank at the end, or nothing. A file of a process, in which
+/// a host that was reached over SSH has its token, is left out.
 pub(crate) fn assignments(set: &[(String, OsString)]) -> String {
     let inherited = set
         .iter()
-        .filter(|(name, _)| find(name).is_none_or(|known| known.reader != Reader::SetByLauncher));
+        .filter(|(name, _)| find(name).is_none_or(|known| known.reader != Reader::SetByLauncher))
+        .filter(|(_, value)| !value.as_encoded_bytes().starts_with(b"/proc/"));
     inherited
         .map(|(name, value)| format!("{name}={} ", shell_line(std::slice::from_ref(value))))
         .collect()
@@ -235,5 +248,6 @@ mod tests {
         assert_eq!(assignments(&set), "");
         let set = one("ACCEL_TRACE", "a trace");
         assert_eq!(assignments(&set), "ACCEL_TRACE='a trace' ");
+        assert_eq!(assignments(&one("ACCEL_TOKEN_FILE", "/proc/7/fd/5")), "");
     }
 }

@@ -124,7 +124,8 @@ impl Acceptor {
                     let copy = copy.map_err(|error| Refusal::Retry(error.to_string()))?;
                     let (line, start) = Line::new(copy).map_err(failed)?;
                     let relay = self.relay.clone();
-                    let host = Host::new(entry.host, info, addresses, session, line, relay);
+                    let policy = self.admission.leave_policy();
+                    let host = Host::new(entry.host, info, addresses, session, line, relay, policy);
                     let host = Arc::new(host);
                     self.admission.add(&host)?;
                     added = Some(Arc::clone(&host));

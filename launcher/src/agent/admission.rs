@@ -4,11 +4,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::handshake::Refusal;
-use super::host::{Host, HostStatus};
+use super::host::{Host, HostStatus, LeavePolicy};
 use super::message::{ConnectionKind, HostInfo, JoinRequest};
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::settings::layout::Layout;
 use crate::supervisor::signals::Relay;
 use crate::text::note;
 
@@ -19,6 +18,7 @@ const MAX_REFUSALS: usize = 8;
 #[derive(Debug)]
 pub(super) struct Admission {
     hosts: usize,
+    least_hosts: usize,
     job: Option<String>,
     max_restarts: u64,
     liveness: Duration,
@@ -31,9 +31,9 @@ pub(super) struct Admission {
 struct AdmissionState {
     /// By number; the first is host 0, of which nothing is known.
     present: Vec<Option<Arc<Host>>>,
-    /// Whether all hosts have been there.
+    /// Whether an attempt has begun.
     has_begun: bool,
-    /// What can never become right, before all hosts have been there.
+    /// What can never become right, before an attempt has begun.
     conflict: Option<String>,
     /// Who was refused, and why.
     refused: Vec<String>,
@@ -42,9 +42,10 @@ struct AdmissionState {
 }
 
 impl Admission {
-    /// Admits the hosts of a job of `hosts` hosts. `job` is its name where its user has given it one.
+    /// Admits the hosts of a job of `hosts` hosts, which begins with at least `least_hosts`. `job` is its name where its
+    /// user has given it one.
     pub(super) fn new(
-        hosts: usize,
+        [least_hosts, hosts]: [usize; 2],
         job: Option<String>,
         max_restarts: u64,
         liveness: Duration,
@@ -56,6 +57,7 @@ impl Admission {
         };
         Self {
             hosts,
+            least_hosts,
             job,
             max_restarts,
             liveness,
@@ -151,41 +153,61 @@ impl Admission {
         host.filter(|host| host.session == session)
     }
 
-    /// The host of this number, which was there when the attempt began.
-    pub(super) fn host(&self, number: usize) -> Option<Arc<Host>> {
-        self.lock().present.get(number)?.clone()
+    /// Whether hosts may come and leave while the job runs.
+    pub(super) fn leave_policy(&self) -> LeavePolicy {
+        match self.least_hosts < self.hosts {
+            true => LeavePolicy::Alone,
+            false => LeavePolicy::WithJob,
+        }
     }
 
-    /// The layout, where all hosts are ready, of which this one runs `own` ranks; else those that are not there, and
-    /// those that are not ready.
+    /// Whether the job may run on so many hosts, this one included.
+    pub(super) fn is_enough(&self, hosts: usize) -> bool {
+        hosts >= self.least_hosts
+    }
+
+    /// The hosts that are ready, and those that are not.
     ///
     /// # Errors
-    /// When a host can never start its ranks, or hosts contradict one another.
-    pub(super) fn layout(&self, own: usize) -> Result<std::result::Result<Layout, Absent>> {
-        let mut state = self.lock();
+    /// When a host that the job needs can never start its ranks, or hosts contradict one another.
+    pub(super) fn gathered(&self) -> Result<Gathered> {
+        let state = self.lock();
         if let Some(conflict) = &state.conflict {
             return Err(Error::usage(conflict.clone()));
         }
-        let mut ranks = vec![own];
-        let mut absent = Absent::default();
+        let mut hosts = Vec::new();
+        let mut absent = Absent {
+            refused: state.refused.clone(),
+            ..Absent::default()
+        };
         for number in 1..self.hosts {
-            let Some(host) = present(&state, number) else {
-                absent.missing.push(number);
-                continue;
-            };
-            match host.status() {
-                HostStatus::Ready => ranks.push(host.info.ranks),
-                HostStatus::Preparing => absent.preparing.push(number),
-                HostStatus::Lost => absent.missing.push(number),
-                HostStatus::Failed(error) => return Err(error),
+            let host = present(&state, number).filter(|host| host.leaves().is_none());
+            match host.as_ref().map(|host| (host, host.status())) {
+                Some((host, HostStatus::Ready)) => hosts.push(Arc::clone(host)),
+                Some((_, HostStatus::Preparing)) => absent.preparing.push(number),
+                Some((_, HostStatus::Failed(error)))
+                    if self.leave_policy() == LeavePolicy::WithJob =>
+                {
+                    return Err(error);
+                }
+                Some((_, HostStatus::Lost | HostStatus::Failed(_))) | None => {
+                    absent.missing.push(number);
+                }
             }
         }
-        if ranks.len() < self.hosts {
-            absent.refused = state.refused.clone();
-            return Ok(Err(absent));
-        }
-        state.has_begun = true;
-        Ok(Ok(Layout::new(ranks)))
+        Ok(Gathered { hosts, absent })
+    }
+
+    /// The hosts that are there and want to leave.
+    pub(super) fn leaving(&self) -> Vec<Arc<Host>> {
+        let state = self.lock();
+        let present = (1..self.hosts).filter_map(|number| present(&state, number));
+        present.filter(|host| host.leaves().is_some()).collect()
+    }
+
+    /// An attempt begins: from now on, who contradicts the others is refused alone.
+    pub(super) fn begin(&self) {
+        self.lock().has_begun = true;
     }
 
     /// Somebody at `address` was refused, and told so.
@@ -231,6 +253,15 @@ impl Admission {
     fn lock(&self) -> MutexGuard<'_, AdmissionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Which hosts are there. Host 0 is in neither.
+#[derive(Debug)]
+pub(super) struct Gathered {
+    /// They can start ranks, in the order of their numbers.
+    pub(super) hosts: Vec<Arc<Host>>,
+    /// They cannot.
+    pub(super) absent: Absent,
 }
 
 /// Hosts that keep the others waiting.

@@ -1,6 +1,7 @@
 //! The launcher of host 0: admits the others, and starts ranks on them.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread;
@@ -10,8 +11,8 @@ use accelerator_collective::Topology;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use super::acceptor::Acceptor;
-use super::admission::{Absent, Admission};
-use super::host::Host;
+use super::admission::{Absent, Admission, Gathered};
+use super::host::{Host, LeavePolicy};
 use super::message::Plan;
 use super::trust;
 use crate::error::{Error, Result};
@@ -24,11 +25,20 @@ use crate::settings::rank_env::RankEnv;
 use crate::settings::{Settings, variable};
 use crate::supervisor::leftovers::{LEFTOVER_TIMEOUT, Swept};
 use crate::supervisor::signals::Relay;
-use crate::supervisor::spawner::{LocalSpawner, Spawner};
+use crate::supervisor::spawner::{Growth, LocalSpawner, Resize, Spawner};
 use crate::text::note;
 
 /// How often the head says for whom it waits.
 const TELL_EVERY: Duration = Duration::from_secs(10);
+
+/// How long a job that may begin waits for more hosts, after the last one that has come.
+const LAST_CALL: Duration = Duration::from_secs(5);
+
+/// How long the running job waits for more hosts before it takes in those that have come.
+const SETTLE: Duration = Duration::from_secs(1);
+
+/// How long a host that was taken in counts as new: where it fails first, the job does without it for a while.
+const TRIAL: Duration = Duration::from_secs(60);
 
 /// What a host may take on top of its grace period to end what runs there.
 const SWEEP_SLACK: Duration = Duration::from_secs(15);
@@ -46,6 +56,8 @@ pub(crate) struct Head {
     master_addr: Option<String>,
     liveness: Duration,
     admission: Arc<Admission>,
+    /// The hosts of the attempt that begins next.
+    gathered: RefCell<Option<Members>>,
 }
 
 impl Head {
@@ -63,7 +75,7 @@ impl Head {
         raise_file_limit();
         let liveness = trust::liveness();
         let admission = Arc::new(Admission::new(
-            place.hosts,
+            [place.least_hosts, place.hosts],
             variable(accelerator_env::JOB.name).filter(|job| !job.is_empty()),
             settings.max_restarts,
             liveness,
@@ -77,6 +89,7 @@ impl Head {
             master_addr: options.master_addr.clone(),
             liveness,
             admission,
+            gathered: RefCell::default(),
         })
     }
 
@@ -85,7 +98,13 @@ impl Head {
         HeadSpawner {
             head: self,
             local,
-            attempt: RefCell::new(None),
+            members: RefCell::default(),
+            next: RefCell::default(),
+            proposed: RefCell::default(),
+            last: RefCell::default(),
+            taken_in: RefCell::default(),
+            seen: RefCell::default(),
+            grace: Cell::default(),
         }
     }
 
@@ -97,14 +116,41 @@ impl Head {
         let began = Instant::now();
         let until = began + self.place.join_timeout;
         let mut tell_at = began + TELL_EVERY;
-        let layout = loop {
-            let absent = match self.admission.layout(settings.ranks.get())? {
-                Ok(layout) => break layout,
-                Err(absent) => absent,
-            };
+        // Since when as many are there.
+        let mut seen = (0, began);
+        let hosts = loop {
+            if self.admission.leave_policy() == LeavePolicy::Alone {
+                // Nothing runs there.
+                self.admission
+                    .leaving()
+                    .iter()
+                    .for_each(|host| host.dismiss());
+            }
+            let Gathered { mut hosts, absent } = self.admission.gathered()?;
+            let sound = |host: &&Arc<Host>| host.postponed_until().is_none();
+            if self
+                .admission
+                .is_enough(hosts.iter().filter(sound).count() + 1)
+            {
+                hosts.retain(|host| sound(&host));
+            }
             let now = Instant::now();
+            if seen.0 != hosts.len() {
+                seen = (hosts.len(), now);
+            }
+            if absent.missing.is_empty() && absent.preparing.is_empty() {
+                break hosts;
+            }
+            let is_enough = self.admission.is_enough(hosts.len() + 1);
+            let last_call = seen.1 + LAST_CALL;
+            // Who comes later is taken in while the job runs.
+            if is_enough
+                && (settings.restart > 0 || (absent.preparing.is_empty() && now >= last_call))
+            {
+                break hosts;
+            }
             let is_missing = !absent.missing.is_empty();
-            if is_missing && now >= until {
+            if is_missing && !is_enough && now >= until {
                 return Err(self.missing(&absent));
             }
             if now >= tell_at {
@@ -115,11 +161,10 @@ impl Head {
                 ));
                 tell_at = now + TELL_EVERY;
             }
-            let next = if is_missing {
-                tell_at.min(until)
-            } else {
-                tell_at
-            };
+            let mut next = tell_at;
+            if is_missing {
+                next = next.min(if is_enough { last_call } else { until });
+            }
             if let Event::Signal(signal) = channel.next(Some(next)) {
                 return Err(match settings.restart {
                     0 => Error::interrupted(signal),
@@ -127,21 +172,36 @@ impl Head {
                 });
             }
         };
-        if layout.ranks() > Topology::LARGEST {
+        self.admission.begin();
+        let members = Members::new(settings.ranks.get(), hosts);
+        if members.layout.ranks() > Topology::LARGEST {
             return Err(Error::usage(format!(
                 "the hosts run {} ranks together; a job has at most {}",
-                layout.ranks(),
+                members.layout.ranks(),
                 Topology::LARGEST
             )));
         }
-        let first = self.admission.host(1);
+        let settings = Settings {
+            listen_addr: self.address.to_string(),
+            ..self.on_host_0(&members, settings)
+        };
+        self.gathered.replace(Some(members));
+        Ok(settings)
+    }
+
+    /// Settings for the ranks of this host.
+    fn on_host_0(&self, members: &Members, settings: Settings) -> Settings {
+        let first = members.hosts.first();
         let reached = first.map(|host| host.head_address.to_string());
         let master_addr = self.master_addr.clone().or(reached);
         let master_addr = master_addr.unwrap_or_else(|| settings.master_addr.clone());
-        Ok(Settings {
-            listen_addr: self.address.to_string(),
-            ..settings.on_host(0, layout, master_addr)
-        })
+        settings.on_host(0, members.layout.clone(), master_addr)
+    }
+
+    /// Where the ranks of `host` find the store.
+    fn store_host(&self, host: &Host) -> String {
+        let own = self.master_addr.clone();
+        own.unwrap_or_else(|| host.head_address.to_string())
     }
 
     /// Tells the other hosts that the job is over, with the exit code of all launchers and what ended it.
@@ -177,13 +237,93 @@ impl Head {
     }
 }
 
+/// The hosts of a group of ranks, host 0 left out, and how many ranks each runs.
+#[derive(Clone, Debug)]
+struct Members {
+    layout: Layout,
+    hosts: Vec<Arc<Host>>,
+}
+
+impl Members {
+    /// `own` ranks on host 0, and those of `hosts`, in their order.
+    fn new(own: usize, hosts: Vec<Arc<Host>>) -> Self {
+        let ranks = hosts.iter().map(|host| host.info.ranks);
+        Self {
+            layout: Layout::new(std::iter::once(own).chain(ranks).collect()),
+            hosts,
+        }
+    }
+
+    /// Another host than host 0, by its place in the layout.
+    fn host(&self, place: usize) -> Option<&Arc<Host>> {
+        self.hosts.get(place.checked_sub(1)?)
+    }
+
+    fn has(&self, host: &Arc<Host>) -> bool {
+        self.hosts.iter().any(|known| Arc::ptr_eq(known, host))
+    }
+}
+
 /// Starts ranks on all hosts of a job.
 #[derive(Debug)]
 pub(crate) struct HeadSpawner<'a> {
     head: &'a Head,
     local: LocalSpawner,
-    /// The ranks of the current attempt, and the other hosts.
-    attempt: RefCell<Option<(Layout, Vec<Arc<Host>>)>>,
+    /// The running group.
+    members: RefCell<Option<Members>>,
+    /// The group that follows it.
+    next: RefCell<Option<Members>>,
+    /// What [`resize`](Spawner::resize) has proposed last.
+    proposed: RefCell<Option<Members>>,
+    /// The group that ran last.
+    last: RefCell<Option<Members>>,
+    /// The sessions of the hosts that this attempt has taken in while it ran, and when.
+    taken_in: RefCell<BTreeMap<u64, Instant>>,
+    /// Those of hosts that could be taken in, and since when.
+    seen: RefCell<BTreeMap<u64, Instant>>,
+    grace: Cell<Duration>,
+}
+
+impl HeadSpawner<'_> {
+    fn begin_on(
+        &self,
+        members: &Members,
+        settings: &Settings,
+        store: SocketAddr,
+        is_wanted: impl Fn(&Arc<Host>) -> bool,
+    ) -> Result<()> {
+        for (at, host) in members.hosts.iter().enumerate() {
+            if is_wanted(host) {
+                host.begin(Plan {
+                    restart: settings.restart,
+                    max_restarts: settings.max_restarts,
+                    job: settings.job.clone(),
+                    layout: members.layout.clone(),
+                    host: at + 1,
+                    elastic: settings.elastic,
+                    store_host: self.head.store_host(host),
+                    store_port: store.port(),
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hosts that are not in the running group, and can be.
+    fn newcomers(&self, members: &Members) -> Vec<Arc<Host>> {
+        let gathered = self.head.admission.gathered();
+        let mut hosts = gathered.map_or_else(|_| Vec::new(), |gathered| gathered.hosts);
+        let mut room = Topology::LARGEST.saturating_sub(members.layout.ranks());
+        hosts.retain(|host| {
+            let is_free = !members.has(host) && host.is_idle() && host.postponed_until().is_none();
+            let has_room = host.info.ranks <= room;
+            if is_free && has_room {
+                room -= host.info.ranks;
+            }
+            is_free && has_room
+        });
+        hosts
+    }
 }
 
 impl Spawner for HeadSpawner<'_> {
@@ -192,46 +332,238 @@ impl Spawner for HeadSpawner<'_> {
     }
 
     fn begin(&self, settings: &Settings, store: SocketAddr) -> Result<()> {
-        let layout = &settings.layout;
-        let others = 1..layout.hosts();
-        let hosts: Vec<_> = others
-            .filter_map(|number| self.head.admission.host(number))
-            .collect();
-        self.attempt.replace(Some((layout.clone(), hosts.clone())));
-        for host in hosts {
-            let own = self.head.master_addr.clone();
-            host.begin(Plan {
-                restart: settings.restart,
-                max_restarts: settings.max_restarts,
-                job: settings.job.clone(),
-                layout: layout.clone(),
-                store_host: own.unwrap_or_else(|| host.head_address.to_string()),
-                store_port: store.port(),
-            })?;
-        }
-        Ok(())
+        let Some(members) = self.head.gathered.borrow().clone() else {
+            return Ok(());
+        };
+        self.members.replace(Some(members.clone()));
+        self.grace.set(settings.grace);
+        self.taken_in.borrow_mut().clear();
+        self.begin_on(&members, settings, store, |_| true)
     }
 
     fn spawn(&self, rank: usize, environment: &RankEnv) -> Result<Box<dyn RankProcess>> {
         if environment.ranks().contains(&rank) {
             return self.local.spawn(rank, environment);
         }
-        let attempt = self.attempt.borrow();
-        let host = attempt.as_ref().and_then(|(layout, hosts)| {
-            let number = layout.host_of(rank);
-            hosts.iter().find(|host| host.number == number)
-        });
-        match host {
+        let [next, running] = [self.next.borrow(), self.members.borrow()];
+        let members = next.as_ref().or(running.as_ref());
+        match members.and_then(|members| members.host(members.layout.host_of(rank))) {
             Some(host) => host.started(rank),
             None => Err(Error::system(format!("rank {rank} has no host"))),
         }
     }
 
+    fn let_go(&self) {
+        let members = self.members.borrow();
+        let Some(members) = members.as_ref() else {
+            return;
+        };
+        let admission = &self.head.admission;
+        let stays = |host: &&Arc<Host>| host.leaves().is_none();
+        let staying = members.hosts.iter().filter(stays).count();
+        let is_enough = admission.is_enough(staying + self.newcomers(members).len() + 1);
+        for host in admission.leaving() {
+            let is_next = self
+                .next
+                .borrow()
+                .as_ref()
+                .is_some_and(|next| next.has(&host));
+            if members.has(&host) {
+                if !is_enough {
+                    host.end_job();
+                }
+            } else if !is_next && (host.has_ended() || host.has_overstayed(self.grace.get())) {
+                host.dismiss();
+            }
+        }
+    }
+
+    fn resize(&self, settings: &Settings, growth: Growth) -> Option<Resize> {
+        let members = self.members.borrow();
+        let members = members.as_ref()?;
+        let mut newcomers = self.newcomers(members);
+        let now = Instant::now();
+        let mut seen = self.seen.borrow_mut();
+        seen.retain(|session, _| newcomers.iter().any(|host| host.session == *session));
+        for host in &newcomers {
+            seen.entry(host.session).or_insert(now);
+        }
+        newcomers.retain(|host| growth == Growth::Now && now >= seen[&host.session] + SETTLE);
+        let is_growing = !newcomers.is_empty();
+        let stays = |host: &&Arc<Host>| host.leaves().is_none();
+        let mut hosts: Vec<_> = members.hosts.iter().filter(stays).cloned().collect();
+        let is_leaving = hosts.len() < members.hosts.len();
+        let is_enough = self
+            .head
+            .admission
+            .is_enough(hosts.len() + newcomers.len() + 1);
+        // The job ends where it needs who wants to leave.
+        if !is_enough || !(is_growing || is_leaving) {
+            return None;
+        }
+        let shown = |hosts: &[&Arc<Host>]| {
+            let hosts: Vec<String> = hosts.iter().map(|host| host.shown()).collect();
+            hosts.join(" and ")
+        };
+        let mut changes = Vec::new();
+        if is_growing {
+            changes.push(format!(
+                "takes in {}",
+                shown(&newcomers.iter().collect::<Vec<_>>())
+            ));
+            hosts.extend(newcomers);
+        }
+        if is_leaving {
+            let leaving: Vec<_> = members.hosts.iter().filter(|host| !stays(host)).collect();
+            changes.push(format!("goes on without {}", shown(&leaving)));
+        }
+        let next = Members::new(settings.ranks.get(), hosts);
+        let old_place =
+            |host: &Arc<Host>| members.hosts.iter().position(|old| Arc::ptr_eq(old, host));
+        let mut former: Vec<Option<usize>> = (0..settings.ranks.get()).map(Some).collect();
+        for host in &next.hosts {
+            former.extend(match old_place(host) {
+                Some(place) => members.layout.ranks_of(place + 1).map(Some).collect(),
+                None => vec![None; host.info.ranks],
+            });
+        }
+        let layout = next.layout.clone();
+        self.proposed.replace(Some(next));
+        Some(Resize {
+            layout,
+            former,
+            why: changes.join(", and "),
+        })
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        let settled = self
+            .seen
+            .borrow()
+            .values()
+            .map(|since| *since + SETTLE)
+            .collect::<Vec<_>>();
+        let admission = &self.head.admission;
+        let overstayed = admission
+            .leaving()
+            .into_iter()
+            .filter_map(|host| host.overstays_at(self.grace.get()));
+        let gathered = admission
+            .gathered()
+            .map_or_else(|_| Vec::new(), |gathered| gathered.hosts);
+        let postponed = gathered
+            .into_iter()
+            .filter_map(|host| host.postponed_until());
+        // What has passed is dealt with when the next thing happens, at the latest in a moment.
+        let now = Instant::now();
+        let all = settled.into_iter().chain(overstayed).chain(postponed);
+        all.filter(|at| *at + POLL > now)
+            .map(|at| at.max(now) + POLL)
+            .min()
+    }
+
+    fn begin_next(&self, settings: &Settings, store: SocketAddr) -> Result<()> {
+        self.next.replace(self.proposed.take());
+        let [next, running] = [self.next.borrow(), self.members.borrow()];
+        let (Some(next), Some(running)) = (next.as_ref(), running.as_ref()) else {
+            return Ok(());
+        };
+        self.begin_on(next, settings, store, |host| !running.has(host))
+    }
+
+    fn place(&self, rank: usize, settings: &Settings, port: u16) -> Vec<(String, String)> {
+        let next = self.next.borrow();
+        let Some(next) = next.as_ref() else {
+            return Vec::new();
+        };
+        let place = next.layout.host_of(rank);
+        let settings = match next.host(place) {
+            None => self.head.on_host_0(next, settings.clone()),
+            Some(host) => {
+                let store = self.head.store_host(host);
+                settings.clone().on_host(place, next.layout.clone(), store)
+            }
+        };
+        RankEnv::new(&settings, port, None, None).place_of(rank)
+    }
+
+    fn has_hosts(&self) -> bool {
+        true
+    }
+
+    fn has_more(&self) -> bool {
+        let [next, running] = [self.next.borrow(), self.members.borrow()];
+        let is_next = |host: &Arc<Host>| next.as_ref().is_some_and(|next| next.has(host));
+        let running = running.as_ref();
+        running.is_some_and(|running| self.newcomers(running).iter().any(|host| !is_next(host)))
+    }
+
+    fn postpone(&self, ranks: &[usize]) {
+        if let Some(next) = &*self.next.borrow() {
+            for host in ranks
+                .iter()
+                .filter_map(|&rank| next.host(next.layout.host_of(rank)))
+            {
+                host.postpone();
+            }
+        }
+    }
+
+    fn blame(&self, rank: usize) -> bool {
+        let gathered = self.head.gathered.borrow();
+        let members = self.last.borrow();
+        let Some(host) = members
+            .as_ref()
+            .or(gathered.as_ref())
+            .and_then(|members| members.host(members.layout.host_of(rank)))
+        else {
+            return false;
+        };
+        let taken_in = self.taken_in.borrow().get(&host.session).copied();
+        let is_newcomer = taken_in.is_some_and(|at| at.elapsed() < TRIAL);
+        if is_newcomer {
+            host.postpone();
+        }
+        is_newcomer
+    }
+
+    fn adopt_next(&self) {
+        let Some(next) = self.next.take() else { return };
+        for (at, host) in next.hosts.iter().enumerate() {
+            host.renumber(next.layout.ranks_of(at + 1));
+        }
+        let running = self.members.take();
+        let was_running =
+            |host: &Arc<Host>| running.as_ref().is_some_and(|running| running.has(host));
+        let new = next.hosts.iter().filter(|host| !was_running(host));
+        self.taken_in
+            .borrow_mut()
+            .extend(new.map(|host| (host.session, Instant::now())));
+        for host in running.iter().flat_map(|running| &running.hosts) {
+            if !next.has(host) {
+                host.has_left();
+            }
+        }
+        self.members.replace(Some(next));
+    }
+
+    fn drop_next(&self) {
+        let (Some(next), Some(running)) = (self.next.take(), &*self.members.borrow()) else {
+            return;
+        };
+        for host in next.hosts.iter().filter(|host| !running.has(host)) {
+            host.end(Signal::KILL, Duration::ZERO);
+        }
+    }
+
     fn end(&self, first: Signal, grace: Duration, channel: &Channel) -> Swept {
         let mut swept = Swept::default();
-        let Some((_, hosts)) = self.attempt.take() else {
+        self.drop_next();
+        let Some(members) = self.members.take() else {
             return swept;
         };
+        let hosts = members.hosts.clone();
+        self.last.replace(Some(members));
         for host in &hosts {
             host.end(first, grace);
         }

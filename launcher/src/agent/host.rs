@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::net::{IpAddr, Shutdown, TcpStream};
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -20,6 +21,9 @@ use crate::process::{End, RankProcess};
 use crate::supervisor::leftovers::LeftBehind;
 use crate::supervisor::signals::Relay;
 use crate::text::{note, span, utc};
+
+/// How long the job does without a host whose ranks have failed when they were taken in, the first time.
+const POSTPONE: Duration = Duration::from_secs(60);
 
 /// How long a host may take to start its ranks: a folder on a network can hold it up.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
@@ -43,6 +47,7 @@ pub(super) struct Host {
     pub(super) session: u64,
     line: Line,
     relay: Relay,
+    leave_policy: LeavePolicy,
     state: Mutex<HostState>,
     changed: Condvar,
 }
@@ -50,7 +55,10 @@ pub(super) struct Host {
 #[derive(Debug, Default)]
 struct HostState {
     restart: Option<u64>,
+    /// By the numbers with which they were started.
     ranks: BTreeMap<usize, RankState>,
+    /// The numbers of its ranks now.
+    numbers: Option<Range<usize>>,
     outputs: [Option<TcpStream>; 2],
     is_ready: bool,
     /// Why its ranks can never be started.
@@ -60,6 +68,15 @@ struct HostState {
     loss: Option<String>,
     /// Whether it was told that the job is over.
     is_over: bool,
+    /// The signal that asked its launcher to end, where the job may go on without it.
+    leaves: Option<i32>,
+    /// Whether it has ended the job.
+    has_ended_job: bool,
+    /// How often its ranks have failed when they were taken in.
+    failed_joins: u32,
+    not_before: Option<Instant>,
+    /// Since when the job goes on without it.
+    left_at: Option<Instant>,
 }
 
 /// A rank of the current attempt.
@@ -72,6 +89,15 @@ struct RankState {
     readers: [Option<File>; 2],
     /// Filled with what comes from the host.
     pipes: [Option<Arc<File>>; 2],
+}
+
+/// What becomes of the job where a signal asks the launcher of one host to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LeavePolicy {
+    /// It ends, on all hosts.
+    WithJob,
+    /// It may go on without that host.
+    Alone,
 }
 
 /// What keeps the head from going on with a host.
@@ -96,6 +122,7 @@ impl Host {
         session: u64,
         line: Line,
         relay: Relay,
+        leave_policy: LeavePolicy,
     ) -> Self {
         Self {
             number,
@@ -105,6 +132,7 @@ impl Host {
             session,
             line,
             relay,
+            leave_policy,
             state: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -153,10 +181,22 @@ impl Host {
                 state.swept = Some(left_behind);
             }
             ToHead::Asked { signal } => {
+                let alone = self.leave_policy == LeavePolicy::Alone;
+                let is_second = state.leaves.is_some() && !state.has_ended_job;
+                if alone {
+                    state.leaves.get_or_insert(signal);
+                }
                 drop(state);
+                if alone && is_second {
+                    return self
+                        .lose("its launcher was asked to end again, before its ranks had left");
+                }
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
                 note(&format!("{} received {name}", self.shown()));
-                return self.relay.deliver_from(self.number, signal);
+                return match alone {
+                    true => self.tell(),
+                    false => self.relay.deliver_from(self.number, signal),
+                };
             }
             ToHead::Forwarded => {
                 drop(state);
@@ -175,11 +215,12 @@ impl Host {
         let mut state = self.lock();
         if state.loss.is_some() || state.is_over {
             state.loss.get_or_insert_default();
+            state.outputs = [None, None];
             drop(state);
             return self.tell();
         }
-        let ranks = match (state.ranks.keys().next(), state.ranks.keys().next_back()) {
-            (Some(&first), Some(&last)) => format!(", {}", span(&(first..last + 1))),
+        let ranks = match &state.numbers {
+            Some(ranks) if !ranks.is_empty() => format!(", {}", span(ranks)),
             _ => String::new(),
         };
         let Self { number, info, .. } = self;
@@ -191,7 +232,7 @@ impl Host {
             rank.end.get_or_insert(End::Lost);
             rank.pipes = [None, None];
         }
-        for stream in state.outputs.iter().flatten() {
+        for stream in std::mem::take(&mut state.outputs).iter().flatten() {
             let _ = stream.shutdown(Shutdown::Both);
         }
         state.loss = Some(text.clone());
@@ -237,7 +278,7 @@ impl Host {
     /// When the system gives no pipes.
     pub(super) fn begin(&self, plan: Plan) -> Result<()> {
         let mut ranks = BTreeMap::new();
-        for rank in plan.layout.ranks_of(self.number) {
+        for rank in plan.layout.ranks_of(plan.host) {
             let mut state = RankState::default();
             for stream in [Stream::Out, Stream::Err] {
                 let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).map_err(|error| {
@@ -251,6 +292,7 @@ impl Host {
         }
         let mut state = self.lock();
         state.ranks = ranks;
+        state.numbers = Some(plan.layout.ranks_of(plan.host));
         state.restart = Some(plan.restart);
         state.swept = None;
         if state.loss.is_some() {
@@ -333,6 +375,77 @@ impl Host {
     pub(super) fn finish(&self, code: u8, text: Option<String>) {
         self.lock().is_over = true;
         self.line.send(&ToHost::JobOver { code, text });
+        self.line.finish();
+    }
+
+    /// The signal that asked its launcher to end, where the job may go on without it.
+    pub(super) fn leaves(&self) -> Option<i32> {
+        self.lock().leaves
+    }
+
+    /// Its ranks have these numbers from now on.
+    pub(super) fn renumber(&self, ranks: Range<usize>) {
+        self.lock().numbers = Some(ranks);
+    }
+
+    /// A rank of it has failed while the job took it in, or soon after: the job does without it for a while, twice as long
+    /// each time.
+    pub(super) fn postpone(&self) {
+        let mut state = self.lock();
+        let doublings = state.failed_joins.min(10);
+        state.failed_joins += 1;
+        state.not_before = Some(Instant::now() + POSTPONE * (1 << doublings));
+    }
+
+    /// Until when the job does without it.
+    pub(super) fn postponed_until(&self) -> Option<Instant> {
+        self.lock().not_before.filter(|at| *at > Instant::now())
+    }
+
+    /// Whether nothing of an attempt runs there.
+    pub(super) fn is_idle(&self) -> bool {
+        let state = self.lock();
+        state.restart.is_none() || state.swept.is_some()
+    }
+
+    /// Whether none of its ranks runs.
+    pub(super) fn has_ended(&self) -> bool {
+        let state = self.lock();
+        state.ranks.values().all(|rank| rank.end.is_some())
+    }
+
+    /// Its launcher was asked to end, and the job does not go on without it.
+    pub(super) fn end_job(&self) {
+        let mut state = self.lock();
+        if let Some(signal) = state.leaves.filter(|_| !state.has_ended_job) {
+            state.has_ended_job = true;
+            drop(state);
+            self.relay.deliver_from(self.number, signal);
+        }
+    }
+
+    /// The job goes on without its ranks, which are about to end.
+    pub(super) fn has_left(&self) {
+        self.lock().left_at = Some(Instant::now());
+    }
+
+    /// When its ranks will have had `grace` to end by themselves.
+    pub(super) fn overstays_at(&self, grace: Duration) -> Option<Instant> {
+        self.lock().left_at.map(|at| at + grace)
+    }
+
+    /// Whether they have.
+    pub(super) fn has_overstayed(&self, grace: Duration) -> bool {
+        self.overstays_at(grace)
+            .is_some_and(|at| Instant::now() >= at)
+    }
+
+    /// Tells the host that the job goes on without it.
+    pub(super) fn dismiss(&self) {
+        if std::mem::replace(&mut self.lock().is_over, true) {
+            return;
+        }
+        self.line.send(&ToHost::Left);
         self.line.finish();
     }
 

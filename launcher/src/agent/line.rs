@@ -7,6 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::limit_backoff;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -93,6 +94,7 @@ impl LineStart {
         let interval = (liveness / 4).min(MAX_INTERVAL);
         // Where they cannot be set, heartbeats alone find out.
         let _ = self.stream.set_nodelay(true);
+        limit_backoff(&self.stream);
         let _ = self.stream.set_write_timeout(Some(liveness));
         #[cfg(target_os = "linux")]
         let _ = rustix::net::sockopt::set_tcp_user_timeout(
@@ -179,13 +181,18 @@ fn read<M: DeserializeOwned>(
     interval: Duration,
     receive: &mut impl FnMut(M),
 ) -> LineEnd {
-    if let Err(error) = stream.set_read_timeout(Some(interval)) {
-        return LineEnd::Failed(error.to_string());
-    }
     let mut silence = Silence::new(liveness, interval, Instant::now());
     let mut received = Vec::new();
     let mut chunk = [0; 4096];
+    let mut pause = None;
     loop {
+        let next = Some(silence.pause(Instant::now()));
+        if next != pause {
+            if let Err(error) = stream.set_read_timeout(next) {
+                return LineEnd::Failed(error.to_string());
+            }
+            pause = next;
+        }
         match stream.read(&mut chunk) {
             Ok(0) => return silence.explain(LineEnd::Closed, Instant::now()),
             Ok(count) => {
@@ -275,6 +282,14 @@ impl Silence {
         self.look(now);
         let silence = now.saturating_duration_since(self.since);
         (silence >= self.liveness).then_some(silence)
+    }
+
+    /// How long to wait for something before the silence may be too long, or this process is to look at its clock.
+    fn pause(&self, now: Instant) -> Duration {
+        let silence = now.saturating_duration_since(self.since);
+        let left = self.liveness.saturating_sub(silence);
+        // A socket takes no timeout of zero.
+        left.clamp(Duration::from_millis(1), self.interval)
     }
 
     /// Why the line has ended, where it was lost because this process was suspended.
@@ -379,6 +394,16 @@ mod tests {
             let end = received.recv_timeout(DEADLINE).unwrap();
             assert!(matches!(end, Err(LineEnd::Failed(_))), "{end:?}");
         }
+    }
+
+    #[test]
+    fn a_line_looks_again_when_the_silence_becomes_too_long() {
+        let (second, begin) = (Duration::from_secs(1), Instant::now());
+        let silence = Silence::new(5 * second, second, begin);
+        assert_eq!(silence.pause(begin), second);
+        assert_eq!(silence.pause(begin + 4 * second), second);
+        assert_eq!(silence.pause(begin + 9 * second / 2), second / 2);
+        assert!(silence.pause(begin + 5 * second) > Duration::ZERO);
     }
 
     #[test]

@@ -6,11 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::output::Stream;
 use crate::process::End;
+use crate::settings::Elastic;
 use crate::settings::layout::Layout;
 use crate::supervisor::leftovers::LeftBehind;
 
 /// Of these messages and of the handshake: launchers of another number do not work together.
-pub(super) const PROTOCOL: u32 = 1;
+pub(super) const PROTOCOL: u32 = 2;
 
 /// What the launcher of another host says of itself when it asks to be admitted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -113,6 +114,8 @@ pub(super) enum ToHost {
     },
     /// The job is over: end with this code.
     JobOver { code: u8, text: Option<String> },
+    /// The job goes on without this host, which wanted to leave.
+    Left,
 }
 
 /// An attempt, as far as hosts have to agree on it.
@@ -126,6 +129,10 @@ pub(super) struct Plan {
     pub(super) job: String,
     /// The ranks of all hosts.
     pub(super) layout: Layout,
+    /// The place of this host in the layout.
+    pub(super) host: usize,
+    /// What its ranks find where their number may change.
+    pub(super) elastic: Option<Elastic>,
     /// The host of the store, as this host reaches it.
     pub(super) store_host: String,
     /// The port of the store.

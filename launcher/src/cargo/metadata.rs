@@ -105,6 +105,7 @@ impl Metadata {
             .filter(|found| package.is_none_or(|wanted| found.package.is(wanted)))
             .filter(|found| match selector {
                 Selector::Named(kind, name) => found.target.is(*kind, name),
+                Selector::AnyNamed(name) => found.target.name == *name,
                 // The path in the manifest can lead over links.
                 Selector::Source(path) => {
                     found.target.src_path == *path

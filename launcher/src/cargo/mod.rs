@@ -46,20 +46,9 @@ impl Build {
         let mut known = Vec::new();
         for manifest in &manifests {
             let metadata = Metadata::read(cargo(), manifest.as_deref(), channel)?;
-            let found = metadata.matches(selector, options.package.as_deref());
-            match found.as_slice() {
-                [] => known.extend(metadata.runnable()),
-                [only] => return Ok(Self::new(only, &metadata, manifest.as_deref(), options)),
-                several => {
-                    let defaults: Vec<_> = several
-                        .iter()
-                        .filter(|found| metadata.is_default(found.package))
-                        .collect();
-                    return match defaults.as_slice() {
-                        [only] => Ok(Self::new(only, &metadata, manifest.as_deref(), options)),
-                        _ => Err(ambiguous(selector, several)),
-                    };
-                }
+            match Self::choose(&metadata, manifest.as_deref(), selector, options)? {
+                Some(build) => return Ok(build),
+                None => known.extend(metadata.runnable()),
             }
         }
         if manifests.is_empty() {
@@ -75,6 +64,24 @@ impl Build {
             known,
             &here,
         ))
+    }
+
+    /// Looks up the example or binary `name` in the workspace of the current folder; `None` where there is none.
+    ///
+    /// # Errors
+    /// When cargo cannot tell; when the name can mean several targets.
+    pub(crate) fn find_named(
+        name: &str,
+        options: &Options,
+        channel: &Channel,
+    ) -> Result<Option<Self>> {
+        let here = env::current_dir().ok();
+        if here.as_deref().and_then(manifest_above).is_none() {
+            return Ok(None);
+        }
+        let metadata = Metadata::read(cargo(), None, channel)?;
+        let selector = Selector::AnyNamed(name.to_owned());
+        Self::choose(&metadata, None, &selector, options)
     }
 
     /// The folder of the package that the target belongs to.
@@ -126,6 +133,23 @@ impl Build {
                     "cargo built {kind} `{name}` but named no program for it; is its crate-type a library?"
                 ))
             })
+    }
+
+    /// The one target of a workspace that `selector` means.
+    fn choose(
+        metadata: &Metadata,
+        manifest: Option<&Path>,
+        selector: &Selector,
+        options: &Options,
+    ) -> Result<Option<Self>> {
+        let found = metadata.matches(selector, options.package.as_deref());
+        let defaults = found.iter().filter(|one| metadata.is_default(one.package));
+        let defaults: Vec<_> = defaults.collect();
+        match (found.as_slice(), defaults.as_slice()) {
+            ([], _) => Ok(None),
+            (&[only], _) | (_, &[&only]) => Ok(Some(Self::new(&only, metadata, manifest, options))),
+            _ => Err(ambiguous(selector, &found)),
+        }
     }
 
     fn new(
@@ -220,7 +244,7 @@ fn not_found(
         None => format!("the cargo workspace of {}", here.display()),
     };
     let wanted = match selector {
-        Selector::Named(_, name) => name.clone(),
+        Selector::Named(_, name) | Selector::AnyNamed(name) => name.clone(),
         Selector::Source(path) => path
             .file_stem()
             .unwrap_or_default()
@@ -229,7 +253,9 @@ fn not_found(
     };
     let near = nearest(&wanted, known);
     let what = match selector {
-        Selector::Named(..) => format!("{selector}: there is no such target in {place}"),
+        Selector::Named(..) | Selector::AnyNamed(_) => {
+            format!("{selector}: there is no such target in {place}")
+        }
         Selector::Source(_) => {
             format!("{selector} is not the source file of a binary or an example in {place}")
         }

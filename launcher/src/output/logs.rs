@@ -55,11 +55,11 @@ pub(crate) struct Log {
     pub(crate) broken: AtomicBool,
 }
 
-/// Opens the log files of `size` ranks in `dir`.
+/// Opens a log file in `dir`.
 ///
 /// # Errors
-/// When the folder or a file cannot be made.
-pub(crate) fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log>> {
+/// When the folder or the file cannot be made.
+pub(crate) fn open_log(dir: &Path, name: &str) -> Result<Log> {
     fs::create_dir_all(dir).map_err(|error| {
         Error::usage(format!(
             "--log-dir {}: the folder cannot be made; name one that can be written",
@@ -67,33 +67,26 @@ pub(crate) fn open_logs(dir: &Path, size: usize, restart: u64) -> Result<Vec<Log
         ))
         .with_source(error)
     })?;
-    (0..size)
-        .map(|rank| {
-            let path = dir.join(match restart {
-                0 => format!("rank-{rank}.log"),
-                _ => format!("rank-{rank}.restart-{restart}.log"),
-            });
-            // Opening a pipe would wait for its other end.
-            if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-                return Err(Error::usage(format!(
-                    "--log-dir: {} is there and no plain file; name another folder",
-                    path.display()
-                )));
-            }
-            let file = File::create(&path).map_err(|error| {
-                let message = format!(
-                    "--log-dir: {} cannot be written; name another folder",
-                    path.display()
-                );
-                Error::usage(message).with_source(error)
-            })?;
-            Ok(Log {
-                path,
-                file: Mutex::new(file),
-                broken: AtomicBool::new(false),
-            })
-        })
-        .collect()
+    let path = dir.join(name);
+    // Opening a pipe would wait for its other end.
+    if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
+        return Err(Error::usage(format!(
+            "--log-dir: {} is there and no plain file; name another folder",
+            path.display()
+        )));
+    }
+    let file = File::create(&path).map_err(|error| {
+        let message = format!(
+            "--log-dir: {} cannot be written; name another folder",
+            path.display()
+        );
+        Error::usage(message).with_source(error)
+    })?;
+    Ok(Log {
+        path,
+        file: Mutex::new(file),
+        broken: AtomicBool::new(false),
+    })
 }
 
 /// The link to the last run that began.

@@ -21,7 +21,7 @@ use crate::event::{Channel, Event};
 use last_lines::LastLines;
 pub(crate) use last_lines::headline;
 use lines::Lines;
-use logs::{Log, open_logs};
+use logs::Log;
 use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
 
 /// How much is read at once.
@@ -64,10 +64,12 @@ pub(crate) enum OnOutputError {
     EndJob,
 }
 
-/// The output of all ranks of an attempt. Clones share it.
+/// The output of all ranks of a group. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Output {
     shared: Arc<Shared>,
+    /// By rank.
+    ranks: Arc<[Arc<RankOutput>]>,
 }
 
 impl Output {
@@ -83,10 +85,12 @@ impl Output {
         on_output_error: OnOutputError,
         events: Sender<Event>,
     ) -> Result<Self> {
-        let logs = match log_dir {
-            Some(dir) => open_logs(dir, size, restart)?,
-            None => Vec::new(),
+        let suffix = match restart {
+            0 => String::new(),
+            _ => format!(".restart-{restart}"),
         };
+        let ranks = (0..size).map(|rank| RankOutput::open(rank, log_dir, &suffix));
+        let ranks = ranks.collect::<Result<_>>()?;
         let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
         let err_writer = Arc::new(SharedWriter::new(separator(err)));
         let out_writer = if out && err {
@@ -102,14 +106,48 @@ impl Output {
                 broken: [AtomicBool::new(false), AtomicBool::new(false)],
                 on_output_error,
                 lost: AtomicBool::new(false),
-                logs,
-                last_lines: (0..size).map(|_| Mutex::default()).collect(),
-                stderr_drained: (0..size).map(|_| AtomicBool::new(false)).collect(),
                 writing: AtomicUsize::new(0),
                 over: AtomicBool::new(false),
-                events,
+                events: Mutex::new(events),
             }),
+            ranks,
         })
+    }
+
+    /// The output of the group that follows this one: `former` has the rank here of each of its ranks, where it runs
+    /// already. Log files of the others have `suffix` in their names.
+    ///
+    /// # Errors
+    /// When a log file cannot be made.
+    pub(crate) fn regrouped(
+        &self,
+        former: &[Option<usize>],
+        log_dir: Option<&Path>,
+        suffix: &str,
+    ) -> Result<Self> {
+        let ranks = former.iter().enumerate().map(|(rank, former)| {
+            match former.and_then(|former| self.ranks.get(former)) {
+                Some(known) => Ok(Arc::clone(known)),
+                None => RankOutput::open(rank, log_dir, suffix),
+            }
+        });
+        Ok(Self {
+            shared: Arc::clone(&self.shared),
+            ranks: ranks.collect::<Result<_>>()?,
+        })
+    }
+
+    /// The group of this output runs now, in the place of that of `former`: lines are marked with the ranks of this one, and `events` are told.
+    pub(crate) fn relabel(&self, former: &Self, events: Sender<Event>) {
+        for (rank, known) in self.ranks.iter().enumerate() {
+            known.rank.store(rank, Ordering::Relaxed);
+        }
+        for gone in former.ranks.iter() {
+            if !self.ranks.iter().any(|known| Arc::ptr_eq(known, gone)) {
+                gone.rank.store(GONE, Ordering::Relaxed);
+            }
+        }
+        *lock(&self.shared.events) = events;
     }
 
     /// Reads `pipe`, the given stream of `rank`, to its end on a thread of its own, which
@@ -119,14 +157,17 @@ impl Output {
     /// When no thread can be started.
     pub(crate) fn read(&self, rank: usize, stream: Stream, pipe: File) -> Result<()> {
         let shared = Arc::clone(&self.shared);
+        let Some(own) = self.ranks.get(rank).cloned() else {
+            return Ok(());
+        };
         thread::Builder::new()
             .name(format!("output-{rank}"))
             .spawn(move || {
-                shared.read(rank, stream, pipe);
+                shared.read(&own, stream, pipe);
                 if stream == Stream::Err {
-                    shared.stderr_drained[rank].store(true, Ordering::Release);
+                    own.stderr_drained.store(true, Ordering::Release);
                 }
-                let _ = shared.events.send(Event::Drained);
+                shared.send(Event::Drained);
             })
             .map_err(|error| {
                 Error::system(format!(
@@ -182,21 +223,52 @@ impl Output {
 
     /// The last lines of `rank`'s standard error.
     pub(crate) fn stderr_tail(&self, rank: usize) -> Vec<String> {
-        self.shared
-            .last_lines
+        self.ranks
             .get(rank)
-            .map_or_else(Vec::new, |lines| lock(lines).text())
+            .map_or_else(Vec::new, |own| lock(&own.last_lines).text())
     }
 
     /// Whether the standard error of `rank` has been read to its end.
     pub(crate) fn is_stderr_drained(&self, rank: usize) -> bool {
-        let stderr_drained = self.shared.stderr_drained.get(rank);
-        stderr_drained.is_none_or(|stderr_drained| stderr_drained.load(Ordering::Acquire))
+        let own = self.ranks.get(rank);
+        own.is_none_or(|own| own.stderr_drained.load(Ordering::Acquire))
     }
 
     /// The log file of `rank`, if there is one.
     pub(crate) fn log(&self, rank: usize) -> Option<&Path> {
-        self.shared.logs.get(rank).map(|log| log.path.as_path())
+        let log = self.ranks.get(rank)?.log.as_ref()?;
+        Some(log.path.as_path())
+    }
+}
+
+/// In the place of the rank of a process that has left the job.
+const GONE: usize = usize::MAX;
+
+static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
+
+/// What is kept of the output of a rank, as long as its process runs.
+#[derive(Debug)]
+struct RankOutput {
+    /// By which its lines are marked; [`GONE`] where it has left the job.
+    rank: AtomicUsize,
+    /// Of all ranks of this process, its own.
+    id: usize,
+    log: Option<Log>,
+    last_lines: Mutex<LastLines>,
+    /// Whether its standard error has come to its end.
+    stderr_drained: AtomicBool,
+}
+
+impl RankOutput {
+    fn open(rank: usize, log_dir: Option<&Path>, suffix: &str) -> Result<Arc<Self>> {
+        let log = log_dir.map(|dir| logs::open_log(dir, &format!("rank-{rank}{suffix}.log")));
+        Ok(Arc::new(Self {
+            rank: AtomicUsize::new(rank),
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            log: log.transpose()?,
+            last_lines: Mutex::default(),
+            stderr_drained: AtomicBool::new(false),
+        }))
     }
 }
 
@@ -209,24 +281,20 @@ struct Shared {
     broken: [AtomicBool; 2],
     on_output_error: OnOutputError,
     lost: AtomicBool,
-    logs: Vec<Log>,
-    last_lines: Vec<Mutex<LastLines>>,
-    /// Whether a rank's standard error has come to its end.
-    stderr_drained: Vec<AtomicBool>,
     /// How many readers are writing at the moment.
     writing: AtomicUsize,
     /// Whether all ranks have ended.
     over: AtomicBool,
-    events: Sender<Event>,
+    events: Mutex<Sender<Event>>,
 }
 
 impl Shared {
-    fn read(&self, rank: usize, stream: Stream, mut pipe: File) {
-        let prefix = self.prefix_of(rank, stream);
-        let source = match self.prefix {
-            Prefix::Raw => Source::Raw,
-            Prefix::Rank | Prefix::Lines => Source::Stream(2 * rank + stream as usize),
-        };
+    fn send(&self, event: Event) {
+        // Without a receiver the job is over.
+        let _ = lock(&self.events).send(event);
+    }
+
+    fn read(&self, own: &RankOutput, stream: Stream, mut pipe: File) {
         let mut lines = Lines::default();
         let mut chunk = vec![0; CHUNK];
         let mut remainder = MAX_AFTER_EXIT;
@@ -239,14 +307,12 @@ impl Shared {
             };
             self.writing.fetch_add(1, Ordering::Relaxed);
             if stream == Stream::Err {
-                lock(&self.last_lines[rank]).feed(bytes);
+                lock(&own.last_lines).feed(bytes);
             }
             match self.prefix {
-                Prefix::Raw => self.forward(rank, stream, source, &prefix, bytes),
+                Prefix::Raw => self.forward(own, stream, bytes),
                 Prefix::Rank | Prefix::Lines => {
-                    lines.feed(bytes, |block| {
-                        self.forward(rank, stream, source, &prefix, block)
-                    });
+                    lines.feed(bytes, |block| self.forward(own, stream, block));
                 }
             }
             self.writing.fetch_sub(1, Ordering::Relaxed);
@@ -258,12 +324,18 @@ impl Shared {
             }
         }
         self.writing.fetch_add(1, Ordering::Relaxed);
-        lines.rest(|block| self.forward(rank, stream, source, &prefix, block));
+        lines.rest(|block| self.forward(own, stream, block));
         self.writing.fetch_sub(1, Ordering::Relaxed);
     }
 
-    fn forward(&self, rank: usize, stream: Stream, source: Source, prefix: &[u8], block: &[u8]) {
-        if let Some(log) = self.logs.get(rank)
+    fn forward(&self, own: &RankOutput, stream: Stream, block: &[u8]) {
+        let rank = own.rank.load(Ordering::Relaxed);
+        let prefix = self.prefix_of(rank, stream);
+        let source = match self.prefix {
+            Prefix::Raw => Source::Raw,
+            Prefix::Rank | Prefix::Lines => Source::Stream(2 * own.id + stream as usize),
+        };
+        if let Some(log) = &own.log
             && let Err(error) = lock(&log.file).write_all(block)
             && !log.broken.swap(true, Ordering::Relaxed)
         {
@@ -272,7 +344,7 @@ impl Shared {
                 log.path.display()
             ));
         }
-        self.show(stream, source, prefix, block);
+        self.show(stream, source, &prefix, block);
     }
 
     fn show(&self, stream: Stream, source: Source, prefix: &[u8], block: &[u8]) {
@@ -290,7 +362,7 @@ impl Shared {
             return;
         }
         if error.kind() == ErrorKind::BrokenPipe {
-            let _ = self.events.send(Event::OutputClosed);
+            self.send(Event::OutputClosed);
         } else if stream == Stream::Out {
             let what = match self.on_output_error {
                 OnOutputError::Continue => "; the job goes on without it",
@@ -299,7 +371,7 @@ impl Shared {
             self.note(&format!("standard output cannot be written: {error}{what}"));
             if self.on_output_error == OnOutputError::EndJob {
                 self.lost.store(true, Ordering::Release);
-                let _ = self.events.send(Event::OutputClosed);
+                self.send(Event::OutputClosed);
             }
         }
     }
@@ -319,6 +391,7 @@ impl Shared {
         const COLOURS: [u8; 6] = [36, 33, 35, 32, 34, 96];
         match self.prefix {
             Prefix::Raw | Prefix::Lines => Vec::new(),
+            Prefix::Rank if rank == GONE => b"[left] ".to_vec(),
             Prefix::Rank if self.coloured[stream as usize] => {
                 format!("\x1b[{}m[{rank}]\x1b[0m ", COLOURS[rank % COLOURS.len()]).into_bytes()
             }

@@ -55,6 +55,7 @@ pub(crate) struct ProcessInfo {
     parent: i32,
     group: i32,
     is_running: bool,
+    is_stopped: bool,
     /// Clock ticks from the machine's start to its own, which with its number identifies it.
     started: u64,
 }
@@ -107,6 +108,29 @@ pub(crate) fn running(excluded: &Excluded) -> Option<Vec<ProcessInfo>> {
     Some(found)
 }
 
+/// What a process does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunState {
+    /// It runs or waits for something; or the system does not tell.
+    Running,
+    /// A signal or a debugger has stopped it.
+    Stopped,
+    /// It has ended.
+    Ended,
+}
+
+/// What the process `pid` does, a child of this one.
+pub(crate) fn state_of(pid: i32) -> RunState {
+    match read(pid) {
+        Some(found) if found.is_stopped => RunState::Stopped,
+        Some(found) if !found.is_running => RunState::Ended,
+        Some(_) => RunState::Running,
+        // Without `/proc` nothing is known of any.
+        None if IS_REAPER.load(Ordering::Relaxed) => RunState::Ended,
+        None => RunState::Running,
+    }
+}
+
 /// Whether no descendant seems to run: a quick check of the children only, without a walk over every
 /// process of the machine. What runs descends from a child that runs, since a zombie has no
 /// children; but the kernel may leave a child out while another is being reaped.
@@ -114,20 +138,20 @@ pub(crate) fn has_no_running_child() -> bool {
     children().is_some_and(|children| !children.iter().any(|child| child.is_running))
 }
 
-/// Kills every descendant but those `excluded`, and returns how many there were.
+/// Kills every descendant but those `excluded`, and returns their numbers.
 ///
 /// It looks again until none is left, since one can fork while others are killed.
-pub(crate) fn kill(excluded: &Excluded) -> usize {
+pub(crate) fn kill(excluded: &Excluded) -> BTreeSet<i32> {
     let until = Instant::now() + KILL_TIMEOUT;
     let mut killed = BTreeSet::new();
     loop {
         let left = running(excluded).unwrap_or_default();
         if left.is_empty() || Instant::now() >= until {
-            return killed.len();
+            return killed;
         }
         for member in left {
             member.signal(Signal::KILL);
-            killed.insert((member.pid, member.started));
+            killed.insert(member.pid);
         }
         thread::sleep(POLL_INTERVAL);
     }
@@ -193,6 +217,7 @@ fn parse(pid: i32, stat: &str) -> Option<ProcessInfo> {
         group: fields.get(2)?.parse().ok()?,
         // A process whose main thread has ended looks like a zombie while others run.
         is_running: !matches!(*fields.first()?, "Z" | "X") || threads > 1,
+        is_stopped: matches!(*fields.first()?, "T" | "t"),
         started: fields.get(19)?.parse().ok()?,
     })
 }
@@ -207,7 +232,9 @@ mod tests {
         let member = parse(42, line).unwrap();
         assert_eq!((member.pid, member.parent, member.group), (42, 7, 9));
         assert_eq!(member.started, 12345);
-        assert!(member.is_running);
+        assert!(member.is_running && !member.is_stopped);
+        let stopped = "42 (a) T 7 9 9 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 3 0 12345 1 1 1";
+        assert!(parse(42, stopped).unwrap().is_stopped);
         let zombie = "42 (a) Z 7 9 9 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 12345 1 1 1";
         assert!(!parse(42, zombie).unwrap().is_running);
         assert!(parse(42, "42 (cut").is_none());

@@ -8,6 +8,7 @@ use signal_hook::consts::signal;
 use super::{FailureRecord, FirstFailure, FirstText, OtherRank};
 use crate::output::headline;
 use crate::process::End;
+use crate::supervisor::attempt::LAST_WORDS;
 use crate::supervisor::rank_reports::FailureReport;
 use crate::text::list;
 
@@ -43,9 +44,13 @@ impl FailureRecord {
         let first = if self.world_size > 1 { " first" } else { "" };
         let on = shown.on();
         let mut text = format!("rank {rank} (pid {pid}{on}) failed{first}: {}", self.how());
-        if self.first.signal == Some(signal::SIGKILL) {
-            text.push_str(", as when the machine runs out of memory");
-        }
+        text.push_str(match self.first.signal {
+            Some(signal::SIGKILL) => ", as when the machine runs out of memory",
+            Some(signal::SIGILL) => {
+                ", as when it was compiled for a processor with more features than this one has"
+            }
+            _ => "",
+        });
         text
     }
 
@@ -89,7 +94,10 @@ impl FailureRecord {
             } else {
                 format!("rank {} said", reported.rank)
             };
-            let _ = write!(text, "\n  {who}: {}", reported.text.replace('\n', "\n    "));
+            // The store has told that rank the last lines that stand below.
+            let words = format!("{LAST_WORDS}{}", self.first.last_words.join(" / "));
+            let said = reported.text.replace(&words, "").replace('\n', "\n    ");
+            let _ = write!(text, "\n  {who}: {said}");
         }
         if !reported_by.is_empty() {
             let _ = write!(text, "\n  reported by {}", list(reported_by));

@@ -303,6 +303,8 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
 
 #[cfg(test)]
 mod tests {
+    use signal_hook::consts::signal;
+
     use super::*;
 
     fn other(rank: usize, code: i32, line: &str) -> OtherRank {
@@ -365,6 +367,40 @@ mod tests {
         };
         assert_eq!(said(0).matches("no such digit").count(), 1);
         assert_eq!(said(1).matches("no such digit").count(), 2);
+    }
+
+    #[test]
+    fn what_a_signal_may_mean_is_said() {
+        let mut failure = failure("", Vec::new());
+        failure.first.exit_code = None;
+        for (signal, means) in [
+            (signal::SIGKILL, "as when the machine runs out of memory"),
+            (signal::SIGILL, "as when it was compiled for a processor"),
+            (signal::SIGTERM, ""),
+        ] {
+            failure.first.signal = Some(signal);
+            let summary = failure.summary();
+            assert!(summary.contains(means), "{summary}");
+            assert_eq!(summary.contains("as when"), !means.is_empty());
+        }
+    }
+
+    #[test]
+    fn last_lines_that_another_rank_was_told_are_shown_once() {
+        let mut failure = failure("no labels here", Vec::new());
+        failure.first.last_words.insert(0, "reading".to_owned());
+        failure.first.shown.report = Some(FailureReport {
+            rank: 1,
+            blamed: BTreeSet::from([0]),
+            text: "rank 0 is lost: it ended with exit code 1; its last words: reading / no labels here; rank 1 was in \
+                   a barrier"
+                .to_owned(),
+        });
+        let block = failure.block(None);
+        assert_eq!(block.matches("no labels").count(), 1, "{block}");
+        let said =
+            "rank 1 said: rank 0 is lost: it ended with exit code 1; rank 1 was in a barrier";
+        assert!(block.contains(said), "{block}");
     }
 
     #[test]

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! list := item { "," item }                  item := host [ ":" count ]           host := [ user "@" ] ( name | "[" IPv6 "]" )
-//! file := { line }                           line := item { key "=" value }       key  := slots | max_slots | port | user
+//! file := { line }                           line := list { key "=" value }       key  := slots | max_slots | port | user
 //! ```
 //!
-//! Comments begin with `#` or `//`, or stand between `/*` and `*/`. A host that is listed twice without a count runs two
-//! ranks, as with Open MPI.
+//! A name may stand for several, as in Slurm's lists: `node[01-03]:2`. Comments begin with `#` or `//`, or stand between
+//! `/*` and `*/`. A host that is listed twice without a count runs two ranks, as with Open MPI.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -14,7 +14,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::str::FromStr;
 
-use accelerator_collective::Topology;
+use accelerator_collective::{Topology, expand_hosts};
 
 use crate::error::{Error, Result};
 
@@ -65,7 +65,7 @@ impl HostList {
         for (at, line) in text.lines().enumerate() {
             let words = words(line);
             if let [first, rest @ ..] = words.as_slice() {
-                let added = host_of_line(first, rest).and_then(|host| add(&mut hosts, host));
+                let added = hosts_of_line(first, rest).and_then(|more| add_all(&mut hosts, more));
                 added.map_err(|text| (Some(at + 1), text))?;
             }
         }
@@ -95,11 +95,7 @@ impl FromStr for HostList {
     /// The value of `--hosts`.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let mut hosts = Vec::new();
-        for item in text.split(',') {
-            let item = item.trim();
-            let added = item_of(item).and_then(|host| add(&mut hosts, host));
-            added?;
-        }
+        add_all(&mut hosts, hosts_of(text)?)?;
         Self::of(hosts)
     }
 }
@@ -115,6 +111,20 @@ impl fmt::Display for ListedHost {
 }
 
 const EXPECTED: &str = "expected HOST or HOST:RANKS, such as node1:4, ann@node1 or [fd00::1]:4";
+
+/// Adds `more` to hosts and how often each is listed.
+fn add_all(
+    hosts: &mut Vec<(ListedHost, usize)>,
+    more: Vec<ListedHost>,
+) -> std::result::Result<(), String> {
+    if hosts.len() + more.len() > Topology::LARGEST {
+        return Err(format!(
+            "expected at most {} hosts, as many as a job can have ranks",
+            Topology::LARGEST
+        ));
+    }
+    more.into_iter().try_for_each(|host| add(hosts, host))
+}
 
 /// Adds `host` to hosts and how often each is listed.
 fn add(hosts: &mut Vec<(ListedHost, usize)>, host: ListedHost) -> std::result::Result<(), String> {
@@ -135,6 +145,29 @@ fn add(hosts: &mut Vec<(ListedHost, usize)>, host: ListedHost) -> std::result::R
     }
     *times += 1;
     Ok(())
+}
+
+/// The hosts of a list such as `ann@node1:4,node[2-3]:2`.
+fn hosts_of(list: &str) -> std::result::Result<Vec<ListedHost>, String> {
+    let mut is_inside = false;
+    // Commas within brackets part no items.
+    let items = list.split(|letter| {
+        is_inside = letter == '[' || (is_inside && letter != ']');
+        letter == ',' && !is_inside
+    });
+    let mut hosts = Vec::new();
+    for item in items.map(str::trim) {
+        let (_, name) = item.split_once('@').unwrap_or(("", item));
+        let is_several = name.contains('[') && !name.starts_with('[');
+        if !is_several || item.contains(char::is_whitespace) {
+            hosts.push(item_of(item)?);
+            continue;
+        }
+        for item in expand_hosts(item).map_err(|error| error.to_string())? {
+            hosts.push(item_of(&item)?);
+        }
+    }
+    Ok(hosts)
 }
 
 /// The host of an item such as `ann@node1:4`.
@@ -163,11 +196,6 @@ fn item_of(item: &str) -> std::result::Result<ListedHost, String> {
             None => (rest, None),
         },
     };
-    if name.contains('[') {
-        return Err(format!(
-            "expected one host an item; found {item:?}: `scontrol show hostnames` expands Slurm's lists"
-        ));
-    }
     let is_name = |text: &str, more: &str| {
         // An option of ssh must not be taken for a host, nor anything that a shell reads.
         let is_in = |letter: char| letter.is_ascii_alphanumeric() || more.contains(letter);
@@ -184,9 +212,14 @@ fn item_of(item: &str) -> std::result::Result<ListedHost, String> {
     })
 }
 
-/// The host of a line of a file, from its first word and the others.
-fn host_of_line(first: &str, rest: &[String]) -> std::result::Result<ListedHost, String> {
-    let mut host = item_of(first)?;
+/// The hosts of a line of a file, from its first word and the others.
+fn hosts_of_line(first: &str, rest: &[String]) -> std::result::Result<Vec<ListedHost>, String> {
+    let hosts = hosts_of(first)?.into_iter();
+    hosts.map(|host| with_words(host, rest)).collect()
+}
+
+/// A host with what the words after it say.
+fn with_words(mut host: ListedHost, rest: &[String]) -> std::result::Result<ListedHost, String> {
     let mut most = None;
     for word in rest {
         let Some((key, value)) = word.split_once('=') else {
@@ -300,6 +333,13 @@ mod tests {
             ("ann@node-1.x:3,10.0.0.1", "ann@node-1.x*3 10.0.0.1*0"),
             ("[fd00::1]", "fd00::1*0"),
             ("b@[fd00::1]:7", "b@fd00::1*7"),
+            ("node[01-03]:2", "node01*2 node02*2 node03*2"),
+            ("ann@n[1,3]-ib, b:4", "ann@n1-ib*0 ann@n3-ib*0 b*4"),
+            (
+                "r[1-2]n[08-09],[::1]:3",
+                "r1n08*0 r1n09*0 r2n08*0 r2n09*0 ::1*3",
+            ),
+            ("n[1-2],n1", "n1*2 n2*0"),
         ] {
             assert_eq!(text.parse().map(shown).as_deref(), Ok(expected), "{text}");
         }
@@ -322,7 +362,19 @@ mod tests {
             ("a:2,a:2", "listed twice"),
             ("a,a:2", "listed twice"),
             ("a,b@a", "different users"),
-            ("node[1-2]", "scontrol"),
+            (
+                "n[3-1]:2",
+                "\"n[3-1]:2\": the range \"3-1\" ends before it begins",
+            ),
+            ("n[1-2", "has no `]`"),
+            ("a,n[1-2]]", "has no `[`"),
+            ("n[1x3]", "\"1x3\" is no number"),
+            ("n[1-2]:two", "found \"two\""),
+            ("n[1-2];x", "expected HOST"),
+            ("n [1-2]", "expected HOST"),
+            ("u[1-2]@n", "expected HOST"),
+            ("n[1-2]:2,n2:1", "the host n2 is listed twice"),
+            ("n[1-9999]", "at most 8192 hosts"),
         ] {
             let error = text.parse::<HostList>().unwrap_err();
             assert!(error.contains(says), "{text}: {error}");
@@ -340,6 +392,11 @@ mod tests {
             ("a /* b\nc */\nd", "a*0 d*0"),
             ("ann@a slots=1\n[::1] slots=2", "ann@a*1 ::1*2"),
             ("a user=ann", "ann@a*0"),
+            ("n[1-2] slots=4 # x\nb", "n1*4 n2*4 b*0"),
+            (
+                "n[1-2]:3 user=ann\nm[1,3],b",
+                "ann@n1*3 ann@n2*3 m1*0 m3*0 b*0",
+            ),
         ] {
             let list = HostList::of_file(text).map(shown);
             assert_eq!(list.as_deref(), Ok(expected), "{text:?}");
@@ -364,6 +421,9 @@ mod tests {
             ("a port=0", Some(1), "expected a port"),
             ("a user=-x", Some(1), "expected HOST"),
             ("^a", Some(1), "expected HOST"),
+            ("a\nn[1-2 slots=4", Some(2), "has no `]`"),
+            ("a\n\nn[2-1]:4", Some(3), "\"2-1\" ends before it begins"),
+            ("n[1-2] slots=2\nn2", Some(2), "the host n2 is listed twice"),
             ("# nothing", None, "at least one host"),
         ] {
             let (found, error) = HostList::of_file(text).unwrap_err();

@@ -15,6 +15,8 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use serde::{Deserialize, Serialize};
+
 use crate::output::{OnOutputError, Prefix};
 use crate::variables;
 use gpus::Gpus;
@@ -27,6 +29,9 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 
 /// Time before the first restart where nothing else is asked for.
 const DEFAULT_RESTART_DELAY: Duration = Duration::from_secs(1);
+
+/// Time before a job that has shrunk tries to grow again where nothing else is asked for.
+const DEFAULT_REGROW_AFTER: Duration = Duration::from_secs(60);
 
 /// Restarts of a job that may shrink, where nothing else is asked for.
 const DEFAULT_RESTARTS: u64 = 3;
@@ -42,6 +47,14 @@ pub(crate) struct Settings {
     pub(crate) host: usize,
     /// The fewest that a restart may go on with.
     pub(crate) least_ranks: NonZeroUsize,
+    /// The most to which the job may grow again on this host.
+    pub(crate) most_ranks: NonZeroUsize,
+    /// When it is first tried.
+    pub(crate) regrow_after: Duration,
+    /// Where the number of ranks may change while they run, what the ranks that are started find.
+    pub(crate) elastic: Option<Elastic>,
+    /// How many groups of ranks were begun in this attempt before.
+    pub(crate) regroups: u64,
     /// How often the job has been restarted.
     pub(crate) restart: u64,
     /// How often it is restarted at most.
@@ -54,6 +67,8 @@ pub(crate) struct Settings {
     pub(crate) listen_addr: String,
     /// The port of the store; 0 takes a free one.
     pub(crate) master_port: u16,
+    /// The network interface at which ranks listen, where the command line names one.
+    pub(crate) network_interface: Option<String>,
     /// The name of the job, which keeps a stray rank of another one out.
     pub(crate) job: String,
     /// The variables of thread pools.
@@ -70,6 +85,26 @@ pub(crate) struct Settings {
     pub(crate) on_output_error: OnOutputError,
     /// All of it as text.
     pub(crate) table: Vec<Setting>,
+}
+
+/// What a rank finds when it is started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Elastic {
+    /// All ranks are started with it.
+    Running,
+    /// Others run already, and will take it in.
+    Joining,
+}
+
+impl Elastic {
+    /// The value of `ACCEL_ELASTIC`.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Joining => "joining",
+        }
+    }
 }
 
 /// One setting as text.
@@ -101,7 +136,8 @@ impl Settings {
         table.add("processes", processes, origin_of_ranks);
         let is_alone = options.hosts() == 1;
         if !is_alone {
-            table.add("hosts", options.hosts(), "--nnodes");
+            let hosts = options.nnodes.unwrap_or(processes);
+            table.add("hosts", hosts, "--nnodes");
             let host = options.node_rank.unwrap_or(0);
             table.add("this host", host, "--node-rank");
         }
@@ -131,6 +167,10 @@ impl Settings {
             port,
             origin(&options.master_port, "--master-port"),
         );
+
+        if let Some(name) = &options.network_interface {
+            table.add("network interface", name, "--network-interface");
+        }
 
         let job = match lookup(accelerator_env::JOB.name).filter(|job| !job.is_empty()) {
             Some(job) => {
@@ -173,7 +213,7 @@ impl Settings {
             origin(&options.grace, "--grace"),
         );
 
-        let by_default = if processes.is_range() {
+        let by_default = if options.is_elastic() {
             DEFAULT_RESTARTS
         } else {
             0
@@ -215,12 +255,17 @@ impl Settings {
             layout: Layout::of_one_host(ranks),
             host: 0,
             least_ranks: processes.least,
+            most_ranks: ranks,
+            regrow_after: options.regrow_after.unwrap_or(DEFAULT_REGROW_AFTER),
+            elastic: options.is_elastic().then_some(Elastic::Running),
+            regroups: 0,
             restart: 0,
             max_restarts,
             restart_delay,
             listen_addr: master_addr.clone(),
             master_addr,
             master_port,
+            network_interface: options.network_interface.clone(),
             job,
             threads: threads.to_vec(),
             gpus,
@@ -258,6 +303,8 @@ impl Settings {
         Self {
             restart,
             least_ranks: self.least_ranks,
+            most_ranks: self.most_ranks,
+            elastic: self.elastic,
             max_restarts: self.max_restarts,
             prefix: self.prefix,
             log_dir: self.log_dir.clone(),
@@ -265,6 +312,30 @@ impl Settings {
             job: format!("{}-restart-{restart}", self.job),
             ..Self::resolve(&options, self.gpus.clone(), lookup)
         }
+    }
+
+    /// The settings of the group that follows this one, of ranks of which some run already; `given_up` others were to.
+    pub(crate) fn regrouped(&self, layout: Layout, given_up: u64) -> Self {
+        let regroups = self.regroups + given_up + 1;
+        let job = self.job.strip_suffix(&group_suffix(self.regroups));
+        Self {
+            ranks: NonZeroUsize::new(layout.ranks_of(self.host).len()).unwrap_or(self.ranks),
+            layout,
+            regroups,
+            // The port of the group before is taken until its ranks have left.
+            master_port: 0,
+            // A rank of another group cannot join this one.
+            job: job.unwrap_or(&self.job).to_owned() + &group_suffix(regroups),
+            ..self.clone()
+        }
+    }
+}
+
+/// What the name of a job ends with where ranks have formed a new group so often.
+fn group_suffix(regroups: u64) -> String {
+    match regroups {
+        0 => String::new(),
+        _ => format!("-group-{regroups}"),
     }
 }
 

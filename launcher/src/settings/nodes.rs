@@ -3,7 +3,7 @@
 //! Options say so, and where they do not, the variables of the engine that has started a launcher on every host.
 
 use std::fmt;
-use std::net::{IpAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv6Addr, ToSocketAddrs};
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 use std::time::Duration;
@@ -18,13 +18,15 @@ use crate::settings::options::{Options, Processes};
 use crate::settings::threads;
 
 /// How long hosts wait for one another where nothing else is asked for: a node that is being set up takes minutes.
-const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
+pub(crate) const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The place of this host among several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HostPlace {
-    /// How many hosts there are, at least two.
+    /// How many hosts there are at most, at least two.
     pub(crate) hosts: usize,
+    /// The fewest that the job runs on.
+    pub(crate) least_hosts: usize,
     /// Which of them this one is.
     pub(crate) host: usize,
     /// Where host 0 listens.
@@ -91,7 +93,8 @@ pub(crate) fn resolve(
 /// Adds what an engine tells to what options leave open. A job is on this host alone where options say `--num-processes`
 /// or `--nnodes 1`.
 fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
-    let is_here = options.num_processes.is_some() || options.nnodes == Some(NonZeroUsize::MIN);
+    let is_here = options.num_processes.is_some()
+        || options.nnodes == Some(Processes::exactly(NonZeroUsize::MIN));
     let has_endpoint = options.rdzv_endpoint.is_some() || options.master_addr.is_some();
     if is_here || (options.nnodes.is_some() && options.node_rank.is_some() && has_endpoint) {
         return Ok(());
@@ -109,13 +112,10 @@ fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> R
         let Some(nodes) = engine.nodes.filter(|nodes| nodes.most > 1) else {
             return Ok(());
         };
-        if nodes.least < nodes.most {
-            return Err(Error::usage(format!(
-                "{} by {} asks for {nodes} hosts, and a job has one number of hosts: give it in --nnodes",
-                engine.source.variable, engine.source.launcher
-            )));
-        }
-        options.nnodes = NonZeroUsize::new(nodes.most);
+        let [least, most] = [nodes.least, nodes.most].map(NonZeroUsize::new);
+        options.nnodes = least
+            .zip(most)
+            .map(|(least, most)| Processes { least, most });
     }
     options.node_rank = options.node_rank.or(engine.node);
     if !has_endpoint {
@@ -179,6 +179,7 @@ fn place(options: &Options) -> Result<Option<HostPlace>> {
     }
     Ok(Some(HostPlace {
         hosts,
+        least_hosts: options.nnodes.map_or(hosts, |hosts| hosts.least.get()),
         host,
         endpoint,
         join_timeout: options.join_timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT),
@@ -255,7 +256,8 @@ impl FromStr for Endpoint {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let is_v6 = |host: &str| matches!(host.parse(), Ok(IpAddr::V6(_)));
+        let v6 = |host: &str| host.split('%').next().unwrap_or(host).parse::<Ipv6Addr>();
+        let is_v6 = |host: &str| v6(host).is_ok();
         let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
             Some((host, port)) if is_v6(host) => (host, port.strip_prefix(':').or(Some(port))),
             Some(_) => ("", None),
@@ -265,6 +267,12 @@ impl FromStr for Endpoint {
                 None => (text, None),
             },
         };
+        if v6(host).is_ok_and(|address| address.is_unicast_link_local()) {
+            return Err(format!(
+                "{host} is a link-local address, which holds on one link only, and which ranks cannot tell one another: \
+                 give a name of host 0, or an address in the network, such as [fd00::1]"
+            ));
+        }
         let port = match port.filter(|port| !port.is_empty()) {
             None => Ok(Self::DEFAULT_PORT),
             Some(port) => port.parse(),
@@ -301,7 +309,7 @@ mod tests {
 
     fn several(change: impl FnOnce(&mut Options)) -> Result<(Options, Option<HostPlace>)> {
         let mut options = Options {
-            nnodes: NonZeroUsize::new(2),
+            nnodes: NonZeroUsize::new(2).map(Processes::exactly),
             node_rank: Some(1),
             rdzv_endpoint: "h".parse().ok(),
             nproc_per_node: Some(PerHost::Count(NonZeroUsize::MIN)),
@@ -356,7 +364,7 @@ mod tests {
         );
 
         let indexed = Options {
-            nnodes: NonZeroUsize::new(2),
+            nnodes: NonZeroUsize::new(2).map(Processes::exactly),
             rdzv_endpoint: "h".parse().ok(),
             ..Options::default()
         };
@@ -373,7 +381,7 @@ mod tests {
                 ..Options::default()
             },
             Options {
-                nnodes: Some(NonZeroUsize::MIN),
+                nnodes: Some(Processes::exactly(NonZeroUsize::MIN)),
                 ..Options::default()
             },
         ] {
@@ -381,12 +389,12 @@ mod tests {
         }
         let alone = "PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=4 JOB_COMPLETION_INDEX=5";
         assert_eq!(under(&Options::default(), alone).unwrap().1, None);
-        let range = under(&Options::default(), "PET_NNODES=1:4 PET_RDZV_ENDPOINT=h");
-        let text = range.unwrap_err().to_string();
-        assert!(
-            text.contains("PET_NNODES") && text.contains("1:4"),
-            "{text}"
+        let elastic = under(
+            &Options::default(),
+            "PET_NNODES=1:4 PET_NODE_RANK=0 PET_RDZV_ENDPOINT=h",
         );
+        let place = elastic.unwrap().1.unwrap();
+        assert_eq!((place.least_hosts, place.hosts), (1, 4));
     }
 
     #[test]
@@ -403,6 +411,10 @@ mod tests {
         }
         for text in ["", ":7", "h:p", "h:70000", "[h]:7", "[::1", "a b", "u@h"] {
             assert_eq!(endpoint(text), None, "{text}");
+        }
+        for text in ["fe80::1", "[fe80::1%eth0]:7", "fe80::1%2", "[fe80::1]"] {
+            let error = text.parse::<Endpoint>().unwrap_err();
+            assert!(error.contains("is a link-local address"), "{text}: {error}");
         }
         let shown = ["h:7", "[::1]:7"].map(|text| text.parse::<Endpoint>().unwrap().to_string());
         assert_eq!(shown, ["h:7", "[::1]:7"]);
@@ -425,7 +437,7 @@ mod tests {
         assert_eq!(place.unwrap().endpoint.to_string(), "m:7");
         assert_eq!((options.master_addr, options.master_port), (None, None));
         let (_, place) = several(|options| {
-            options.nnodes = Some(NonZeroUsize::MIN);
+            options.nnodes = Some(Processes::exactly(NonZeroUsize::MIN));
             options.node_rank = Some(0);
         })
         .unwrap();

@@ -1,5 +1,6 @@
 //! The options of a launch.
 
+use std::ffi::OsString;
 use std::net::IpAddr;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -18,15 +19,16 @@ use crate::settings::nodes::{Endpoint, PerHost};
 pub(crate) struct Options {
     /// A program, or the source file of a binary or an example of a cargo package.
     ///
-    /// A source file's target is built with cargo first. Everything after the script is
-    /// passed to it unchanged.
+    /// A source file's target is built with cargo first. A name without a slash is a file of the current folder, else an
+    /// example or binary of the cargo package here, else a program of the PATH. Everything after the script is passed to
+    /// it unchanged.
     #[arg(value_name = "SCRIPT")]
     pub(crate) script: Option<PathBuf>,
 
     /// How many processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
     ///
     /// MIN:MAX starts MAX. Where one rank is the first to fail in two attempts in a row, or cannot
-    /// be started, the job restarts with one rank less, down to MIN.
+    /// be started, the job restarts with one rank less, down to MIN. It grows again: see --regrow-after.
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
 
@@ -43,9 +45,12 @@ pub(crate) struct Options {
     )]
     pub(crate) nproc_per_node: Option<PerHost>,
 
-    /// How many hosts run the job [default: 1]. Start accel-launch on each of them, with the program and its arguments.
-    #[arg(long, value_name = "N", value_parser = hosts, alias = "num-machines", allow_negative_numbers = true, help_heading = "Several hosts")]
-    pub(crate) nnodes: Option<NonZeroUsize>,
+    /// How many hosts run the job, or MIN:MAX of them [default: 1]. Start accel-launch on each of them, with the program
+    /// and its arguments.
+    ///
+    /// MIN:MAX starts with those that are there, at least MIN. Hosts may come and leave while the job runs.
+    #[arg(long, value_name = "N|MIN:MAX", value_parser = processes, alias = "num-machines", allow_negative_numbers = true, help_heading = "Several hosts")]
+    pub(crate) nnodes: Option<Processes>,
 
     /// Which of the hosts this one is, from 0. Host 0 decides for all, and shows the output of all.
     #[arg(
@@ -63,6 +68,11 @@ pub(crate) struct Options {
     #[arg(long, value_name = "HOST[:PORT]", help_heading = "Several hosts")]
     pub(crate) rdzv_endpoint: Option<Endpoint>,
 
+    /// The network interface of this host at whose address its ranks listen for the others [default: where their way to
+    /// host 0 begins] (ACCEL_NETWORK_INTERFACE). Of several with commas between them, the first that the host has.
+    #[arg(long, value_name = "NAME", help_heading = "Several hosts")]
+    pub(crate) network_interface: Option<String>,
+
     /// Seconds to wait for host 0, and on host 0 for the others [default: 600].
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) join_timeout: Option<Duration>,
@@ -70,8 +80,9 @@ pub(crate) struct Options {
     /// The hosts of the job, the first of which is host 0, and how many ranks each runs. A launcher is started on each of
     /// them over SSH.
     ///
-    /// N is --nproc-per-node, or 1, where it is left out. The program has to be at the same path on all hosts, and `ssh`
-    /// has to log in there without a password. The hosts get the variables of this environment and a token of their own.
+    /// `node[01-03]:2` stands for three hosts, as in Slurm's lists. N is --nproc-per-node, or 1, where it is left out. The
+    /// program has to be at the same path on all hosts, and `ssh` has to log in there without a password. The hosts get
+    /// the variables of this environment and a token of their own.
     #[arg(
         long,
         value_name = "HOST[:N],...",
@@ -105,6 +116,10 @@ pub(crate) struct Options {
     /// Start the accel-launch that hosts have at the path of this one, in place of sending it to them.
     #[arg(long, help_heading = "Several hosts")]
     pub(crate) no_push: bool,
+
+    /// A word of the command by which the user has started this launcher over SSH; repeated for each.
+    #[arg(long, hide = true, allow_hyphen_values = true)]
+    pub(crate) client_word: Vec<OsString>,
 
     /// Run this example of the cargo package, in place of a script.
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
@@ -187,7 +202,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
 
-    /// How often a failed job is restarted [default: 0; with MIN:MAX processes 3].
+    /// How often a failed job is restarted [default: 0; with MIN:MAX processes or hosts 3].
     ///
     /// A restart ends all ranks and starts new ones; the program resumes from its last checkpoint.
     /// The count is never reset, however long the job ran in between. Ranks that were preempted and have saved
@@ -199,6 +214,11 @@ pub(crate) struct Options {
     /// [default: 1].
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) restart_delay: Option<Duration>,
+
+    /// Seconds after which a job of fewer than MAX processes tries to have MAX again [default: 60]; twice as many after
+    /// each time that this fails.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
+    pub(crate) regrow_after: Option<Duration>,
 
     /// Do not prefix lines of the output with `[rank]`.
     #[arg(long)]
@@ -217,12 +237,12 @@ pub(crate) struct Options {
     pub(crate) on_output_error: OnOutputError,
 }
 
-/// A number of processes, or a range of it.
+/// A number of processes or hosts, or a range of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Processes {
     /// The fewest to go on with.
     pub(crate) least: NonZeroUsize,
-    /// How many to start with.
+    /// The most.
     pub(crate) most: NonZeroUsize,
 }
 
@@ -235,7 +255,7 @@ impl Processes {
         }
     }
 
-    /// Whether there may be fewer than at the start.
+    /// Whether there may be fewer than the most.
     pub(crate) fn is_range(self) -> bool {
         self.least < self.most
     }
@@ -259,9 +279,17 @@ impl Options {
         }
     }
 
-    /// How many hosts the job has.
+    /// How many hosts the job has at most.
     pub(crate) fn hosts(&self) -> usize {
-        self.nnodes.map_or(1, NonZeroUsize::get)
+        self.nnodes.map_or(1, |hosts| hosts.most.get())
+    }
+
+    /// Whether the number of ranks may change while they run.
+    pub(crate) fn is_elastic(&self) -> bool {
+        [self.num_processes, self.nnodes]
+            .into_iter()
+            .flatten()
+            .any(Processes::is_range)
     }
 }
 
@@ -271,24 +299,6 @@ impl std::fmt::Display for Processes {
             write!(formatter, "{}:{}", self.least, self.most)
         } else {
             self.most.fmt(formatter)
-        }
-    }
-}
-
-fn hosts(text: &str) -> Result<NonZeroUsize, String> {
-    match text.split_once(':') {
-        None => count(text),
-        Some((least, most)) if least == most => count(least),
-        Some((least, most)) => {
-            let (least, most) = (count(least)?, count(most)?);
-            Err(match least > most {
-                true => {
-                    "expected a number of hosts; a range has MIN no greater than MAX".to_owned()
-                }
-                false => format!(
-                    "a job goes on with all of its hosts or none: expected one number, such as {most}"
-                ),
-            })
         }
     }
 }

@@ -7,9 +7,9 @@ use std::process::Command;
 
 use accelerator_env as env;
 
-use crate::settings::Settings;
 use crate::settings::allocator;
 use crate::settings::threads::Threads;
+use crate::settings::{Elastic, Settings};
 use crate::variables;
 
 /// The variables that the launcher sets for the ranks of this host, and those that it removes.
@@ -53,6 +53,10 @@ impl RankEnv {
             ),
         ];
         common.extend(token.map(|path| (env::TOKEN_FILE.name, path.into())));
+        let elastic = settings.elastic.map(Elastic::word);
+        common.extend(elastic.map(|word| (env::ELASTIC.name, word.into())));
+        let interface = settings.network_interface.as_ref();
+        common.extend(interface.map(|name| (env::NETWORK_INTERFACE.name, name.into())));
         for (name, threads) in &settings.threads {
             if let Threads::Set { count, .. } = threads {
                 common.push((name, count.to_string().into()));
@@ -87,6 +91,15 @@ impl RankEnv {
         variables
     }
 
+    /// The variables that tell a process which is running that it is `rank` of this group.
+    pub(crate) fn place_of(&self, rank: usize) -> Vec<(String, String)> {
+        let text = |value: OsString| value.to_string_lossy().into_owned();
+        let variables = self.of(rank).into_iter();
+        let told = variables.filter(|(name, _)| PLACE.contains(name));
+        told.map(|(name, value)| (name.to_owned(), text(value)))
+            .collect()
+    }
+
     /// Gives `command` the environment of `rank`.
     pub(crate) fn apply(&self, rank: usize, command: &mut Command) {
         for name in &self.removed {
@@ -95,6 +108,22 @@ impl RankEnv {
         command.envs(self.of(rank));
     }
 }
+
+/// The variables that change when ranks form another group.
+const PLACE: [&str; 12] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    env::PORT.name,
+    env::STORE.name,
+    env::JOB.name,
+    env::ELASTIC.name,
+];
 
 /// Variables that the launcher was given and that would tell its ranks something wrong.
 fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {

@@ -15,6 +15,8 @@ pub(crate) enum Target {
     Program(PathBuf),
     /// A target of a cargo package, still to be found and built.
     Cargo(Selector),
+    /// A name that is no file of the current folder: a cargo target, else a program of the PATH.
+    Name(String),
 }
 
 /// How a cargo target was named.
@@ -24,6 +26,8 @@ pub(crate) enum Selector {
     Source(PathBuf),
     /// By kind and name.
     Named(TargetKind, String),
+    /// By name, whatever its kind.
+    AnyNamed(String),
 }
 
 /// The kinds of cargo targets that can be run.
@@ -50,6 +54,7 @@ impl fmt::Display for Selector {
         match self {
             Self::Source(path) => write!(formatter, "{}", path.display()),
             Self::Named(kind, name) => write!(formatter, "--{} {name}", kind.name()),
+            Self::AnyNamed(name) => formatter.write_str(name),
         }
     }
 }
@@ -82,26 +87,46 @@ impl Target {
         {
             return source(script).map(|path| Self::Cargo(Selector::Source(path)));
         }
-        let program = program(script)?;
-        match cargo_option(options) {
-            Some(option) => Err(Error::usage(format!(
-                "{option} is for a target that cargo builds, but {} is a program that is run as it is; leave the \
-                 option out, or name the target by its source file, `--example` or `--bin`",
-                script.display()
-            ))),
-            None => Ok(Self::Program(program)),
+        let is_name = !script.as_os_str().as_encoded_bytes().contains(&b'/');
+        match script.to_str() {
+            Some(name) if is_name && !script.is_file() => Ok(Self::Name(name.to_owned())),
+            _ => run_as_it_is(program(script)?, options),
         }
+    }
+
+    /// The program of the PATH that a name means which is no cargo target.
+    ///
+    /// # Errors
+    /// When there is none; when options for cargo come with it.
+    pub(crate) fn on_path(name: &str, options: &Options) -> Result<Self> {
+        let script = Path::new(name);
+        match on_path(script) {
+            // A folder, say, which is rather meant than a program elsewhere.
+            _ if script.exists() => run_as_it_is(program(script)?, options),
+            Some(found) => run_as_it_is(found, options),
+            None => Err(Error::usage(format!(
+                "the script {name} cannot be found: it is no file of the current folder, no example or binary of a \
+                 cargo package here, and no program of the PATH"
+            ))),
+        }
+    }
+}
+
+fn run_as_it_is(program: PathBuf, options: &Options) -> Result<Target> {
+    match cargo_option(options) {
+        Some(option) => Err(Error::usage(format!(
+            "{option} is for a target that cargo builds, but {} is a program that is run as it is; leave the \
+             option out, or name the target by its source file, `--example` or `--bin`",
+            program.display()
+        ))),
+        None => Ok(Target::Program(program)),
     }
 }
 
 fn program(script: &Path) -> Result<PathBuf> {
     let shown = script.display();
     let metadata = std::fs::metadata(script).map_err(|error| {
-        let hint = match on_path(script) {
-            Some(found) => format!("; the PATH has {}: give that path", found.display()),
-            None => String::new(),
-        };
-        Error::usage(format!("the script {shown} cannot be found{hint}")).with_source(error)
+        Error::usage(format!("the script {shown} cannot be found")).with_source(error)
     })?;
     if metadata.is_dir() {
         return Err(Error::usage(format!(
@@ -147,14 +172,13 @@ fn cargo_option(options: &Options) -> Option<&'static str> {
     .find_map(|(given, name)| given.then_some(name))
 }
 
-/// The program that a shell would have found under a bare name.
+/// The program that a shell finds under a name.
 fn on_path(script: &Path) -> Option<PathBuf> {
-    if script.components().count() != 1 {
-        return None;
-    }
     std::env::split_paths(&std::env::var_os("PATH")?)
         .map(|folder| folder.join(script))
         .find(|path| path.is_file() && access(path, Access::EXEC_OK).is_ok())
+        // The PATH may have folders that are relative.
+        .and_then(|path| std::path::absolute(path).ok())
 }
 
 #[cfg(test)]
@@ -188,9 +212,22 @@ mod tests {
     }
 
     #[test]
+    fn names_are_those_of_files_here_and_then_of_targets_and_the_path() {
+        for name in ["sh", "src", "no-such-program"] {
+            assert_eq!(parse(name, |_| {}).unwrap(), Target::Name(name.to_owned()));
+        }
+        assert!(message(parse("./sh", |_| {})).contains("cannot be found"));
+        let sh = Target::on_path("sh", &Options::default()).unwrap();
+        assert!(matches!(sh, Target::Program(path) if path.is_absolute() && path.ends_with("sh")));
+    }
+
+    #[test]
     fn says_what_is_wrong() {
         assert!(message(parse("/no/such/script", |_| {})).contains("cannot be found"));
-        assert!(message(parse("sh", |_| {})).contains("the PATH has /"));
+        let none = Target::on_path("no-such-program", &Options::default());
+        assert!(message(none).contains("no program of the PATH"));
+        let none = Target::on_path("src", &Options::default());
+        assert!(message(none).contains("is a folder"));
         assert!(message(parse("/", |_| {})).contains("is a folder"));
         assert!(message(parse("Cargo.toml", |_| {})).contains("chmod +x"));
         assert!(message(parse("no/such.rs", |_| {})).contains("source file no/such.rs"));

@@ -1,6 +1,7 @@
 //! One attempt of a job: its store and its ranks.
 
 use std::path::Path;
+use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,32 +13,55 @@ use crate::output::{Output, Stream};
 use crate::process::{End, RankProcess};
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
-use crate::supervisor::group::{EndedBy, GroupOutcome, Observer, supervise};
+use crate::supervisor::group::{
+    EndedBy, GroupOutcome, JobPhase, Observer, Watch, supervise, watch,
+};
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::{KillScope, Swept};
 use crate::supervisor::rank_reports::RankReports;
+use crate::supervisor::regroup::Regrouping;
 use crate::supervisor::shim::KillOnDrop;
 use crate::supervisor::spawner::Spawner;
+use crate::supervisor::stopped::StopWatch;
 use crate::supervisor::store::{Store, StoreHandle};
 use crate::text::list;
+use crate::variables;
 
 /// How long failure reports may take to arrive after ranks have ended.
 const REPORTS_WITHIN: Duration = Duration::from_millis(100);
 
 /// How long the last lines of a rank may take to arrive after its end.
-const STDERR_WITHIN: Duration = Duration::from_millis(50);
+pub(super) const STDERR_WITHIN: Duration = Duration::from_millis(50);
 
 /// How long the notice that a rank closed its group may take to arrive after its end; ranks that lost it wait a
 /// little longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
+/// Stands before the last lines of a rank where its end is told in one line.
+pub(crate) const LAST_WORDS: &str = "; its last words: ";
+
 /// An attempt whose ranks are not started yet.
 #[derive(Debug)]
 pub(crate) struct Attempt {
-    settings: Settings,
-    output: Output,
+    pub(super) settings: Settings,
+    pub(super) output: Output,
     rank_reports: RankReports,
-    store: Store,
+    pub(super) store: Store,
+    /// Where its ranks run already, what was begun with the group before.
+    pub(super) carried: Option<Carried>,
+}
+
+/// What one group of an attempt leaves to the next.
+#[derive(Debug)]
+pub(super) struct Carried {
+    /// By rank.
+    pub(super) processes: Vec<Box<dyn RankProcess>>,
+    /// By rank.
+    pub(super) watches: Vec<Watch>,
+    /// How many streams are being read.
+    pub(super) readers: usize,
+    /// Kills all of them where the launcher fails.
+    pub(super) guard: KillOnDrop,
 }
 
 /// How an attempt ended.
@@ -52,6 +76,8 @@ pub(crate) enum AttemptOutcome {
         /// Why.
         error: Error,
     },
+    /// Its ranks run on in another group, of more or fewer of them, which reports on this channel.
+    Regrouped(Box<Attempt>, Channel),
 }
 
 /// An attempt whose ranks have ended.
@@ -67,6 +93,8 @@ pub(crate) struct FinishedAttempt {
     pub(crate) rank_reports: RankReports,
     /// The settings of the attempt.
     pub(crate) settings: Settings,
+    /// Whether the ranks had been told to form another group.
+    pub(crate) was_to_regroup: bool,
 }
 
 /// What the report says about the process of a rank.
@@ -105,7 +133,49 @@ impl Attempt {
             output,
             rank_reports,
             store,
+            carried: None,
         })
+    }
+
+    /// The same for the group that follows one with this output and store; `former` has the ranks there of its own. All
+    /// report to `channel`, and to `wake` that they have.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare).
+    pub(super) fn next(
+        output: &Output,
+        store: &Store,
+        settings: Settings,
+        former: &[Option<usize>],
+        channel: &Channel,
+        wake: Sender<Event>,
+    ) -> Result<Self> {
+        let suffix = match settings.restart {
+            0 => format!(".group-{}", settings.regroups),
+            restart => format!(".restart-{restart}.group-{}", settings.regroups),
+        };
+        let output = output.regrouped(former, settings.log_dir.as_deref(), &suffix)?;
+        let rank_reports = RankReports::default();
+        let observer = {
+            let (rank_reports, events) = (rank_reports.clone(), channel.sender.clone());
+            move |report| {
+                rank_reports.record(report, &events);
+                let _ = wake.send(Event::Message);
+            }
+        };
+        let store = store.open_next(&settings, observer)?;
+        Ok(Self {
+            settings,
+            output,
+            rank_reports,
+            store,
+            carried: None,
+        })
+    }
+
+    /// How many ranks this host runs.
+    pub(crate) fn ranks(&self) -> usize {
+        self.settings.ranks.get()
     }
 
     /// Where the launcher's own lines go.
@@ -128,38 +198,58 @@ impl Attempt {
             output,
             rank_reports,
             store,
+            carried,
         } = self;
-        let token = store.token_file();
-        let environment = RankEnv::new(&settings, store.address().port(), token, package_dir);
-        let ranks = settings.layout.ranks();
-        let mut group = Vec::with_capacity(ranks);
-        // Dropped before the group, it kills all at once, and not one after the other.
-        let guard = KillOnDrop::new();
-        let other_hosts = OtherHosts(Some(spawner));
-        spawner.begin(&settings, store.address())?;
-        for rank in 0..ranks {
-            interrupted(channel)?;
-            match spawner.spawn(rank, &environment) {
-                Ok(process) => group.push(process),
-                Err(error) => return Ok(AttemptOutcome::NotStarted { rank, error }),
-            }
-        }
-        let readers = read_output(&mut group, &output)?;
+        // Dropped after the guard of what it carries, which kills all at once, and not one after the other.
+        let mut other_hosts = OtherHosts(Some(spawner));
+        let mut carried = match carried {
+            Some(carried) => carried,
+            None => match start(&settings, &store, &output, spawner, package_dir, channel)? {
+                Ok(carried) => carried,
+                Err((rank, error)) => return Ok(AttemptOutcome::NotStarted { rank, error }),
+            },
+        };
+        let mut group = std::mem::take(&mut carried.processes);
+        let events = channel.sender.clone();
+        let _watch = StopWatch::over(&group, variables::liveness(), &output);
         let mut observer = ExitReporter {
             output: output.clone(),
             rank_reports: rank_reports.clone(),
             store_handle: (group.len() > 1).then(|| store.handle()),
             absent: Vec::new(),
+            regrouping: Regrouping::new(
+                spawner,
+                package_dir,
+                &settings,
+                output.clone(),
+                &store,
+                events,
+            ),
         };
         let mut outcome = supervise(
             &mut group,
             settings.grace,
-            KillScope::Descendants(guard.excluded()),
+            KillScope::Descendants(carried.guard.excluded()),
             channel,
             &mut observer,
         );
+        if let Some(next) = observer
+            .regrouping
+            .complete()
+            .filter(|_| outcome.is_taken_over)
+        {
+            other_hosts.0 = None;
+            carried.readers += observer.regrouping.given_up_readers();
+            carried.readers = carried.readers.saturating_sub(outcome.drained);
+            let (attempt, channel) =
+                next.into_attempt(group, carried, channel, spawner, &outcome, &output);
+            return Ok(AttemptOutcome::Regrouped(Box::new(attempt), channel));
+        }
+        observer.regrouping.give_up(None);
+        let was_to_regroup = observer.regrouping.was_told();
+        carried.readers += observer.regrouping.given_up_readers();
         outcome.add(other_hosts.end(&outcome, settings.grace, channel));
-        guard.disarm();
+        carried.guard.disarm();
         let processes = group.iter().map(|process| RankInfo {
             pid: process.pid(),
             host: process.host(),
@@ -177,7 +267,7 @@ impl Attempt {
                     .all(|&rank| rank_reports.has_reported(rank))
             });
         }
-        let asked = output.drain(readers, outcome.drained, channel);
+        let asked = output.drain(carried.readers, outcome.drained, channel);
         outcome.asked_to_end = outcome.asked_to_end.or(asked);
         Ok(AttemptOutcome::Ran(Box::new(FinishedAttempt {
             outcome,
@@ -185,8 +275,45 @@ impl Attempt {
             output,
             rank_reports,
             settings,
+            was_to_regroup,
         })))
     }
+}
+
+/// Starts the ranks of an attempt; gives the rank that cannot be started where there is one.
+fn start(
+    settings: &Settings,
+    store: &Store,
+    output: &Output,
+    spawner: &dyn Spawner,
+    package_dir: Option<&Path>,
+    channel: &Channel,
+) -> Result<std::result::Result<Carried, (usize, Error)>> {
+    let token = store.token_file();
+    let environment = RankEnv::new(settings, store.address().port(), token, package_dir);
+    let ranks = settings.layout.ranks();
+    let mut processes = Vec::with_capacity(ranks);
+    let guard = KillOnDrop::new();
+    spawner.begin(settings, store.address())?;
+    for rank in 0..ranks {
+        interrupted(channel)?;
+        match spawner.spawn(rank, &environment) {
+            Ok(process) => processes.push(process),
+            Err(error) => return Ok(Err((rank, error))),
+        }
+    }
+    let mut readers = 0;
+    let mut watches = Vec::with_capacity(ranks);
+    for (rank, process) in processes.iter_mut().enumerate() {
+        readers += read_output(rank, &mut **process, output)?;
+        watches.push(watch(rank, &**process, &channel.sender));
+    }
+    Ok(Ok(Carried {
+        processes,
+        watches,
+        readers,
+        guard,
+    }))
 }
 
 /// Ends the attempt on other hosts, when it is dropped by an error too.
@@ -209,19 +336,39 @@ impl Drop for OtherHosts<'_> {
     }
 }
 
-/// Reports to the store how ranks end, and to the user which ranks the launcher waits for.
-#[derive(Debug)]
-struct ExitReporter {
+/// Reports to the store how ranks end, and to the user which ranks the launcher waits for; forms the next group.
+struct ExitReporter<'a> {
     output: Output,
     rank_reports: RankReports,
     /// `None` with a single rank.
     store_handle: Option<StoreHandle>,
     /// Ranks that ended with code 0 before any had joined: perhaps none will.
     absent: Vec<usize>,
+    regrouping: Regrouping<'a>,
 }
 
-impl Observer for ExitReporter {
+impl Observer for ExitReporter<'_> {
+    fn deadline(&self) -> Option<Instant> {
+        self.regrouping.deadline()
+    }
+
+    fn poll_regroup(&mut self, phase: JobPhase) -> bool {
+        match phase {
+            JobPhase::Running => self.regrouping.step(),
+            JobPhase::Ending => {
+                self.regrouping.give_up(None);
+                false
+            }
+        }
+    }
+
     fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
+        // Where it is on its way to the next group, the others wait for it there.
+        if let (Some((store_handle, Some(rank))), true) =
+            (self.regrouping.told(rank), end != End::Code(0))
+        {
+            store_handle.report_exit(rank, format!("it ended with {end}"));
+        }
         let Some(store_handle) = self
             .store_handle
             .clone()
@@ -258,7 +405,7 @@ impl Observer for ExitReporter {
                     match words.is_empty() {
                         true => format!("it ended with {end}"),
                         false => {
-                            format!("it ended with {end}; its last words: {}", words.join(" / "))
+                            format!("it ended with {end}{LAST_WORDS}{}", words.join(" / "))
                         }
                     },
                 );
@@ -286,7 +433,7 @@ impl Observer for ExitReporter {
 }
 
 /// Whether `is_so` within `limit`.
-fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
+pub(super) fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
     let until = Instant::now() + limit;
     while !is_so() {
         if Instant::now() >= until {
@@ -310,19 +457,21 @@ fn interrupted(channel: &Channel) -> Result<()> {
     }
 }
 
-/// Starts the readers of all streams and returns how many they are.
-fn read_output(group: &mut [Box<dyn RankProcess>], output: &Output) -> Result<usize> {
+/// Starts the readers of the streams of a rank, and returns how many they are.
+pub(super) fn read_output(
+    rank: usize,
+    process: &mut dyn RankProcess,
+    output: &Output,
+) -> Result<usize> {
+    let pipes = [
+        (Stream::Out, process.take_stdout()),
+        (Stream::Err, process.take_stderr()),
+    ];
     let mut readers = 0;
-    for (rank, process) in group.iter_mut().enumerate() {
-        let pipes = [
-            (Stream::Out, process.take_stdout()),
-            (Stream::Err, process.take_stderr()),
-        ];
-        for (stream, pipe) in pipes {
-            if let Some(pipe) = pipe {
-                output.read(rank, stream, pipe)?;
-                readers += 1;
-            }
+    for (stream, pipe) in pipes {
+        if let Some(pipe) = pipe {
+            output.read(rank, stream, pipe)?;
+            readers += 1;
         }
     }
     Ok(readers)

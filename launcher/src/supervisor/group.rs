@@ -1,6 +1,7 @@
 //! Runs a group of processes to its end: carries out the decisions of [`Job`].
 
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,26 @@ pub(crate) trait Observer {
     fn waiting(&mut self, ranks: &[usize]) {
         let _ = ranks;
     }
+
+    /// Called after each event; whether another group takes the processes over, as they run.
+    fn poll_regroup(&mut self, phase: JobPhase) -> bool {
+        let _ = phase;
+        false
+    }
+
+    /// When [`poll_regroup`](Self::poll_regroup) wants to be called again, if nothing happens before.
+    fn deadline(&self) -> Option<Instant> {
+        None
+    }
+}
+
+/// Whether a group runs as it should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobPhase {
+    /// Nothing has failed, and some of its processes run.
+    Running,
+    /// Its processes have ended, or are about to.
+    Ending,
 }
 
 /// An observer that does nothing.
@@ -55,6 +76,8 @@ pub(crate) struct GroupOutcome {
     pub(crate) left_behind: LeftBehind,
     /// The first signal that asked the launcher to end, whatever the group ended of.
     pub(crate) asked_to_end: Option<i32>,
+    /// Whether another group has taken over its processes, which run on.
+    pub(crate) is_taken_over: bool,
 }
 
 impl GroupOutcome {
@@ -102,7 +125,7 @@ impl GroupOutcome {
 /// Waits for every process of `group`, ends all when one fails or a signal asks for it, and ends what
 /// `scope` covers.
 ///
-/// Signals arrive on `channel`, too.
+/// Their ends, which are [watched](watch), and signals arrive on `channel`.
 pub(crate) fn supervise(
     group: &mut [Box<dyn RankProcess>],
     grace: Duration,
@@ -112,11 +135,10 @@ pub(crate) fn supervise(
 ) -> GroupOutcome {
     let mut job = Job::new(group.len(), grace);
     let mut drained = 0;
-    for (rank, process) in group.iter().enumerate() {
-        watch(rank, &**process, &channel.sender);
-    }
-    while !job.is_over() {
-        let event = channel.next(job.deadline());
+    let mut is_taken_over = false;
+    while !job.is_over() && !is_taken_over {
+        let deadlines = job.deadline().into_iter().chain(observer.deadline());
+        let event = channel.next(deadlines.min());
         let mut ended = None;
         match event {
             Event::Ended { rank, end } => ended = Some((rank, end)),
@@ -153,13 +175,21 @@ pub(crate) fn supervise(
                 Action::Waiting(ranks) => observer.waiting(&ranks),
             }
         }
+        is_taken_over = observer.poll_regroup(match job.is_running() {
+            true => JobPhase::Running,
+            false => JobPhase::Ending,
+        });
     }
     let mut outcome = GroupOutcome {
         left_behind: LeftBehind::default(),
         asked_to_end: job.asked_to_end(),
+        is_taken_over,
         drained,
         job,
     };
+    if is_taken_over {
+        return outcome;
+    }
     let remains = Remains {
         first_rank: 0,
         has_ended: (0..group.len())
@@ -171,15 +201,60 @@ pub(crate) fn supervise(
     outcome
 }
 
-/// Starts the thread that reports the end of `process` as that of `rank`.
-pub(crate) fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Event>) {
+/// A thread that waits for the end of a process, and tells it to whoever supervises the process by then.
+#[derive(Clone, Debug)]
+pub(crate) struct Watch(Arc<Mutex<WatchTarget>>);
+
+#[derive(Debug)]
+struct WatchTarget {
+    rank: usize,
+    events: Sender<Event>,
+    /// Woken as well.
+    wake: Option<Sender<Event>>,
+}
+
+impl Watch {
+    /// Also wakes this channel, until it is redirected.
+    pub(crate) fn waking(self, wake: Sender<Event>) -> Self {
+        self.lock().wake = Some(wake);
+        self
+    }
+
+    /// Tells the end as that of `rank` to `events` from now on.
+    pub(crate) fn redirect(&self, rank: usize, events: Sender<Event>) {
+        *self.lock() = WatchTarget {
+            rank,
+            events,
+            wake: None,
+        };
+    }
+
+    fn tell(&self, end: End) {
+        let target = self.lock();
+        let rank = target.rank;
+        // Without a receiver the job is over.
+        let _ = target.events.send(Event::Ended { rank, end });
+        if let Some(wake) = &target.wake {
+            let _ = wake.send(Event::Message);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, WatchTarget> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Starts the thread that tells `events` the end of `process` as that of `rank`.
+pub(crate) fn watch(rank: usize, process: &dyn RankProcess, events: &Sender<Event>) -> Watch {
+    let watch = Watch(Arc::new(Mutex::new(WatchTarget {
+        rank,
+        events: events.clone(),
+        wake: None,
+    })));
     let wait = process.waiter();
     let report = {
-        let sender = sender.clone();
-        move || {
-            let end = wait();
-            let _ = sender.send(Event::Ended { rank, end });
-        }
+        let watch = watch.clone();
+        move || watch.tell(wait())
     };
     if thread::Builder::new()
         .name(format!("watch-{rank}"))
@@ -188,17 +263,15 @@ pub(crate) fn watch(rank: usize, process: &dyn RankProcess, sender: &Sender<Even
     {
         // Without a thread to watch it, a process cannot be supervised: end it.
         process.signal_group(Signal::KILL);
-        let _ = sender.send(Event::Ended {
-            rank,
-            end: End::Signal(signal::SIGKILL),
-        });
+        watch.tell(End::Signal(signal::SIGKILL));
     }
+    watch
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::sync::{Arc, Condvar, Mutex};
+    use std::sync::Condvar;
 
     use super::*;
 
@@ -278,11 +351,15 @@ mod tests {
             .clone()
             .map(|rank| Box::new(rank) as Box<dyn RankProcess>);
         ranks[1].end(End::Code(7));
+        let channel = Channel::new();
+        for (rank, process) in group.iter().enumerate() {
+            watch(rank, &**process, &channel.sender);
+        }
         let outcome = supervise(
             &mut group,
             Duration::from_secs(60),
             KillScope::Groups,
-            &Channel::new(),
+            &channel,
             &mut NoopObserver,
         );
         assert_eq!(

@@ -2,6 +2,7 @@
 //!
 //! Each of the two ends all processes of the job if the other is killed. `README.md` beside this file explains how.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -93,11 +94,13 @@ pub(crate) fn run(
     let _ = thread::Builder::new().name("signals".into()).spawn(forward);
 
     let pid = child.id().cast_signed();
-    let end = wait(pid);
+    let (end, mut killed) = wait(pid);
     Some(match end {
         End::Code(_) | End::Lost => ExitCode::from(end.exit_code()),
         End::Signal(_) => {
-            let count = descendants::kill(&excluded);
+            killed.extend(descendants::kill(&excluded));
+            killed.extend(reap_killed());
+            let count = killed.len();
             // Asked to end before it had handlers, it ended as any program does.
             let is_ordinary = asked.load(Ordering::Relaxed) && count == 0;
             if !is_ordinary {
@@ -159,7 +162,7 @@ impl LivenessPipe {
             IS_OVER.store(true, Ordering::Release);
             // The main thread must neither restart the job nor tell of its failure.
             process::close();
-            let count = descendants::kill(&Excluded::default());
+            let count = descendants::kill(&Excluded::default()).len();
             print_without_blocking(format!(
                 "the launcher was killed; ended {} of its job",
                 processes(count)
@@ -230,16 +233,33 @@ fn obey(mut launcher: File, excluded: &Excluded, asked: &AtomicBool) {
     std::process::exit(i32::from(End::Signal(signal::SIGKILL).exit_code()));
 }
 
-/// Waits for the child `pid`, and clears away orphans that come to this process meanwhile.
-fn wait(pid: i32) -> End {
+/// Waits for the child `pid`: gives how it ended, and which orphans have come to this process that were killed. The
+/// kernel kills the ranks with the launcher proper.
+fn wait(pid: i32) -> (End, BTreeSet<i32>) {
+    let mut killed = BTreeSet::new();
     loop {
-        match rustix::process::waitpid(None::<Pid>, WaitOptions::empty()) {
-            Ok(Some((ended, status))) if ended.as_raw_pid() == pid => return end(status),
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        match rustix::process::wait(WaitOptions::empty()) {
+            Ok(Some((ended, status))) if ended.as_raw_pid() == pid => return (end(status), killed),
+            Ok(Some((ended, status))) => killed.extend(killed_by(ended, status)),
+            Ok(None) | Err(rustix::io::Errno::INTR) => {}
             // "No such child" cannot be, since nothing else waits for it.
-            Err(_) => return End::Code(1),
+            Err(_) => return (End::Code(1), killed),
         }
     }
+}
+
+/// Clears away orphans that have ended: gives those that were killed.
+fn reap_killed() -> BTreeSet<i32> {
+    let mut killed = BTreeSet::new();
+    while let Ok(Some((ended, status))) = rustix::process::wait(WaitOptions::NOHANG) {
+        killed.extend(killed_by(ended, status));
+    }
+    killed
+}
+
+/// Its number, where it was killed.
+fn killed_by(pid: Pid, status: WaitStatus) -> Option<i32> {
+    (status.terminating_signal() == Some(signal::SIGKILL)).then(|| pid.as_raw_pid())
 }
 
 fn end(status: WaitStatus) -> End {

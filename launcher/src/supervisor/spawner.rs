@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, IsTerminal};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
@@ -17,10 +17,11 @@ use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::process::{Process, RankProcess};
 use crate::settings::Settings;
+use crate::settings::layout::Layout;
 use crate::settings::rank_env::RankEnv;
 use crate::supervisor::leftovers::Swept;
 
-/// Starts ranks. The main thread calls its methods: those of an attempt in the order in which they stand here.
+/// Starts ranks. The main thread calls its methods.
 pub(crate) trait Spawner {
     /// Waits until every host is there on which ranks are to run, and adds to `settings` what follows from them.
     ///
@@ -40,6 +41,65 @@ pub(crate) trait Spawner {
         Ok(())
     }
 
+    /// Lets hosts go whose ranks have left the job; ends the job where it needs a host that wants to leave.
+    fn let_go(&self) {}
+
+    /// The ranks that the job should have now on other hosts, where they are not those of `settings`: hosts want to leave,
+    /// or have come.
+    fn resize(&self, settings: &Settings, growth: Growth) -> Option<Resize> {
+        let _ = (settings, growth);
+        None
+    }
+
+    /// When to ask again, if nothing happens before.
+    fn deadline(&self) -> Option<Instant> {
+        None
+    }
+
+    /// Begins the group that follows the running one, whose ranks meet at `store`; the next calls of
+    /// [`spawn`](Self::spawn) are for those of its ranks that are new.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin).
+    fn begin_next(&self, settings: &Settings, store: SocketAddr) -> Result<()> {
+        let _ = (settings, store);
+        Ok(())
+    }
+
+    /// The variables by which a process that runs learns that it is `rank` of the group with these settings, whose store
+    /// is on `port`.
+    fn place(&self, rank: usize, settings: &Settings, port: u16) -> Vec<(String, String)> {
+        RankEnv::new(settings, port, None, None).place_of(rank)
+    }
+
+    /// Whether the job may have other hosts.
+    fn has_hosts(&self) -> bool {
+        false
+    }
+
+    /// Whether hosts could be taken in that are not in the group that was begun last.
+    fn has_more(&self) -> bool {
+        false
+    }
+
+    /// Ranks of the group that was begun last have failed to join: does without their hosts for a while.
+    fn postpone(&self, ranks: &[usize]) {
+        let _ = ranks;
+    }
+
+    /// `rank` of the running group has failed: whether its host was taken in while the job ran. Does without it for a
+    /// while then.
+    fn blame(&self, rank: usize) -> bool {
+        let _ = rank;
+        false
+    }
+
+    /// The group that was begun last takes over.
+    fn adopt_next(&self) {}
+
+    /// The group that was begun last is given up: ends its ranks on other hosts.
+    fn drop_next(&self) {}
+
     /// Starts `rank` with its variables of `environment`.
     ///
     /// # Errors
@@ -51,6 +111,26 @@ pub(crate) trait Spawner {
         let _ = (first, grace, channel);
         Swept::default()
     }
+}
+
+/// Whether ranks may be started beside those that run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Growth {
+    /// They may.
+    Now,
+    /// The last try has failed a short while ago.
+    Later,
+}
+
+/// Another number of ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct Resize {
+    /// The ranks of all hosts.
+    pub(crate) layout: Layout,
+    /// By new rank: the rank of the running group whose process it is, where it is not new.
+    pub(crate) former: Vec<Option<usize>>,
+    /// What happens, for the user; follows "the job".
+    pub(crate) why: String,
 }
 
 /// Starts every rank on this machine, with the same program and arguments.

@@ -1,20 +1,16 @@
 //! The store of an attempt. The launcher hosts it, so that it outlives every rank.
 
-use std::fs::{self, Permissions};
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
-use accelerator_env::variable;
-use accelerator_manifest::StagedFolder;
 
 use crate::error::{Error, Result, chain};
 use crate::settings::Settings;
-use crate::variables;
+use crate::supervisor::token::{OwnToken, given_token};
 
 /// How long the store of an attempt may take to give back a port that was asked for.
 const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -23,7 +19,17 @@ const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Store {
     server: Arc<StoreServer>,
-    token: Option<OwnToken>,
+    credentials: Credentials,
+}
+
+/// The token of a job, and where its ranks find it.
+#[derive(Clone, Debug, Default)]
+struct Credentials {
+    token: Option<Token>,
+    /// The file of a token that the launcher has made.
+    own: Option<Arc<OwnToken>>,
+    /// The file of a token that was given, where ranks cannot read it themselves.
+    given: Option<&'static Path>,
 }
 
 impl Store {
@@ -40,19 +46,47 @@ impl Store {
         settings: &Settings,
         observer: impl Fn(Report) + Send + Sync + 'static,
     ) -> Result<Self> {
-        let (host, port) = (settings.listen_addr.as_str(), settings.master_port);
         let security = given_security()?;
+        let has_several = settings.layout.ranks() > 1 || settings.elastic.is_some();
+        let mut credentials = Credentials::default();
+        if let Some(given) = given_token()? {
+            credentials.token = Some(given.token);
+            credentials.given = given.file;
+        } else if security == Security::Required && has_several {
+            let (token, own) = OwnToken::make()?;
+            credentials.token = Some(token);
+            credentials.own = Some(Arc::new(own));
+        }
+        Self::serve(settings, security, credentials, observer)
+    }
+
+    /// Starts the store of the group that follows the one of this store, for the ranks of `settings`: with the same
+    /// token, which ranks have that run already.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn open_next(
+        &self,
+        settings: &Settings,
+        observer: impl Fn(Report) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let credentials = self.credentials.clone();
+        Self::serve(settings, given_security()?, credentials, observer)
+    }
+
+    fn serve(
+        settings: &Settings,
+        security: Security,
+        credentials: Credentials,
+        observer: impl Fn(Report) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let (host, port) = (settings.listen_addr.as_str(), settings.master_port);
         let mut options = StoreOptions::new(settings.layout.ranks())
             .with_job(&settings.job)
             .with_security(security)
             .with_observer(observer);
-        let mut own = None;
-        if let Some(token) = given_token()? {
-            options = options.with_token(token);
-        } else if security == Security::Required && settings.layout.ranks() > 1 {
-            let (token, made) = OwnToken::make()?;
-            options = options.with_token(token);
-            own = Some(made);
+        if let Some(token) = &credentials.token {
+            options = options.with_token(token.clone());
         }
         // The store of the attempt before gives its port back when its last thread ends.
         let timeout = if settings.restart > 0 {
@@ -81,13 +115,14 @@ impl Store {
         })?;
         Ok(Self {
             server: Arc::new(server),
-            token: own,
+            credentials,
         })
     }
 
-    /// The file of its own token, for the ranks.
+    /// The file of its token, where ranks do not know it.
     pub(crate) fn token_file(&self) -> Option<&Path> {
-        self.token.as_ref().map(|token| token.path.as_path())
+        let own = self.credentials.own.as_ref();
+        own.map(|token| token.path()).or(self.credentials.given)
     }
 
     /// The address it listens on.
@@ -101,71 +136,12 @@ impl Store {
     }
 }
 
-/// The token of `ACCEL_TOKEN_FILE`, where that is set.
-///
-/// # Errors
-/// When the file cannot be read.
-pub(crate) fn given_token() -> Result<Option<Token>> {
-    let path = variables::given(accelerator_env::TOKEN_FILE.name);
-    let token = path.map(Token::from_file).transpose();
-    token.map_err(|error| Error::usage(chain(&error)))
-}
-
 /// What `ACCEL_INSECURE` says.
 ///
 /// # Errors
 /// When it is neither 1 nor 0.
 pub(crate) fn given_security() -> Result<Security> {
     Security::from_env().map_err(|error| Error::usage(chain(&error)))
-}
-
-/// The folder for temporary files.
-fn temporary() -> PathBuf {
-    variable("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from)
-}
-
-/// The file of a token for one attempt, which only this user can read; it goes when this is dropped. That of a
-/// launcher that was killed goes with the next.
-#[derive(Debug)]
-struct OwnToken {
-    path: PathBuf,
-    _folder: StagedFolder,
-}
-
-impl OwnToken {
-    /// A new token, and its file.
-    ///
-    /// # Errors
-    /// When the folder for temporary files cannot be written.
-    fn make() -> Result<(Token, Self)> {
-        let unwritable = |error: &dyn std::error::Error| {
-            Error::system(format!(
-                "no token can be made for this job in {}; name another folder in TMPDIR, or a token in \
-                 ACCEL_TOKEN_FILE: {}",
-                temporary().display(),
-                chain(error)
-            ))
-        };
-        // Ranks may change their working folder.
-        let temporary = std::path::absolute(temporary());
-        // Other users have theirs in the same folder.
-        let name = format!("accel-token-{}", rustix::process::getuid().as_raw());
-        let folder = temporary
-            .and_then(|parent| StagedFolder::create(&parent, &name, |target| target == name))
-            .and_then(|folder| {
-                fs::set_permissions(folder.path(), Permissions::from_mode(0o700)).map(|()| folder)
-            })
-            .map_err(|error| unwritable(&error))?;
-        let path = folder.path().join("token");
-        let token = Token::generate().map_err(|error| unwritable(&error))?;
-        let written = token.write_file(&path);
-        written.map_err(|error| unwritable(&error))?;
-        let file = Self {
-            path,
-            _folder: folder,
-        };
-        Ok((token, file))
-    }
 }
 
 /// A weak handle to the store.
@@ -177,6 +153,13 @@ impl StoreHandle {
     pub(crate) fn report_exit(&self, rank: usize, text: String) {
         if let Some(server) = self.0.upgrade() {
             server.report_exit(rank, text);
+        }
+    }
+
+    /// Tells a rank its place in the next group, by variables; none where it has no place there.
+    pub(crate) fn tell_next_place(&self, rank: usize, variables: Vec<(String, String)>) {
+        if let Some(server) = self.0.upgrade() {
+            server.tell_next_place(rank, variables);
         }
     }
 }

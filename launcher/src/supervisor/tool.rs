@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::process::{End, Process, RankProcess};
-use crate::supervisor::group::{NoopObserver, supervise};
+use crate::supervisor::group::{NoopObserver, supervise, watch};
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::KillScope;
 
@@ -54,6 +54,7 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
     let stdout = process.take_stdout().map(collect).transpose()?;
     let stderr = process.take_stderr().map(collect).transpose()?;
     let mut group: [Box<dyn RankProcess>; 1] = [Box::new(process)];
+    watch(0, &*group[0], &channel.sender);
     // A compiler cache that cargo started may stay: it serves other builds.
     let outcome = supervise(
         &mut group,

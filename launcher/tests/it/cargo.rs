@@ -173,6 +173,33 @@ fn a_source_file_that_is_no_target_lists_those_near_it() {
 }
 
 #[test]
+fn a_name_is_a_file_here_or_a_target_or_a_program_of_the_path() {
+    let folder = workspace();
+    let ended = launch_in(&folder, ".", &["alpha-tool", "x"]).expect(0);
+    assert_eq!(ended.text(), "alpha loud=false debug=false [\"x\"] alpha\n");
+    folder.write("x.sh", "echo $RANK \"$1\"");
+    let ended = launch_in(&folder, ".", &["sh", "x.sh", "two words"]).expect(0);
+    assert_eq!(ended.text(), "0 two words\n");
+    folder.script("alpha-tool", "echo a file");
+    let ended = launch_in(&folder, ".", &["alpha-tool"]).expect(0);
+    assert_eq!(ended.text(), "a file\n");
+
+    launch_in(&folder, ".", &["no-such-tool"])
+        .expect(2)
+        .says("no example or binary of a cargo package here, and no program of the PATH");
+    launch_in(&folder, ".", &["--features", "loud", "sh"])
+        .expect(2)
+        .says("--features is for a target that cargo builds");
+    folder.write("alpha/src/bin/demo-alpha.rs", "fn main() {}\n");
+    launch_in(&folder, ".", &["demo-alpha"])
+        .expect(2)
+        .says("demo-alpha can mean several targets; say which: --package alpha --");
+    folder.write("Cargo.toml", "not a manifest");
+    let ended = launch_in(&folder, ".", &["sh", "x.sh"]).expect(0);
+    assert_eq!(ended.text(), "0 \n");
+}
+
+#[test]
 fn a_failing_build_starts_nothing() {
     let folder = workspace();
     let ended = launch_in(&folder, ".", &["--example", "broken"]).expect(101);

@@ -11,6 +11,7 @@ mod cargo;
 #[cfg(feature = "faults")]
 mod chaos;
 mod checkpoint;
+mod elastic;
 mod env;
 mod estimate;
 mod failure;

@@ -50,12 +50,15 @@ fn ranks_are_told_what_the_launcher_has_set_itself() {
     );
     let mut command = folder.launcher();
     command
-        .args(["-n", "1", "--no-prefix", "--oversubscribe-gpus", "show.sh"])
+        .args(["-n", "1", "--no-prefix", "--oversubscribe-gpus"])
+        .args(["--network-interface", "lo", "show.sh"])
         .env("ACCEL_OVERLAP", "off");
     let text = Run::start(command).end().expect(0).text();
     let (listed, all) = text.trim().split_once('\n').unwrap();
     let mut listed: Vec<&str> = listed.split(',').collect();
-    assert!(listed.contains(&"ACCEL_OVERSUBSCRIBE_GPUS"), "{text}");
+    for option in ["ACCEL_NETWORK_INTERFACE", "ACCEL_OVERSUBSCRIBE_GPUS"] {
+        assert!(listed.contains(&option), "{text}");
+    }
     listed.extend(["ACCEL_OVERLAP", "ACCEL_SET_BY_LAUNCHER"]);
     listed.sort_unstable();
     assert_eq!(listed.join(","), all);

@@ -72,6 +72,26 @@ fn nothing_outlives_a_killed_launcher_proper() {
 }
 
 #[test]
+fn ranks_that_the_kernel_kills_with_the_launcher_proper_are_counted() {
+    for _ in 0..5 {
+        let folder = Folder::new();
+        folder.script(
+            "job.sh",
+            &format!("[ $RANK = 0 ] && exit 0; echo $$ >> pids; exec {LONG_SLEEP}"),
+        );
+        let mut command = folder.launcher();
+        command.args(["-n", "4", "job.sh"]);
+        let run = Run::start(command);
+        let pids = folder.wait_for_lines("pids", 3);
+        kill_process(proper(&run), Signal::KILL).unwrap();
+        run.end()
+            .expect(137)
+            .says("was killed by SIGKILL; ended 3 processes of the job");
+        pids.iter().for_each(|pid| wait_until_dead(pid));
+    }
+}
+
+#[test]
 fn ranks_die_where_both_are_killed_at_once() {
     let folder = Folder::new();
     folder.script("job.sh", &format!("echo $$ >> pids; exec {LONG_SLEEP}"));
@@ -202,6 +222,49 @@ fn stopped_ranks_end_too() {
     // Continued, they received the signal: the grace did not have to pass.
     assert!(ended.took < Duration::from_secs(50), "{ended:?}");
     pids.iter().for_each(|pid| wait_until_dead(pid));
+}
+
+#[test]
+fn ranks_that_are_all_stopped_are_named_and_the_job_goes_on() {
+    let folder = Folder::new();
+    folder.script("job.sh", "echo $$ >> pids; kill -STOP $$; echo continued");
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2", "--no-prefix", "job.sh"])
+        .env("ACCEL_LIVENESS_TIMEOUT", "0.5");
+    let run = Run::start(command);
+    let pids = folder.wait_for_lines("pids", 2);
+    std::thread::sleep(Duration::from_secs(2));
+    for pid in &pids {
+        let pid = Pid::from_raw(pid.parse().unwrap()).unwrap();
+        kill_process(pid, Signal::CONT).unwrap();
+    }
+    let ended = run
+        .end()
+        .expect(0)
+        .says("ranks 0, 1 are stopped, as by SIGSTOP");
+    assert_eq!(ended.stderr.matches("stopped").count(), 1, "{ended:?}");
+    assert_eq!(ended.text(), "continued\ncontinued\n");
+}
+
+#[test]
+fn one_rank_that_is_stopped_is_left_to_the_others() {
+    let folder = Folder::new();
+    folder.script(
+        "job.sh",
+        "[ $RANK = 0 ] && exec sleep 2; echo $$ > pid; kill -STOP $$",
+    );
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2", "job.sh"])
+        .env("ACCEL_LIVENESS_TIMEOUT", "0.25");
+    let run = Run::start(command);
+    let pid = folder.wait_for_lines("pid", 1);
+    std::thread::sleep(Duration::from_secs(1));
+    let pid = Pid::from_raw(pid[0].parse().unwrap()).unwrap();
+    kill_process(pid, Signal::CONT).unwrap();
+    let ended = run.end().expect(0);
+    assert!(!ended.stderr.contains("stopped"), "{ended:?}");
 }
 
 #[test]

@@ -1,5 +1,9 @@
 //! Ranks that really meet at the launcher's store. The test program is its own rank.
 
+use std::path::Path;
+use std::process::Command;
+
+use crate::hosts::free_port;
 use crate::support::{DEADLINE, Ended, Folder, Run};
 use accelerator_collective::rendezvous::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
@@ -87,6 +91,106 @@ fn a_token_is_asked_for_and_proved() -> accelerator_collective::Result<()> {
     launch(&folder, name, &["-n", "2"], &variables)
         .expect(2)
         .says("token file");
+    Ok(())
+}
+
+/// The launcher of `folder` whose descriptor 3 is the file of a token, or a pipe from it.
+fn with_descriptor(folder: &Folder, token: &Path, redirection: &str, path: &str) -> Command {
+    let launcher = folder.launcher();
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", redirection])
+        .arg(launcher.get_program())
+        .current_dir(folder.path())
+        .env("TOKEN", token)
+        .env("ACCEL_TOKEN_FILE", path);
+    for (name, value) in launcher.get_envs() {
+        if value.is_none() && name != "ACCEL_TOKEN_FILE" {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+const BY_PIPE: &str = "cat \"$TOKEN\" | \"$0\" \"$@\" 3<&0 </dev/null";
+const BY_FILE: &str = "exec \"$0\" \"$@\" 3<\"$TOKEN\"";
+
+#[test]
+fn a_token_may_come_by_a_descriptor() -> accelerator_collective::Result<()> {
+    if is_rank() {
+        return work();
+    }
+    let folder = Folder::new();
+    let token = folder.path().join("token");
+    Token::generate()?.write_file(&token)?;
+    let secret = folder.read("token");
+    // Each attempt of a job asks for it.
+    folder.script(
+        "show.sh",
+        "cat $ACCEL_TOKEN_FILE >> $RANK.shown; echo >> $RANK.shown; [ $ACCEL_RESTART = 1 ]",
+    );
+    for (redirection, path) in [
+        (BY_PIPE, "/dev/fd/3"),
+        (BY_PIPE, "/proc/self/fd/3"),
+        (BY_FILE, "/dev/fd/3"),
+    ] {
+        let mut command = with_descriptor(&folder, &token, redirection, path);
+        command
+            .args(["-n", "2"])
+            .args(std::env::current_exe().ok())
+            .args(["--exact", "store::a_token_may_come_by_a_descriptor"])
+            .env(RANK_OUTPUT, folder.path().join("sum"));
+        Run::start(command).end().expect(0);
+        assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
+        std::fs::remove_file(folder.path().join("sum.1")).unwrap();
+
+        let mut command = with_descriptor(&folder, &token, redirection, path);
+        command.args([
+            "-n",
+            "2",
+            "--max-restarts",
+            "1",
+            "--restart-delay",
+            "0",
+            "show.sh",
+        ]);
+        Run::start(command).end().expect(0);
+        for rank in ["0.shown", "1.shown"] {
+            let shown = folder.read(rank);
+            let shown: Vec<_> = shown.split_whitespace().collect();
+            assert_eq!(shown, [secret.trim(); 2], "{path}");
+            std::fs::remove_file(folder.path().join(rank)).unwrap();
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn launchers_of_several_hosts_may_read_the_token_from_a_pipe() -> accelerator_collective::Result<()>
+{
+    let folder = Folder::new();
+    let token = folder.path().join("token");
+    Token::generate()?.write_file(&token)?;
+    folder.script("show.sh", "cat $ACCEL_TOKEN_FILE");
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let runs = ["0", "1"].map(|host| {
+        let mut command = with_descriptor(&folder, &token, BY_PIPE, "/dev/fd/3");
+        command
+            .args([
+                "--nnodes",
+                "2",
+                "--node-rank",
+                host,
+                "--rdzv-endpoint",
+                &endpoint,
+            ])
+            .args(["--no-prefix", "show.sh"]);
+        Run::start(command)
+    });
+    let [head, other] = runs.map(Run::end);
+    let secret = folder.read("token").trim().to_owned();
+    assert_eq!(head.expect(0).sorted(), [secret.clone(), secret]);
+    other.expect(0);
     Ok(())
 }
 

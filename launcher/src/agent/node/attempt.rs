@@ -18,6 +18,7 @@ use crate::supervisor::group::watch;
 use crate::supervisor::leftovers::{KillScope, Remains, end_group};
 use crate::supervisor::shim::{self, KillOnDrop};
 use crate::supervisor::spawner::Spawner;
+use crate::supervisor::token::given_token;
 
 /// How long ranks may outlive SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -60,7 +61,8 @@ impl Agent<'_> {
     ) -> Result<Option<Over>> {
         let settings = self.settings(&plan);
         let package_dir = program.package_dir.as_deref();
-        let environment = RankEnv::new(&settings, plan.store_port, None, package_dir);
+        let token = given_token()?.and_then(|given| given.file);
+        let environment = RankEnv::new(&settings, plan.store_port, token, package_dir);
         let restart = plan.restart;
         last.plan = Some(plan);
         last.ranks.clear();
@@ -88,13 +90,13 @@ impl Agent<'_> {
 
     /// This host's own settings, and those that hold for all hosts.
     fn settings(&self, plan: &Plan) -> Settings {
-        let host = self.node.place.host;
         let settings = self.node.settings.clone();
-        let settings = settings.on_host(host, plan.layout.clone(), plan.store_host.clone());
+        let settings = settings.on_host(plan.host, plan.layout.clone(), plan.store_host.clone());
         Settings {
             restart: plan.restart,
             max_restarts: plan.max_restarts,
             job: plan.job.clone(),
+            elastic: plan.elastic,
             ..settings
         }
     }

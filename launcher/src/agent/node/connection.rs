@@ -20,8 +20,11 @@ use crate::text::note;
 /// How long one attempt to connect may take: a filtered port does not answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long to wait between two attempts.
+/// How long to wait between two attempts at most.
 const RETRY: Duration = Duration::from_millis(300);
+
+/// How long to wait after the first attempt: hosts that an engine starts come within milliseconds of one another.
+const FIRST_RETRY: Duration = Duration::from_millis(10);
 
 /// After how long a host says for the first time that it waits for the head; twice as long each time.
 const TELL_AFTER: Duration = Duration::from_secs(10);
@@ -111,7 +114,7 @@ impl Joiner {
                 ));
                 tell_after *= 2;
             }
-            thread::sleep(RETRY);
+            thread::sleep((began.elapsed() / 2).clamp(FIRST_RETRY, RETRY));
         }
     }
 

@@ -63,9 +63,10 @@ impl Inbox {
     pub(super) fn put(&self, inbound: Inbound) {
         let mut state = self.lock();
         let event = match (state.work, &inbound) {
-            (Some(Work::Build), Inbound::End(_) | Inbound::Message(ToHost::JobOver { .. })) => {
-                Event::Signal(SIGTERM)
-            }
+            (
+                Some(Work::Build),
+                Inbound::End(_) | Inbound::Message(ToHost::JobOver { .. } | ToHost::Left),
+            ) => Event::Signal(SIGTERM),
             (Some(Work::Sweep), _) => Event::Signal(HURRY),
             _ => Event::Message,
         };

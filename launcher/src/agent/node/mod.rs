@@ -126,6 +126,8 @@ enum Over {
     Job { code: u8, text: Option<String> },
     /// The head is lost.
     Head(LineEnd),
+    /// The job goes on without this host.
+    Left,
 }
 
 impl Agent<'_> {
@@ -169,6 +171,13 @@ impl Agent<'_> {
                 Ok(ExitCode::from(code))
             }
             Over::Head(end) => Err(self.head_lost(&end, last)),
+            Over::Left => {
+                note(&format!(
+                    "this host has left the job, which goes on without it. Exit code {START_AGAIN}: start this launcher \
+                     again, and it joins again"
+                ));
+                Ok(ExitCode::from(START_AGAIN))
+            }
         }
     }
 
@@ -193,6 +202,7 @@ impl Agent<'_> {
     fn between_attempts(&self, inbound: Inbound) -> Option<Over> {
         match inbound {
             Inbound::Message(ToHost::JobOver { code, text }) => Some(Over::Job { code, text }),
+            Inbound::Message(ToHost::Left) => Some(Over::Left),
             Inbound::End(end) => Some(Over::Head(end)),
             // Of an attempt that is over, or a second one to end it.
             Inbound::Message(_) => None,

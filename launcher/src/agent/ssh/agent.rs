@@ -1,20 +1,18 @@
 //! The other end: the process that a client starts on a host. It is the shim of the launcher there.
 
-use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::io::{self, Write};
+use std::ffi::OsStr;
+use std::io;
 use std::net::TcpListener;
-use std::os::fd::AsRawFd;
 use std::process::ExitCode;
 
 use accelerator_env::TOKEN_FILE;
-use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 
 use super::order::{AgentHello, Order, greet, receive};
 use super::push;
 use crate::error::{Error, Result};
 use crate::process;
 use crate::supervisor::shim::{self, Control};
+use crate::supervisor::token::MemoryFile;
 
 /// Says hello on standard output, runs the launcher that the order on standard input describes, and gives its exit
 /// code.
@@ -41,9 +39,10 @@ pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
             order.folder.display()
         )));
     }
-    let (_kept, token) = in_memory(&order.token)
-        .map_err(|error| Error::system("the token cannot be kept").with_source(error))?;
-    order.variables.push((TOKEN_FILE.name.into(), token));
+    let token = MemoryFile::of_token(order.token.as_bytes())?;
+    order
+        .variables
+        .push((TOKEN_FILE.name.into(), token.path().into()));
     let code = shim::run(
         &order.arguments,
         |command| {
@@ -60,16 +59,6 @@ pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
             "this host has no /proc, which a launcher over SSH needs",
         )),
     }
-}
-
-/// A file that only this user can read, and that is gone with this process; and its path.
-fn in_memory(text: &str) -> io::Result<(File, OsString)> {
-    let file = memfd_create("accel-token", MemfdFlags::CLOEXEC)?;
-    fchmod(&file, Mode::RUSR | Mode::WUSR)?;
-    let mut file = File::from(file);
-    file.write_all(text.as_bytes())?;
-    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-    Ok((file, path.into()))
 }
 
 /// A port that nobody listens on.

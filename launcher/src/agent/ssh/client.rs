@@ -12,13 +12,14 @@ use std::time::Duration;
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::order::{AgentHello, Order, greeted, send};
-use super::push;
+use super::push::{self, NEEDS};
 use crate::agent::line::spawn;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::process::{End, Process, RankProcess};
 use crate::settings::hosts::ListedHost;
 use crate::supervisor::signals::Relay;
+use crate::text::needed_glibc;
 
 /// How much of what an agent prints is kept.
 const TAIL: usize = 4096;
@@ -230,18 +231,35 @@ pub(super) fn not_started(host: &ListedHost, end: End, said: &str) -> String {
         _ if host.port.is_none() => format!("ssh {host}"),
         _ => format!("ssh -p {} {host}", host.port.unwrap_or_default()),
     };
-    let why = match said {
-        _ if said.contains("Host key verification failed") => format!(
-            "its key is not the one that ssh knows, or ssh knows none: run `{ssh}` once and compare the key"
-        ),
-        _ if said.contains("Permission denied (") => {
-            format!("ssh may not log in there without a password: `{ssh}` has to work with a key")
-        }
-        _ if end == End::Code(127) || end == End::Code(126) || is_of_loader(said) => format!(
-            "this accel-launch does not run there ({end}): the host has another processor, or an older C library; \
-             install one that runs on it at the same path on all hosts, and give --no-push"
-        ),
-        _ => format!("{} ended with {end}", ssh),
+    let says = |texts: &[&str]| texts.iter().any(|text| said.contains(text));
+    let elsewhere =
+        "install an accel-launch that runs on it at the same path on all hosts, and give --no-push";
+    let why = if says(&["IDENTIFICATION HAS CHANGED"]) {
+        format!(
+            "its key is not the one that ssh knows: another machine may answer in its place. Where the host was set up \
+             anew, remove the old key as ssh says below, run `{ssh}` once, and compare the key"
+        )
+    } else if says(&["Host key verification failed"]) {
+        format!("ssh does not know its key: run `{ssh}` once, and compare the key")
+    } else if says(&["Permission denied ("]) {
+        format!("ssh may not log in there without a password: `{ssh}` has to work with a key")
+    } else if says(&UNREACHABLE) {
+        format!("it is not reached: `{ssh}` has to work from this machine")
+    } else if says(&["no folder for temporary files"]) {
+        format!("accel-launch cannot be put there: name a folder in TMPDIR there, or {elsewhere}")
+    } else if says(&[NEEDS]) {
+        format!("its processor does not run this accel-launch; {elsewhere}")
+    } else if let Some(version) = needed_glibc(said) {
+        format!("its C library is older than {version}, which this accel-launch needs; {elsewhere}")
+    } else if says(&["error while loading shared"]) {
+        format!("it lacks a library that this accel-launch needs; install it there, or {elsewhere}")
+    } else if [End::Code(126), End::Code(127)].contains(&end) || says(&["Exec format error"]) {
+        format!(
+            "this accel-launch does not run there ({end}): the host has another processor or another C library; \
+             {elsewhere}"
+        )
+    } else {
+        format!("{ssh} ended with {end}")
     };
     let said = match said {
         "" => String::new(),
@@ -263,11 +281,15 @@ pub(super) fn may_pass(end: End, said: &str) -> bool {
     end == End::Code(255) && !is_final.iter().any(|text| said.contains(text))
 }
 
-fn is_of_loader(said: &str) -> bool {
-    ["GLIBC_", "error while loading shared", "Exec format error"]
-        .iter()
-        .any(|text| said.contains(text))
-}
+/// What `ssh` says of a host to which it gets no connection.
+const UNREACHABLE: [&str; 6] = [
+    "Could not resolve",
+    "Connection timed out",
+    "Connection refused",
+    "No route to host",
+    "Network is unreachable",
+    "banner exchange",
+];
 
 fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
     let mut chunk = [0; TAIL];
@@ -320,8 +342,14 @@ mod tests {
         for (end, said, says, may) in [
             (
                 255,
+                "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+                "remove the old key as ssh says below, run `ssh ann@a` once",
+                false,
+            ),
+            (
+                255,
                 "Host key verification failed.",
-                "run `ssh ann@a` once",
+                "ssh does not know its key: run `ssh ann@a` once",
                 false,
             ),
             (
@@ -330,18 +358,42 @@ mod tests {
                 "without a password",
                 false,
             ),
-            (255, "Connection refused", "ended with exit code 255", true),
+            (
+                255,
+                "Connection refused",
+                "it is not reached: `ssh ann@a`",
+                true,
+            ),
+            (255, "Connection closed", "ended with exit code 255", true),
             (
                 255,
                 "Could not resolve hostname a",
-                "Could not resolve",
+                "it is not reached",
+                false,
+            ),
+            (
+                126,
+                "no folder for temporary files",
+                "name a folder in TMPDIR",
                 false,
             ),
             (126, "Exec format error", "--no-push", false),
             (
+                126,
+                "this accel-launch needs a processor with avx2",
+                "its processor does not run this accel-launch",
+                false,
+            ),
+            (
                 1,
-                "version `GLIBC_2.38' not found",
-                "an older C library",
+                "version `GLIBC_2.4' not found\nversion `GLIBC_2.38' not found (required by 4)",
+                "its C library is older than GLIBC_2.38, which",
+                false,
+            ),
+            (
+                127,
+                "error while loading shared libraries: libx.so.1: cannot open",
+                "it lacks a library",
                 false,
             ),
         ] {

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use signal_hook::consts::signal::SIGTERM;
 
 use super::client::{Client, Show, Ssh, may_pass, not_started};
@@ -11,7 +12,7 @@ use crate::error::{Error, Result, START_AGAIN};
 use crate::event::{Channel, Event};
 use crate::process::End;
 use crate::settings::hosts::ListedHost;
-use crate::settings::nodes::Endpoint;
+use crate::settings::nodes::{DEFAULT_JOIN_TIMEOUT, Endpoint};
 use crate::settings::options::Options;
 use crate::supervisor::group::watch;
 use crate::supervisor::signals::{Relay, asks_to_end};
@@ -42,6 +43,8 @@ const MAX_REQUESTS: u32 = 3;
 pub(super) struct SshJob<'a> {
     ssh: &'a Ssh,
     options: &'a Options,
+    /// How long an agent may take to say hello.
+    hello_timeout: Duration,
     order: &'a dyn Fn(usize, &str) -> Order,
     relay: Relay,
     hosts: Vec<AgentHost<'a>>,
@@ -57,6 +60,8 @@ struct AgentHost<'a> {
     /// When it is asked again.
     start_at: Option<Instant>,
     client: Option<Client>,
+    /// By when the client is to have said hello.
+    hello_until: Instant,
     hello: Option<AgentHello>,
     is_ordered: bool,
     /// How it ended, and what it said last, once it had its order.
@@ -79,6 +84,7 @@ impl<'a> SshJob<'a> {
             tries: 0,
             start_at: Some(now),
             client: None,
+            hello_until: now,
             hello: None,
             is_ordered: false,
             end: None,
@@ -86,6 +92,7 @@ impl<'a> SshJob<'a> {
         Self {
             ssh,
             options,
+            hello_timeout: options.join_timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT),
             order,
             relay,
             hosts: hosts.collect(),
@@ -124,8 +131,9 @@ impl<'a> SshJob<'a> {
             self.listen()?;
             self.give_orders();
             let retry = self.hosts.iter().filter_map(|host| host.start_at).min();
+            let hello = self.next_silent()?;
             let until = failed.map(|(_, until, _)| until);
-            match channel.next(until.into_iter().chain(retry).min()) {
+            match channel.next(until.into_iter().chain(retry).chain(hello).min()) {
                 Event::Ended { rank, end } => {
                     let number = self.starts[rank];
                     let end = self.ended(number, end)?;
@@ -199,9 +207,28 @@ impl<'a> SshJob<'a> {
                 watch(self.starts.len(), client.process(), &channel.sender);
                 self.starts.push(number);
                 host.client = Some(client);
+                host.hello_until = now + self.hello_timeout;
             }
         }
         Ok(())
+    }
+
+    /// By when the next of the agents that have not said hello is late.
+    ///
+    /// # Errors
+    /// When one is late already.
+    fn next_silent(&self) -> Result<Option<Instant>> {
+        let is_silent = |host: &&AgentHost<'_>| host.client.is_some() && host.hello.is_none();
+        let silent = self.hosts.iter().filter(is_silent);
+        match silent.min_by_key(|host| host.hello_until) {
+            Some(host) if host.hello_until <= Instant::now() => Err(Error::system(format!(
+                "host {} was not started: `ssh` did not start accel-launch there within {} s (--join-timeout); a \
+                 start-up file of its shell may wait for something, or the connection be slow",
+                host.listed,
+                self.hello_timeout.as_secs_f64()
+            ))),
+            host => Ok(host.map(|host| host.hello_until)),
+        }
     }
 
     /// Takes in what agents have said.
@@ -302,12 +329,15 @@ impl<'a> SshJob<'a> {
                     let _ = self.ended(self.starts[rank], end);
                 }
             }
-            for client in self
-                .hosts
-                .iter_mut()
-                .filter_map(|host| host.client.as_mut())
-            {
+            for host in &mut self.hosts {
+                let Some(client) = &mut host.client else {
+                    continue;
+                };
                 client.kill();
+                if host.hello.is_none() {
+                    // There is no agent yet that would.
+                    client.process().signal_group(Signal::KILL);
+                }
             }
         }
     }

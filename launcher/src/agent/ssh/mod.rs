@@ -10,7 +10,7 @@ mod job;
 mod order;
 mod push;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::path::Path;
 use std::process::ExitCode;
@@ -23,6 +23,7 @@ use crate::event::Channel;
 use crate::settings::hosts::{HostList, ListedHost};
 use crate::settings::options::Options;
 use crate::supervisor::signals::Relay;
+use crate::supervisor::token::given_token;
 use crate::text::{host_name, print, shell_line};
 use crate::variables;
 pub(crate) use agent::run as run_agent;
@@ -64,14 +65,18 @@ pub(crate) fn run(
     let folder = std::env::current_dir()
         .map_err(|error| Error::system("the current folder cannot be read").with_source(error))?;
     let variables: Vec<_> = passed_on().collect();
-    let order = |host: usize, endpoint: &str| Order {
-        token: token.clone(),
-        folder: folder.clone(),
-        arguments: placed(own, hosts, options, host, endpoint)
-            .into_iter()
-            .chain(arguments.iter().cloned())
-            .collect(),
-        variables: variables.clone(),
+    let order = |host: usize, endpoint: &str| {
+        let mut words = placed(own, hosts, options, host, endpoint);
+        // Reports show what the user has typed.
+        let at = words.len().min(1);
+        words.splice(at..at, command.iter().map(|word| client_word(word)));
+        words.extend(arguments.iter().cloned());
+        Order {
+            token: token.clone(),
+            folder: folder.clone(),
+            arguments: words,
+            variables: variables.clone(),
+        }
     };
     let job = SshJob::new(hosts.hosts(), &ssh, options, &order, relay);
     job.run(&channel).map(ExitCode::from)
@@ -134,6 +139,13 @@ fn placed(
     words
 }
 
+/// An option that tells a launcher one word of the client's command line.
+fn client_word(word: &OsStr) -> OsString {
+    let mut option = OsString::from("--client-word=");
+    option.push(word);
+    option
+}
+
 fn delivery(options: &Options) -> Result<Delivery> {
     let own = || -> std::io::Result<_> { std::fs::read("/proc/self/exe") };
     if !options.no_push {
@@ -151,15 +163,12 @@ fn delivery(options: &Options) -> Result<Delivery> {
 
 /// The token of the job: that of `ACCEL_TOKEN_FILE`, or a new one.
 fn token() -> Result<String> {
-    let failed = |error: accelerator_collective::Error| Error::usage(chain(&error));
-    if let Some(path) = variables::given(TOKEN_FILE.name) {
-        // Checks who may read it.
-        Token::from_file(&path).map_err(failed)?;
-        return std::fs::read_to_string(path)
-            .map_err(|error| Error::usage("ACCEL_TOKEN_FILE is no text").with_source(error));
-    }
-    let bytes = Token::nonce().map_err(failed)?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    let token = match given_token()? {
+        Some(given) => given.token,
+        None => Token::generate().map_err(|error| Error::usage(chain(&error)))?,
+    };
+    String::from_utf8(token.secret().to_vec())
+        .map_err(|error| Error::usage("ACCEL_TOKEN_FILE is no text").with_source(error))
 }
 
 /// The variables of this process that hold for every host: not those that describe this machine, this session, or a job

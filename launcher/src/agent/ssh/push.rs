@@ -6,6 +6,8 @@
 
 use std::path::Path;
 
+use accelerator_collective::TargetFeatures;
+
 /// As what a program that was sent is run.
 pub(super) const PROGRAM: &str = "/proc/self/fd/4";
 
@@ -16,15 +18,57 @@ pub(super) const PROGRAM_FD: i32 = 4;
 /// means something within single quotes to the shells of users.
 pub(super) fn receiving(length: usize) -> String {
     format!(
-        "exec /bin/sh -c '\
+        "exec /bin/sh -c '{}\
          for d in \"${{TMPDIR:-/tmp}}\" /tmp /var/tmp /dev/shm \"$HOME\"; do \
          f=$(mktemp \"$d/accel-launch.XXXXXX\" 2>/dev/null) || continue; \
          if chmod 700 \"$f\" && \"$f\" 2>/dev/null; then exec 3>\"$f\" 4<\"$f\"; rm -f \"$f\"; break; fi; \
          rm -f \"$f\"; f=; done; \
          if [ -z \"$f\" ]; then echo no folder for temporary files lets programs run >&2; exit 126; fi; \
          head -c {length} >&3; exec 3>&-; \
-         if [ $(wc -c <&4) -eq {length} ]; then exec {PROGRAM} __agent; fi; exit 1'"
+         if [ $(wc -c <&4) -eq {length} ]; then exec {PROGRAM} __agent; fi; exit 1'",
+        checking(
+            std::env::consts::ARCH,
+            &TargetFeatures::of_this_program().names()
+        )
     )
+}
+
+/// What refuses a host whose processor does not run this program: by its kind, and by the flags that the kernel lists
+/// for the features that the program was compiled for. The program itself could only end by a signal there.
+fn checking(machine: &str, features: &[&str]) -> String {
+    let mut script = String::new();
+    if ["x86_64", "aarch64"].contains(&machine) {
+        script = format!(
+            "m=$(uname -m); [ \"$m\" = {machine} ] || {{ \
+             echo \"{NEEDS} a processor of kind {machine}, and it is of kind $m\" >&2; exit 126; }}; "
+        );
+    }
+    let flags: Vec<String> = features.iter().map(|feature| flag(feature)).collect();
+    if machine == "x86_64" && !flags.is_empty() {
+        script.push_str(&format!(
+            "if [ -r /proc/cpuinfo ]; then l=; for x in {}; do \
+             grep -qw \"$x\" /proc/cpuinfo || l=\"$l $x\"; done; \
+             [ -z \"$l\" ] || {{ echo \"{NEEDS} a processor with$l\" >&2; exit 126; }}; fi; ",
+            flags.join(" ")
+        ));
+    }
+    script
+}
+
+/// Begins what a host says that cannot run the program.
+pub(super) const NEEDS: &str = "this accel-launch needs";
+
+/// As Linux lists a feature of the processor in `/proc/cpuinfo`.
+fn flag(feature: &str) -> String {
+    match feature {
+        "cmpxchg16b" => "cx16".to_owned(),
+        "lzcnt" => "abm".to_owned(),
+        "sha" => "sha_ni".to_owned(),
+        "sse3" => "pni".to_owned(),
+        "avx512bf16" | "avx512bitalg" | "avx512fp16" | "avx512vbmi2" | "avx512vnni"
+        | "avx512vpopcntdq" => feature.replace("avx512", "avx512_"),
+        _ => feature.replace('.', "_"),
+    }
 }
 
 /// The command that runs the program at `path`; `None` where its path cannot be written for every shell.
@@ -83,7 +127,45 @@ mod tests {
     }
 
     #[test]
+    fn a_processor_that_does_not_run_the_program_is_refused_before_it_is_run() {
+        let run = |machine, features: &[&str]| {
+            let script = checking(machine, features) + "echo it runs";
+            let shell = Command::new("/bin/sh").args(["-c", &script]).output();
+            let ended = shell.unwrap();
+            let said = [ended.stdout, ended.stderr].concat();
+            (
+                ended.status.code(),
+                String::from_utf8(said).unwrap().trim().to_owned(),
+            )
+        };
+        let (here, other) = match std::env::consts::ARCH {
+            "aarch64" => ("aarch64", "x86_64"),
+            here => (here, "aarch64"),
+        };
+        assert_eq!(run(here, &[]), (Some(0), "it runs".to_owned()));
+        let (code, said) = run(other, &[]);
+        assert_eq!(code, Some(126));
+        assert!(
+            said.starts_with(&format!(
+                "{NEEDS} a processor of kind {other}, and it is of kind "
+            )),
+            "{said}"
+        );
+        if here == "x86_64" {
+            assert_eq!(
+                run(here, &["sse4.2", "no.such", "sse3", "nor-this"]),
+                (
+                    Some(126),
+                    format!("{NEEDS} a processor with no_such nor-this")
+                )
+            );
+        }
+    }
+
+    #[test]
     fn commands_can_be_quoted_for_every_shell() {
+        let checks = checking("x86_64", &["avx2"]);
+        assert!(!checks.contains(['\'', '\\', '!', '\n']), "{checks}");
         let command = receiving(5);
         let script = command.strip_prefix("exec /bin/sh -c '").unwrap();
         let script = script.strip_suffix('\'').unwrap();

@@ -115,11 +115,27 @@ impl JobLoop<'_> {
             settings.max_restarts,
             settings.restart_delay,
         );
+        let mut began = Instant::now();
         loop {
-            let began = Instant::now();
             let ended = attempt.run(self.spawner, self.package_dir, &channel)?;
             let mut is_preempted = false;
             let (why, evidence, decision, code) = match ended {
+                AttemptOutcome::Regrouped(next, next_channel) => {
+                    self.relay.redirect(next_channel.sender.clone());
+                    // What has come since the ranks were handed over.
+                    for event in channel.events.try_iter() {
+                        if let Event::Signal(_)
+                        | Event::ForwardSignal(_)
+                        | Event::ForwardedElsewhere = event
+                        {
+                            let _ = next_channel.sender.send(event);
+                        }
+                    }
+                    restarts.regrown(next.ranks());
+                    (attempt, channel) = (*next, next_channel);
+                    history.output = attempt.output().clone();
+                    continue;
+                }
                 // It would fail again with every rank and in every attempt.
                 AttemptOutcome::NotStarted { error, .. } if error.is_usage() => return Err(error),
                 AttemptOutcome::NotStarted { rank, error } => {
@@ -141,16 +157,24 @@ impl JobLoop<'_> {
                     is_preempted = finished.outcome.cause() == Some(Cause::Preempted);
                     match failure {
                         None if is_preempted && !finished.outcome.was_notified() => {
-                            let why = "all ranks were preempted, and have saved".to_owned();
-                            (
-                                why,
-                                String::new(),
-                                restarts.preempted(began.elapsed()),
-                                code,
-                            )
+                            let (why, decision) = match finished.was_to_regroup {
+                                false => (
+                                    "all ranks were preempted, and have saved",
+                                    restarts.preempted(began.elapsed()),
+                                ),
+                                true => (
+                                    "all ranks have saved, to go on in another number",
+                                    restarts.resized(finished.settings.most_ranks.get()),
+                                ),
+                            };
+                            (why.to_owned(), String::new(), decision, code)
                         }
                         Some(failure) if finished.outcome.asked_to_end.is_none() => {
-                            let decision = restarts.failed(match failure.is_certain() {
+                            // On the way to another group, who waits there is seen to fail for who is lost there.
+                            let is_certain = failure.is_certain() && !finished.was_to_regroup;
+                            let is_newcomer = is_certain && self.spawner.blame(failure.rank());
+                            let decision = restarts.failed(match is_certain {
+                                true if is_newcomer => AttemptFailure::Newcomer,
                                 true => AttemptFailure::Rank(failure.rank()),
                                 false => AttemptFailure::Unknown,
                             });
@@ -223,12 +247,15 @@ impl JobLoop<'_> {
             // There is at least one rank, since a slot is only given up where another is left.
             let ranks = NonZeroUsize::new(restarts.ranks()).unwrap_or(NonZeroUsize::MIN);
             let settings = settings.restarted(restart, ranks, self.options, variable);
+            let doublings = restarts.drops().saturating_sub(1).min(10);
             let settings = Settings {
                 max_restarts: most,
+                regrow_after: settings.regrow_after * (1 << doublings),
                 ..settings
             };
             let settings = self.spawner.gather(settings, &channel)?;
             attempt = Attempt::prepare(settings, &channel)?;
+            began = Instant::now();
             history.output = attempt.output().clone();
         }
     }

@@ -2,6 +2,7 @@
 
 mod job_loop;
 mod restart;
+mod runnable;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use crate::settings::gpus::Gpus;
 use crate::settings::nodes::{self, HostPlace};
 use crate::settings::options::Options;
 use crate::settings::rank_env::RankEnv;
-use crate::settings::target::Target;
+use crate::settings::target::{Selector, Target};
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::Attempt;
 use crate::supervisor::shim::LivenessPipe;
@@ -47,7 +48,11 @@ pub(crate) fn run(
         let relay = relay(&channel, liveness)?;
         return ssh::run(&hosts, options, arguments, command, relay, channel);
     }
-    let target = Target::parse(options)?;
+    let command = match options.client_word.as_slice() {
+        [] => command,
+        words => words,
+    };
+    let target = Target::parse(options);
     let (options, place) = nodes::resolve(options, variable)?;
     let options = &options;
     if place.is_none() {
@@ -70,9 +75,24 @@ pub(crate) fn run(
     }
     let channel = Channel::new();
     let relay = relay(&channel, liveness)?;
-    let build = match &target {
-        Target::Program(_) => None,
-        Target::Cargo(selector) => Some(Build::find(selector, options, &channel)?),
+    let (target, build) = match target.and_then(|target| found(target, options, &channel)) {
+        Ok(found) => found,
+        Err(error) => {
+            return match place {
+                // Host 0 would wait for this one.
+                Some(place) if place.host > 0 && !options.dry_run && !error.is_interrupted() => {
+                    let node = Node {
+                        place,
+                        options,
+                        settings,
+                        command,
+                        relay,
+                    };
+                    node.run(channel, |_| Err(error))
+                }
+                _ => Err(error),
+            };
+        }
     };
     let arguments = match (&build, arguments) {
         (Some(_), [dashes, rest @ ..]) if dashes == "--" => rest,
@@ -81,13 +101,20 @@ pub(crate) fn run(
     if options.dry_run {
         return describe(&target, build.as_ref(), &settings, options, arguments);
     }
+    let has_several_hosts = place.is_some();
     let program = |channel: &Channel| -> Result<Program> {
         let package_dir = build.as_ref().map(Build::package_dir);
         let program = match (&target, &build) {
-            (Target::Program(path), _) => path.clone(),
-            (Target::Cargo(_), Some(build)) => build.run(options, channel)?,
-            (Target::Cargo(selector), None) => {
-                return Err(Error::usage(format!("{selector} was not found")));
+            (Target::Program(path), _) => {
+                if has_several_hosts {
+                    // Hosts may differ, and a rank that cannot start ends those of all.
+                    runnable::check(path, channel)?;
+                }
+                path.clone()
+            }
+            (_, Some(build)) => build.run(options, channel)?,
+            (target, None) => {
+                return Err(Error::usage(format!("{target:?} was not found")));
             }
         };
         Ok(Program {
@@ -119,6 +146,28 @@ pub(crate) fn run(
             };
             node.run(channel, program)
         }
+    }
+}
+
+/// `target`, where cargo knows what it means, and how it is built.
+fn found(target: Target, options: &Options, channel: &Channel) -> Result<(Target, Option<Build>)> {
+    let name = match target {
+        Target::Program(_) => return Ok((target, None)),
+        Target::Cargo(ref selector) => {
+            let build = Build::find(selector, options, channel)?;
+            return Ok((target, Some(build)));
+        }
+        Target::Name(name) => name,
+    };
+    match Build::find_named(&name, options, channel) {
+        Ok(Some(build)) => Ok((Target::Cargo(Selector::AnyNamed(name)), Some(build))),
+        Ok(None) => Ok((Target::on_path(&name, options)?, None)),
+        Err(error) if error.is_usage() || error.is_interrupted() => Err(error),
+        // A package that cargo cannot read is in no way of a program of the PATH.
+        Err(error) => match Target::on_path(&name, options) {
+            Ok(target) => Ok((target, None)),
+            Err(_) => Err(error),
+        },
     }
 }
 
@@ -268,6 +317,7 @@ fn describe(
 ) -> Result<ExitCode> {
     let program = match target {
         Target::Program(path) => path.clone(),
+        Target::Name(name) => PathBuf::from(name),
         Target::Cargo(selector) => PathBuf::from(format!("<the program built from {selector}>")),
     };
     let mut text = String::from("dry run: nothing is built or started\n\n");

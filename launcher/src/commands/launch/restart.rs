@@ -2,6 +2,7 @@
 //!
 //! A pure state machine, as `supervisor::job`; `supervisor/README.md` has the rules.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The longest wait before a restart.
@@ -30,6 +31,10 @@ pub(crate) struct Restarts {
     is_elastic: bool,
     /// The slot of the rank that failed first in the last attempt.
     failed_rank: Option<usize>,
+    /// Slots that have been given up once.
+    dropped: BTreeSet<usize>,
+    /// How often slots have been given up.
+    drops: u32,
 }
 
 /// What to do after a failed attempt.
@@ -57,6 +62,8 @@ pub(crate) enum AttemptFailure {
     Rank(usize),
     /// The process of this rank could not be started.
     NotStarted(usize),
+    /// A rank of a host failed first that was taken in while the job ran.
+    Newcomer,
     /// It is unknown which rank failed first.
     Unknown,
 }
@@ -75,7 +82,14 @@ impl Restarts {
             slots: (0..ranks).collect(),
             is_elastic: least < ranks,
             failed_rank: None,
+            dropped: BTreeSet::new(),
+            drops: 0,
         }
+    }
+
+    /// How often slots have been given up: the job waits longer before it tries them again.
+    pub(crate) fn drops(&self) -> u32 {
+        self.drops
     }
 
     /// How often it is restarted at most, those restarts included that do not count.
@@ -95,14 +109,29 @@ impl Restarts {
     pub(crate) fn failed(&mut self, failure: AttemptFailure) -> Decision {
         let rank = match failure {
             AttemptFailure::Rank(rank) | AttemptFailure::NotStarted(rank) => Some(rank),
-            AttemptFailure::Unknown => None,
+            AttemptFailure::Newcomer | AttemptFailure::Unknown => None,
         };
         let slot = rank.and_then(|rank| self.slots.get(rank).copied());
         let is_gone = matches!(failure, AttemptFailure::NotStarted(_))
             || (slot.is_some() && slot == self.failed_rank);
+        let is_regained = slot.is_some_and(|slot| self.dropped.contains(&slot));
         self.is_preempted = false;
         if self.most == 0 {
             return Decision::NoRestarts;
+        }
+        if failure == AttemptFailure::Newcomer || is_regained && self.slots.len() > self.least {
+            // What has been tried does not cost the job its restarts.
+            self.uncounted += 1;
+            self.failed_rank = None;
+            let dropped_slot = rank
+                .filter(|_| is_regained)
+                .map(|rank| self.slots.remove(rank));
+            self.drops += u32::from(is_regained);
+            return Decision::Restart {
+                restart: self.done + self.uncounted,
+                wait: self.delay,
+                dropped_slot,
+            };
         }
         if self.done == self.most {
             return Decision::GiveUp(match self.most {
@@ -120,6 +149,8 @@ impl Restarts {
                     self.least
                 ));
             }
+            self.dropped.extend(slot);
+            self.drops += 1;
             self.slots.remove(rank);
             self.failed_rank = None;
             dropped_slot = slot;
@@ -131,6 +162,28 @@ impl Restarts {
             wait: self.delay.saturating_mul(1 << doublings).min(MAX_DELAY),
             dropped_slot,
         }
+    }
+
+    /// The running job has so many ranks on this host now.
+    pub(crate) fn regrown(&mut self, ranks: usize) {
+        let free = (0..).filter(|slot| !self.slots.contains(slot));
+        let regained: Vec<usize> = free.take(ranks.saturating_sub(self.slots.len())).collect();
+        if !regained.is_empty() {
+            self.failed_rank = None;
+        }
+        self.slots.extend(regained);
+    }
+
+    /// Decides after an attempt whose ranks have saved to go on in another number, of which `ranks` on this host.
+    ///
+    /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all.
+    pub(crate) fn resized(&mut self, ranks: usize) -> Decision {
+        if self.most == 0 {
+            return Decision::NoRestarts;
+        }
+        self.regrown(ranks);
+        self.is_preempted = false;
+        self.uncounted_restart()
     }
 
     /// Decides after an attempt whose ranks were preempted, and the launcher was not; `lasted` is how long it ran.
@@ -148,6 +201,11 @@ impl Restarts {
             ));
         }
         self.failed_rank = None;
+        self.uncounted_restart()
+    }
+
+    /// A restart at once that is none of the failed job's.
+    fn uncounted_restart(&mut self) -> Decision {
         self.uncounted += 1;
         Decision::Restart {
             restart: self.done + self.uncounted,

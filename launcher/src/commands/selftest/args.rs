@@ -81,6 +81,10 @@ pub(crate) struct RankArgs {
     #[arg(long)]
     pub(super) folder: Option<PathBuf>,
 
+    /// How many milliseconds a training pauses before each step, so that faults from outside strike while it runs.
+    #[arg(long, default_value_t = 0)]
+    pub(super) pause: u64,
+
     /// How it fails on purpose.
     #[arg(long)]
     pub(super) sabotage: Option<Sabotage>,

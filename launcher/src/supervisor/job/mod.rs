@@ -98,6 +98,12 @@ impl Job {
         actions
     }
 
+    /// Whether nothing has failed or asks the group to end, and some process runs.
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self.phase, Phase::Running)
+            && self.members.iter().any(|member| member.end.is_none())
+    }
+
     /// When [`Job::step`] wants to be called again, if nothing happens before.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match &self.phase {

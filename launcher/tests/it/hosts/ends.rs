@@ -189,3 +189,18 @@ fn a_user_signal_to_any_launcher_is_a_notice_to_the_job() {
     assert_eq!(codes(&ended), [75, 75]);
     assert_eq!(hosts.folder.read("pids").lines().count(), 2, "no restart");
 }
+
+#[test]
+fn a_program_that_is_missing_on_a_host_ends_the_job_on_all() {
+    let hosts = Hosts::new(2);
+    hosts.folder.script("train.sh", "echo up >> up");
+    let head = hosts.start(0, &[], &["train.sh"]);
+    let other = hosts.start(1, &[], &["none.sh"]);
+    let [head, other] = [head, other].map(Run::end);
+    assert!(head.took < Duration::from_secs(20), "{head:?}");
+    head.expect(2)
+        .says("error: host 1 (")
+        .says("the script none.sh cannot be found");
+    other.expect(2).says("the script none.sh cannot be found");
+    assert_eq!(hosts.folder.read("up"), "");
+}

@@ -28,6 +28,10 @@ fn ranks_of_three_hosts_meet() -> accelerator_collective::Result<()> {
     for address in ["127.0.0.2", "localhost"] {
         check_that_ranks_meet(address);
     }
+    // Without IPv6 there is nothing to test.
+    if TcpListener::bind("[::1]:0").is_ok() {
+        check_that_ranks_meet("[::1]");
+    }
     Ok(())
 }
 
@@ -54,6 +58,34 @@ fn check_that_ranks_meet(address: &'static str) {
             "{ended:?}"
         );
     }
+}
+
+#[test]
+fn a_rank_that_finds_no_network_interface_of_the_name_ends_the_job_and_says_so() {
+    if std::env::var_os(RANK_OUTPUT).is_some() {
+        let connected = Launch::from_env()
+            .and_then(|launch| ProcessGroup::connect(&launch, &GroupOptions::new()));
+        let error = connected.unwrap_err().to_string();
+        eprintln!("{error}");
+        std::process::exit(i32::from(error.contains("eth99,ib99")) * 7);
+    }
+    let hosts = Hosts::new(2);
+    let program = std::env::current_exe().unwrap();
+    let test = "hosts::meeting::a_rank_that_finds_no_network_interface_of_the_name_ends_the_job_and_says_so";
+    let program = [program.to_str().unwrap(), "--exact", "--nocapture", test];
+    let runs = [("lo", 0), ("eth99,ib99", 1)].map(|(interface, host)| {
+        let mut command = hosts.command(host, &["--network-interface", interface], &program);
+        command.env(RANK_OUTPUT, "");
+        Run::start(command)
+    });
+    let ended = end(runs.into());
+    assert_eq!(codes(&ended), [7, 7], "{ended:?}");
+    assert!(
+        ended[0].stderr.contains(
+            "ACCEL_NETWORK_INTERFACE is \"eth99,ib99\": this host has no such network interface; it has "
+        ),
+        "{ended:?}"
+    );
 }
 
 #[test]
@@ -395,8 +427,8 @@ fn options_of_several_hosts_that_make_no_sense() {
             "MIN no greater than MAX",
         ),
         (
-            &["--nnodes", "1:2", "--node-rank", "0"],
-            "expected one number",
+            &["--nnodes", "1:2", "--rdzv-endpoint", "h"],
+            "needs --node-rank",
         ),
         (&["--nnodes", "0"], "--nnodes"),
         (&["--node-rank", "1"], "give --nnodes"),

@@ -15,9 +15,11 @@ use accelerator_collective::rendezvous::Token;
 use serde_json::Value;
 
 /// A folder for a job on several hosts, with a token and a port.
-struct Hosts {
-    folder: Folder,
+pub(crate) struct Hosts {
+    pub(crate) folder: Folder,
     count: usize,
+    /// The fewest that the job runs on, where that is less.
+    pub(crate) least: Option<usize>,
     token: PathBuf,
     /// Where host 0 is reached.
     address: &'static str,
@@ -25,13 +27,14 @@ struct Hosts {
 }
 
 impl Hosts {
-    fn new(count: usize) -> Self {
+    pub(crate) fn new(count: usize) -> Self {
         let folder = Folder::new();
         let token = folder.path().join("token");
         Token::generate().unwrap().write_file(&token).unwrap();
         Self {
             folder,
             count,
+            least: None,
             token,
             address: "127.0.0.1",
             port: free_port(),
@@ -39,10 +42,19 @@ impl Hosts {
     }
 
     /// The launcher of a host, with `options` before the program.
-    fn command(&self, host: usize, options: &[&str], program: &[&str]) -> std::process::Command {
+    pub(crate) fn command(
+        &self,
+        host: usize,
+        options: &[&str],
+        program: &[&str],
+    ) -> std::process::Command {
         let mut command = self.folder.launcher();
+        let count = match self.least {
+            Some(least) => format!("{least}:{}", self.count),
+            None => self.count.to_string(),
+        };
         command
-            .args(["--nnodes", &self.count.to_string()])
+            .args(["--nnodes", &count])
             .args(["--node-rank", &host.to_string()])
             .args([
                 "--rdzv-endpoint",
@@ -59,7 +71,7 @@ impl Hosts {
         command
     }
 
-    fn start(&self, host: usize, options: &[&str], program: &[&str]) -> Run {
+    pub(crate) fn start(&self, host: usize, options: &[&str], program: &[&str]) -> Run {
         Run::start(self.command(host, options, program))
     }
 
@@ -85,7 +97,7 @@ fn codes(ended: &[Ended]) -> Vec<i32> {
 }
 
 /// A port that is free, and that the system gives to no connection of another test meanwhile.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = std::process::id() as u16 % 10_000;
     loop {

@@ -1,22 +1,26 @@
 //! Launchers that are started over SSH, by a program in its place that runs the command on this machine.
 
 use std::process::Command;
+use std::time::Duration;
 
+use accelerator_collective::rendezvous::Token;
 use rustix::process::Signal;
 
 use crate::support::{Folder, LONG_SLEEP, Run, wait_until_dead};
 
 /// A folder with a program `ssh`, and the launcher that finds it. Its host `down` is not reached, and the launcher does
-/// not run on `old`.
+/// not run on `old`, and on `stuck` a start-up file waits. `poor` lacks a folder of libraries that the others have.
 fn launcher(folder: &Folder, hosts: &str) -> Command {
     folder.script(
         "bin/ssh",
         "while [ \"$1\" != -- ]; do shift; done
         [ \"$2\" = down ] && { echo 'ssh: connect to host down: Permission denied (publickey)' >&2; exit 255; }
+        [ \"$2\" = stuck ] && exec sleep 300
         [ \"$2\" = old ] && { echo 'version `GLIBC_9.9 not found' >&2; exit 1; }
         echo 'Welcome to a host that greets everyone'
         mkdir -p \"$ROOT/tmp\"
-        exec env -i PATH=\"$PATH\" TMPDIR=\"$ROOT/tmp\" SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22' sh -c \"$3\"",
+        [ \"$2\" = poor ] || libraries=$ROOT/lib
+        exec env -i LD_LIBRARY_PATH=\"$libraries\" PATH=\"$PATH\" TMPDIR=\"$ROOT/tmp\" SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22' sh -c \"$3\"",
     );
     let mut command = folder.launcher();
     let path = std::env::var("PATH").unwrap();
@@ -84,7 +88,7 @@ fn hosts_that_cannot_be_used_are_named() {
         ),
         (
             "u@a,old",
-            "host old was not started: this accel-launch does not run there",
+            "host old was not started: its C library is older than GLIBC_9.9",
         ),
     ] {
         let mut command = launcher(&folder, hosts);
@@ -96,6 +100,90 @@ fn hosts_that_cannot_be_used_are_named() {
     command.arg("--hostfile").arg(file).arg(&script);
     let ended = Run::start(command).end();
     ended.expect(2).says("hosts:2: expected a number of ranks");
+}
+
+#[test]
+fn a_host_that_never_starts_the_launcher_is_named_and_nothing_is_left() {
+    let folder = Folder::new();
+    let script = folder.script("train.sh", "echo up >> up");
+    let mut command = launcher(&folder, "u@a,stuck");
+    command.args(["--join-timeout", "1.5"]).arg(script);
+    let ended = Run::start(command).end().expect(1);
+    assert!(ended.took < Duration::from_secs(8), "{ended:?}");
+    ended.says("host stuck was not started: `ssh` did not start accel-launch there within 1.5 s");
+    assert_eq!(
+        (folder.read("up"), temporary_files(&folder)),
+        (String::new(), 0)
+    );
+}
+
+/// A program that needs `libx.so.6`.
+fn needs_library(folder: &Folder) -> std::path::PathBuf {
+    let (known, missing) = (b"libc.so.6", b"libx.so.6");
+    let mut program = std::fs::read("/bin/cat").unwrap();
+    let found = |program: &[u8]| program.windows(known.len()).position(|name| name == known);
+    while let Some(at) = found(&program) {
+        program[at..at + known.len()].copy_from_slice(missing);
+    }
+    let path = folder.script("train", "");
+    std::fs::write(&path, program).unwrap();
+    path
+}
+
+#[test]
+#[cfg(target_env = "gnu")]
+fn a_program_that_does_not_run_on_a_host_is_refused_before_ranks_start() {
+    let folder = Folder::new();
+    let program = needs_library(&folder);
+    let listed = Command::new("ldd").arg("/bin/cat").output().unwrap();
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let libc = listed
+        .split_whitespace()
+        .find(|word| word.ends_with("/libc.so.6"));
+    folder.write("lib/of", "hosts");
+    let library = folder.path().join("lib/libx.so.6");
+    std::os::unix::fs::symlink(libc.unwrap(), library).unwrap();
+    // Of host 1 it is told by itself or by host 0, whoever is heard first; both name the host.
+    for hosts in ["poor,u@a", "u@a,poor"] {
+        let mut command = launcher(&folder, hosts);
+        command.arg(&program);
+        let ended = Run::start(command).end();
+        let refused = "train does not run on host ";
+        let ended = ended.expect(2).says("error: ").says(refused);
+        let ended = ended.says("libx.so.6: cannot open shared object file");
+        let ended = ended.says("; install it there");
+        assert!(ended.took < Duration::from_secs(10), "{ended:?}");
+        assert!(ended.stdout.is_empty(), "{ended:?}");
+        assert_eq!(temporary_files(&folder), 0);
+    }
+}
+
+#[test]
+fn the_report_shows_the_command_of_the_user() {
+    let folder = Folder::new();
+    let script = folder.script("train.sh", "exit 7");
+    let mut command = launcher(&folder, "u@a:2,u@b");
+    let token = folder.path().join("token");
+    Token::generate().unwrap().write_file(&token).unwrap();
+    command
+        .env("ACCEL_TOKEN_FILE", &token)
+        .args(["--log-dir", "logs"])
+        .arg(&script)
+        .args(["--lr", "two words"]);
+    let ended = Run::start(command).end().expect(7);
+    let report = folder.read("logs/latest/failure.json");
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    let shown = report["command_line"].as_str().unwrap();
+    assert!(
+        shown.ends_with(&format!(
+            "accel-launch --hosts u@a:2,u@b --quiet --log-dir logs {} --lr 'two words'",
+            script.display()
+        )),
+        "{shown}"
+    );
+    assert!(!shown.contains("/proc/"), "{shown}");
+    assert_eq!(report["command"][1], "--hosts");
+    ended.says(&format!("to run it again: {shown}"));
 }
 
 #[test]

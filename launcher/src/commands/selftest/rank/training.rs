@@ -3,6 +3,8 @@
 
 use std::fs;
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp};
 use accelerator_fault::{Point, fail_point};
@@ -72,8 +74,9 @@ pub(in crate::commands::selftest) fn run(arguments: &RankArgs, folder: &Path) ->
         // The smallest change that a comparison of all bits must notice.
         run.weights[0] = f64::from_bits(run.weights[0].to_bits() ^ 1);
     }
+    let pause = Duration::from_millis(arguments.pause);
     while run.epoch < EPOCHS {
-        run.epoch(&group, &plan, &checkpoints)?;
+        run.epoch(&group, &plan, &checkpoints, pause)?;
         run.epoch += 1;
         run.consumed = 0;
     }
@@ -99,9 +102,16 @@ struct Run {
 
 impl Run {
     /// The rest of an epoch.
-    fn epoch(&mut self, group: &ProcessGroup, plan: &Plan, checkpoints: &Folder) -> Result<()> {
+    fn epoch(
+        &mut self,
+        group: &ProcessGroup,
+        plan: &Plan,
+        checkpoints: &Folder,
+        pause: Duration,
+    ) -> Result<()> {
         let rest = plan.epoch(self.epoch).starting_at(self.consumed)?;
         for step in 0..rest.steps(0) {
+            thread::sleep(pause);
             // Connection faults are triggered in an operation, not here.
             let _ = fail_point(group.rank(), Point::Step(self.step));
             self.step(group, rest.batch(group.rank(), step))?;

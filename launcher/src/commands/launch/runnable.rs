@@ -1,0 +1,372 @@
+//! Whether a program runs on this host: what its file and the host's loader say, before any rank of the job starts.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use accelerator_collective::TargetFeatures;
+
+use crate::error::{Error, Result};
+use crate::event::Channel;
+use crate::supervisor::tool::{self, Stderr, ToolOutput};
+use crate::text::{host_name, needed_glibc};
+
+/// Checks the processor that `program` is for, its loader, its libraries and their versions, and the features of the
+/// processor that it was compiled for. A script passes, and so does what cannot be judged: its start tells.
+///
+/// # Errors
+/// When it does not run here: the error names this host, what is expected and found, and what to do. When a signal
+/// arrives.
+pub(super) fn check(program: &Path, channel: &Channel) -> Result<()> {
+    let Ok(Some(elf)) = Elf::read(program) else {
+        return Ok(());
+    };
+    let refused = |why: String| {
+        Err(Error::usage(format!(
+            "{} does not run on host {}: {why}",
+            program.display(),
+            host_name()
+        )))
+    };
+    if let Some(other) = elf.other_machine() {
+        return refused(other);
+    }
+    if let Some(loader) = &elf.loader {
+        if !loader.exists() {
+            return refused(format!(
+                "it needs the loader {}, which is not there, as where the host has another C library; {REBUILD}",
+                loader.display()
+            ));
+        }
+        if let Some(lacking) = lacking(loader, program, channel)? {
+            return refused(lacking);
+        }
+    }
+    let contents = elf.contents(program).ok();
+    let compiled = contents.and_then(|contents| TargetFeatures::of_program(&contents));
+    match compiled.as_ref().map(TargetFeatures::missing) {
+        Some(missing) if !missing.is_empty() => refused(format!(
+            "it was compiled for a processor with {}, which the one here lacks; compile it without \
+             `-C target-cpu=native`, or for the oldest processor among the hosts",
+            missing.join(", ")
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// What to do where a program was linked for another system.
+const REBUILD: &str = "build it on the oldest of the hosts, or link it statically \
+    (`--target x86_64-unknown-linux-musl`)";
+
+/// What the loader says that `program` needs and this host lacks. It loads the program, and runs nothing of it.
+fn lacking(loader: &Path, program: &Path, channel: &Channel) -> Result<Option<String>> {
+    let name = loader.file_name().unwrap_or_default().to_string_lossy();
+    if !name.starts_with("ld") {
+        // Who knows what it would do.
+        return Ok(None);
+    }
+    let ask = |arguments: &[&Path]| -> Result<Option<ToolOutput>> {
+        let mut command = Command::new(loader);
+        command.args(arguments);
+        match tool::run(command, Stderr::Keep, channel) {
+            Ok(said) => Ok(Some(said)),
+            Err(error) if error.is_interrupted() => Err(error),
+            Err(_) => Ok(None),
+        }
+    };
+    let Some(said) = ask(&[Path::new("--list"), program])? else {
+        return Ok(None);
+    };
+    let lacking = lacks(&said, program).join("; ");
+    if let Some(needed) = needed_glibc(&lacking) {
+        let found = ask(&[Path::new("--version")])?.and_then(|said| version(&said.stdout));
+        let found = found.unwrap_or_else(|| "older".to_owned());
+        return Ok(Some(format!(
+            "it needs {needed}, and the C library there is {found}; {REBUILD}"
+        )));
+    }
+    Ok((!lacking.is_empty())
+        .then(|| format!("{lacking}; install it there, or name its folder in LD_LIBRARY_PATH")))
+}
+
+/// The lines in which a loader says that something is missing.
+fn lacks(said: &ToolOutput, program: &Path) -> Vec<String> {
+    const SIGNS: [&str; 5] = [
+        "not found",
+        "cannot open shared object",
+        "rror loading shared library",
+        "rror relocating",
+        "CPU ISA level",
+    ];
+    let (stdout, stderr) = (text(&said.stdout), text(&said.stderr));
+    // `libx.so.1 => not found`
+    let missing = stdout.lines().filter_map(|line| {
+        let (name, rest) = line.trim().split_once(" => ")?;
+        rest.contains("not found")
+            .then(|| format!("the shared library {name} is not found"))
+    });
+    let begin = format!("{}: ", program.display());
+    let said = stderr
+        .lines()
+        .map(|line| line.trim().trim_start_matches(&begin));
+    // Of LD_PRELOAD.
+    let said = said.filter(|line| !line.ends_with("ignored."));
+    let said = said.filter(|line| SIGNS.iter().any(|sign| line.contains(sign)));
+    missing.chain(said.map(str::to_owned)).collect()
+}
+
+/// "glibc 2.36", from "ld.so (Debian GLIBC 2.36-9+deb12u4) stable release version 2.36."
+fn version(said: &[u8]) -> Option<String> {
+    let said = text(said);
+    let (_, rest) = said.split_once("release version ")?;
+    let end = rest.find(|one: char| one != '.' && !one.is_ascii_digit());
+    let version = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
+    Some(format!("glibc {version}"))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// What the head of an ELF file says.
+#[derive(Debug)]
+struct Elf {
+    machine: u16,
+    /// Where it is linked dynamically.
+    loader: Option<PathBuf>,
+    /// Where in the file the parts are that are loaded: offsets and lengths.
+    loaded: Vec<(u64, u64)>,
+}
+
+/// Numbers of `e_machine`, and their names.
+const MACHINES: [(u16, &str); 8] = [
+    (3, "x86"),
+    (21, "powerpc64"),
+    (22, "s390x"),
+    (40, "arm"),
+    (62, "x86_64"),
+    (183, "aarch64"),
+    (243, "riscv64"),
+    (258, "loongarch64"),
+];
+
+/// Programs of 32 bits that a processor of 64 bits runs.
+const COMPATIBLE: [(u16, u16); 2] = [(62, 3), (183, 40)];
+
+/// The largest part of a file that is read at once.
+const MAX_PART: u64 = 1 << 30;
+
+impl Elf {
+    /// Reads it; `None` for another kind of file. Of a file of 32 bits or of another byte order only the machine is read.
+    fn read(path: &Path) -> io::Result<Option<Self>> {
+        let file = File::open(path)?;
+        let mut head = [0; 64];
+        let length = (&file).take(64).read(&mut head)?;
+        if length < head.len() || !head.starts_with(b"\x7fELF") {
+            return Ok(None);
+        }
+        let number = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
+        let [class, order] = [head[4], head[5]];
+        let machine = match order {
+            2 => number(18).swap_bytes(),
+            _ => number(18),
+        };
+        let mut elf = Self {
+            machine,
+            loader: None,
+            loaded: Vec::new(),
+        };
+        if (class, order) != (2, 1) {
+            return Ok(Some(elf));
+        }
+        let [size, count] = [number(54), number(56)];
+        let table = part(&file, long(&head, 32), u64::from(size) * u64::from(count))?;
+        for entry in table.chunks_exact(usize::from(size).max(56)) {
+            const LOAD: u32 = 1;
+            const INTERP: u32 = 3;
+            let kind = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
+            let (at, length) = (long(entry, 8), long(entry, 32));
+            match kind {
+                LOAD => elf.loaded.push((at, length)),
+                INTERP => {
+                    let name = text(&part(&file, at, length.min(4096))?);
+                    elf.loader = Some(PathBuf::from(name.trim_end_matches('\0')));
+                }
+                _ => {}
+            }
+        }
+        Ok(Some(elf))
+    }
+
+    /// What says that it is for another processor than the one that this very program runs on.
+    fn other_machine(&self) -> Option<String> {
+        let own = Self::read(Path::new("/proc/self/exe")).ok()??.machine;
+        let is_own = self.machine == own || COMPATIBLE.contains(&(own, self.machine));
+        // An emulator may be set up for it, with the loader.
+        let is_emulated = self.loader.as_ref().is_some_and(|loader| loader.exists());
+        (!is_own && !is_emulated).then(|| {
+            format!(
+                "it is for {}, and this host is {}; build it for this host",
+                name_of(self.machine),
+                name_of(own)
+            )
+        })
+    }
+
+    /// What is loaded from its file.
+    fn contents(&self, path: &Path) -> io::Result<Vec<u8>> {
+        let file = File::open(path)?;
+        let mut all = Vec::new();
+        for (at, length) in &self.loaded {
+            all.extend(part(&file, *at, *length)?);
+        }
+        Ok(all)
+    }
+}
+
+fn name_of(machine: u16) -> String {
+    let known = MACHINES.iter().find(|(number, _)| *number == machine);
+    known.map_or_else(
+        || format!("machine {machine}"),
+        |(_, name)| (*name).to_owned(),
+    )
+}
+
+/// The little-endian number of 8 bytes at `at`.
+fn long(bytes: &[u8], at: usize) -> u64 {
+    let bytes = bytes[at..at + 8].iter().rev();
+    bytes.fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+fn part(file: &File, at: u64, length: u64) -> io::Result<Vec<u8>> {
+    let length = length.min(MAX_PART).min(file.metadata()?.len());
+    // At most 1 GiB.
+    let mut bytes = vec![0; length as usize];
+    file.read_exact_at(&mut bytes, at)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// A changed copy of a program.
+    fn changed(folder: &Path, change: impl FnOnce(&mut Vec<u8>)) -> PathBuf {
+        let mut program = std::fs::read("/bin/cat").unwrap();
+        change(&mut program);
+        let path = folder.join("train");
+        std::fs::write(&path, program).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    fn replace(program: &mut [u8], from: &[u8], to: &[u8]) {
+        assert_eq!(from.len(), to.len());
+        let mut at = 0;
+        while let Some(found) = program[at..]
+            .windows(from.len())
+            .position(|window| window == from)
+        {
+            program[at + found..at + found + to.len()].copy_from_slice(to);
+            at += found + to.len();
+        }
+        assert!(at > 0, "it has {}", String::from_utf8_lossy(from));
+    }
+
+    fn why(program: &Path) -> String {
+        check(program, &Channel::new()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_runs_here_passes() {
+        let own = std::env::current_exe().unwrap();
+        for program in [Path::new("/bin/cat"), &own, Path::new("Cargo.toml")] {
+            check(program, &Channel::new()).unwrap();
+        }
+    }
+
+    #[test]
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    fn a_program_that_does_not_run_here_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        let foreign = changed(path, |program| {
+            program[18..20].copy_from_slice(&22_u16.to_le_bytes());
+            replace(program, b"/ld-linux", b"/no-linux");
+        });
+        assert!(why(&foreign).contains("it is for s390x, and this host is"));
+        let other = changed(path, |program| replace(program, b"/ld-linux", b"/no-linux"));
+        assert!(why(&other).contains("it needs the loader /"));
+        let library = changed(path, |program| replace(program, b"libc.so.6", b"libx.so.6"));
+        let found = why(&library);
+        assert!(
+            found.contains(": error while loading shared libraries: libx.so.6: "),
+            "{found}"
+        );
+        assert!(found.contains("; install it there"), "{found}");
+        let newer = changed(path, |program| replace(program, b"GLIBC_2.3", b"GLIBC_9.3"));
+        let why = why(&newer);
+        for text in [
+            &format!("train does not run on host {}", host_name()),
+            ": it needs GLIBC_9.3",
+            ", and the C library there is glibc 2.",
+            "; build it on the oldest",
+        ] {
+            assert!(why.contains(text), "{text}: {why}");
+        }
+    }
+
+    /// The file of a program that is linked statically, and has this constant.
+    fn program_with(constant: &[u8]) -> Vec<u8> {
+        let mut file = std::fs::read("/proc/self/exe").unwrap();
+        file.truncate(64);
+        let (head, entry) = (64_u64, 56_u16);
+        file[4..6].copy_from_slice(&[2, 1]);
+        file[32..40].copy_from_slice(&head.to_le_bytes());
+        file[54..56].copy_from_slice(&entry.to_le_bytes());
+        file[56..58].copy_from_slice(&1_u16.to_le_bytes());
+        let mut load = [0; 56];
+        load[0] = 1;
+        load[4] = 4;
+        load[8..16].copy_from_slice(&(head + u64::from(entry)).to_le_bytes());
+        load[32..40].copy_from_slice(&(constant.len() as u64).to_le_bytes());
+        file.extend(load);
+        file.extend(constant);
+        file
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn a_program_for_another_processor_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train");
+        // The test above reads the constants of this very program, which should not have it.
+        let mark = "of accelerate target_features:sse3,avx512fp16,another-one,\nmore";
+        let mark = mark.replacen('_', " ", 1);
+        std::fs::write(&path, program_with(mark.as_bytes())).unwrap();
+        match std::arch::is_x86_feature_detected!("avx512fp16") {
+            true => check(&path, &Channel::new()).unwrap(),
+            false => {
+                let why = why(&path);
+                assert!(why.contains("a processor with avx512fp16, which"), "{why}");
+            }
+        }
+        std::fs::write(&path, program_with(b"nothing of it")).unwrap();
+        check(&path, &Channel::new()).unwrap();
+    }
+
+    #[test]
+    fn loaders_tell_their_version() {
+        for said in [
+            "ld.so (Debian GLIBC 2.36-9+deb12u4) stable release version 2.36.\nCopyright",
+            "ld.so (GNU libc) stable release version 2.36\n",
+        ] {
+            assert_eq!(version(said.as_bytes()).as_deref(), Some("glibc 2.36"));
+        }
+        assert_eq!(version(b"musl libc"), None);
+    }
+}

@@ -1,0 +1,450 @@
+//! The group that follows the running one in the same attempt, of more or fewer ranks.
+//!
+//! Ranks that are new are started first, and wait at a store of their own. When all of them are there, the others are told
+//! their places, and join them when the program has ended its step. `README.md` beside this file shows the states.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::attempt::{Attempt, Carried, STDERR_WITHIN, read_output, wait_until};
+use super::group::{GroupOutcome, Watch, watch};
+use super::leftovers::end_group;
+use super::spawner::{Growth, Resize, Spawner};
+use super::store::{Store, StoreHandle};
+use crate::error::{Result, chain};
+use crate::event::{Channel, Event};
+use crate::output::Output;
+use crate::process::RankProcess;
+use crate::settings::layout::Layout;
+use crate::settings::rank_env::RankEnv;
+use crate::settings::{Elastic, Settings};
+use crate::text::list;
+
+/// How long new ranks may take to join. The others run meanwhile.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// The same where other hosts wait until it is their turn.
+const JOIN_TIMEOUT_WITH_OTHERS: Duration = Duration::from_secs(30);
+
+/// How often it is looked whether they are late.
+const JOIN_POLL: Duration = Duration::from_secs(1);
+
+/// How long ranks may know of a next group before the user is told that they do not form it.
+const NOTE_AFTER: Duration = Duration::from_secs(60);
+
+/// The shortest time between two tries.
+const LEAST_RETRY: Duration = Duration::from_millis(100);
+
+/// Forms the next group beside the running one.
+pub(super) struct Regrouping<'a> {
+    spawner: &'a dyn Spawner,
+    package_dir: Option<&'a Path>,
+    /// Of the running group.
+    settings: &'a Settings,
+    output: Output,
+    store: &'a Store,
+    /// Wakes the main thread.
+    events: Sender<Event>,
+    next: Option<NextGroup>,
+    was_told: bool,
+    /// Before which no ranks are started again.
+    retry_at: Option<Instant>,
+    retry_after: Duration,
+    /// How many next groups have been given up.
+    given_up: u64,
+    /// How many streams of their ranks were read.
+    given_up_readers: usize,
+    /// When it has last gone on.
+    stepped_at: Instant,
+}
+
+/// A group whose ranks have not all joined.
+pub(super) struct NextGroup {
+    attempt: Attempt,
+    channel: Channel,
+    /// By rank: the rank of the running group whose process it is.
+    former: Vec<Option<usize>>,
+    /// By rank: the processes of those that are new.
+    started: Vec<Option<(Box<dyn RankProcess>, Watch)>>,
+    /// How many streams of theirs are read.
+    readers: usize,
+    joined: BTreeSet<usize>,
+    /// What has happened to its ranks meanwhile.
+    seen: Vec<Event>,
+    /// Whether the ranks of the running group know their places in it.
+    is_told: bool,
+    began: Instant,
+    /// When the user is told that the others take long, once they know.
+    note_at: Option<Instant>,
+}
+
+impl<'a> Regrouping<'a> {
+    /// Nothing has been asked for yet.
+    pub(super) fn new(
+        spawner: &'a dyn Spawner,
+        package_dir: Option<&'a Path>,
+        settings: &'a Settings,
+        output: Output,
+        store: &'a Store,
+        events: Sender<Event>,
+    ) -> Self {
+        let shrunk = settings.layout.hosts() == 1 && settings.ranks < settings.most_ranks;
+        Self {
+            spawner,
+            package_dir,
+            settings,
+            output,
+            store,
+            events,
+            next: None,
+            was_told: false,
+            retry_at: shrunk.then(|| Instant::now() + settings.regrow_after),
+            retry_after: settings.regrow_after,
+            given_up: 0,
+            given_up_readers: 0,
+            stepped_at: Instant::now(),
+        }
+    }
+
+    /// When [`step`](Self::step) wants to be called again, if nothing happens before.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match &self.next {
+            Some(next) => next.deadline(),
+            None => {
+                let both = self.retry_at.into_iter().chain(self.spawner.deadline());
+                both.filter(|at| *at > self.stepped_at).min()
+            }
+        }
+    }
+
+    /// Goes on as far as is possible now, where the group runs well; says whether the next group is complete.
+    pub(super) fn step(&mut self) -> bool {
+        if self.settings.elastic.is_none() {
+            return false;
+        }
+        self.stepped_at = Instant::now();
+        self.spawner.let_go();
+        // Who leaves does not wait for who comes.
+        if self.next.as_ref().is_none_or(|next| !next.is_told)
+            && let Some(resize) = self.spawner.resize(self.settings, Growth::Later)
+        {
+            self.give_up(None);
+            self.begin(resize);
+        }
+        if self.next.is_none()
+            && let Some(resize) = self.growth()
+        {
+            self.begin(resize);
+        }
+        let Some(next) = &mut self.next else {
+            return false;
+        };
+        if let Some((rank, lost)) = next.receive() {
+            self.spawner.postpone(&[rank]);
+            self.give_up(Some(lost));
+            return false;
+        }
+        if !next.is_told && next.has_all_new() {
+            next.tell(self.spawner, self.settings, self.store.handle());
+        }
+        if next.is_told {
+            self.was_told = true;
+            next.note_wait();
+        } else if next.began.elapsed() > next.patience(self.spawner) {
+            let absent = next.absent();
+            let seconds = next.began.elapsed().as_secs();
+            self.spawner.postpone(&absent);
+            self.give_up(Some(format!(
+                "{} did not join within {seconds} s",
+                list(&absent)
+            )));
+            return false;
+        }
+        next.is_complete()
+    }
+
+    /// Ends the ranks that were to join: the group has failed, or ended, or does without them for `why`.
+    pub(super) fn give_up(&mut self, why: Option<String>) {
+        let Some(next) = self.next.take() else {
+            return;
+        };
+        for (process, _) in next.started.iter().flatten() {
+            end_group(&**process, Signal::KILL);
+        }
+        self.given_up_readers += next.readers;
+        self.spawner.drop_next();
+        self.given_up += 1;
+        match why {
+            // Each host has its own pause.
+            Some(why) if self.spawner.has_hosts() => {
+                self.output.note(&format!("{why}; the job goes on without"));
+            }
+            Some(why) => self.retry(&format!("{why}; the job goes on as it is")),
+            None => {}
+        }
+    }
+
+    /// How many streams of ranks that were given up have been read: their ends are told as those of other streams.
+    pub(super) fn given_up_readers(&self) -> usize {
+        self.given_up_readers
+    }
+
+    fn retry(&mut self, why: &str) {
+        let after = self.retry_after.max(LEAST_RETRY);
+        self.retry_at = Some(Instant::now() + after);
+        self.retry_after = after * 2;
+        let seconds = after.as_secs_f64();
+        self.output
+            .note(&format!("{why}, and tries again in {seconds} s"));
+    }
+
+    /// Whether ranks have been told to form another group.
+    pub(super) fn was_told(&self) -> bool {
+        self.was_told
+    }
+
+    /// The store of the next group, where its ranks know of it, and which rank `rank` is there.
+    pub(super) fn told(&self, rank: usize) -> Option<(StoreHandle, Option<usize>)> {
+        let next = self.next.as_ref().filter(|next| next.is_told)?;
+        let rank = next.former.iter().position(|former| *former == Some(rank));
+        Some((next.attempt.store.handle(), rank))
+    }
+
+    /// The next group, where all of its ranks have joined.
+    pub(super) fn complete(&mut self) -> Option<NextGroup> {
+        self.next.take_if(|next| next.is_complete())
+    }
+
+    /// More ranks that the job should have now.
+    fn growth(&self) -> Option<Resize> {
+        if self.retry_at.is_some_and(|at| self.stepped_at < at) {
+            return None;
+        }
+        let own = self.settings.ranks.get();
+        let most = self.settings.most_ranks;
+        let regrown = || Resize {
+            layout: Layout::of_one_host(most),
+            former: (0..most.get())
+                .map(|rank| (rank < own).then_some(rank))
+                .collect(),
+            why: format!("tries to have {most} ranks again"),
+        };
+        let is_alone = self.settings.layout.hosts() == 1;
+        let of_hosts = self.spawner.resize(self.settings, Growth::Now);
+        of_hosts.or_else(|| (is_alone && own < most.get()).then(regrown))
+    }
+
+    fn begin(&mut self, resize: Resize) {
+        self.retry_at = None;
+        self.output.note(&format!("the job {}", resize.why));
+        match NextGroup::begin(self, resize) {
+            Ok(next) => self.next = Some(next),
+            Err(error) => {
+                self.spawner.drop_next();
+                self.given_up += 1;
+                self.retry(&format!(
+                    "the job cannot, and goes on as it is: {}",
+                    chain(&error)
+                ));
+            }
+        }
+    }
+}
+
+impl NextGroup {
+    /// Makes an attempt of it that goes on with the processes of `group`, which is the running one; `channel` is where that
+    /// reports.
+    pub(super) fn into_attempt(
+        mut self,
+        group: Vec<Box<dyn RankProcess>>,
+        mut carried: Carried,
+        channel: &Channel,
+        spawner: &dyn Spawner,
+        outcome: &GroupOutcome,
+        former_output: &Output,
+    ) -> (Attempt, Channel) {
+        let watched = group.into_iter().zip(std::mem::take(&mut carried.watches));
+        let mut group: Vec<_> = watched.map(Some).collect();
+        for (rank, (former, started)) in self.former.iter().zip(self.started).enumerate() {
+            let kept = former.and_then(|former| group.get_mut(former)?.take());
+            if let Some((process, watch)) = kept.or(started) {
+                watch.redirect(rank, self.channel.sender.clone());
+                carried.processes.push(process);
+                carried.watches.push(watch);
+            }
+        }
+        for (mut process, _) in group.into_iter().flatten() {
+            // It ends by itself, and its host with it.
+            process.abandon();
+        }
+        carried.readers += self.readers;
+        spawner.adopt_next();
+        let output = &self.attempt.output;
+        output.relabel(former_output, self.channel.sender.clone());
+        // What has come to the running group meanwhile.
+        let rank_of = |rank| self.former.iter().position(|former| *former == Some(rank));
+        self.seen
+            .extend(channel.events.try_iter().filter_map(|event| match event {
+                Event::Ended { rank, end } => {
+                    let rank = rank_of(rank)?;
+                    Some(Event::Ended { rank, end })
+                }
+                Event::Drained
+                | Event::Signal(_)
+                | Event::ForwardSignal(_)
+                | Event::ForwardedElsewhere
+                | Event::OutputClosed => Some(event),
+                _ => None,
+            }));
+        if outcome.was_notified() {
+            self.seen.push(Event::ForwardedElsewhere);
+        }
+        for event in self.seen {
+            // Its receiver is here.
+            let _ = self.channel.sender.send(event);
+        }
+        let ranks = self.former.len();
+        let ranks = match ranks {
+            1 => "1 rank".to_owned(),
+            _ => format!("{ranks} ranks"),
+        };
+        output.note(&format!("the job goes on with {ranks}"));
+        self.attempt.carried = Some(carried);
+        (self.attempt, self.channel)
+    }
+
+    fn begin(of: &Regrouping<'_>, resize: Resize) -> Result<Self> {
+        let Resize { layout, former, .. } = resize;
+        let settings = of.settings.regrouped(layout, of.given_up);
+        let channel = Channel::new();
+        let wake = of.events.clone();
+        let attempt = Attempt::next(&of.output, of.store, settings, &former, &channel, wake)?;
+        let joining = Settings {
+            elastic: Some(Elastic::Joining),
+            ..attempt.settings.clone()
+        };
+        let store = attempt.store.address();
+        let token = attempt.store.token_file();
+        let environment = RankEnv::new(&joining, store.port(), token, of.package_dir);
+        of.spawner.begin_next(&joining, store)?;
+        let mut next = Self {
+            attempt,
+            channel,
+            started: former.iter().map(|_| None).collect(),
+            former,
+            readers: 0,
+            joined: BTreeSet::new(),
+            seen: Vec::new(),
+            is_told: false,
+            began: Instant::now(),
+            note_at: None,
+        };
+        for rank in 0..next.former.len() {
+            if next.former[rank].is_none() {
+                let mut process = of.spawner.spawn(rank, &environment)?;
+                next.readers += read_output(rank, &mut *process, &next.attempt.output)?;
+                let watch = watch(rank, &*process, &next.channel.sender);
+                next.started[rank] = Some((process, watch.waking(of.events.clone())));
+            }
+        }
+        Ok(next)
+    }
+
+    /// Takes in what has happened to its ranks; says which one was lost that nobody waits for yet.
+    fn receive(&mut self) -> Option<(usize, String)> {
+        for event in self.channel.events.try_iter() {
+            match event {
+                Event::Joined(rank) => {
+                    self.joined.insert(rank);
+                }
+                Event::Ended { rank, end } => {
+                    let text = format!("it ended with {end}");
+                    if !self.is_told {
+                        let output = &self.attempt.output;
+                        wait_until(STDERR_WITHIN, || output.is_stderr_drained(rank));
+                        let words = output.stderr_tail(rank);
+                        let words = words.last().map(|line| format!(": {line}"));
+                        let words = words.unwrap_or_default();
+                        let text = format!("rank {rank} was to join, and {text}{words}");
+                        return Some((rank, text));
+                    }
+                    self.attempt.store.handle().report_exit(rank, text);
+                }
+                _ => {}
+            }
+            self.seen.push(event);
+        }
+        None
+    }
+
+    fn is_complete(&self) -> bool {
+        self.joined.len() == self.former.len()
+    }
+
+    /// The new ranks that have not joined.
+    fn absent(&self) -> Vec<usize> {
+        let new = (0..self.former.len()).filter(|&rank| self.former[rank].is_none());
+        new.filter(|rank| !self.joined.contains(rank)).collect()
+    }
+
+    /// How long its new ranks may take to join.
+    fn patience(&self, spawner: &dyn Spawner) -> Duration {
+        match spawner.has_more() {
+            true => JOIN_TIMEOUT_WITH_OTHERS,
+            false => JOIN_TIMEOUT,
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        match self.is_told {
+            true => self.note_at,
+            // Another host that waits shortens it.
+            false => Some(Instant::now() + JOIN_POLL),
+        }
+    }
+
+    /// Says that the ranks that run take long to leave their group, once.
+    fn note_wait(&mut self) {
+        let now = Instant::now();
+        if self.note_at.is_some_and(|at| now >= at) {
+            self.attempt.output.note(&format!(
+                "the ranks have not formed their next group for {} s: a program does so when it asks `regroup_pending`, or \
+                 `preempted`, after a step",
+                NOTE_AFTER.as_secs()
+            ));
+            self.note_at = None;
+        }
+    }
+
+    fn has_all_new(&self) -> bool {
+        self.absent().is_empty()
+    }
+
+    /// Tells the ranks of the running group their places.
+    fn tell(&mut self, spawner: &dyn Spawner, running: &Settings, store: StoreHandle) {
+        self.is_told = true;
+        self.note_at = Some(Instant::now() + NOTE_AFTER);
+        let settings = &self.attempt.settings;
+        let port = self.attempt.store.address().port();
+        for former in 0..running.layout.ranks() {
+            let rank = self.former.iter().position(|&known| known == Some(former));
+            let place = rank.map_or_else(Vec::new, |rank| spawner.place(rank, settings, port));
+            store.tell_next_place(former, place);
+        }
+        let new = self.former.iter().enumerate();
+        let new: Vec<usize> = new
+            .filter_map(|(rank, former)| former.is_none().then_some(rank))
+            .collect();
+        if !new.is_empty() {
+            let output = &self.attempt.output;
+            output.note(&format!(
+                "waiting for the others to end their step: {}",
+                list(&new)
+            ));
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Jobs whose number of ranks changes while they run.
+
+use std::path::Path;
+use std::time::Duration;
+
+use accelerator_collective::{GroupOptions, Launch, NextPlace, ProcessGroup, ReduceOp};
+use rustix::process::Signal;
+
+use crate::hosts::Hosts;
+use crate::support::{Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
+
+/// A program whose ranks take steps until there is a file `stop`, and write to `groups` for each group that they join:
+/// process, rank, number of ranks, step. With `$WAY` `save` they end for another start where they are to regroup.
+#[test]
+#[ignore = "a program that the tests here start"]
+fn rank() {
+    let exit = |code: i32| -> ! { std::process::exit(code) };
+    let connect = |launch: &Launch| {
+        ProcessGroup::connect(launch, &GroupOptions::new()).unwrap_or_else(|error| {
+            eprintln!("{error}");
+            exit(1)
+        })
+    };
+    let launch = Launch::from_env().unwrap();
+    if launch.topology.rank() == 2 && Path::new("broken").exists() {
+        exit(7);
+    }
+    let mut group = connect(&launch);
+    let mut step = 0.0;
+    loop {
+        let mut agreed = [step];
+        if group.broadcast(&mut agreed, 0).is_err() {
+            exit(1);
+        }
+        step = agreed[0];
+        let line = format!(
+            "{} {} {} {step}\n",
+            std::process::id(),
+            group.rank(),
+            group.world_size()
+        );
+        append("groups", &line);
+        if group.rank() == 2 && Path::new("crash").exists() {
+            exit(9);
+        }
+        // The rank that ends, and the number of ranks that know of another group.
+        let regroups = loop {
+            let is_over = group.rank() == 0 && Path::new("stop").exists();
+            let mut flags =
+                [is_over, group.has_next_place()].map(|is_so| f64::from(u8::from(is_so)));
+            std::thread::sleep(Duration::from_millis(5));
+            if let Err(error) = group.all_reduce(&mut flags, ReduceOp::Sum) {
+                eprintln!("{error}");
+                exit(1);
+            }
+            step += 1.0;
+            if flags != [0.0; 2] {
+                break flags[0] == 0.0;
+            }
+        };
+        group.close().unwrap();
+        if !regroups {
+            exit(0);
+        }
+        if std::env::var("WAY").is_ok_and(|way| way == "save") {
+            exit(75);
+        }
+        match group.next_place(Duration::from_secs(20)).unwrap() {
+            NextPlace::Join(launch) => group = connect(&launch),
+            NextPlace::Leave => std::process::exit(0),
+        }
+    }
+}
+
+fn append(path: &str, line: &str) {
+    use std::io::Write;
+    let mut file = std::fs::OpenOptions::new();
+    let mut file = file.create(true).append(true).open(path).unwrap();
+    file.write_all(line.as_bytes()).unwrap();
+}
+
+/// The command line of a rank.
+fn program() -> Vec<String> {
+    let tests = std::env::current_exe().unwrap();
+    let arguments = ["--exact", "elastic::rank", "--ignored", "--nocapture"];
+    let arguments = arguments.into_iter().map(str::to_owned);
+    [tests.to_str().unwrap().to_owned()]
+        .into_iter()
+        .chain(arguments)
+        .collect()
+}
+
+/// Waits for a group of `ranks` ranks, the last one that has been seen in `folder`: process ids by rank, and the step.
+fn group_of(folder: &Folder, ranks: usize, after: f64) -> (Vec<String>, f64) {
+    wait_until(&format!("a group of {ranks}"), || {
+        let text = folder.read("groups");
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split(' ').collect()).collect();
+        let step = |line: &[&str]| line[3].parse::<f64>().unwrap();
+        let mut group: Vec<_> = lines
+            .iter()
+            .filter(|line| line.len() == 4 && line[2] == ranks.to_string() && step(line) >= after)
+            .collect();
+        let last = group.last().map(|line| line[3])?;
+        group.retain(|line| line[3] == last);
+        group.sort_by_key(|line| line[1].parse::<usize>().unwrap());
+        let pids = group.iter().map(|line| line[0].to_owned()).collect();
+        (group.len() == ranks).then(|| (pids, last.parse().unwrap()))
+    })
+}
+
+fn elastic_hosts(least: usize, most: usize) -> Hosts {
+    let mut hosts = Hosts::new(most);
+    hosts.least = Some(least);
+    hosts
+}
+
+const ONE: [&str; 2] = ["--nproc-per-node", "1"];
+
+fn start(hosts: &Hosts, host: usize, options: &[&str]) -> Run {
+    let program = program();
+    let program: Vec<&str> = program.iter().map(String::as_str).collect();
+    hosts.start(host, options, &program)
+}
+
+#[test]
+fn hosts_come_and_leave_while_ranks_run() {
+    let hosts = elastic_hosts(2, 4);
+    let folder = &hosts.folder;
+    let head = start(&hosts, 0, &ONE);
+    let second = start(&hosts, 1, &ONE);
+    let (two, _) = group_of(folder, 2, 0.0);
+    let third = start(&hosts, 2, &ONE);
+    let fourth = start(&hosts, 3, &ONE);
+    let (four, step) = group_of(folder, 4, 1.0);
+    assert_eq!(four[..2], two[..], "the same processes run on");
+    second.signal(Signal::TERM);
+    let (three, _) = group_of(folder, 3, step + 1.0);
+    assert_eq!(three, [0, 2, 3].map(|rank: usize| four[rank].clone()));
+    second
+        .end()
+        .expect(75)
+        .says("this host has left the job, which goes on without it");
+    // It comes again.
+    let again = start(&hosts, 1, &ONE);
+    let (last, _) = group_of(folder, 4, step + 2.0);
+    assert_eq!(last[..3], three[..]);
+    folder.write("stop", "");
+    for run in [third, fourth, again] {
+        run.end().expect(0);
+    }
+    let ended = head.end().expect(0);
+    assert!(!ended.stderr.contains("restart"), "{ended:?}");
+    assert!(
+        ended.stderr.contains("the job goes on with 3 ranks"),
+        "{ended:?}"
+    );
+    for pid in four.iter().chain(&last) {
+        wait_until_dead(pid);
+    }
+}
+
+#[test]
+fn a_job_goes_on_without_a_lost_host_and_takes_it_in_again() {
+    let hosts = elastic_hosts(1, 2);
+    let folder = &hosts.folder;
+    let options = [&ONE[..], &["--restart-delay", "0"]].concat();
+    let head = start(&hosts, 0, &options);
+    let second = start(&hosts, 1, &options);
+    let (two, _) = group_of(folder, 2, 0.0);
+    second.signal(Signal::KILL);
+    let (one, _) = group_of(folder, 1, 0.0);
+    assert_ne!(one[0], two[0], "what fails is started again");
+    let again = start(&hosts, 1, &options);
+    let (both, _) = group_of(folder, 2, 1.0);
+    assert_eq!(both[0], one[0]);
+    folder.write("stop", "");
+    again.end().expect(0);
+    head.end().expect(0).says("restart 1 of 3");
+}
+
+#[test]
+fn a_host_that_the_job_needs_ends_it() {
+    let hosts = elastic_hosts(2, 3);
+    let head = start(&hosts, 0, &ONE);
+    let second = start(&hosts, 1, &ONE);
+    group_of(&hosts.folder, 2, 0.0);
+    second.signal(Signal::TERM);
+    let code = 128 + 15;
+    second.end().expect(code);
+    head.end().expect(code);
+}
+
+#[test]
+fn a_dropped_slot_is_tried_again() {
+    let folder = Folder::new();
+    folder.write("broken", "");
+    let program = program();
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "2:3", "--restart-delay", "0", "--regrow-after", "0.5"])
+        .args(&program);
+    let run = Run::start(command);
+    let (two, _) = group_of(&folder, 2, 0.0);
+    // It is tried while it is still broken.
+    std::thread::sleep(Duration::from_millis(1200));
+    std::fs::remove_file(folder.path().join("broken")).unwrap();
+    let (three, _) = group_of(&folder, 3, 1.0);
+    assert_eq!(three[..2], two[..]);
+    folder.write("stop", "");
+    let ended = run.end().expect(0);
+    for text in [
+        "slot 2 is taken as gone for good",
+        "rank 2 was to join, and it ended with exit code 7; the job goes on as it is",
+        "the job goes on with 3 ranks",
+    ] {
+        assert!(ended.stderr.contains(text), "{text:?}: {ended:?}");
+    }
+}
+
+#[test]
+fn ranks_that_save_and_end_are_started_again_in_the_new_number() {
+    let hosts = elastic_hosts(1, 2);
+    let folder = &hosts.folder;
+    let program = program();
+    let start = |host| {
+        let program: Vec<&str> = program.iter().map(String::as_str).collect();
+        let mut command = hosts.command(host, &ONE, &program);
+        command.env("WAY", "save");
+        Run::start(command)
+    };
+    let head = start(0);
+    let (one, _) = group_of(folder, 1, 0.0);
+    let second = start(1);
+    let (two, _) = group_of(folder, 2, 0.0);
+    assert_ne!(one[0], two[0]);
+    folder.write("stop", "");
+    second.end().expect(0);
+    head.end().expect(0).says(
+        "all ranks have saved, to go on in another number; restart 1 of 4, which does not count",
+    );
+}
+
+#[test]
+fn a_host_leaves_while_another_one_does_not_join() {
+    let hosts = elastic_hosts(1, 3);
+    let folder = &hosts.folder;
+    let head = start(&hosts, 0, &ONE);
+    let second = start(&hosts, 1, &ONE);
+    let (two, _) = group_of(folder, 2, 0.0);
+    // Its ranks never meet the others.
+    folder.script("idle.sh", &format!("echo $RANK >> idle; exec {LONG_SLEEP}"));
+    let third = hosts.start(2, &ONE, &["idle.sh"]);
+    folder.wait_for_lines("idle", 1);
+    second.signal(Signal::TERM);
+    let (one, _) = group_of(folder, 1, 1.0);
+    assert_eq!(one[0], two[0]);
+    second.end().expect(75);
+    third.signal(Signal::TERM);
+    third.end().expect(75);
+    folder.write("stop", "");
+    head.end().expect(0);
+}
+
+#[test]
+fn a_host_that_fails_to_join_keeps_no_other_one_out() {
+    let hosts = elastic_hosts(1, 3);
+    let folder = &hosts.folder;
+    let options = [&ONE[..], &["--restart-delay", "0"]].concat();
+    let head = start(&hosts, 0, &options);
+    group_of(folder, 1, 0.0);
+    folder.script("broken.sh", "echo no disk >&2; exit 3");
+    let broken = hosts.start(1, &options, &["broken.sh"]);
+    wait_until("the broken host to be tried", || {
+        std::thread::sleep(Duration::from_millis(1500));
+        Some(())
+    });
+    let good = start(&hosts, 2, &options);
+    let (two, step) = group_of(folder, 2, 1.0);
+    // A restart does without it, too.
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(two[0].parse().unwrap()).unwrap(),
+        Signal::KILL,
+    )
+    .unwrap();
+    wait_until("a group that was started again", || {
+        let (again, _) = group_of(folder, 2, 0.0);
+        (again[0] != two[0] && step > 0.0).then_some(())
+    });
+    folder.write("stop", "");
+    good.end().expect(0);
+    broken.end().expect(0);
+    let ended = head.end().expect(0);
+    let says = "rank 1 was to join, and it ended with exit code 3";
+    assert!(ended.stderr.contains(says), "{ended:?}");
+    assert!(
+        ended.stderr.contains("; the job goes on without\n"),
+        "{ended:?}"
+    );
+    assert_eq!(ended.stderr.matches("; restart").count(), 1, "{ended:?}");
+}
+
+#[test]
+fn a_slot_that_fails_again_costs_the_job_no_restarts() {
+    let folder = Folder::new();
+    folder.write("crash", "");
+    let mut command = folder.launcher();
+    command
+        .args([
+            "-n",
+            "2:3",
+            "--max-restarts",
+            "2",
+            "--restart-delay",
+            "0",
+            "--regrow-after",
+            "0.2",
+        ])
+        .args(program());
+    let run = Run::start(command);
+    // It is dropped twice over.
+    let crashes = || folder.read("groups").matches(" 2 3 ").count();
+    wait_until("four crashes", || (crashes() >= 4).then_some(()));
+    std::fs::remove_file(folder.path().join("crash")).unwrap();
+    wait_until("three ranks that run", || {
+        let before = crashes();
+        std::thread::sleep(Duration::from_millis(500));
+        (folder.read("groups").lines().last()?.contains(" 3 ") && crashes() == before).then_some(())
+    });
+    folder.write("stop", "");
+    run.end().expect(0);
+}
+
+#[test]
+fn a_job_that_ends_does_not_wait_for_who_was_to_join() {
+    let hosts = elastic_hosts(1, 2);
+    hosts.folder.script(
+        "job.sh",
+        "echo $$ $RANK >> pids; while [ ! -e stop ]; do sleep 0.05; done",
+    );
+    let head = hosts.start(0, &ONE, &["job.sh"]);
+    hosts.folder.wait_for_lines("pids", 1);
+    let second = hosts.start(1, &ONE, &["job.sh"]);
+    hosts.folder.wait_for_lines("pids", 2);
+    hosts.folder.write("stop", "");
+    second.end().expect(0);
+    head.end().expect(0);
+}
