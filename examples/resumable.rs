@@ -1,5 +1,6 @@
 //! The digits of `mnist.rs` in a training that can be stopped and killed: it goes on where it was. Told to leave, by
-//! SIGTERM for example, it saves at once, and ends with exit code 75, which asks for another start.
+//! SIGTERM for example, it saves at once, and ends with exit code 75, which asks for another start. Where the launcher
+//! changes the number of processes, it goes on with the others, in the same ones.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
@@ -10,13 +11,14 @@
 //! `cargo run --release --example resumable -- --help` lists the flags.
 
 use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, Score, cross_entropy,
-    init_logging,
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, Score, Split,
+    cross_entropy, init_logging,
 };
 use clap::Parser;
 
@@ -39,22 +41,37 @@ struct Args {
 }
 
 fn main() -> Result<ExitCode, Report> {
+    let args = Args::parse();
+    init_logging();
+    let digits = args.training.digits()?;
+
+    let mut accelerator = Accelerator::builder()
+        .device(args.training.device.map(Into::into))
+        .dtype(args.training.dtype.into())
+        .seed(args.training.seed)
+        .build()?;
+    accelerator.on_preemption(Preemption::new())?;
+    loop {
+        match train(&accelerator, &args, digits.clone())? {
+            ControlFlow::Continue(next) => accelerator = next,
+            ControlFlow::Break(code) => return Ok(code),
+        }
+    }
+}
+
+/// Trains until the end, or until the number of ranks changes: then it gives the accelerator to go on with.
+fn train(
+    accelerator: &Accelerator,
+    args: &Args,
+    digits: Split,
+) -> Result<ControlFlow<ExitCode, Accelerator>, Report> {
     let Args {
         training: args,
         checkpoints,
         save_every,
         keep,
-    } = Args::parse();
-    init_logging();
+    } = args;
     let lr = args.learning_rate();
-    let digits = args.digits()?;
-
-    let accelerator = Accelerator::builder()
-        .device(args.device.map(Into::into))
-        .dtype(args.dtype.into())
-        .seed(args.seed)
-        .build()?;
-    accelerator.on_preemption(Preemption::new())?;
     let device = accelerator.device();
 
     let model = CnnConfig::new().with_dropout(args.dropout).init(&device);
@@ -78,8 +95,8 @@ fn main() -> Result<ExitCode, Report> {
     accelerator.print(accelerator.plan(&train, args.epochs));
     accelerator.print(format_args!("training begins at {position}"));
 
-    let mut saved = position.step();
-    let reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    let mut saved = position.checkpoint().map(|_| position.step());
+    let reporter = Reporter::new(accelerator.rank(), args, train.steps())?;
     let mut reporter = reporter.starting_behind(position.step());
     for epoch in position.epoch()..args.epochs {
         for batch in train.epoch(epoch) {
@@ -88,14 +105,20 @@ fn main() -> Result<ExitCode, Report> {
             let gradients = accelerator.backward(loss, &model, &batch)?;
             reporter.step(epoch, gradients.loss(), lr, gradients.samples())?;
             model = optimizer.step(lr, model, gradients);
+            if accelerator.regroup_pending()? {
+                let next = accelerator.regroup((&model, &optimizer, &train, Object(&best)))?;
+                return Ok(
+                    next.map_or(ControlFlow::Break(ExitCode::SUCCESS), ControlFlow::Continue)
+                );
+            }
             let preempted = accelerator.preempted()?;
             if preempted || optimizer.steps().is_multiple_of(save_every.get() as u64) {
                 let parts = (&model, &optimizer, &train, Object(&best));
                 accelerator.save_state(&checkpoints, parts)?;
-                saved = optimizer.steps();
+                saved = Some(optimizer.steps());
             }
             if preempted {
-                return Ok(accelerator.finish_preempted()?);
+                return Ok(ControlFlow::Break(accelerator.finish_preempted()?));
             }
         }
         let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
@@ -103,7 +126,7 @@ fn main() -> Result<ExitCode, Report> {
         best = best.max(score.accuracy());
     }
     // The end of the training, with whatever steps came after the last save.
-    if optimizer.steps() != saved {
+    if saved != Some(optimizer.steps()) {
         let parts = (&model, &optimizer, &train, Object(&best));
         accelerator.save_state(&checkpoints, parts)?;
     }
@@ -112,7 +135,7 @@ fn main() -> Result<ExitCode, Report> {
         accelerator.save_model(&model, path)?;
     }
     accelerator.finish()?;
-    Ok(ExitCode::SUCCESS)
+    Ok(ControlFlow::Break(ExitCode::SUCCESS))
 }
 
 fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {

@@ -137,7 +137,8 @@ impl Accelerator {
     }
 
     /// Loads the newest good checkpoint of the folder into prepared parts, and returns the position to continue from.
-    /// Without any checkpoint, parts are returned as they are, and [`Position::is_start`] is true.
+    /// Without any checkpoint, parts are returned as they are, and [`Position::is_start`] is true. In a group that was
+    /// joined by [`regroup`](Self::regroup), the first call goes on from the state of the group before instead.
     ///
     /// Pass the parts that were saved, in the same order, the values of your own as they are at the
     /// start. `checkpoints` may also be the path of one checkpoint.

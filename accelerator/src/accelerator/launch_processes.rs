@@ -22,8 +22,8 @@ const JOB: &str = "launch_processes";
 /// once, in the process that the user has started. Ranks write to its standard output and error. They end when it
 /// ends, however that is.
 ///
-/// In a program that `accel-launch`, torchrun or a cluster has started as a rank, it starts nothing, and runs
-/// `body` as that rank.
+/// In a program that `accel-launch`, torchrun, `mpirun`, `srun` or a cluster has started as one of several ranks, it starts
+/// nothing, and runs `body` as that rank, whatever `world_size` says. A step of one task (`srun -n1`) starts ranks.
 ///
 /// Settings go through [`Accelerator::builder`], whose
 /// [`launch_processes`](AcceleratorBuilder::launch_processes) is the same.
@@ -75,7 +75,7 @@ impl AcceleratorBuilder {
         let is_rank = accelerator_env::variable("RANK").is_some();
         let is_ours =
             accelerator_env::variable(accelerator_env::JOB.name).is_some_and(|job| job == JOB);
-        if is_rank && !is_ours {
+        if is_one_of_several() || (is_rank && !is_ours) {
             return self.build().and_then(body);
         }
         if is_rank {
@@ -110,6 +110,15 @@ impl AcceleratorBuilder {
     }
 }
 
+/// Whether another launcher, such as `mpirun`, has started several processes of this program.
+fn is_one_of_several() -> bool {
+    let read = |name: &str| {
+        let value = accelerator_env::variable(name)?;
+        Some(value.to_string_lossy().into_owned())
+    };
+    accelerator_collective::check_alone(read).is_err()
+}
+
 /// Starts this program again as a rank. Its standard input is a pipe that nobody writes to, and that closes when this
 /// process ends.
 fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Child> {
@@ -128,6 +137,8 @@ fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Ch
     let child = Command::new(program)
         .args(std::env::args_os().skip(1))
         .envs(place)
+        // They are processes of one user on one host, whom the store lets in without a token.
+        .env_remove(accelerator_env::TOKEN_FILE.name)
         .stdin(Stdio::piped())
         .spawn();
     child.map_err(|error| Error::io("start a rank of", program, error))

@@ -17,6 +17,7 @@ mod process_control;
 mod profile;
 #[cfg(feature = "progress")]
 mod progress;
+mod regroup;
 mod replicas;
 mod split;
 mod tensors;
@@ -78,6 +79,8 @@ pub struct Accelerator {
 pub(crate) struct Shared {
     /// Whether the last `backward` left its window open.
     accumulates: AtomicBool,
+    /// By whose settings it was built.
+    builder: AcceleratorBuilder,
     checkpoints: Arc<CheckpointContext>,
     pub(crate) context: Arc<Context>,
     /// That were prepared, and live.

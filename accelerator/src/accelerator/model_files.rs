@@ -7,7 +7,7 @@ use tempfile::NamedTempFile;
 
 use super::Accelerator;
 use crate::core::error::{Error, Result};
-use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
+use crate::model::{self, LoadOptions, LoadReport, ModelFile, SaveOptions};
 use crate::replicas;
 
 /// Models on disk, as safetensors.
@@ -153,7 +153,8 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<(M, LoadReport)> {
-        model::load_on_all(&self.shared.context, model, path.as_ref(), options, None)
+        let open = |activity| ModelFile::open(path.as_ref(), activity);
+        model::load_on_all(&self.shared.context, model, open, options, None)
     }
 
     /// Writes a value to `path` as JSON, once for all ranks: rank 0 writes, the others learn how it went. The file

@@ -5,6 +5,7 @@ use accelerator_env::PREEMPTED_EXIT_CODE;
 use super::Accelerator;
 use crate::core::error::Result;
 use crate::core::preemption::Preemption;
+use crate::reduce::ReduceContext;
 
 /// A program that leaves its place when it is told to, and loses nothing.
 impl Accelerator {
@@ -77,7 +78,8 @@ impl Accelerator {
     }
 
     /// Whether some rank has been told to leave: the same answer on every rank, which stays. Every rank must call it,
-    /// in the same places.
+    /// in the same places. It is "yes", too, where the launcher changes the number of ranks: a program that does not go on
+    /// [live](Self::regroup) saves and ends, and is started again with that number.
     ///
     /// It is "no" where a checkpoint cannot be saved anyhow: while an accumulation window is open, and while
     /// [local training](crate::local) has replicas that differ. Elsewhere it costs what
@@ -109,11 +111,17 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when ranks have to be asked and one is lost.
     #[track_caller]
     pub fn preempted(&self) -> Result<bool> {
-        let reduction = &self.shared.reduction;
-        if !self.sync_gradients() || reduction.models.is_any_apart() {
-            return Ok(false);
+        match self.between_steps() {
+            Some(reduction) => reduction.trigger.is_preempted(self.group()),
+            None => Ok(false),
         }
-        reduction.trigger.is_preempted(self.group())
+    }
+
+    /// The reduction, where a checkpoint could be saved.
+    pub(super) fn between_steps(&self) -> Option<&ReduceContext> {
+        let reduction = &self.shared.reduction;
+        let is_between = self.sync_gradients() && !reduction.models.is_any_apart();
+        is_between.then_some(&**reduction)
     }
 
     /// Ends the job as [`finish`](Self::finish) does, and gives the exit code for `main` to return:

@@ -1,13 +1,16 @@
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::background::Ongoing;
+use super::source::LiveState;
 use crate::core::error::Result;
 use crate::reduce::ReduceContext;
 
 /// A rank that saves checkpoints: its [`ReduceContext`], with what it keeps between saves.
 #[derive(Debug)]
 pub(crate) struct CheckpointContext {
+    /// What rank 0 has taken along from the group before, until the program resumes.
+    live: Mutex<Option<Arc<LiveState>>>,
     pub(super) ongoing: Ongoing,
     pub(super) reduction: Arc<ReduceContext>,
 }
@@ -15,9 +18,23 @@ pub(crate) struct CheckpointContext {
 impl CheckpointContext {
     pub(crate) fn new(reduction: Arc<ReduceContext>) -> Self {
         Self {
+            live: Mutex::default(),
             ongoing: Ongoing::default(),
             reduction,
         }
+    }
+
+    /// Goes on from that state, in place of a checkpoint.
+    pub(crate) fn go_on_from(&self, live: Option<Arc<LiveState>>) {
+        *self.lock_live() = live;
+    }
+
+    pub(super) fn live(&self) -> Option<Arc<LiveState>> {
+        self.lock_live().clone()
+    }
+
+    fn lock_live(&self) -> MutexGuard<'_, Option<Arc<LiveState>>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a save that was begun, and tells every rank how it went.

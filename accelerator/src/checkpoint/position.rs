@@ -1,5 +1,7 @@
 use core::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// Where training goes on; from [`Accelerator::resume`](crate::Accelerator::resume).
 ///
 /// Loops start at [`epoch`](Self::epoch); the loader goes on in mid-epoch by itself.
@@ -39,7 +41,7 @@ use core::fmt;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Position {
-    pub(super) checkpoint: Option<u64>,
+    pub(super) origin: Origin,
     pub(super) epoch: u64,
     pub(super) factor: f64,
     pub(super) passed_over: Vec<String>,
@@ -50,10 +52,18 @@ pub struct Position {
     pub(super) world_size_before: usize,
 }
 
+/// What training goes on from.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) enum Origin {
+    Start,
+    Checkpoint(u64),
+    GroupBefore,
+}
+
 impl Position {
     pub(super) fn start(world_size: usize) -> Self {
         Self {
-            checkpoint: None,
+            origin: Origin::Start,
             epoch: 0,
             factor: 1.0,
             passed_over: Vec::new(),
@@ -94,14 +104,18 @@ impl Position {
         &self.steps
     }
 
-    /// Whether there was no checkpoint, so that training starts from the beginning.
+    /// Whether there was nothing to go on from, so that training starts from the beginning.
     pub fn is_start(&self) -> bool {
-        self.checkpoint.is_none()
+        self.origin == Origin::Start
     }
 
-    /// The number of the checkpoint; `None` at the start.
+    /// The number of the checkpoint; `None` at the start, and where training goes on from the
+    /// [group before](crate::Accelerator::regroup).
     pub fn checkpoint(&self) -> Option<u64> {
-        self.checkpoint
+        match self.origin {
+            Origin::Checkpoint(number) => Some(number),
+            Origin::Start | Origin::GroupBefore => None,
+        }
     }
 
     /// What is wrong with the newer checkpoints that were not used: each with its path, and the
@@ -117,7 +131,7 @@ impl Position {
         self.world_size
     }
 
-    /// How many ranks saved the checkpoint; as many as there are at the start.
+    /// How many ranks saved the checkpoint, or were in the group before; as many as there are at the start.
     pub fn world_size_before(&self) -> usize {
         self.world_size_before
     }
@@ -130,22 +144,24 @@ impl Position {
     }
 }
 
-/// "the start", or "step 120 in epoch 3, by checkpoint 6"; "steps 120 and 24 in epoch 3, by checkpoint 6" where
+/// "the start", or "step 120 in epoch 3, by checkpoint 6", or "…, by the group before"; "steps 120 and 24 in epoch 3, by checkpoint 6" where
 /// optimizers have stepped at a rate of their own.
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.checkpoint {
-            None => f.write_str("the start"),
-            Some(number) => {
-                match self.steps.iter().all(|steps| *steps == self.step) {
-                    true => write!(f, "step {}", self.step)?,
-                    false => {
-                        let steps: Vec<_> = self.steps.iter().map(u64::to_string).collect();
-                        write!(f, "steps {}", steps.join(" and "))?;
-                    }
-                }
-                write!(f, " in epoch {}, by checkpoint {number}", self.epoch)
+        if self.is_start() {
+            return f.write_str("the start");
+        }
+        match self.steps.iter().all(|steps| *steps == self.step) {
+            true => write!(f, "step {}", self.step)?,
+            false => {
+                let steps: Vec<_> = self.steps.iter().map(u64::to_string).collect();
+                write!(f, "steps {}", steps.join(" and "))?;
             }
+        }
+        write!(f, " in epoch {}, by ", self.epoch)?;
+        match self.checkpoint() {
+            Some(number) => write!(f, "checkpoint {number}"),
+            None => f.write_str("the group before"),
         }
     }
 }

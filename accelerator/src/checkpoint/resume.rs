@@ -12,9 +12,10 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint_context::CheckpointContext;
 use super::distribute::{bytes_from_main, from_main};
 use super::parts::Resume;
-use super::position::Position;
+use super::position::{Origin, Position};
 use super::settings::{Checkpoints, Resumed};
 use super::snapshot::PartKind;
+use super::source::Source;
 use super::state_file::{HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode};
 use super::world::{Rescale, WorldChange};
 use crate::context::WindowSize;
@@ -66,18 +67,30 @@ pub(crate) fn resume<K, P: Resume<K>>(
     restorer.check_rates()?;
     context.ongoing.set_factor(factor);
     from_main(context, "resume", || {
+        let Origin::Checkpoint(number) = found.origin else {
+            settings.pass_over_after_resume();
+            return Ok(());
+        };
         let _busy = context.group().activity().busy();
         settings.run_after_resume(&Resumed {
-            number: found.number,
+            number,
             path: found.path.clone(),
             step: found.step,
         })
     })?;
     if context.is_main_process() {
-        tracing::info!(step = found.step, "going on from {}", found.path.display());
+        let pause = context.live().map(|live| live.since.elapsed());
+        let pause = pause.map(tracing::field::debug);
+        tracing::info!(
+            step = found.step,
+            pause,
+            "going on from {}",
+            found.path.display()
+        );
+        context.go_on_from(None);
     }
     let position = Position {
-        checkpoint: Some(found.number),
+        origin: found.origin,
         epoch: found.state.spot().map_or(0, |spot| spot.next_epoch()),
         factor,
         passed_over: found.passed_over.clone(),
@@ -120,7 +133,8 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     found.resume_loader(context.world_size(), at, &name, saved, loader)
 }
 
-/// What rank 0 finds in the folder, on every rank, and on rank 0 the checkpoint itself; `None` without one.
+/// What rank 0 has taken along from the group before, or else finds in the folder, on every rank, and on rank 0 where it
+/// reads it; `None` where there is nothing.
 /// Ranks compare what they are going to resume by that call.
 #[track_caller]
 fn find(
@@ -129,7 +143,7 @@ fn find(
     call: &str,
     passed: String,
     rule: impl FnOnce(&WorldChange) -> Rescale,
-) -> Result<Option<(FoundCheckpoint, Option<Checkpoint>)>> {
+) -> Result<Option<(FoundCheckpoint, Option<Source>)>> {
     context.ongoing.settle(context)?;
     let folder = settings.path().display();
     let terms = [
@@ -140,14 +154,18 @@ fn find(
     agreement::check_all(context.group(), &terms)?;
     let mut source = None;
     let found = from_main(context, "find a checkpoint", || {
-        let activity = context.group().activity();
-        let Some((checkpoint, passed_over)) = newest(settings.path(), activity)? else {
-            return Ok(None);
+        let newest = || newest(settings.path(), context.group().activity());
+        let (newest, passed_over) = match context.live() {
+            Some(live) => (Source::Memory(live), Vec::new()),
+            None => match newest()? {
+                Some((found, passed_over)) => (Source::Folder(Box::new(found)), passed_over),
+                None => return Ok(None),
+            },
         };
         let window = context.accumulation.window;
-        let mut found = FoundCheckpoint::read(&checkpoint, context.world_size(), window, rule)?;
+        let mut found = FoundCheckpoint::read(&newest, context.world_size(), window, rule)?;
         found.passed_over = passed_over;
-        source = Some(checkpoint);
+        source = Some(newest);
         Ok(Some(found))
     })?;
     Ok(found.map(|found| (found, source)))
@@ -225,7 +243,7 @@ fn broken(path: &Path, rejected: &[VerifyReport]) -> Error {
 /// What rank 0 found, for all.
 #[derive(Deserialize, Serialize)]
 struct FoundCheckpoint {
-    number: u64,
+    origin: Origin,
     passed_over: Vec<String>,
     path: PathBuf,
     rescale: Rescale,
@@ -237,14 +255,14 @@ struct FoundCheckpoint {
 
 impl FoundCheckpoint {
     fn read(
-        checkpoint: &Checkpoint,
+        source: &Source,
         now: usize,
         window: WindowSize,
         rule: impl FnOnce(&WorldChange) -> Rescale,
     ) -> Result<Self> {
-        let metadata = &checkpoint.manifest()?.metadata;
+        let metadata = source.metadata()?;
         let file: FileName = StateFile::FILE.parse()?;
-        let state: StateFile = decode("its state", &checkpoint.read(&file)?)?;
+        let state: StateFile = decode("its state", &source.read(&file)?)?;
         let before = metadata.world_size.get();
         let change = WorldChange {
             before,
@@ -270,9 +288,9 @@ impl FoundCheckpoint {
             )));
         }
         Ok(Self {
-            number: checkpoint.number(),
+            origin: source.origin(),
             passed_over: Vec::new(),
-            path: checkpoint.path().to_owned(),
+            path: source.path(),
             rescale,
             seed: metadata.seed,
             state,
@@ -352,7 +370,7 @@ pub struct Restorer<'a> {
     /// Of schedules that give the last step another rate than it had: what is told of them.
     other_rates: Vec<String>,
     /// On rank 0.
-    source: Option<&'a Checkpoint>,
+    source: Option<&'a Source>,
 }
 
 impl<'a> Restorer<'a> {
@@ -360,11 +378,10 @@ impl<'a> Restorer<'a> {
     pub(super) fn model<M: Module>(&mut self, model: M) -> Result<M> {
         let (saved, folder) = self.next_model()?;
         let hook = self.hook(saved.hook.as_ref(), folder.as_deref())?;
-        let path = self.model_file(folder);
         crate::reduce::resume(
             self.context,
             model,
-            &path,
+            |activity| self.source()?.model(folder, activity),
             &saved.layout,
             saved.steps,
             saved.scaler,
@@ -376,8 +393,8 @@ impl<'a> Restorer<'a> {
     #[track_caller]
     pub(crate) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
         let (saved, folder) = self.next_model()?;
-        let path = self.model_file(folder);
-        crate::model::restore_values(self.context, companion, &path, &saved.layout)
+        let open = |activity| self.source()?.model(folder, activity);
+        crate::model::restore_values(self.context, companion, open, &saved.layout)
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.
@@ -389,11 +406,9 @@ impl<'a> Restorer<'a> {
         Ok((saved, self.names.model()))
     }
 
-    fn model_file(&self, folder: Option<String>) -> PathBuf {
-        let mut path = self.found.path.clone();
-        path.extend(folder);
-        path.push("model.safetensors");
-        path
+    fn source(&self) -> Result<&'a Source> {
+        self.source
+            .ok_or_else(|| Error::misuse("rank 0 reads checkpoints, and found none"))
     }
 
     /// The hook of the program for a model, with what was saved of it if it is the same one.
@@ -619,10 +634,8 @@ impl<'a> Restorer<'a> {
 
     #[track_caller]
     fn read(&self, file: &FileName) -> Result<Vec<u8>> {
-        let source = self.source;
-        bytes_from_main(self.context, "read the checkpoint", || match source {
-            Some(checkpoint) => Ok(checkpoint.read(file)?),
-            None => Err(Error::misuse("rank 0 reads checkpoints, and found none")),
+        bytes_from_main(self.context, "read the checkpoint", || {
+            self.source()?.read(file)
         })
     }
 }

@@ -1,5 +1,7 @@
 use core::num::NonZeroUsize;
+use std::path::Path;
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
@@ -14,6 +16,7 @@ use super::settings::Checkpoints;
 use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
 };
+use super::source::LiveState;
 use super::write::{self, JobInfo};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome::Failure;
@@ -25,7 +28,7 @@ pub(crate) fn save<K>(
     settings: &Checkpoints,
     parts: impl Save<K>,
 ) -> Result<Saved> {
-    let (draft, taken) = prepare(context, settings, parts)?;
+    let (draft, taken) = prepare_draft(context, settings, parts)?;
     let job = job(context, SnapshotMode::Regular);
     from_main(context, "save the checkpoint", || match draft {
         Some(draft) => write::write(draft, &taken, settings, job),
@@ -40,7 +43,7 @@ pub(crate) fn save_async<K>(
     settings: Checkpoints,
     parts: impl Save<K>,
 ) -> Result<Saving> {
-    let (draft, taken) = prepare(context, &settings, parts)?;
+    let (draft, taken) = prepare_draft(context, &settings, parts)?;
     let job = job(context, SnapshotMode::Regular);
     let work = match draft {
         Some(draft) => BackgroundSave::start(move || write::write(draft, &taken, &settings, job)),
@@ -50,6 +53,23 @@ pub(crate) fn save_async<K>(
     context.trigger.watch(watched);
     context.ongoing.begin(work.clone());
     Ok(Saving::new(context.clone(), work))
+}
+
+/// Takes the state of the group into the memory of rank 0. See [`Accelerator::regroup`].
+#[track_caller]
+pub(crate) fn keep<K>(
+    context: &CheckpointContext,
+    parts: impl Save<K>,
+) -> Result<Option<Arc<LiveState>>> {
+    let since = Instant::now();
+    let (_, taken) = prepare(context, Path::new(""), parts, || Ok(()))?;
+    let job = job(context, SnapshotMode::Regular);
+    let mut live = None;
+    from_main(context, "take the state to the next group", || {
+        live = Some(Arc::new(write::keep(&taken, &job, since)?));
+        Ok(())
+    })?;
+    Ok(live)
 }
 
 /// See [`Accelerator::save_emergency`].
@@ -94,15 +114,27 @@ pub(crate) fn save_emergency<K>(
     write::write(draft, &taken, settings, job).map(Some)
 }
 
-/// Phase 1: every rank takes its snapshot, and says whether it is ready, and with what. Only if all
-/// are, and agree, does anyone go on: what lies on several ranks is brought together, and rank 0 has a
-/// draft.
+/// Phase 1 of a save into a folder, in which rank 0 begins a draft.
 #[track_caller]
-fn prepare<K>(
+fn prepare_draft<K>(
     context: &CheckpointContext,
     settings: &Checkpoints,
     parts: impl Save<K>,
 ) -> Result<(Option<Draft>, TakenSnapshot)> {
+    let begin = || write::begin(settings, context);
+    prepare(context, settings.path(), parts, begin)
+}
+
+/// Phase 1: every rank takes its snapshot, and says whether it is ready, and with what. Only if all
+/// are, and agree, does anyone go on: what lies on several ranks is brought together, and rank 0 has
+/// begun.
+#[track_caller]
+fn prepare<K, T>(
+    context: &CheckpointContext,
+    folder: &Path,
+    parts: impl Save<K>,
+    begin: impl FnOnce() -> Result<T>,
+) -> Result<(Option<T>, TakenSnapshot)> {
     context.ongoing.settle(context)?;
     let (rank, is_main) = (context.rank(), context.is_main_process());
     let writer = if is_main {
@@ -116,12 +148,10 @@ fn prepare<K>(
     let complete = context.device_reducer.confirm();
     let complete = complete.and_then(|()| context.forward_collectives.check());
     let collected = collected.and_then(|()| taken.check_between_steps());
-    let begun = complete.and(collected).and_then(|()| {
-        let draft = is_main.then(|| write::begin(settings, context));
-        draft.transpose()
-    });
+    let begun = complete.and(collected);
+    let begun = begun.and_then(|()| is_main.then(begin).transpose());
     let mine = match &begun {
-        Ok(_) => Vote::Ready(taken.report(settings.path(), rank)),
+        Ok(_) => Vote::Ready(taken.report(folder, rank)),
         Err(error) => Vote::Failed(Failure::of(error)),
     };
     if context.world_size() == 1 {
@@ -129,12 +159,12 @@ fn prepare<K>(
     }
     let group = context.group().for_purpose("save a checkpoint");
     let votes = group.all_gather_object(&mine)?;
-    let draft = begun?;
+    let begun = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
     parts.settle(&mut SnapshotExchange::new(context, writer, &mut taken))?;
     taken.gather(context.group())?;
-    Ok((draft, taken))
+    Ok((begun, taken))
 }
 
 #[derive(Deserialize, Serialize)]

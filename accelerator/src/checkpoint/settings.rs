@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::core::error::{Error, Kind, Result};
+use crate::core::user_message;
 
 /// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
 /// asked for.
@@ -235,6 +236,16 @@ impl Checkpoints {
         };
         let mut hooks = self.after_resume.iter();
         hooks.try_for_each(|hook| hook(resumed).map_err(failed))
+    }
+
+    /// Where there is no checkpoint, whose files they would read.
+    pub(super) fn pass_over_after_resume(&self) {
+        if !self.after_resume.is_empty() {
+            user_message::warn(
+                "hooks of `after_resume` do not run: training goes on from the memory of the group before, to which \
+                 hooks of `before_save` add no files; what they keep travels as an `Object`",
+            );
+        }
     }
 }
 

@@ -1,4 +1,9 @@
 use core::num::NonZeroUsize;
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
 
 use accelerator_collective::Activity;
 use accelerator_manifest::{
@@ -9,6 +14,7 @@ use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
+use super::source::{LiveState, model_file};
 use super::state_file::{HookState, Names, StateFile, encode};
 use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
@@ -55,45 +61,11 @@ pub(super) fn write(
 ) -> Result<Saved> {
     let step = taken.step();
     let state = taken.state(job.factor);
-    let ids = taken.ids();
     let options = SaveOptions::new().with_max_shard_size(settings.max_shard_size);
-    let mut names = Names::default();
-    for (at, part) in taken.parts.iter().enumerate() {
-        match part {
-            SnapshotPart::Loader(_) => {}
-            SnapshotPart::Model { hooks, values, .. } => {
-                let folder = names.model();
-                for (rank, state) in hooks.iter().enumerate() {
-                    if let Some(state) = state.as_ref().filter(|state| !state.is_empty()) {
-                        let name = HookState::file(folder.as_deref(), rank)?;
-                        draft.write_bytes(&name, Role::Ranks, state)?;
-                    }
-                }
-                let Some(values) = values else { continue };
-                let files = FileNames::new("model.safetensors");
-                values.write(&files, &options, &mut |name, content| {
-                    let name = match &folder {
-                        Some(folder) => FileName::new(format!("{folder}/{name}"))?,
-                        None => FileName::new(name)?,
-                    };
-                    draft.write(&name, Role::Model, |file| content(file))?;
-                    Ok(())
-                })?;
-            }
-            SnapshotPart::Object(bytes) => {
-                draft.write_bytes(&names.object()?, Role::Object, bytes)?;
-            }
-            SnapshotPart::Optimizer(optimizer) => {
-                let bytes = optimizer.bytes()?;
-                check_known(&format!("the optimizer at place {}", at + 1), &bytes, &ids)?;
-                draft.write_bytes(&names.optimizer()?, Role::Optimizer, &bytes)?;
-            }
-            SnapshotPart::PerRank(values) => {
-                draft.write_bytes(&names.per_rank()?, Role::Ranks, &encode(values)?)?;
-            }
-        }
-    }
-    draft.write_bytes(&StateFile::FILE.parse()?, Role::Other, &encode(&state)?)?;
+    write_files(taken, &state, &options, &mut |name, role, content| {
+        draft.write(name, role, |file| content(file))?;
+        Ok(())
+    })?;
     {
         // Neither the program's hook nor the one flush of what it wrote shows that it goes on.
         let _busy = job.activity.busy();
@@ -113,6 +85,82 @@ pub(super) fn write(
         path: checkpoint.path().to_owned(),
         step,
     })
+}
+
+/// The same in memory.
+pub(super) fn keep(taken: &TakenSnapshot, job: &JobInfo, since: Instant) -> Result<LiveState> {
+    let state = taken.state(job.factor);
+    let mut files = HashMap::new();
+    write_files(
+        taken,
+        &state,
+        &SaveOptions::new(),
+        &mut |name, _, content| {
+            let mut bytes = Vec::new();
+            content(&mut bytes)
+                .map_err(|error| Error::io("keep the state in", Path::new("memory"), error))?;
+            files.insert(name.clone(), Arc::new(bytes));
+            job.activity.keep_alive();
+            Ok(())
+        },
+    )?;
+    Ok(LiveState {
+        files,
+        metadata: metadata(taken, &state, job),
+        since,
+    })
+}
+
+/// Takes the files of a checkpoint one after the other: what each is, and what writes it.
+type FileSink<'a> =
+    dyn FnMut(&FileName, Role, &mut dyn FnMut(&mut dyn Write) -> io::Result<()>) -> Result<()> + 'a;
+
+fn write_files(
+    taken: &TakenSnapshot,
+    state: &StateFile,
+    options: &SaveOptions,
+    sink: &mut FileSink<'_>,
+) -> Result<()> {
+    let ids = taken.ids();
+    let mut names = Names::default();
+    for (at, part) in taken.parts.iter().enumerate() {
+        match part {
+            SnapshotPart::Loader(_) => {}
+            SnapshotPart::Model { hooks, values, .. } => {
+                let folder = names.model();
+                for (rank, state) in hooks.iter().enumerate() {
+                    if let Some(state) = state.as_ref().filter(|state| !state.is_empty()) {
+                        let name = HookState::file(folder.as_deref(), rank)?;
+                        put(sink, &name, Role::Ranks, state)?;
+                    }
+                }
+                let Some(values) = values else { continue };
+                let files = FileNames::new("model.safetensors");
+                values.write(&files, options, &mut |name, content| {
+                    sink(&model_file(folder.as_deref(), name)?, Role::Model, content)
+                })?;
+            }
+            SnapshotPart::Object(bytes) => put(sink, &names.object()?, Role::Object, bytes)?,
+            SnapshotPart::Optimizer(optimizer) => {
+                let bytes = optimizer.bytes()?;
+                check_known(&format!("the optimizer at place {}", at + 1), &bytes, &ids)?;
+                put(sink, &names.optimizer()?, Role::Optimizer, &bytes)?;
+            }
+            SnapshotPart::PerRank(values) => {
+                put(sink, &names.per_rank()?, Role::Ranks, &encode(values)?)?;
+            }
+        }
+    }
+    put(
+        sink,
+        &StateFile::FILE.parse()?,
+        Role::Other,
+        &encode(state)?,
+    )
+}
+
+fn put(sink: &mut FileSink<'_>, name: &FileName, role: Role, bytes: &[u8]) -> Result<()> {
+    sink(name, role, &mut |file| file.write_all(bytes))
 }
 
 /// The new checkpoint is complete: that an old one stays is no failure of it.

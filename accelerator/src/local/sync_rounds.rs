@@ -116,7 +116,7 @@ impl SyncRounds {
             round.steps() as f64,
             round.samples(),
             blocked,
-            trigger.send(group.rank()),
+            trigger.send(group),
         ];
         let all = match group.world_size() {
             1 => mine.to_vec(),

@@ -1,6 +1,6 @@
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
+use accelerator_collective::Activity;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
@@ -15,19 +15,19 @@ use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome;
 
-/// Loads on rank 0, and gives the others its values, ids and report. `path` and `ids` count on
-/// rank 0 only.
+/// Loads what rank 0 opens, and gives the others its values, ids and report. `ids` count on rank 0
+/// only.
 #[track_caller]
 pub(crate) fn load_on_all<M: Module>(
     context: &Context,
     model: M,
-    path: &Path,
+    open: impl FnOnce(Activity) -> Result<ModelFile>,
     options: &LoadOptions,
     ids: Option<&[u64]>,
 ) -> Result<(M, LoadReport)> {
     let group = context.group();
     let load = |model| {
-        let file = ModelFile::open(path, group.activity())?;
+        let file = open(group.activity())?;
         load(model, &file, options, ids)
     };
     if group.world_size() == 1 {
@@ -48,17 +48,17 @@ pub(crate) fn load_on_all<M: Module>(
     Ok((TiedParameters::of(&model).retie(model), report))
 }
 
-/// Gives a model the values and ids that were saved at `path`, which rank 0 alone reads.
+/// Gives a model the values and ids that were saved in the file that rank 0 opens.
 #[track_caller]
 pub(crate) fn restore_values<M: Module>(
     context: &Context,
     model: M,
-    path: &Path,
+    open: impl FnOnce(Activity) -> Result<ModelFile>,
     saved: &Layout,
 ) -> Result<M> {
     saved.check_saved(&Layout::of(&model))?;
     let options = LoadOptions::new();
-    let (model, _) = load_on_all(context, model, path, &options, Some(&saved.ids()))?;
+    let (model, _) = load_on_all(context, model, open, &options, Some(&saved.ids()))?;
     Ok(model)
 }
 
@@ -372,6 +372,8 @@ impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use burn::nn::{Linear, LinearConfig};
 
     use super::*;
@@ -400,7 +402,7 @@ mod tests {
         let (loaded, report) = load_on_all(
             &accelerator.shared.context,
             line(),
-            &path,
+            |activity| ModelFile::open(&path, activity),
             &options,
             Some(&ids),
         )
@@ -414,7 +416,7 @@ mod tests {
         let error = load_on_all(
             &accelerator.shared.context,
             line(),
-            &path,
+            |activity| ModelFile::open(&path, activity),
             &options,
             Some(&ids[1..]),
         );

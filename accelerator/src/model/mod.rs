@@ -32,6 +32,7 @@ pub(crate) use self::leaves::fresh_leaves;
 pub(crate) use self::load::{load_on_all, restore_values};
 pub use self::load_report::{LoadReport, Misshapen, Mistyped};
 pub use self::options::{LoadOptions, SaveOptions};
+pub(crate) use self::read::ModelFile;
 pub(crate) use self::replicate::from_rank_zero;
 pub(crate) use self::snapshot::ModelSnapshot;
 pub(crate) use self::tied::TiedParameters;

@@ -1,7 +1,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::io::{Cursor, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use accelerator_collective::Activity;
 use burn::tensor::TensorData;
@@ -19,13 +20,13 @@ const MAX_HEADER: u64 = 100_000_000;
 /// The bytes of a tensor that are read at a time.
 const BLOCK: usize = 1 << 24;
 
-/// A model on disk, in one file or in several with an index. Headers are read and checked when
+/// A model on disk, in one file or in several with an index, or a file of one in memory. Headers are read and checked when
 /// it is opened, values when they are asked for.
 #[derive(Debug)]
 pub(crate) struct ModelFile {
     activity: Activity,
     path: PathBuf,
-    files: Vec<(PathBuf, File)>,
+    files: Vec<(PathBuf, FileBytes)>,
     tensors: BTreeMap<String, StoredTensor>,
     metadata: HashMap<String, String>,
 }
@@ -40,6 +41,26 @@ pub(super) struct StoredTensor {
     bytes: usize,
 }
 
+/// Where the bytes of a file lie.
+#[derive(Debug)]
+enum FileBytes {
+    Disk(File),
+    Memory(Arc<Vec<u8>>),
+}
+
+trait ReadSeek: Read + Seek {}
+
+impl<T: Read + Seek> ReadSeek for T {}
+
+impl FileBytes {
+    fn reader(&self) -> Box<dyn ReadSeek + '_> {
+        match self {
+            Self::Disk(file) => Box::new(file),
+            Self::Memory(bytes) => Box::new(Cursor::new(&bytes[..])),
+        }
+    }
+}
+
 #[derive(Deserialize)]
 struct FileIndex {
     weight_map: BTreeMap<String, String>,
@@ -50,23 +71,38 @@ impl ModelFile {
     /// there is no such file but its index, that is opened.
     /// Reading it shows `activity`.
     pub(crate) fn open(path: &Path, activity: Activity) -> Result<Self> {
-        let mut model = Self {
-            activity,
-            path: find(path)?,
-            files: Vec::new(),
-            tensors: BTreeMap::new(),
-            metadata: HashMap::new(),
-        };
-        let path = model.path.clone();
+        let path = find(path)?;
+        let mut model = Self::new(path.clone(), activity);
         if path
             .extension()
             .is_some_and(|extension| extension == "json")
         {
             model.add_index(&path)?;
         } else {
-            model.add_file(path)?;
+            model.open_file(path)?;
         }
         Ok(model)
+    }
+
+    /// A file that lies in memory; errors call it `path`.
+    pub(crate) fn in_memory(
+        path: PathBuf,
+        bytes: Arc<Vec<u8>>,
+        activity: Activity,
+    ) -> Result<Self> {
+        let mut model = Self::new(path.clone(), activity);
+        model.add_file(path, FileBytes::Memory(bytes))?;
+        Ok(model)
+    }
+
+    fn new(path: PathBuf, activity: Activity) -> Self {
+        Self {
+            activity,
+            path,
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            metadata: HashMap::new(),
+        }
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -96,7 +132,7 @@ impl ModelFile {
         let dtype = dtype::from_file(stored.dtype)
             .ok_or_else(|| malformed(path, format!("Burn has no tensors of {:?}", stored.dtype)))?;
         let mut bytes = vec![0; stored.bytes];
-        let mut file = file;
+        let mut file = file.reader();
         file.seek(SeekFrom::Start(stored.offset))
             .and_then(|_| {
                 bytes.chunks_mut(BLOCK).try_for_each(|block| {
@@ -128,7 +164,7 @@ impl ModelFile {
                     format!("it names the shard {shard:?}; expected the name of a file beside it"),
                 ));
             }
-            self.add_file(folder.join(shard))?;
+            self.open_file(folder.join(shard))?;
         }
         for (name, shard) in &index.weight_map {
             let place = self.tensors.get(name).map(|stored| shards[stored.file]);
@@ -142,8 +178,14 @@ impl ModelFile {
         Ok(())
     }
 
-    fn add_file(&mut self, path: PathBuf) -> Result<()> {
-        let (file, start, metadata) = read_header(&path)?;
+    fn open_file(&mut self, path: PathBuf) -> Result<()> {
+        let file =
+            File::open(&path).map_err(|error| Error::io("open the model file", &path, error))?;
+        self.add_file(path, FileBytes::Disk(file))
+    }
+
+    fn add_file(&mut self, path: PathBuf, file: FileBytes) -> Result<()> {
+        let (start, metadata) = read_header(&path, &mut *file.reader())?;
         let number = self.files.len();
         for (name, info) in metadata.tensors() {
             let (from, to) = info.data_offsets;
@@ -191,11 +233,10 @@ fn find(path: &Path) -> Result<PathBuf> {
 }
 
 /// The file, where its data begins, and what it says about them, checked against its length.
-fn read_header(path: &Path) -> Result<(File, u64, Metadata)> {
+fn read_header(path: &Path, file: &mut dyn ReadSeek) -> Result<(u64, Metadata)> {
     let unreadable = |error| Error::io("read the model file", path, error);
-    let mut file =
-        File::open(path).map_err(|error| Error::io("open the model file", path, error))?;
-    let length = file.metadata().map_err(unreadable)?.len();
+    let length = file.seek(SeekFrom::End(0)).map_err(unreadable)?;
+    file.rewind().map_err(unreadable)?;
     let mut size = [0; 8];
     if length < 8 {
         return Err(malformed(
@@ -225,7 +266,7 @@ fn read_header(path: &Path) -> Result<(File, u64, Metadata)> {
             ),
         ));
     }
-    Ok((file, start, metadata))
+    Ok((start, metadata))
 }
 
 fn malformed(path: &Path, what: String) -> Error {

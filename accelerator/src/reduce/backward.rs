@@ -115,7 +115,7 @@ fn run_backward<M: Module>(
         let _ = fail_point(group.rank(), Point::Step(model_state.steps()));
         if scope == ReduceScope::Global {
             let trigger = &context.trigger;
-            trigger.receive(trigger.send(group.rank()));
+            trigger.receive(trigger.send(group));
         }
         let gradients = AveragedGradients::untouched(model_state.clone(), gradients, loss, weight);
         if model_state.reads_losses() {

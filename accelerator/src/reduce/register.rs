@@ -1,7 +1,6 @@
 //! How a model becomes known to the reduction: when it is prepared, and when it is resumed.
 
-use std::path::Path;
-
+use accelerator_collective::Activity;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +9,7 @@ use super::model_state::ModelState;
 use super::reduce_context::ReduceContext;
 use crate::core::error::{Error, Result};
 use crate::core::outcome::Failure;
-use crate::model::{self, Layout, TiedParameters, restore_values};
+use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::ScalerState;
 
 /// Gives every rank rank 0's values and ids, and makes the model known by them.
@@ -127,20 +126,19 @@ fn check_between_steps(model_state: &ModelState) -> Result<()> {
     }
 }
 
-/// Gives a prepared model the values and ids that were saved at `path`, which rank 0 alone reads,
-/// and makes it known by them, after so many steps, with that scale of its losses and that hook.
+/// Gives a prepared model the values and ids that were saved in the file that rank 0 opens, and makes it known by them, after so many steps, with that scale of its losses and that hook.
 #[track_caller]
 pub(crate) fn resume<M: Module>(
     context: &ReduceContext,
     model: M,
-    path: &Path,
+    open: impl FnOnce(Activity) -> Result<ModelFile>,
     saved: &Layout,
     steps: u64,
     scaler: Option<ScalerState>,
     hook: Option<HookInstance>,
 ) -> Result<M> {
     let given = Layout::of(&model);
-    let model = restore_values(context, model, path, saved)?;
+    let model = restore_values(context, model, open, saved)?;
     // Nothing has the ids any more under which the model was prepared.
     context.models.forget(&given);
     let prior = PriorState {

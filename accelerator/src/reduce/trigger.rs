@@ -5,9 +5,10 @@ use accelerator_collective::{ProcessGroup, ReduceOp};
 
 use crate::core::error::Result;
 use crate::core::preemption::{Preemption, PreemptionNotice};
+use crate::core::user_message;
 
-/// What ranks tell each other with each window, beside the gradients: the flag, whether one of them is preempted, and
-/// whether rank 0 has written the checkpoint that was begun last.
+/// What ranks tell each other with each window, beside the gradients: the flag, whether one of them is preempted,
+/// whether rank 0 has written the checkpoint that was begun last, and whether it has a place in a next group.
 #[derive(Default)]
 pub(crate) struct Trigger(Mutex<TriggerState>);
 
@@ -21,6 +22,10 @@ struct TriggerState {
     notice: PreemptionNotice,
     /// Whether windows since the last look have told of a preempted rank, which stays; `None` where there was none.
     preempted: Option<bool>,
+    /// The same of a next group.
+    regroups: Option<bool>,
+    /// Whether the user knows what becomes of the next group.
+    told_user: bool,
     /// Of the last checkpoint that was begun beside training.
     saving: Option<Weak<dyn WatchedSave>>,
 }
@@ -60,23 +65,26 @@ impl Trigger {
         self.state().notice.watch(preemption)
     }
 
+    /// Gives what this rank watches to the accelerator of the next group.
+    pub(crate) fn hand_over_to(&self, next: &Self) {
+        let notice = std::mem::take(&mut self.state().notice);
+        next.state().notice = notice;
+    }
+
     /// What a window tells of this rank, as a summand.
-    pub(crate) fn send(&self, rank: usize) -> f64 {
+    pub(crate) fn send(&self, group: &ProcessGroup) -> f64 {
         let saving = self.state().saving.as_ref().and_then(Weak::upgrade);
         let written = saving.is_some_and(|work| work.has_ended());
-        let preempted = self.state().notice.is_given(rank);
-        let digit = |is_set: bool, place: f64| if is_set { place } else { 0.0 };
-        self.take() + digit(preempted, PREEMPTED) + digit(written, WRITTEN)
+        self.take() + digit(written, WRITTEN) + self.state().departures(group)
     }
 
     /// What a window has told, as the sum over all ranks.
     pub(crate) fn receive(&self, sum: f64) {
         let mut state = self.state();
-        let flags = sum % WRITTEN;
-        state.told = Some(state.told == Some(true) || flags % PREEMPTED > 0.0);
-        state.hear_of_preemption(flags >= PREEMPTED);
+        state.told = Some(state.told == Some(true) || sum % PREEMPTED > 0.0);
+        state.hear_of_departures(sum);
         if let Some(work) = state.saving.as_ref().and_then(Weak::upgrade) {
-            work.hear(match sum >= WRITTEN {
+            work.hear(match sum % REGROUPS >= WRITTEN {
                 true => SaveProgress::Done,
                 false => SaveProgress::Writing,
             });
@@ -98,28 +106,58 @@ impl Trigger {
         self.state().preempted == Some(true)
     }
 
-    /// Whether some rank is preempted, as all ranks know, or ask each other now.
+    /// Whether all ranks have learned that they are to leave for the next group.
+    pub(crate) fn has_told_of_regroup(&self) -> bool {
+        self.state().regroups == Some(true)
+    }
+
+    /// Whether some rank is preempted, or all are to leave for the next group, as all ranks know, or ask each other now.
     #[track_caller]
     pub(crate) fn is_preempted(&self, group: &ProcessGroup) -> Result<bool> {
-        let mine = {
-            let mut state = self.state();
-            if let Some(told) = state.preempted {
-                state.preempted = told.then_some(true);
-                return Ok(told);
-            }
-            state.notice.is_given(group.rank())
-        };
-        let asking = group.for_purpose("whether a rank is preempted");
-        let told = any(&asking, f64::from(u8::from(mine)))?;
+        let told = self.learn(group, |state| &mut state.preempted)?;
+        let mut state = self.state();
+        let regroups = state.regroups == Some(true);
+        if regroups {
+            state.tell_user(group, "save and end, to be started again");
+        }
+        Ok(told || regroups)
+    }
+
+    /// Whether all ranks are to leave for the next group, as they know, or ask each other now.
+    #[track_caller]
+    pub(crate) fn is_regroup_pending(&self, group: &ProcessGroup) -> Result<bool> {
+        let told = self.learn(group, |state| &mut state.regroups)?;
         if told {
-            self.state().hear_of_preemption(true);
+            self.state()
+                .tell_user(group, "go on live in the next group");
         }
         Ok(told)
     }
 
+    /// What windows have told since the last look, which is taken unless it is "yes". Where there was none, ranks ask
+    /// each other.
+    #[track_caller]
+    fn learn(
+        &self,
+        group: &ProcessGroup,
+        told: impl Fn(&mut TriggerState) -> &mut Option<bool>,
+    ) -> Result<bool> {
+        if told(&mut self.state()).is_none() {
+            let mut sum = [self.state().departures(group)];
+            let asking = group.for_purpose("whether ranks are to leave");
+            asking.all_reduce(&mut sum, ReduceOp::Sum)?;
+            self.state().hear_of_departures(sum[0]);
+        }
+        let mut state = self.state();
+        let told = told(&mut state);
+        let is_told = *told == Some(true);
+        *told = is_told.then_some(true);
+        Ok(is_told)
+    }
+
     /// The flag as a summand; it is down afterwards.
     fn take(&self) -> f64 {
-        f64::from(u8::from(std::mem::take(&mut self.state().set)))
+        digit(std::mem::take(&mut self.state().set), 1.0)
     }
 
     fn state(&self) -> MutexGuard<'_, TriggerState> {
@@ -128,10 +166,30 @@ impl Trigger {
 }
 
 impl TriggerState {
-    fn hear_of_preemption(&mut self, of_some_rank: bool) {
-        self.preempted = Some(self.preempted == Some(true) || of_some_rank);
-        if of_some_rank {
+    /// Whether this rank is preempted, and whether it is rank 0 and has a place in a next group, as a summand.
+    fn departures(&mut self, group: &ProcessGroup) -> f64 {
+        let preempted = self.notice.is_given(group.rank());
+        let regroups = group.rank() == 0 && group.has_next_place();
+        digit(preempted, PREEMPTED) + digit(regroups, REGROUPS)
+    }
+
+    /// Notes the same of all ranks.
+    fn hear_of_departures(&mut self, sum: f64) {
+        let preempted = sum % WRITTEN >= PREEMPTED;
+        self.preempted = Some(self.preempted == Some(true) || preempted);
+        self.regroups = Some(self.regroups == Some(true) || sum >= REGROUPS);
+        if preempted {
             self.notice.give();
+        }
+    }
+
+    /// Says once, on rank 0, what the program does.
+    fn tell_user(&mut self, group: &ProcessGroup, what: &str) {
+        if group.rank() == 0 && !std::mem::replace(&mut self.told_user, true) {
+            let ranks = group.world_size();
+            user_message::tell(&format!(
+                "the launcher changes the number of ranks: the {ranks} ranks of now {what}"
+            ));
         }
     }
 }
@@ -142,6 +200,13 @@ const PREEMPTED: f64 = (1_u64 << 20) as f64;
 /// What stands for a checkpoint that is written, which is one rank's to say: more than all preempted ranks, and the sum
 /// is exact.
 const WRITTEN: f64 = (1_u64 << 40) as f64;
+
+/// What stands for a next group, which is rank 0's to say, too.
+const REGROUPS: f64 = (1_u64 << 41) as f64;
+
+fn digit(is_set: bool, place: f64) -> f64 {
+    if is_set { place } else { 0.0 }
+}
 
 /// Whether it is more than 0 on some rank.
 #[track_caller]
@@ -177,14 +242,15 @@ mod tests {
         }
     }
 
-    /// What a window has told: of the flag, of a preemption, of the save.
-    fn told(sum: f64) -> (Option<bool>, Option<bool>, SaveProgress) {
+    /// What a window has told: of the flag, of a preemption, of the save, of a next group.
+    fn told(sum: f64) -> (Option<bool>, Option<bool>, SaveProgress, Option<bool>) {
         let (trigger, save) = (Trigger::default(), Arc::new(WrittenSave::default()));
         let watched: Weak<WrittenSave> = Arc::downgrade(&save);
         trigger.watch(watched);
         trigger.receive(sum);
         let state = trigger.state();
-        (state.told, state.preempted, *save.0.lock().unwrap())
+        let progress = *save.0.lock().unwrap();
+        (state.told, state.preempted, progress, state.regroups)
     }
 
     #[test]
@@ -194,8 +260,14 @@ mod tests {
             for preempted in [0.0, 1.0, ranks] {
                 let sum = flags + preempted * PREEMPTED;
                 let [flag, preempted] = [flags, preempted].map(|ranks| Some(ranks > 0.0));
-                assert_eq!(told(sum), (flag, preempted, SaveProgress::Writing));
-                assert_eq!(told(sum + WRITTEN), (flag, preempted, SaveProgress::Done));
+                for (save, progress) in
+                    [(0.0, SaveProgress::Writing), (WRITTEN, SaveProgress::Done)]
+                {
+                    for (next, regroups) in [(0.0, false), (REGROUPS, true)] {
+                        let expected = (flag, preempted, progress, Some(regroups));
+                        assert_eq!(told(sum + save + next), expected);
+                    }
+                }
             }
         }
     }
@@ -207,10 +279,9 @@ mod tests {
         let passed = passed.with_deadline(SystemTime::now());
         trigger.watch_preemption(passed).unwrap();
         trigger.set();
-        assert_eq!(
-            [trigger.send(0), trigger.send(0)],
-            [1.0 + PREEMPTED, PREEMPTED]
-        );
+        let alone = ProcessGroup::single();
+        let sent = [trigger.send(&alone), trigger.send(&alone)];
+        assert_eq!(sent, [1.0 + PREEMPTED, PREEMPTED]);
         trigger.receive(PREEMPTED);
         trigger.receive(0.0);
         assert_eq!(trigger.state().preempted, Some(true));

@@ -6,4 +6,5 @@
 mod common;
 
 mod local_sgd;
+mod regroup;
 mod sync_batch_norm;

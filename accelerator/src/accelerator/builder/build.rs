@@ -178,6 +178,7 @@ impl AcceleratorBuilder {
         Ok(Accelerator {
             shared: Arc::new(Shared {
                 accumulates: AtomicBool::new(false),
+                builder: self.clone(),
                 checkpoints: Arc::new(CheckpointContext::new(reduction.clone())),
                 context,
                 optimizers: OptimizerCount::default(),

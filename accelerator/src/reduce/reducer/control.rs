@@ -81,7 +81,7 @@ impl Reducer {
             *value = f64::from(u8::from(flag));
         }
         if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
-            *last = trigger.send(self.group.rank());
+            *last = trigger.send(&self.group);
         }
         match self.send_mode {
             SendMode::Nowhere => self.bucket_set.control = Some(control),

@@ -1,0 +1,159 @@
+use core::time::Duration;
+
+use accelerator_collective::NextPlace;
+
+use super::Accelerator;
+use crate::checkpoint::{self, Save};
+use crate::core::error::{Error, Kind, Result};
+
+/// A job whose number of ranks changes while it runs.
+impl Accelerator {
+    /// Whether the launcher has another number of ranks for the job, so that all ranks leave their group by
+    /// [`regroup`](Self::regroup): the same answer on every rank, which stays. Every rank must call it, in the same
+    /// places.
+    ///
+    /// It is "no" where [`preempted`](Self::preempted) is, within an accumulation window for example, and costs the same:
+    /// nothing after a window of gradients, else an all-reduce of one number, which brings both answers. A program that
+    /// asks both asks this first.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// assert!(!accelerator.regroup_pending()?, "no launcher has started this program");
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when ranks have to be asked and one is lost.
+    #[track_caller]
+    pub fn regroup_pending(&self) -> Result<bool> {
+        match self.between_steps() {
+            Some(reduction) => reduction.trigger.is_regroup_pending(self.group()),
+            None => Ok(false),
+        }
+    }
+
+    /// Ends this group as [`finish`](Self::finish) does, and takes this rank's place in the next one, of another size, in
+    /// the same process: after [`regroup_pending`](Self::regroup_pending) has said so, on every rank. `None` where this
+    /// process has no place there: the program ends then, with success.
+    ///
+    /// `parts` are those of [`save_state`](Self::save_state). They go into the memory of rank 0, which stays rank 0, and
+    /// nothing is written. The new accelerator has the settings of the builder of this one, and what it
+    /// [watches](Self::on_preemption). With it, the program prepares its parts anew, and [`resume`](Self::resume) goes on
+    /// from that state, once, in place of the newest checkpoint, on the ranks that have just been started, too: they run
+    /// the program from its beginning. A program that does not resume starts afresh. The launcher's part is in
+    /// `docs/elastic.md`.
+    ///
+    /// - It is a resume at [another number of ranks](Self::resume): a step uses as many samples as before, and the epoch
+    ///   goes on where it stands, with each sample once.
+    /// - [`PerRank`](crate::checkpoint::PerRank) values go to the ranks of the same numbers. Where there is no such rank any
+    ///   more, the value is lost; a new rank keeps what it passes.
+    /// - Hooks of [`Checkpoints`](crate::checkpoint::Checkpoints) do not run, neither here nor when it is resumed. The
+    ///   accumulation steps are the builder's again. A trace is that of the last group.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use accelerator::collective::Launch;
+    /// # use accelerator::collective::rendezvous::StoreServer;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::{Device, Tensor, TensorData};
+    /// # struct Rows;
+    /// # impl Batcher<f32, Tensor<2>> for Rows {
+    /// #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+    /// #         let shape = [items.len(), 1];
+    /// #         Tensor::from_data(TensorData::new(items, shape), device)
+    /// #     }
+    /// # }
+    ///
+    /// fn main() -> Result<()> {
+    /// #     // What a launcher does, for one process.
+    /// #     let stores = [(); 2].map(|()| StoreServer::bind(("127.0.0.1", 0), 1, None).unwrap());
+    /// #     let told = |store: &StoreServer| {
+    /// #         let port = store.local_addr().port().to_string();
+    /// #         let told = [
+    /// #             ("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"),
+    /// #             ("ACCEL_PORT", &port), ("ACCEL_STORE", "launcher"), ("ACCEL_ELASTIC", "running"),
+    /// #         ];
+    /// #         told.map(|(name, value)| (name.to_owned(), value.to_owned()))
+    /// #     };
+    /// #     let first = told(&stores[0]);
+    /// #     let found = |name: &str| first.iter().find(|told| told.0 == name).map(|told| told.1.clone());
+    /// #     let launch = Launch::from_vars(found).unwrap();
+    /// #     let accelerator = Accelerator::builder().launched_as(launch).build()?;
+    /// #     stores[0].tell_next_place(0, told(&stores[1]));
+    /// #     let mut accelerator = accelerator;
+    /// #     let mut groups = 1;
+    /// #     #[cfg(any())]
+    ///     let mut accelerator = Accelerator::new()?;
+    ///     while let Some(next) = train(&accelerator)? {
+    ///         accelerator = next;
+    /// #         groups += 1;
+    ///     }
+    /// #     assert_eq!(groups, 2);
+    ///     Ok(())
+    /// }
+    ///
+    /// /// Trains until the end, or until the number of ranks changes.
+    /// fn train(accelerator: &Accelerator) -> Result<Option<Accelerator>> {
+    /// #     let dataset = InMemDataset::new(vec![0.5_f32; 40]);
+    /// #     let train = LoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+    /// #     let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
+    ///     // Model, optimizer and loader as ever.
+    ///     let parts = accelerator.prepare((model, SgdConfig::new().init(), train))?;
+    ///     let ((mut model, mut optimizer, train), position) = accelerator.resume("runs/a", parts)?;
+    ///     for epoch in position.epoch()..3 {
+    ///         for batch in train.epoch(epoch) {
+    ///             let batch = batch?;
+    /// #             let loss = model.forward((*batch).clone()).powi_scalar(2).mean();
+    ///             let gradients = accelerator.backward(loss, &model, &batch)?;
+    ///             model = optimizer.step(1e-2, model, gradients);
+    ///             if accelerator.regroup_pending()? {
+    ///                 return accelerator.regroup((&model, &optimizer, &train));
+    ///             }
+    ///         }
+    ///     }
+    /// #     assert_eq!(optimizer.steps(), 30);
+    ///     accelerator.finish()?;
+    ///     Ok(None)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) where [`regroup_pending`](Self::regroup_pending) has not said so. Those of
+    /// [`save_state`](Self::save_state) but for files, of [`finish`](Self::finish) and of
+    /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build). [`Error::is_collective`](crate::Error::is_collective)
+    /// where the launcher tells no place within a minute, or rank 0 another one than rank 0.
+    #[track_caller]
+    pub fn regroup<K>(&self, parts: impl Save<K>) -> Result<Option<Self>> {
+        if !self.shared.reduction.trigger.has_told_of_regroup() {
+            return Err(Error::misuse(
+                "`regroup` is for where `regroup_pending` has said that there is a next group, on all ranks",
+            ));
+        }
+        let live = checkpoint::keep(&self.shared.checkpoints, parts)?;
+        let place = self.group().next_place(PLACE_TIMEOUT)?;
+        let leads = matches!(&place, NextPlace::Join(launch) if launch.topology.is_main());
+        if self.is_main_process() && !leads {
+            return Err(Error::new(
+                Kind::Collective,
+                "rank 0 holds the state of the training, and the launcher has not made it rank 0 of the next group",
+            ));
+        }
+        self.finish()?;
+        let NextPlace::Join(launch) = place else {
+            return Ok(None);
+        };
+        let next = self.shared.builder.clone().launched_as(*launch).build()?;
+        let trigger = &self.shared.reduction.trigger;
+        trigger.hand_over_to(&next.shared.reduction.trigger);
+        next.shared.checkpoints.go_on_from(live);
+        tracing::info!(before = %self.topology(), now = %next.topology(), "joined the next group");
+        Ok(Some(next))
+    }
+}
+
+/// The launcher tells all ranks at about the same time.
+const PLACE_TIMEOUT: Duration = Duration::from_secs(60);
