@@ -1,6 +1,7 @@
 //! Every fault in every operation over every transport, as a table: see [`accelerator_tests::matrix`].
 //!
-//! With `--sample`, every fault in every place once, over one transport after the other.
+//! With `--sample`, every fault in every place once, over one transport after the other. Faults of hosts need networks,
+//! which `tests/hosts/faults` makes; it takes the same arguments.
 //!
 //! ```text
 //! cargo run --release -p accelerator-tests --bin matrix -- --report tests/FAULTS.md
@@ -18,6 +19,7 @@ fn main() -> ExitCode {
         ["rank", operation, fault] => matrix::rank(operation, fault),
         ["threads", operation, fault] => matrix::threads(operation, fault),
         ["--sample"] => matrix::sample(),
+        ["--sample-of-hosts"] => matrix::sample_of_hosts(),
         ["--report", path, ref filter @ ..] => matrix::run(Some(&PathBuf::from(path)), filter),
         ref filter => matrix::run(None, filter),
     }

@@ -51,6 +51,7 @@ pub(super) fn run(way: Way, operation: &'static str, fault: Fault) -> Verdict {
             command.args(["threads", operation, fault.name()]);
             run_all(std::iter::once(command))
         }
+        Way::Hosts => return Verdict::Failed("no network for its hosts".to_owned()),
     };
     if let Err(why) = nothing_is_left(&sign) {
         return Verdict::Failed(format!("{why}\n{}", output(&ended)));
@@ -61,7 +62,7 @@ pub(super) fn run(way: Way, operation: &'static str, fault: Fault) -> Verdict {
     }
 }
 
-fn plan(operation: &str, fault: Fault) -> String {
+pub(super) fn plan(operation: &str, fault: Fault) -> String {
     let Some(action) = fault.action() else {
         return String::new();
     };
@@ -125,6 +126,7 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
         let wanted = match way {
             Way::Plain(transport) | Way::Launched(transport) => transport.name(),
             Way::Threads => "threads",
+            Way::Hosts => "hierarchical",
         };
         if seen.transport.as_ref().is_some_and(|found| found != wanted) {
             return Err(format!("rank {survivor}: not over {wanted}: {seen:?}"));

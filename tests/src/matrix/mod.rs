@@ -2,8 +2,9 @@
 //!
 //! A job of three ranks, or of two hosts with two each, calls one operation again and again. In one call rank 1 suffers a fault,
 //! and the survivors have to end with a typed error that names it, inside the deadline. A cell that
-//! cannot be is marked `n/a` with its reason.
+//! cannot be is marked `n/a` with its reason. Over namespaces, it is a host that suffers: see `hosts/`.
 
+mod hosts;
 mod job;
 mod rank;
 mod report;
@@ -14,6 +15,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use hosts::HostFault;
 pub use rank::{rank, threads};
 
 /// How the ranks are connected and started.
@@ -25,6 +27,8 @@ pub(crate) enum Way {
     Launched(Transport),
     /// Threads of one process.
     Threads,
+    /// Processes on hosts that are network namespaces, each with its own `accel-launch`.
+    Hosts,
 }
 
 /// What connects the processes of a job.
@@ -37,7 +41,7 @@ pub(crate) enum Transport {
     Hierarchical,
 }
 
-/// What happens to rank 1.
+/// What happens to rank 1, or to a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     Kill,
@@ -49,13 +53,14 @@ pub(crate) enum Fault {
     Slow,
     DropConnection,
     CorruptFrame,
+    OfHost(HostFault),
 }
 
 /// Where it happens: in an operation of the group, or before there is one.
 ///
 /// Where a name ends with `_within`, it happens behind the first data of a collective of several
-/// steps; `op=5 within` in the words of a plan.
-pub(crate) const OPERATIONS: [&str; 24] = [
+/// steps; `op=5 within` in the words of a plan. `leave` is a broadcast by rank 1, after which all ranks leave.
+pub(crate) const OPERATIONS: [&str; 25] = [
     "rendezvous",
     "connect",
     "all_reduce",
@@ -80,9 +85,11 @@ pub(crate) const OPERATIONS: [&str; 24] = [
     "broadcast_object",
     "barrier",
     "idle",
+    "leave",
 ];
 
-pub(crate) const FAULTS: [Fault; 9] = [
+/// What can happen to a rank.
+pub(crate) const RANK_FAULTS: [Fault; 9] = [
     Fault::Kill,
     Fault::Segv,
     Fault::Exit,
@@ -94,13 +101,14 @@ pub(crate) const FAULTS: [Fault; 9] = [
     Fault::CorruptFrame,
 ];
 
-pub(crate) const WAYS: [Way; 6] = [
+pub(crate) const WAYS: [Way; 7] = [
     Way::Plain(Transport::Shm),
     Way::Launched(Transport::Shm),
     Way::Plain(Transport::Tcp),
     Way::Launched(Transport::Tcp),
     Way::Plain(Transport::Hierarchical),
     Way::Threads,
+    Way::Hosts,
 ];
 
 /// The rank that suffers; the second of the first host where there are several.
@@ -134,6 +142,10 @@ pub(crate) enum Verdict {
     Named {
         seconds: f64,
     },
+    /// The job succeeded, so many seconds after the fault.
+    Survived {
+        seconds: f64,
+    },
     NotApplicable(&'static str),
     Failed(String),
 }
@@ -148,14 +160,15 @@ pub fn run(report: Option<&Path>, filter: &[&str]) -> ExitCode {
     run_cells(report, &all().filter(wanted).collect::<Vec<_>>())
 }
 
-/// Runs every fault in every place once, over one way after the other.
+/// Runs every fault of a rank in every place once, over one way after the other.
 pub fn sample() -> ExitCode {
-    let places = OPERATIONS.into_iter().enumerate();
-    let cells = places.flat_map(|(row, operation)| {
-        let faults = FAULTS.into_iter().enumerate();
+    let places = OPERATIONS[..OPERATIONS.len() - 1].iter().enumerate();
+    let ways = WAYS.into_iter().filter(|way| *way != Way::Hosts);
+    let cells = places.flat_map(|(row, &operation)| {
+        let ways = ways.clone();
+        let faults = RANK_FAULTS.into_iter().enumerate();
         faults.filter_map(move |(column, fault)| {
-            let ways = WAYS.into_iter().cycle().skip(row + column);
-            let mut ways = ways.take(WAYS.len());
+            let mut ways = ways.clone().cycle().skip(row + column).take(WAYS.len());
             let way = ways.find(|way| impossible(*way, operation, fault).is_none())?;
             Some((way, operation, fault))
         })
@@ -163,26 +176,56 @@ pub fn sample() -> ExitCode {
     run_cells(None, &cells.collect::<Vec<_>>())
 }
 
+/// Runs one fault of a host in every place, one after the other, and all of them where ranks leave.
+pub fn sample_of_hosts() -> ExitCode {
+    let faults = hosts::FAULTS.into_iter().cycle();
+    let places = OPERATIONS[..OPERATIONS.len() - 1].iter().copied();
+    let places = places.zip(faults);
+    let last = hosts::FAULTS.map(|fault| (OPERATIONS[OPERATIONS.len() - 1], fault));
+    let cells = places
+        .chain(last)
+        .map(|(operation, fault)| (Way::Hosts, operation, Fault::OfHost(fault)));
+    run_cells(None, &cells.collect::<Vec<_>>())
+}
+
 fn all() -> impl Iterator<Item = (Way, &'static str, Fault)> {
     WAYS.into_iter().flat_map(|way| {
-        OPERATIONS
-            .into_iter()
-            .flat_map(move |operation| FAULTS.into_iter().map(move |fault| (way, operation, fault)))
+        way.operations().iter().flat_map(move |&operation| {
+            let faults = way.faults().into_iter();
+            faults.map(move |fault| (way, operation, fault))
+        })
     })
 }
 
 fn run_cells(report: Option<&Path>, todo: &[(Way, &'static str, Fault)]) -> ExitCode {
     let before = job::files_in_memory();
+    let networks = hosts::networks();
+    let is_possible = |cell: &&(Way, _, _)| cell.0 != Way::Hosts || !networks.is_empty();
+    let (todo, skipped): (Vec<_>, Vec<_>) = todo.iter().partition(is_possible);
+    if !skipped.is_empty() {
+        eprintln!(
+            "SKIPPED: {} cells over hosts: tests/hosts/faults makes the networks that they need",
+            skipped.len()
+        );
+    }
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
-            scope.spawn(|| {
-                while let Some(&(way, operation, fault)) =
+        for worker in 0..AT_ONCE {
+            let network = networks.get(worker);
+            if network.is_none() && !networks.is_empty() {
+                break;
+            }
+            let (todo, next, done) = (&todo, &next, &done);
+            scope.spawn(move || {
+                while let Some(&&(way, operation, fault)) =
                     todo.get(next.fetch_add(1, Ordering::Relaxed))
                 {
-                    let verdict = match impossible(way, operation, fault) {
-                        Some(reason) => Verdict::NotApplicable(reason),
-                        None => job::run(way, operation, fault),
+                    let verdict = match (impossible(way, operation, fault), fault, network) {
+                        (Some(reason), ..) => Verdict::NotApplicable(reason),
+                        (None, Fault::OfHost(fault), Some(network)) => {
+                            hosts::run(network, operation, fault)
+                        }
+                        _ => job::run(way, operation, fault),
                     };
                     if let Verdict::Failed(why) = &verdict {
                         eprintln!("FAILED {}/{operation}/{}: {why}", way.name(), fault.name());
@@ -206,6 +249,8 @@ fn run_cells(report: Option<&Path>, todo: &[(Way, &'static str, Fault)]) -> Exit
     let text = report::table(&cells);
     match report {
         Some(path) => {
+            let old = std::fs::read_to_string(path).unwrap_or_default();
+            let text = report::with_sections_of(&old, &text);
             if let Err(error) = std::fs::write(path, &text) {
                 eprintln!("{}: {error}", path.display());
                 return ExitCode::FAILURE;
@@ -266,6 +311,7 @@ impl Way {
             Self::Plain(transport) => transport.name().to_owned(),
             Self::Launched(transport) => format!("launched-{}", transport.name()),
             Self::Threads => "threads".to_owned(),
+            Self::Hosts => "hosts".to_owned(),
         }
     }
 
@@ -274,6 +320,23 @@ impl Way {
             Self::Plain(transport) => format!("{}, without a launcher", transport.title()),
             Self::Launched(transport) => format!("{}, under `accel-launch`", transport.title()),
             Self::Threads => "Threads of one process".to_owned(),
+            Self::Hosts => "Hosts, each with its own `accel-launch`".to_owned(),
+        }
+    }
+
+    /// The operations there. What is on its way when a rank leaves is lost between hosts only.
+    pub(crate) fn operations(self) -> &'static [&'static str] {
+        match self {
+            Self::Hosts => &OPERATIONS,
+            _ => &OPERATIONS[..OPERATIONS.len() - 1],
+        }
+    }
+
+    /// What can happen there.
+    pub(crate) fn faults(self) -> Vec<Fault> {
+        match self {
+            Self::Hosts => hosts::FAULTS.map(Fault::OfHost).to_vec(),
+            _ => RANK_FAULTS.to_vec(),
         }
     }
 
@@ -329,12 +392,13 @@ impl Fault {
             Self::Slow => "slow",
             Self::DropConnection => "drop-connection",
             Self::CorruptFrame => "corrupt-frame",
+            Self::OfHost(fault) => fault.name(),
         }
     }
 
     pub(crate) fn of(name: &str) -> Self {
-        FAULTS
-            .into_iter()
+        let mut faults = WAYS.into_iter().flat_map(Way::faults);
+        faults
             .find(|fault| fault.name() == name)
             .unwrap_or_else(|| panic!("unknown fault {name}"))
     }
@@ -345,6 +409,8 @@ impl Fault {
             Self::Exit => Some("exit 3"),
             Self::Return => None,
             Self::Slow => Some("slow 5s"),
+            // It strikes meanwhile.
+            Self::OfHost(_) => Some("slow 1s"),
             other => Some(other.name()),
         }
     }
@@ -385,6 +451,7 @@ impl Fault {
             (Self::Stop, _) => &["silent for"],
             (Self::Slow, _) => &["waited"],
             (Self::CorruptFrame, _) => &["a wrong checksum"],
+            (Self::OfHost(fault), _) => fault.words(),
             // Cut off, its process ends, and the launcher tells that.
             (Self::DropConnection, _) if launched => &["its connection", "ended with exit code 1"],
             (Self::DropConnection, _) => &["its connection"],

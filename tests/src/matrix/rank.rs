@@ -52,8 +52,9 @@ pub fn rank(operation: &str, fault: &str) -> ExitCode {
     };
     let number = launch.topology.rank();
     println!("STARTED {number} {}", std::process::id());
-    match ProcessGroup::connect(&launch, &options()) {
-        Ok(group) => live(&group, operation, Fault::of(fault)),
+    let fault = Fault::of(fault);
+    match ProcessGroup::connect(&launch, &options(fault)) {
+        Ok(group) => return live(&group, operation, fault),
         Err(error) => {
             let seen = Seen::new(number, Some(&error), None, started.elapsed());
             print(&seen);
@@ -66,7 +67,7 @@ pub fn rank(operation: &str, fault: &str) -> ExitCode {
 /// All ranks of a cell as threads.
 pub fn threads(operation: &str, fault: &str) -> ExitCode {
     let fault = Fault::of(fault);
-    let groups = ProcessGroup::threads(Way::Threads.world_size(), &options())
+    let groups = ProcessGroup::threads(Way::Threads.world_size(), &options(fault))
         .unwrap_or_else(|e| panic!("{e}"));
     std::thread::scope(|scope| {
         for group in groups {
@@ -76,18 +77,30 @@ pub fn threads(operation: &str, fault: &str) -> ExitCode {
     ExitCode::FAILURE
 }
 
-fn options() -> GroupOptions {
+fn options(fault: Fault) -> GroupOptions {
+    if let Fault::OfHost(_) = fault {
+        // Silence is found as where nobody sets a timeout.
+        return GroupOptions::new()
+            .with_connect_timeout(5 * CONNECT)
+            .with_progress_timeout(10 * PROGRESS);
+    }
     GroupOptions::new()
         .with_connect_timeout(CONNECT)
         .with_liveness_timeout(LIVENESS)
         .with_progress_timeout(PROGRESS)
 }
 
-fn live(group: &ProcessGroup, operation: &str, fault: Fault) {
+/// Calls the operation again and again; success where nothing goes wrong.
+fn live(group: &ProcessGroup, operation: &str, fault: Fault) -> ExitCode {
     let rank = group.rank();
-    for number in 0.. {
-        if rank == CULPRIT && number == OPERATION && fault == Fault::Return {
-            return;
+    let mut number = 0;
+    loop {
+        if rank == CULPRIT && number == OPERATION {
+            match fault {
+                Fault::Return => return ExitCode::FAILURE,
+                Fault::OfHost(_) => println!("PAUSES"),
+                _ => {}
+            }
         }
         let mut started = Instant::now();
         let outcome = if operation == "idle" && number == OPERATION {
@@ -99,13 +112,21 @@ fn live(group: &ProcessGroup, operation: &str, fault: Fault) {
             let took = started.elapsed();
             let later = call(group, "barrier").err();
             print(&Seen::new(rank, Some(&error), later.as_ref(), took).over(group));
-            return;
+            return ExitCode::FAILURE;
         }
-        if number > OPERATION + 3 {
-            // The fault did not strike, or nobody noticed.
+        let last = match operation {
+            "leave" => OPERATION,
+            _ => OPERATION + 4,
+        };
+        if number >= last {
+            // The fault did not strike, nobody noticed, or it was survived.
             print(&Seen::new(rank, None, None, started.elapsed()).over(group));
-            return;
+            return match group.close() {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            };
         }
+        number += 1;
     }
 }
 
@@ -146,6 +167,8 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
         }
         "broadcast" => group.broadcast(&mut [rank as u64; 1000], 0),
         "broadcast_from_culprit" => group.broadcast(&mut [rank as u64; 1000], CULPRIT),
+        // Rank 1 pauses before the second chunk, which is small enough to be in no one's way.
+        "leave" => group.broadcast(&mut vec![rank as u8; 300_000], CULPRIT),
         "all_gather" => group.all_gather(&[rank as u64; 1000]).map(drop),
         "all_gather_varied" => group.all_gather_varied(&vec![1_u8; 1000 * rank]).map(drop),
         "all_gather_parts" | "all_gather_parts_within" => {

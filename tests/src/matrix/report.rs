@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{ALLOWANCE, CONNECT, Cell, FAULTS, LIVENESS, OPERATIONS, PROGRESS, Verdict, WAYS};
+use super::{ALLOWANCE, CONNECT, Cell, LIVENESS, PROGRESS, Verdict, WAYS, Way};
 
 pub(super) fn table(cells: &[Cell]) -> String {
     let mut text = format!(
@@ -27,18 +27,20 @@ pub(super) fn table(cells: &[Cell]) -> String {
         if of_way.is_empty() {
             continue;
         }
-        let names: Vec<&str> = FAULTS.iter().map(|fault| fault.name()).collect();
+        let faults = way.faults();
+        let names: Vec<&str> = faults.iter().map(|fault| fault.name()).collect();
         let _ = write!(
             text,
-            "\n## {}\n\n| operation | {} |\n|---|{}\n",
+            "\n## {}\n\n{}| operation | {} |\n|---|{}\n",
             way.title(),
+            introduction(way),
             names.join(" | "),
             "---|".repeat(names.len())
         );
         let mut reasons: Vec<&str> = Vec::new();
-        for operation in OPERATIONS {
+        for &operation in way.operations() {
             let mut row = format!("| {operation} |");
-            for fault in FAULTS {
+            for &fault in &faults {
                 let cell = of_way
                     .iter()
                     .find(|cell| cell.operation == operation && cell.fault == fault);
@@ -46,6 +48,9 @@ pub(super) fn table(cells: &[Cell]) -> String {
                     None => row.push_str("  |"),
                     Some(Verdict::Named { seconds }) => {
                         let _ = write!(row, " {seconds:.2} |");
+                    }
+                    Some(Verdict::Survived { seconds }) => {
+                        let _ = write!(row, " goes on, {seconds:.2} |");
                     }
                     Some(Verdict::NotApplicable(reason)) => {
                         let number = reasons.iter().position(|known| known == reason);
@@ -67,4 +72,44 @@ pub(super) fn table(cells: &[Cell]) -> String {
         }
     }
     text
+}
+
+/// `new`, with the sections of `old` for ways of which no cell was run.
+pub(super) fn with_sections_of(old: &str, new: &str) -> String {
+    let section = |text: &str, way: Way| {
+        let begin = text.find(&format!("\n## {}\n", way.title()))?;
+        let rest = &text[begin + 1..];
+        let end = rest.find("\n## ").map_or(rest.len(), |end| end + 1);
+        Some(format!("\n{}", rest[..end].trim_end_matches('\n')))
+    };
+    let head = new.split("\n## ").next().unwrap_or_default();
+    let mut text = head.trim_end().to_owned();
+    text.push('\n');
+    for way in WAYS {
+        if let Some(section) = section(new, way).or_else(|| section(old, way)) {
+            text.push_str(&section);
+            text.push('\n');
+        }
+    }
+    text
+}
+
+/// What is to be known of a way, before its table.
+fn introduction(way: Way) -> &'static str {
+    match way {
+        Way::Hosts => {
+            "Written by `tests/hosts/faults --report tests/FAULTS.md hosts/`. Three hosts with 1, 2 and 1 ranks are network \
+             namespaces, each with its own `accel-launch --node-rank`. Host 1, or host 0 where a fault ends with `-0`, \
+             suffers while rank 1 pauses for a second in the operation: its launcher is killed (`kill-agent`), all of its \
+             processes at once (`kill-all`), its link is down for good (`cut`) or for 3 s (`cut-3s`), a tenth of the packets \
+             to it is lost (`loss`), its link has 2 Mbit/s, so packets wait (`delay`). All timeouts that find the dead are \
+             the defaults; the silence for which a host is lost is 5 s.\n\n\
+             A time is from the fault until the last of these has been shown: the ranks of the other hosts name the host, a \
+             rank of it, the cause and the operation; the launchers of the other hosts name it with its ranks, and \
+             end with exit code 75; a host that is cut off names host 0, and ends with 75. Where host 0 is lost, the others \
+             end their ranks at once, and name it. `goes on`: no rank sees an error, and the job has succeeded after that \
+             time. In every cell nothing is left on any host. A cell fails 1.5 s after its deadline: 1 s for a death, 5 s for a link.\n\n"
+        }
+        _ => "",
+    }
 }

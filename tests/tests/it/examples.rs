@@ -2,7 +2,9 @@
 
 use std::process::Command;
 
-use accelerator_tests::processes::{Ended, example, run_ranks, run_with, wait_until};
+use accelerator_tests::processes::{
+    Ended, example, launcher, run_all, run_ranks, run_with, wait_until,
+};
 
 /// Runs an example on one process and on two. Each rank says, in its last line,
 /// `rank 0: loss 2.1 in the first tenth, 0.4 in the last`: the figure falls by 30 % at least, and is the
@@ -284,4 +286,29 @@ fn resumable_saves_and_leaves_on_a_signal() {
         assert!(kill.arg(pid.to_string()).status().unwrap().success());
     });
     assert_eq!(ended.status.code(), Some(75), "{}", ended.stderr);
+}
+
+/// The launcher takes a slot for lost, whose process failed twice, and tries it again.
+#[test]
+fn resumable_goes_on_live_when_a_process_is_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(launcher());
+    command
+        .args(["-n", "2:3", "--restart-delay", "0", "--regrow-after", "1"])
+        .arg(example("resumable"))
+        .args(["--limit", "800", "--batch-size", "8", "--checkpoints"])
+        .arg(folder.path())
+        .env(
+            "ACCEL_FAULTS",
+            "rank=2 step=3 kill; rank=2 restart=1 step=5 kill",
+        );
+    let Ended {
+        status,
+        stdout,
+        stderr,
+    } = run_all(std::iter::once(command)).remove(0);
+    assert!(status.success(), "{stdout}\n{stderr}");
+    assert!(stdout.contains("by the group before"), "{stdout}\n{stderr}");
+    assert!(stdout.contains("epoch 2 validation"), "{stdout}");
+    assert!(!stderr.contains("restart 3"), "{stderr}");
 }

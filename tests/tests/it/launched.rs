@@ -75,6 +75,74 @@ fn a_program_that_is_a_rank_already_starts_none() {
 }
 
 #[test]
+fn a_token_for_jobs_on_several_hosts_is_in_no_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("token");
+    accelerator_collective::rendezvous::Token::generate()
+        .unwrap()
+        .write_file(&token)
+        .unwrap();
+    let ended = program(&["launch-processes", "2", "work"])
+        .env("ACCEL_TOKEN_FILE", token)
+        .output();
+    assert_eq!(ranks(&ended.unwrap()), 2);
+}
+
+/// How many ranks a program says it has run.
+fn ranks(ended: &Output) -> usize {
+    let stdout = String::from_utf8_lossy(&ended.stdout);
+    assert!(ended.status.success(), "{ended:?}");
+    let lines = stdout.lines().filter(|line| line.starts_with("rank in "));
+    lines.count()
+}
+
+#[test]
+fn processes_that_mpirun_has_started_are_the_ranks() {
+    let port = std::net::TcpListener::bind(("127.0.0.1", 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
+        .to_string();
+    let processes = ["0", "1"].map(|rank| {
+        let place = [
+            ("OMPI_COMM_WORLD_RANK", rank),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", rank),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &port),
+        ];
+        program(&["launch-processes", "3", "work"])
+            .envs(place)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    let ended = processes.map(|process| process.wait_with_output().unwrap());
+    assert_eq!(ended.each_ref().map(ranks), [1, 1]);
+}
+
+#[test]
+fn a_process_that_is_alone_in_a_step_starts_ranks() {
+    let place = [
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_PROCID", "0"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_NODEID", "0"),
+        ("SLURM_NTASKS", "1"),
+        ("SLURM_STEP_NUM_TASKS", "1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "1"),
+        ("SLURM_STEP_NODELIST", "localhost"),
+    ];
+    let ended = program(&["launch-processes", "2", "work"])
+        .envs(place)
+        .output();
+    assert_eq!(ranks(&ended.unwrap()), 2);
+}
+
+#[test]
 fn ranks_end_with_a_program_that_is_killed() {
     let mut parent = program(&["launch-processes", "2", "sleep"])
         .stdout(Stdio::piped())

@@ -144,6 +144,28 @@ fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
     }
 }
 
+/// The program knows preemptions, and no live change: it saves, and is started again.
+#[test]
+fn a_job_that_has_a_slot_back_goes_on_with_more_ranks_and_misses_no_sample() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = TrainingJob {
+        // The job is not over when the process is back.
+        pause_ms: 400,
+        ..job(folder.path(), 0.0, OptimizerKind::Sgd)
+    };
+    let faults = "rank=2 step=1 kill; rank=2 restart=1 step=1 kill";
+    let options = ["-n", "2:3", "--restart-delay", "0", "--regrow-after", "1"];
+    let ended = launch(&options, &job, faults);
+    let regrown = result(&job, &ended);
+    assert_eq!(
+        (regrown.restarts, regrown.world_size),
+        (3, 3),
+        "{}",
+        ended.stderr
+    );
+    assert_exact(folder.path(), &job);
+}
+
 /// Nothing but checkpoints and `latest`: drafts of dead processes are swept by the next save.
 fn assert_only_checkpoints(folder: &Path) {
     for entry in std::fs::read_dir(folder).unwrap() {

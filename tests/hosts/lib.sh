@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Hosts that are network namespaces of this machine, and their faults. To be sourced, or run as
+# `lib.sh FUNCTION ARGUMENT...`.
+#
+# The hosts h1, h2, ... of a network NET are the namespaces NET-h1, NET-h2, ... at 10.77.0.1 and fd77::1, .2 and ::2, ..., on a bridge in the
+# namespace NET-sw. A machine may have several networks: they do not see one another. NET is short, since interfaces are
+# named by it.
+
+# Fails, and says why, where there can be no hosts.
+net_possible() {
+    if ! command -v ip >/dev/null; then
+        echo 'there is no ip (iproute2)'
+    elif [ "$(id -u)" != 0 ] || ! unshare --net true 2>/dev/null; then
+        echo 'network namespaces need root'
+    else
+        return 0
+    fi
+    return 1
+}
+
+# net_up NET COUNT
+net_up() {
+    local net=$1 count=$2 i
+    ip netns add "$net-sw" || return 1
+    ip -n "$net-sw" link set lo up
+    ip -n "$net-sw" link add br0 type bridge || return 1
+    ip -n "$net-sw" addr add 10.77.0.254/24 dev br0
+    ip -n "$net-sw" addr add fd77::fe/64 dev br0 nodad
+    ip -n "$net-sw" link set br0 up
+    net_names "$net" sw "$count"
+    for i in $(seq "$count"); do
+        ip netns add "$net-h$i" || return 1
+        ip -n "$net-h$i" link set lo up
+        ip link add "$net-v$i" netns "$net-sw" type veth peer name eth0 netns "$net-h$i" || return 1
+        ip -n "$net-sw" link set "$net-v$i" master br0 up
+        ip -n "$net-h$i" addr add "10.77.0.$i/24" dev eth0
+        ip -n "$net-h$i" addr add "fd77::$i/64" dev eth0 nodad
+        ip -n "$net-h$i" link set eth0 up
+        net_names "$net" "h$i" "$count"
+    done
+}
+
+# net_down NET: ends what runs there, and takes it away.
+net_down() {
+    local net=$1 name pid
+    for name in $(ip netns list 2>/dev/null | cut -d' ' -f1); do
+        [[ $name = "$net-sw" || $name =~ ^"$net"-h[0-9]+$ ]] || continue
+        # Whatever runs in our namespaces is ours.
+        for pid in $(ip netns pids "$name" 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
+        ip netns del "$name" 2>/dev/null
+        rm -rf "/etc/netns/$name"
+    done
+}
+
+# net_names NET NAME COUNT: the host file that a namespace sees.
+net_names() {
+    local i
+    mkdir -p "/etc/netns/$1-$2"
+    { echo 127.0.0.1 localhost n1 n2 n3; for i in $(seq "$3"); do echo "10.77.0.$i host$i"; done; } \
+        >"/etc/netns/$1-$2/hosts"
+}
+
+# on NET HOST COMMAND...: replaces this shell by a command on a host, which has a host name of its own.
+on() {
+    exec ip netns exec "$1-$2" unshare --uts sh -c 'hostname "host${0#h}"; exec "$@"' "${@:2}"
+}
+
+# strike NET HOST FAULT: lets a host or its link fail, and `heal` again.
+strike() {
+    local net=$1 host=$2 link="$1-v${2#h}"
+    case $3 in
+    # Every process of the host at once.
+    kill) ip netns pids "$net-$host" | xargs -r kill -9 2>/dev/null || true ;;
+    # Its link is down, and up again.
+    cut) ip -n "$net-sw" link set "$link" down ;;
+    mend) ip -n "$net-sw" link set "$link" up ;;
+    # One packet of ten is lost.
+    loss)
+        ip netns exec "$net-$host" "$(net_iptables)" -A INPUT -i eth0 -m statistic --mode random --probability 0.1 -j DROP
+        ;;
+    # A link of 50 Mbit/s: packets wait in line, for up to 160 ms.
+    delay)
+        ip netns exec "$net-sw" tc qdisc replace dev "$link" root tbf rate 50mbit burst 16kb limit 1mb &&
+            ip netns exec "$net-$host" tc qdisc replace dev eth0 root tbf rate 50mbit burst 16kb limit 1mb
+        ;;
+    # Its link is as it was at first.
+    heal)
+        strike "$net" "$host" mend
+        ip netns exec "$net-sw" tc qdisc del dev "$link" root 2>/dev/null
+        ip netns exec "$net-$host" tc qdisc del dev eth0 root 2>/dev/null
+        [ -z "$(net_iptables)" ] || ip netns exec "$net-$host" "$(net_iptables)" -F INPUT
+        ;;
+    *) echo "unknown fault of a host: $3" >&2; return 2 ;;
+    esac
+}
+
+# The older of the two programs of that name, where both are there: it needs less of the kernel.
+net_iptables() { command -v iptables-legacy || command -v iptables; }
+
+# left NET: the processes that run on its hosts, a line each.
+left() {
+    local name pid
+    for name in $(ip netns list | cut -d' ' -f1 | grep -E "^$1-h[0-9]+$"); do
+        for pid in $(ip netns pids "$name"); do
+            echo "${name#"$1-"}: $(cat "/proc/$pid/comm" 2>/dev/null) (pid $pid)"
+        done
+    done
+}
+
+# install_missing PROGRAM PACKAGE...: installs the packages of programs that are missing, where that is possible here.
+install_missing() {
+    local missing=()
+    while [ $# -gt 1 ]; do
+        command -v "$1" >/dev/null || [ -x "/usr/sbin/$1" ] || missing+=("$2")
+        shift 2
+    done
+    [ ${#missing[@]} = 0 ] && return
+    if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
+        echo "not installed, and not to be installed here: ${missing[*]}" >&2
+        return
+    fi
+    local package said
+    timeout 120 apt-get update -qq >/dev/null 2>&1
+    for package in "${missing[@]}"; do
+        said=$(DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends "$package" 2>&1) ||
+            echo "apt-get cannot install $package: $(tail -n 1 <<<"$said")" >&2
+    done
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then "$@"; fi
