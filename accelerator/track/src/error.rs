@@ -1,0 +1,131 @@
+//! The error of this crate.
+
+use std::error::Error as StdError;
+use std::path::Path;
+use std::sync::Arc;
+use std::{fmt, io};
+
+/// The result of this crate's functions.
+///
+/// ```
+/// use accelerator_track::RunHistory;
+///
+/// fn steps(folder: &str) -> accelerator_track::Result<Option<u64>> {
+///     Ok(RunHistory::read(folder)?.last_step())
+/// }
+/// assert!(steps("no/such/run").unwrap_err().is_not_found());
+/// ```
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a run, an artifact or a sink could not be written or read.
+///
+/// The message says what was expected, what was found, where, and what to do; the predicates distinguish causes;
+/// [`source`](StdError::source) is the error below. Cloning is cheap.
+///
+/// ```
+/// use accelerator_track::RunHistory;
+///
+/// let error = RunHistory::read("no/such/run").unwrap_err();
+/// assert!(error.is_not_found() && !error.is_corrupt());
+/// ```
+#[derive(Clone, Debug)]
+pub struct Error(Arc<Inner>);
+
+impl Error {
+    /// Whether a run, an artifact or a file is not there.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        self.0.kind == Kind::NotFound
+    }
+
+    /// Whether a journal or an artifact is not what was written.
+    #[must_use]
+    pub fn is_corrupt(&self) -> bool {
+        self.0.kind == Kind::Corrupt
+    }
+
+    /// Whether a journal was written in a format that this version does not know.
+    #[must_use]
+    pub fn is_incompatible(&self) -> bool {
+        self.0.kind == Kind::Incompatible
+    }
+
+    /// Whether another process uses the run, or something of this name is there already.
+    #[must_use]
+    pub fn is_conflict(&self) -> bool {
+        self.0.kind == Kind::Conflict
+    }
+
+    /// Whether an argument cannot be used as it is.
+    #[must_use]
+    pub fn is_misuse(&self) -> bool {
+        self.0.kind == Kind::Misuse
+    }
+
+    /// Whether a server refused a request, or could not be reached.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        self.0.kind == Kind::Remote
+    }
+
+    /// Whether the system failed to read or to write.
+    #[must_use]
+    pub fn is_io(&self) -> bool {
+        self.0.kind == Kind::Io
+    }
+
+    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            message: message.into(),
+            source: None,
+        }))
+    }
+
+    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
+        Self(Arc::new(Inner {
+            kind: self.0.kind,
+            message: self.0.message.clone(),
+            source: Some(Box::new(source)),
+        }))
+    }
+
+    /// `doing` is a verb and what it is done to, without the path: "write the journal".
+    pub(crate) fn io(doing: &str, path: &Path, error: io::Error) -> Self {
+        let kind = match error.kind() {
+            io::ErrorKind::NotFound => Kind::NotFound,
+            _ => Kind::Io,
+        };
+        Self::new(kind, format!("cannot {doing} {}: {error}", path.display())).with_source(error)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|source| source as _)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Kind {
+    NotFound,
+    Corrupt,
+    Incompatible,
+    Conflict,
+    Misuse,
+    Remote,
+    Io,
+}
+
+#[derive(Debug)]
+struct Inner {
+    kind: Kind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}

@@ -1,0 +1,386 @@
+//! What a journal records.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{self, SeqAccess, Visitor};
+use serde::ser::SerializeSeq;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
+
+use crate::run_id::RunId;
+
+/// A line of a journal: a [`Record`], its number and when it was made.
+///
+/// ```
+/// use accelerator_track::{Entry, Record};
+///
+/// let entry = Entry { n: 7, ms: 1_700_000_000_000, record: Record::Checkpoint { step: 100 } };
+/// assert_eq!(entry.record, Record::Checkpoint { step: 100 });
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// Counts the lines of the journal from 0.
+    pub n: u64,
+    /// Milliseconds since 1970, by the clock of the host that wrote it.
+    pub ms: u64,
+    /// What it says.
+    pub record: Record,
+}
+
+/// What a line of a journal says.
+///
+/// ```
+/// use accelerator_track::Record;
+///
+/// let record: Record = serde_json::from_str(r#"{"t":"checkpoint","step":100}"#).unwrap();
+/// assert_eq!(record, Record::Checkpoint { step: 100 });
+/// // What a later version of the same format adds is passed over.
+/// let record: Record = serde_json::from_str(r#"{"t":"later","x":1}"#).unwrap();
+/// assert_eq!(record, Record::Unknown);
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "t", rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Record {
+    /// The first line: what the journal is of.
+    Head {
+        /// The version of the format.
+        version: u32,
+        /// The run's identity.
+        run: RunId,
+        /// Its name, as it was given.
+        name: String,
+    },
+    /// A process began to write: the program's first start, or a restart.
+    Attempt {
+        /// Counts them from 0.
+        attempt: u32,
+        /// How many ranks there are.
+        world: usize,
+        /// Where the program came from and what it ran on.
+        provenance: Value,
+    },
+    /// Hyperparameters. What is nested is joined with dots. A later value of a key stands beside the earlier ones.
+    Param {
+        /// Their values by key.
+        set: BTreeMap<String, Value>,
+    },
+    /// Tags. A later value of a key replaces the earlier one.
+    Tag {
+        /// Their values by key.
+        set: BTreeMap<String, String>,
+    },
+    /// The name of a series, before its first point.
+    Series {
+        /// The number by which points refer to it.
+        i: u32,
+        /// `kind/name`, as `train/loss`.
+        key: String,
+    },
+    /// The metrics of one call of `log`.
+    #[serde(rename = "m")]
+    Metrics(Metrics),
+    /// A text.
+    Text {
+        /// `kind/name`.
+        key: String,
+        /// The step it belongs to.
+        step: u64,
+        /// Markdown.
+        text: String,
+    },
+    /// How often values of a tensor lie where.
+    Histogram {
+        /// `kind/name`.
+        key: String,
+        /// The step it belongs to.
+        step: u64,
+        /// Left and right edge of each bin, and how many values are in it.
+        bins: Vec<[Number; 3]>,
+    },
+    /// An image; the file is `blobs/HASH` in the run's folder.
+    Image {
+        /// `kind/name`.
+        key: String,
+        /// The step it belongs to.
+        step: u64,
+        /// BLAKE3 of the file, hexadecimal.
+        hash: String,
+        /// `image/png` or `image/jpeg`.
+        mime: String,
+        /// In pixels.
+        width: u32,
+        /// In pixels.
+        height: u32,
+    },
+    /// A curve of one step: precision over recall, a spectrum.
+    Plot {
+        /// `kind/name`.
+        key: String,
+        /// The step it belongs to.
+        step: u64,
+        /// What the axis to the right counts.
+        x_label: String,
+        /// What the axis upwards counts.
+        y_label: String,
+        /// Its points, x and y.
+        points: Vec<[Number; 2]>,
+    },
+    /// The run made or used a version of an artifact.
+    Artifact {
+        /// Which of the two.
+        role: ArtifactRole,
+        /// The artifact's name.
+        name: String,
+        /// Its version.
+        version: u32,
+        /// The hash of its contents.
+        digest: String,
+    },
+    /// A checkpoint is on the disk. What was logged before stays when the run resumes from it.
+    Checkpoint {
+        /// The greatest step that was logged before.
+        step: u64,
+    },
+    /// The run resumed from a checkpoint: what was logged for greater steps does not count.
+    Rewind {
+        /// The step of the checkpoint; none where the run starts over.
+        to: Option<u64>,
+    },
+    /// What a rank's host measured, in the journal of that rank.
+    System {
+        /// Values by name, as `cpu` (of all cores, 0 to 1) and `memory` (bytes of the process).
+        values: BTreeMap<String, Number>,
+    },
+    /// Entries were lost: the disk was full, or slower than the program.
+    Lost {
+        /// How many.
+        entries: u64,
+    },
+    /// The program ended, or said that it will.
+    End {
+        /// How.
+        status: EndStatus,
+        /// Why, where it failed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        failure: Option<Value>,
+    },
+    /// What a later version of the format may add.
+    #[serde(other)]
+    Unknown,
+}
+
+/// The metrics of one call of `log`.
+///
+/// ```
+/// use accelerator_track::{Metrics, Number, PointValue};
+///
+/// let point = PointValue { series: 0, value: Number(0.5), count: None };
+/// let metrics = Metrics { step: 3, epoch: None, points: vec![point] };
+/// assert_eq!(serde_json::to_string(&metrics).unwrap(), r#"{"s":3,"p":[[0,0.5]]}"#);
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Metrics {
+    /// The step they belong to.
+    #[serde(rename = "s")]
+    pub step: u64,
+    /// The epoch, where it is known; within one, a fraction.
+    #[serde(rename = "e", default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<f64>,
+    /// One value a series.
+    #[serde(rename = "p")]
+    pub points: Vec<PointValue>,
+}
+
+/// A value of a series, in a journal `[series, value]` or `[series, value, count]`.
+///
+/// ```
+/// use accelerator_track::{Number, PointValue};
+///
+/// let point: PointValue = serde_json::from_str(r#"[2, "NaN", 30]"#).unwrap();
+/// assert_eq!((point.series, point.count), (2, Some(30)));
+/// assert!(point.value.0.is_nan());
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PointValue {
+    /// The number of the series.
+    pub series: u32,
+    /// The value.
+    pub value: Number,
+    /// How many samples it is a mean of, where that is known.
+    pub count: Option<u64>,
+}
+
+/// A number that may be `"NaN"`, `"inf"` or `"-inf"`, for which JSON has no number.
+///
+/// ```
+/// use accelerator_track::Number;
+///
+/// assert_eq!(serde_json::to_string(&Number(f64::INFINITY)).unwrap(), r#""inf""#);
+/// assert_eq!(serde_json::from_str::<Number>("0.1").unwrap(), Number(0.1));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Number(pub f64);
+
+/// What an artifact is to a run.
+///
+/// ```
+/// assert_eq!(accelerator_track::ArtifactRole::Output.to_string(), "output");
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ArtifactRole {
+    /// The run made it.
+    Output,
+    /// The run used it.
+    Input,
+}
+
+/// How a program ended.
+///
+/// ```
+/// assert_eq!(accelerator_track::EndStatus::Finished.to_string(), "finished");
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EndStatus {
+    /// It did what it was started for.
+    Finished,
+    /// It failed.
+    Failed,
+    /// It was told to leave, and saved before.
+    Preempted,
+}
+
+impl fmt::Display for ArtifactRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Output => "output",
+            Self::Input => "input",
+        })
+    }
+}
+
+impl fmt::Display for EndStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Finished => "finished",
+            Self::Failed => "failed",
+            Self::Preempted => "preempted",
+        })
+    }
+}
+
+impl Serialize for Number {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            value if value.is_finite() => serializer.serialize_f64(value),
+            value if value.is_nan() => serializer.serialize_str("NaN"),
+            value if value > 0.0 => serializer.serialize_str("inf"),
+            _ => serializer.serialize_str("-inf"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Number {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct NumberVisitor;
+
+        impl Visitor<'_> for NumberVisitor {
+            type Value = Number;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a number, \"NaN\", \"inf\" or \"-inf\"")
+            }
+
+            fn visit_f64<E>(self, value: f64) -> Result<Number, E> {
+                Ok(Number(value))
+            }
+
+            fn visit_i64<E>(self, value: i64) -> Result<Number, E> {
+                Ok(Number(value as f64))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> Result<Number, E> {
+                Ok(Number(value as f64))
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Number, E> {
+                match text {
+                    "NaN" => Ok(Number(f64::NAN)),
+                    "inf" => Ok(Number(f64::INFINITY)),
+                    "-inf" => Ok(Number(f64::NEG_INFINITY)),
+                    _ => Err(E::invalid_value(de::Unexpected::Str(text), &self)),
+                }
+            }
+        }
+
+        deserializer.deserialize_any(NumberVisitor)
+    }
+}
+
+impl Serialize for PointValue {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_seq(None)?;
+        fields.serialize_element(&self.series)?;
+        fields.serialize_element(&self.value)?;
+        if let Some(count) = self.count {
+            fields.serialize_element(&count)?;
+        }
+        fields.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for PointValue {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct PointVisitor;
+
+        impl<'de> Visitor<'de> for PointVisitor {
+            type Value = PointValue;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("[series, value] or [series, value, count]")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut fields: A) -> Result<PointValue, A::Error> {
+                let missing = |at| de::Error::invalid_length(at, &self);
+                Ok(PointValue {
+                    series: fields.next_element()?.ok_or_else(|| missing(0))?,
+                    value: fields.next_element()?.ok_or_else(|| missing(1))?,
+                    count: fields.next_element()?,
+                })
+            }
+        }
+
+        deserializer.deserialize_seq(PointVisitor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_come_back_bit_for_bit() {
+        for value in [
+            0.1,
+            -0.0,
+            1.0,
+            5e-324,
+            f64::MAX,
+            1e16,
+            123_456_789.123_456_79,
+        ] {
+            let text = serde_json::to_string(&Number(value)).unwrap();
+            let back: Number = serde_json::from_str(&text).unwrap();
+            assert_eq!(back.0.to_bits(), value.to_bits(), "{text}");
+        }
+        for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let text = serde_json::to_string(&Number(value)).unwrap();
+            let back: Number = serde_json::from_str(&text).unwrap();
+            assert!(back.0 == value || (back.0.is_nan() && value.is_nan()));
+        }
+        assert!(serde_json::from_str::<Number>("\"nan\"").is_err());
+    }
+}

@@ -1,0 +1,137 @@
+//! Where a run is delivered to, beside its journal.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::record::Entry;
+use crate::run_id::RunId;
+
+/// A place that runs are delivered to: a format of files, a server.
+///
+/// A sink is a replay of the journal. It never sees an entry that is superseded when it opens: where the program goes
+/// back to a checkpoint while the sink is open, it is opened again. Calls come from one thread, which is not the one that
+/// trains; a call may take long, and one that fails is made again later.
+///
+/// ```
+/// use accelerator_track::{Entry, Origin, Record, Result, RunInfo, Sink, SinkPosition};
+///
+/// /// Prints each metric.
+/// struct Print;
+///
+/// impl Sink for Print {
+///     fn name(&self) -> String {
+///         "standard output".to_owned()
+///     }
+///     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
+///         println!("{}", run.name);
+///         Ok(SinkPosition::default())
+///     }
+///     fn write(&mut self, _: Origin, entry: &Entry) -> Result<()> {
+///         if let Record::Metrics(metrics) = &entry.record {
+///             println!("{}: {:?}", metrics.step, metrics.points);
+///         }
+///         Ok(())
+///     }
+///     fn flush(&mut self) -> Result<()> {
+///         Ok(())
+///     }
+/// }
+/// assert_eq!(Print.name(), "standard output");
+/// ```
+pub trait Sink: Send {
+    /// What it is called in messages.
+    fn name(&self) -> String;
+
+    /// When entries are delivered.
+    fn delivery(&self) -> Delivery {
+        Delivery::Live
+    }
+
+    /// Begins a run, and says from where on it is to be delivered: from the start where the sink has nothing, or writes
+    /// everything anew.
+    ///
+    /// # Errors
+    ///
+    /// If the sink cannot take a run now. It is opened again later.
+    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition>;
+
+    /// Takes an entry, which it may keep until [`flush`](Sink::flush). Series come before their points.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot. The sink is then opened again later.
+    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()>;
+
+    /// Makes what was written visible.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot. The sink is then opened again later.
+    fn flush(&mut self) -> Result<()>;
+}
+
+/// When entries are delivered to a sink.
+///
+/// ```
+/// assert_ne!(accelerator_track::Delivery::Live, accelerator_track::Delivery::Settled);
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Delivery {
+    /// At once. What a resume supersedes must be taken back.
+    #[default]
+    Live,
+    /// When nothing can supersede them any more: a checkpoint was written behind them, or the run ended.
+    Settled,
+}
+
+/// Whose journal an entry is of.
+///
+/// ```
+/// assert!(accelerator_track::Origin::Run < accelerator_track::Origin::Rank(0));
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Origin {
+    /// The run's.
+    Run,
+    /// That of a rank, with what its host measured.
+    Rank(usize),
+}
+
+/// The run that is delivered.
+///
+/// ```
+/// use accelerator_track::{RunId, RunInfo};
+///
+/// let run = RunInfo { id: RunId::new(), name: "mnist".to_owned(), folder: "runs/mnist".into(), created_ms: 0 };
+/// assert_eq!(run.folder.file_name().unwrap(), "mnist");
+/// ```
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct RunInfo {
+    /// Its identity.
+    pub id: RunId,
+    /// Its name, as it was given.
+    pub name: String,
+    /// Its folder.
+    pub folder: PathBuf,
+    /// When it was created, in milliseconds since 1970.
+    pub created_ms: u64,
+}
+
+/// How far a run has been delivered to a sink.
+///
+/// ```
+/// use accelerator_track::SinkPosition;
+///
+/// assert_eq!(SinkPosition::default().next, 0);
+/// ```
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
+pub struct SinkPosition {
+    /// The number of the first entry of the run's journal that has not been delivered.
+    pub next: u64,
+    /// The same for the journals of ranks.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub ranks: BTreeMap<usize, u64>,
+}
