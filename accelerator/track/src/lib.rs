@@ -9,6 +9,7 @@ pub use run_id::RunId;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 mod error;
+mod journal;
 mod record;
 mod run_id;
 mod sink;
