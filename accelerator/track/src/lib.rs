@@ -4,11 +4,16 @@
 //! tables, what an MLflow server shows, reports.
 
 pub use error::{Error, Result};
+pub use history::{
+    ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
+    RunHistory, RunStatus, Series, SystemPoint,
+};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use run_id::RunId;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 mod error;
+mod history;
 mod journal;
 mod record;
 mod run_id;
