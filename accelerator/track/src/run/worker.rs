@@ -1,0 +1,248 @@
+//! The thread that writes the journal.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use super::feeder::Feeder;
+use super::queue::{LoggedMetrics, Message, Queue};
+use crate::error::{Error, Kind, Result};
+use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
+use crate::record::{Metrics, PointValue, Record};
+use crate::run_id::RunId;
+use crate::sink::Sink;
+
+/// Writes what is in the queue until it is closed, and has sinks fed.
+#[derive(Debug)]
+pub(super) struct Worker {
+    queue: Arc<Queue>,
+    thread: Option<JoinHandle<()>>,
+    feeders: Vec<Feeder>,
+}
+
+impl Worker {
+    pub(super) fn start(
+        journal: Journal,
+        queue: Arc<Queue>,
+        sinks: Vec<Box<dyn Sink>>,
+    ) -> Result<Self> {
+        let folder = journal.folder.clone();
+        let of_thread = Arc::clone(&queue);
+        let thread = thread::Builder::new()
+            .name("run-journal".to_owned())
+            .spawn(move || journal.write(&of_thread))
+            .map_err(|error| Error::new(Kind::Io, format!("no thread for the run: {error}")))?;
+        let feeders = sinks.into_iter().map(|sink| Feeder::start(&folder, sink));
+        Ok(Self {
+            queue,
+            thread: Some(thread),
+            feeders: feeders.collect::<Result<_>>()?,
+        })
+    }
+
+    /// Writes and delivers what is left.
+    pub(super) fn finish(&mut self) {
+        self.queue.close();
+        if let Some(thread) = self.thread.take() {
+            // The thread's panic has been printed.
+            let _ = thread.join();
+        }
+        for feeder in self.feeders.drain(..) {
+            feeder.finish();
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// A journal with what its writer must know of it.
+#[derive(Debug)]
+pub(super) struct Journal {
+    pub(super) folder: PathBuf,
+    pub(super) attempts: u32,
+    writer: JournalWriter,
+    series: HashMap<String, u32>,
+    last_step: Option<u64>,
+    has_warned: bool,
+    _lock: RunLock,
+}
+
+impl Journal {
+    pub(super) fn new(folder: PathBuf, lock: RunLock, writer: JournalWriter) -> Self {
+        Self {
+            folder,
+            attempts: 0,
+            writer,
+            series: HashMap::new(),
+            last_step: None,
+            has_warned: false,
+            _lock: lock,
+        }
+    }
+
+    /// That of a run that goes on, and the run's identity and name.
+    pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
+        let (mut head, mut attempts, mut last_step) = (None, 0, None);
+        let mut series = HashMap::new();
+        let path = folder.join(JOURNAL);
+        let writer = JournalWriter::open(&path, |entry| match entry.record {
+            Record::Head { version, run, name } => head = Some((version, run, name)),
+            Record::Attempt { attempt, .. } => attempts = attempt + 1,
+            Record::Series { i, key } => {
+                series.insert(key, i);
+            }
+            Record::Metrics(metrics) => last_step = last_step.max(Some(metrics.step)),
+            Record::Rewind { to } => last_step = to,
+            _ => {}
+        })?;
+        let Some((version, run, name)) = head else {
+            return Err(Error::new(
+                Kind::Corrupt,
+                format!("{} does not begin with its head", path.display()),
+            ));
+        };
+        if version > journal::VERSION {
+            return Err(Error::new(
+                Kind::Incompatible,
+                format!(
+                    "the run in {} is of format {version}, and this program writes format {}; use a newer one",
+                    folder.display(),
+                    journal::VERSION
+                ),
+            ));
+        }
+        let this = Self {
+            attempts,
+            series,
+            last_step,
+            ..Self::new(folder, lock, writer)
+        };
+        Ok((this, (run, name)))
+    }
+
+    pub(super) fn next(&self) -> u64 {
+        self.writer.next()
+    }
+
+    pub(super) fn append(&mut self, ms: u64, record: Record) {
+        if let Record::Rewind { to } = record {
+            self.last_step = to;
+        }
+        self.writer.append(ms, record);
+    }
+
+    pub(super) fn flush_or_fail(&mut self) -> Result<()> {
+        let flushed = self.writer.flush();
+        flushed.map_err(|error| Error::io("write", &self.folder.join(JOURNAL), error))
+    }
+
+    fn write(mut self, queue: &Queue) {
+        loop {
+            let taken = queue.take(TICK);
+            for (ms, message) in taken.messages {
+                match message {
+                    Message::Metrics(metrics) => self.append_metrics(ms, &metrics),
+                    Message::Record(record) => self.append(ms, record),
+                }
+                if self.writer.waiting() >= FLUSH_BYTES {
+                    let flushed = self.writer.flush();
+                    self.told(flushed);
+                }
+            }
+            if taken.lost > 0 {
+                let entries = taken.lost;
+                self.append(now_ms(), Record::Lost { entries });
+            }
+            if taken.syncs.is_empty() && !taken.is_closed {
+                let flushed = self.writer.flush();
+                self.told(flushed);
+                continue;
+            }
+            let synced = self.writer.sync();
+            let path = self.folder.join(JOURNAL);
+            let answer = match &synced {
+                Ok(()) => Ok((self.last_step, self.writer.next())),
+                Err(error) => Err(Error::io(
+                    "write",
+                    &path,
+                    io::Error::new(error.kind(), error.to_string()),
+                )),
+            };
+            self.told(synced);
+            for sync in taken.syncs {
+                // Who asked may have gone.
+                let _ = sync.send(answer.clone());
+            }
+            if taken.is_closed {
+                return;
+            }
+        }
+    }
+
+    fn append_metrics(&mut self, ms: u64, metrics: &LoggedMetrics) {
+        let mut points = Vec::new();
+        for (name, value, count) in metrics.points() {
+            let key = match metrics.kind() {
+                "" => name.to_owned(),
+                kind => format!("{kind}/{name}"),
+            };
+            let series = match self.series.get(&key) {
+                Some(&series) => series,
+                None => {
+                    let series = self.series.len() as u32;
+                    let i = series;
+                    self.writer.append(
+                        ms,
+                        Record::Series {
+                            i,
+                            key: key.clone(),
+                        },
+                    );
+                    self.series.insert(key, series);
+                    series
+                }
+            };
+            points.push(PointValue {
+                series,
+                value,
+                count,
+            });
+        }
+        self.last_step = self.last_step.max(Some(metrics.step));
+        self.writer.append(
+            ms,
+            Record::Metrics(Metrics {
+                step: metrics.step,
+                epoch: metrics.epoch.filter(|epoch| epoch.is_finite()),
+                points,
+            }),
+        );
+    }
+
+    fn told(&mut self, written: io::Result<()>) {
+        match written {
+            Ok(()) if self.has_warned => {
+                self.has_warned = false;
+                tracing::info!(folder = %self.folder.display(), "the run is written again");
+            }
+            Err(error) if !self.has_warned => {
+                self.has_warned = true;
+                tracing::warn!(
+                    folder = %self.folder.display(), %error,
+                    "the run cannot be written now; training goes on, and what is logged waits in memory"
+                );
+            }
+            _ => {}
+        }
+    }
+}
+
+const TICK: Duration = Duration::from_millis(200);
+const FLUSH_BYTES: usize = 1 << 20;
