@@ -173,6 +173,7 @@ impl RunHistory {
             Record::Attempt {
                 attempt,
                 world,
+                launch,
                 provenance,
             } => {
                 self.end = None;
@@ -180,6 +181,7 @@ impl RunHistory {
                     attempt,
                     world,
                     started_ms: ms,
+                    launch,
                     resumed: None,
                     provenance,
                 });
@@ -467,6 +469,8 @@ pub struct RunAttempt {
     pub world: usize,
     /// When it began, in milliseconds since 1970.
     pub started_ms: u64,
+    /// The launch that it belongs to, which is the same for the restarts of a launcher.
+    pub launch: Option<String>,
     /// Whether it went back, and to the checkpoint of which step.
     pub resumed: Option<Option<u64>>,
     /// Where the program came from and what it ran on.

@@ -45,13 +45,23 @@ impl Worker {
 
     /// Writes and delivers what is left.
     pub(super) fn finish(&mut self) {
+        self.close();
+        for feeder in self.feeders.drain(..) {
+            feeder.finish();
+        }
+    }
+
+    /// Writes what is left, and gives the sinks back.
+    pub(super) fn release(mut self) -> Vec<Box<dyn Sink>> {
+        self.close();
+        self.feeders.drain(..).filter_map(Feeder::release).collect()
+    }
+
+    fn close(&mut self) {
         self.queue.close();
         if let Some(thread) = self.thread.take() {
             // The thread's panic has been printed.
             let _ = thread.join();
-        }
-        for feeder in self.feeders.drain(..) {
-            feeder.finish();
         }
     }
 }
@@ -67,6 +77,8 @@ impl Drop for Worker {
 pub(super) struct Journal {
     pub(super) folder: PathBuf,
     pub(super) attempts: u32,
+    /// The launch of the last attempt.
+    pub(super) launch: Option<String>,
     writer: JournalWriter,
     series: HashMap<String, u32>,
     last_step: Option<u64>,
@@ -79,6 +91,7 @@ impl Journal {
         Self {
             folder,
             attempts: 0,
+            launch: None,
             writer,
             series: HashMap::new(),
             last_step: None,
@@ -89,12 +102,17 @@ impl Journal {
 
     /// That of a run that goes on, and the run's identity and name.
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
-        let (mut head, mut attempts, mut last_step) = (None, 0, None);
+        let (mut head, mut attempts, mut of_launch, mut last_step) = (None, 0, None, None);
         let mut series = HashMap::new();
         let path = folder.join(JOURNAL);
         let writer = JournalWriter::open(&path, |entry| match entry.record {
             Record::Head { version, run, name } => head = Some((version, run, name)),
-            Record::Attempt { attempt, .. } => attempts = attempt + 1,
+            Record::Attempt {
+                attempt, launch, ..
+            } => {
+                attempts = attempt + 1;
+                of_launch = launch;
+            }
             Record::Series { i, key } => {
                 series.insert(key, i);
             }
@@ -120,6 +138,7 @@ impl Journal {
         }
         let this = Self {
             attempts,
+            launch: of_launch,
             series,
             last_step,
             ..Self::new(folder, lock, writer)
