@@ -81,6 +81,8 @@ pub(super) struct Journal {
     pub(super) launch: Option<String>,
     writer: JournalWriter,
     series: HashMap<String, u32>,
+    /// That of a point, made in place.
+    key: String,
     last_step: Option<u64>,
     has_warned: bool,
     _lock: RunLock,
@@ -94,6 +96,7 @@ impl Journal {
             launch: None,
             writer,
             series: HashMap::new(),
+            key: String::new(),
             last_step: None,
             has_warned: false,
             _lock: lock,
@@ -208,24 +211,20 @@ impl Journal {
     fn append_metrics(&mut self, ms: u64, metrics: &LoggedMetrics) {
         let mut points = Vec::new();
         for (name, value, count) in metrics.points() {
-            let key = match metrics.kind() {
-                "" => name.to_owned(),
-                kind => format!("{kind}/{name}"),
-            };
-            let series = match self.series.get(&key) {
+            self.key.clear();
+            self.key.push_str(metrics.kind());
+            if !metrics.kind().is_empty() {
+                self.key.push('/');
+            }
+            self.key.push_str(name);
+            let series = match self.series.get(&self.key) {
                 Some(&series) => series,
                 None => {
-                    let series = self.series.len() as u32;
-                    let i = series;
-                    self.writer.append(
-                        ms,
-                        Record::Series {
-                            i,
-                            key: key.clone(),
-                        },
-                    );
-                    self.series.insert(key, series);
-                    series
+                    let i = self.series.len() as u32;
+                    let key = self.key.clone();
+                    self.writer.append(ms, Record::Series { i, key });
+                    self.series.insert(self.key.clone(), i);
+                    i
                 }
             };
             points.push(PointValue {
