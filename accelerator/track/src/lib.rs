@@ -13,6 +13,7 @@ pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use system::SystemSampler;
 
 mod error;
 mod history;
@@ -21,3 +22,4 @@ mod record;
 mod run;
 mod run_id;
 mod sink;
+mod system;
