@@ -9,11 +9,11 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::hyperparameters::flatten;
-use super::name::folder_name;
 use super::queue::Queue;
 use super::worker::{Journal, Worker};
 use super::{Run, RunMark};
 use crate::error::{Error, Kind, Result};
+use crate::folder_name::folder_name;
 use crate::history::HistoryReader;
 use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
 use crate::record::Record;
