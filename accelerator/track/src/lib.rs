@@ -16,6 +16,7 @@ pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use system::SystemSampler;
 
 mod error;
+mod folder_name;
 mod history;
 mod journal;
 mod record;

@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind, Result};
 use crate::history::HistoryReader;
-use crate::journal::{self, Followed, Follower, JOURNAL};
-use crate::sink::{Origin, RunInfo, Sink};
+use crate::journal::{self, Followed, Follower, JOURNAL, RunLock};
+use crate::record::Record;
+use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 /// Delivers what is in a run's journal to a sink now.
 ///
 /// # Errors
 ///
-/// If there is no run, or the sink refuses it.
+/// If there is no run, the sink refuses it, or another process delivers the run to the sink.
 ///
 /// ```
 /// use accelerator_track::{CsvFile, Run, deliver};
@@ -162,7 +163,8 @@ struct OpenSink {
     run: RunInfo,
     journal: Follower,
     ranks: BTreeMap<usize, Follower>,
-    position: crate::sink::SinkPosition,
+    position: SinkPosition,
+    _lock: RunLock,
 }
 
 #[derive(Debug, Eq, PartialEq)]
@@ -184,6 +186,7 @@ impl OpenSink {
             created_ms: history.created_ms,
         };
         let journal = Follower::open(&folder.join(JOURNAL), sink.delivery())?;
+        let lock = RunLock::take_for_sink(folder, &sink.name())?;
         let position = sink.open(&run)?;
         Ok(Self {
             folder: folder.to_owned(),
@@ -191,6 +194,7 @@ impl OpenSink {
             journal,
             ranks: BTreeMap::new(),
             position,
+            _lock: lock,
         })
     }
 
@@ -205,7 +209,7 @@ impl OpenSink {
             Followed::Entries(entries) => {
                 for entry in &entries {
                     // Numbers of series are needed by a sink that goes on in the middle, too.
-                    let is_series = matches!(entry.record, crate::record::Record::Series { .. });
+                    let is_series = matches!(entry.record, Record::Series { .. });
                     if entry.n >= self.position.next || is_series {
                         sink.write(Origin::Run, entry)?;
                     }
@@ -215,7 +219,7 @@ impl OpenSink {
         }
         for (rank, path) in journal::rank_journals(&self.folder) {
             if !self.ranks.contains_key(&rank) {
-                let follower = Follower::open(&path, crate::sink::Delivery::Live)?;
+                let follower = Follower::open(&path, Delivery::Live)?;
                 self.ranks.insert(rank, follower);
             }
             let from = self.position.ranks.get(&rank).copied().unwrap_or(0);

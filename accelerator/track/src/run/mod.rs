@@ -23,7 +23,6 @@ mod builder;
 mod feeder;
 mod hyperparameters;
 mod media;
-mod name;
 mod queue;
 #[cfg(test)]
 mod tests;
