@@ -7,8 +7,10 @@ pub use error::{Error, Result};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use run_id::RunId;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use tensorboard::TensorBoard;
 
 mod error;
 mod record;
 mod run_id;
 mod sink;
+mod tensorboard;

@@ -1,0 +1,4 @@
+//! What is tracked, as the programs show it that people look with.
+
+mod tensorboard;
+mod venv;
