@@ -14,6 +14,7 @@ pub use run_id::RunId;
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use system::SystemSampler;
+pub use tensorboard::TensorBoard;
 
 mod error;
 mod folder_name;
@@ -24,3 +25,4 @@ mod run;
 mod run_id;
 mod sink;
 mod system;
+mod tensorboard;

@@ -1,0 +1,66 @@
+use core::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use accelerator_track::{CsvFile, RunBuilder, Sink};
+
+/// Where a run goes beside its journal; for [`AcceleratorBuilder::log_with`](crate::AcceleratorBuilder::log_with).
+///
+/// ```
+/// use accelerator::Tracker;
+/// use accelerator::prelude::*;
+/// # let runs = tempfile::tempdir().unwrap();
+/// # let runs = runs.path();
+///
+/// let accelerator = Accelerator::builder().log_with([Tracker::Csv]).runs_folder(runs).build()?;
+/// accelerator.init_trackers("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
+/// accelerator.log("train", [("loss", 0.5)], 1, None);
+/// accelerator.finish()?;
+/// let table = std::fs::read_to_string(runs.join("mnist/metrics.csv"))?;
+/// assert!(table.contains("train/loss,0.5"));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Tracker {
+    /// A table of the metrics, `metrics.csv` in the folder of the run.
+    Csv,
+    /// A table of the metrics at that path.
+    CsvAt(PathBuf),
+    /// Another sink, made anew for each run; see [`Tracker::sink`].
+    Sink(Arc<dyn Fn() -> Box<dyn Sink> + Send + Sync>),
+}
+
+impl Tracker {
+    /// A sink of the program's own, or one with settings: what makes it, on rank 0.
+    ///
+    /// ```
+    /// use accelerator::Tracker;
+    /// use accelerator::track::CsvFile;
+    ///
+    /// let tracker = Tracker::sink(|| CsvFile::at("mnist.csv"));
+    /// # drop(tracker);
+    /// ```
+    pub fn sink<S: Sink + 'static>(make: impl Fn() -> S + Send + Sync + 'static) -> Self {
+        Self::Sink(Arc::new(move || Box::new(make())))
+    }
+
+    /// Delivers a run to it.
+    pub(crate) fn attach(&self, run: RunBuilder) -> RunBuilder {
+        match self {
+            Self::Csv => run.sink(CsvFile::in_run()),
+            Self::CsvAt(path) => run.sink(CsvFile::at(path)),
+            Self::Sink(make) => run.boxed_sink(make()),
+        }
+    }
+}
+
+impl fmt::Debug for Tracker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Csv => f.write_str("Csv"),
+            Self::CsvAt(path) => f.debug_tuple("CsvAt").field(path).finish(),
+            Self::Sink(_) => f.debug_tuple("Sink").finish_non_exhaustive(),
+        }
+    }
+}
