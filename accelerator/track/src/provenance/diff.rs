@@ -55,12 +55,12 @@ pub fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
 /// The same, with the git repository that has `folder`: it knows which files differ between commits. Where it is not
 /// there or has not got the commits, this is [`diff`].
 ///
-/// ```no_run
-/// # fn show(a: &accelerator_track::Provenance, b: &accelerator_track::Provenance) {
-/// for difference in accelerator_track::diff_with_git(a, b, ".") {
-///     println!("{difference}");
-/// }
-/// # }
+/// ```
+/// use accelerator_track::{Provenance, diff_with_git};
+///
+/// let a = Provenance { world: Some(2), ..Provenance::default() };
+/// let b = Provenance { world: Some(4), ..Provenance::default() };
+/// assert_eq!(diff_with_git(&a, &b, ".")[0].to_string(), "world: 2, 4");
 /// ```
 #[must_use]
 pub fn diff_with_git(a: &Provenance, b: &Provenance, folder: impl AsRef<Path>) -> Vec<Difference> {
