@@ -93,11 +93,13 @@ fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<D
     let commits = [a, b].map(|side| side.commit.as_ref().unwrap_or(&none));
     found.sources(commits, repository);
     found.compare("commit", commits[0].hash.as_ref(), commits[1].hash.as_ref());
-    let hash = |file: &Option<HashedFile>| file.as_ref().map(|file| file.hash.clone());
+    let hash = |file: &Option<HashedFile>| file.as_ref().and_then(|file| file.hash.clone());
     found.compare("lock file", hash(&a.lock_file), hash(&b.lock_file));
     let list = |words: &[String]| (!words.is_empty()).then(|| words.join(", "));
     found.compare("features", list(&a.features), list(&b.features));
-    found.compare("binary", hash(&a.binary), hash(&b.binary));
+    if let [Some(a), Some(b)] = [a, b].map(|side| hash(&side.binary)) {
+        found.compare("binary", Some(a), Some(b));
+    }
     found.words("argument", &a.arguments, &b.arguments);
     found.words("argument of accel-launch", &a.launched_by, &b.launched_by);
     let data = |side: &Provenance| -> BTreeMap<String, String> {
@@ -274,7 +276,7 @@ mod tests {
         };
         let file = |hash: &str| {
             Some(HashedFile {
-                hash: hash.into(),
+                hash: Some(hash.into()),
                 ..HashedFile::default()
             })
         };

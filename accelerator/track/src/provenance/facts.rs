@@ -159,8 +159,9 @@ pub enum SourceState {
 pub struct HashedFile {
     /// Where it was.
     pub path: String,
-    /// Its BLAKE3 sum, hexadecimal.
-    pub hash: String,
+    /// Its BLAKE3 sum, hexadecimal; absent where that would have held the program up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hash: Option<String>,
     /// Its length.
     pub bytes: u64,
 }

@@ -29,18 +29,25 @@ pub(super) fn program(
         };
         Error::new(kind, format!("{what}: build it again{of}"))
     })?;
-    if now.hash == binary.hash {
-        return Ok((path.clone(), None));
-    }
+    let (was, is) = match (&binary.hash, now.hash) {
+        (Some(was), Some(is)) if *was == is => return Ok((path.clone(), None)),
+        (Some(was), Some(is)) => (was, is),
+        _ => {
+            let warning = format!(
+                "the hash of the program {path} was not recorded, so nobody knows whether it is the same: it had {} \
+                 bytes, and has {}",
+                binary.bytes, now.bytes
+            );
+            return Ok((path.clone(), Some(warning)));
+        }
+    };
     let changed = changed_since(provenance);
     let why = match changed.is_empty() {
         true => String::new(),
         false => format!("; since then have changed: {}", changed.join(", ")),
     };
-    let warning = format!(
-        "the program {path} was built again: its BLAKE3 sum was {}, and is {}{why}",
-        binary.hash, now.hash
-    );
+    let warning =
+        format!("the program {path} was built again: its BLAKE3 sum was {was}, and is {is}{why}");
     Ok((path.clone(), Some(warning)))
 }
 
