@@ -21,6 +21,7 @@ mod regroup;
 mod replicas;
 mod split;
 mod tensors;
+mod trackers;
 mod training;
 mod trigger;
 mod validate;
@@ -55,6 +56,7 @@ use crate::optim::OptimizerCount;
 use crate::precision::Precision;
 use crate::reduce::{ReduceContext, ReduceSettings};
 use crate::timeline::{ProfilerSchedule, Recording};
+use crate::tracking::{RunEnding, TrackerSettings, Tracking};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
 /// a job, with everything a training loop needs of it.
@@ -88,6 +90,8 @@ pub(crate) struct Shared {
     pub(crate) reduction: Arc<ReduceContext>,
     restarts: Restarts,
     trace: TraceSettings,
+    tracker_settings: TrackerSettings,
+    tracking: Arc<Tracking>,
     uncounted: UncountedPadding,
     warned: WarnedTexts,
 }
@@ -103,6 +107,13 @@ impl Drop for Shared {
                 "inputs were cast by `to_working`, and no model was: where the panic is about types, write \
                  `accelerator.forward(&model, |model| …)` around the forward pass",
             );
+        }
+        if self.context.group.failure().is_none() && std::thread::panicking() {
+            // As the last handle of the group would do in a moment.
+            self.context.group.abort_by_panic();
+        }
+        if let Some(failure) = self.context.group.failure() {
+            self.tracking.end(RunEnding::Finished, Some(&failure));
         }
         let (rank, world_size) = (self.context.rank(), self.context.world_size());
         let timeline = &self.context.timeline;

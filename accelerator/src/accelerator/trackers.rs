@@ -1,5 +1,5 @@
 use accelerator_env::{LAUNCH_ID, variable};
-use accelerator_track::{Histogram, Run};
+use accelerator_track::{Capture, Histogram, Run, RunMark};
 use burn::module::Module;
 use serde::Serialize;
 
@@ -57,7 +57,7 @@ impl Accelerator {
         let begun = context.on_main("begin the run", || {
             let goes_on = self.restarts() > 0 || tracking.resumed().is_some();
             match tracking.begin(name, |mark| self.start_run(name, hyperparameters, mark)) {
-                Ok(place) => Ok(Some(place)),
+                Ok(place) => Ok(place),
                 Err(error) if goes_on && !error.is_misuse() => {
                     untracked(&error);
                     Ok(None)
@@ -203,11 +203,13 @@ impl Accelerator {
         &self,
         name: &str,
         hyperparameters: &impl Serialize,
-        mark: Option<accelerator_track::RunMark>,
+        mark: Option<RunMark>,
     ) -> accelerator_track::Result<Run> {
         let settings = &self.shared.tracker_settings;
-        let mut run = Run::builder(name).world(self.world_size());
-        run = run.hyperparameters(hyperparameters)?;
+        let mut run = Run::builder(name)
+            .world(self.world_size())
+            .hyperparameters(hyperparameters)?
+            .capture(self.capture());
         if let Some(folder) = &settings.runs_folder {
             run = run.runs_folder(folder);
         }
@@ -222,6 +224,31 @@ impl Accelerator {
             run = tracker.attach(run);
         }
         run.start()
+    }
+
+    /// What the program alone can tell of itself.
+    fn capture(&self) -> Capture {
+        let features = [
+            ("autotune", cfg!(feature = "autotune")),
+            ("cuda", cfg!(feature = "cuda")),
+            ("faults", cfg!(feature = "faults")),
+            ("flex", cfg!(feature = "flex")),
+            ("fusion", cfg!(feature = "fusion")),
+            ("ndarray", cfg!(feature = "ndarray")),
+            ("wgpu", cfg!(feature = "wgpu")),
+        ];
+        let features = features.into_iter().filter(|(_, is_on)| *is_on);
+        Capture::new()
+            .features(features.map(|(name, _)| name))
+            .devices([self.backend_kind().to_string()])
+            .seed("accelerator", self.seed())
+            .plan(serde_json::json!({
+                "accumulation_steps": self.accumulation_steps(),
+                "precision": self.precision().to_string(),
+                "topology": self.topology().to_string(),
+                "transport": self.group().transport().to_string(),
+            }))
+            .world(self.world_size())
     }
 }
 

@@ -68,7 +68,7 @@ impl Tracking {
         &self,
         name: &str,
         start: impl FnOnce(Option<RunMark>) -> Result<Run, E>,
-    ) -> Result<RunPlace, E> {
+    ) -> Result<Option<RunPlace>, E> {
         let mut state = self.write();
         let resumed = state.resumed.take();
         let run = match state.run.take_if(|run| run.name() == name) {
@@ -149,21 +149,14 @@ impl Tracking {
                 state.resumed = mark;
                 return None;
             }
-            (None, Some(run)) => return Some(RunPlace::of(run)),
+            (None, Some(run)) => return RunPlace::of(run),
         };
         let run = state.run.take()?;
         match run.resume(&mark) {
             Ok(run) => state.run = Some(run),
             Err(error) => untracked(&error),
         }
-        let place = |run| RunPlace {
-            mark: RunMark {
-                step: mark.step,
-                ..RunPlace::of(run).mark
-            },
-            ..RunPlace::of(run)
-        };
-        state.run.as_ref().map(place)
+        state.run.as_ref().and_then(RunPlace::of)
     }
 
     /// Ends the run, as one that failed where there is a failure.
@@ -194,18 +187,13 @@ impl Tracking {
 }
 
 impl RunPlace {
-    fn of(run: &Run) -> Self {
+    /// None where the disk does not take the run now.
+    fn of(run: &Run) -> Option<Self> {
         let folder = run.folder();
-        let name = folder.file_name().unwrap_or_default();
-        Self {
+        Some(Self {
             folder: std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()),
-            mark: RunMark {
-                run: run.id(),
-                folder: name.to_string_lossy().into_owned(),
-                step: None,
-                next: 0,
-            },
-        }
+            mark: run.mark().ok()?,
+        })
     }
 }
 
@@ -223,6 +211,13 @@ fn finish(
     {
         user_message::warn(&format!("the end of the run is not written: {error}"));
     }
+}
+
+/// What the builder was told of runs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct TrackerSettings {
+    pub(crate) runs_folder: Option<PathBuf>,
+    pub(crate) trackers: Vec<Tracker>,
 }
 
 const SAMPLE_EVERY: Duration = Duration::from_secs(10);

@@ -2,7 +2,7 @@ use core::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use accelerator_track::{CsvFile, RunBuilder, Sink};
+use accelerator_track::{CsvFile, RunBuilder, Sink, TensorBoard};
 
 /// Where a run goes beside its journal; for [`AcceleratorBuilder::log_with`](crate::AcceleratorBuilder::log_with).
 ///
@@ -25,8 +25,10 @@ use accelerator_track::{CsvFile, RunBuilder, Sink};
 pub enum Tracker {
     /// A table of the metrics, `metrics.csv` in the folder of the run.
     Csv,
-    /// A table of the metrics at that path.
-    CsvAt(PathBuf),
+    /// Event files of TensorBoard, in `tensorboard` in the folder of the run: `tensorboard --logdir runs` shows all runs.
+    TensorBoard,
+    /// Event files of TensorBoard in that folder, directly.
+    TensorBoardIn(PathBuf),
     /// Another sink, made anew for each run; see [`Tracker::sink`].
     Sink(Arc<dyn Fn() -> Box<dyn Sink> + Send + Sync>),
 }
@@ -49,8 +51,9 @@ impl Tracker {
     pub(crate) fn attach(&self, run: RunBuilder) -> RunBuilder {
         match self {
             Self::Csv => run.sink(CsvFile::in_run()),
-            Self::CsvAt(path) => run.sink(CsvFile::at(path)),
-            Self::Sink(make) => run.boxed_sink(make()),
+            Self::TensorBoard => run.sink(TensorBoard::in_run()),
+            Self::TensorBoardIn(folder) => run.sink(TensorBoard::new(folder)),
+            Self::Sink(make) => run.sink(make()),
         }
     }
 }
@@ -59,7 +62,8 @@ impl fmt::Debug for Tracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Csv => f.write_str("Csv"),
-            Self::CsvAt(path) => f.debug_tuple("CsvAt").field(path).finish(),
+            Self::TensorBoard => f.write_str("TensorBoard"),
+            Self::TensorBoardIn(folder) => f.debug_tuple("TensorBoardIn").field(folder).finish(),
             Self::Sink(_) => f.debug_tuple("Sink").finish_non_exhaustive(),
         }
     }

@@ -197,7 +197,11 @@ impl Probe {
             // A GPU that is divided says `[N/A]`.
             let mut number = || fields.next()?.parse::<f64>().ok();
             let (percent, mib) = (number(), number());
-            Some((index, percent.map(|x| x / 100.0), mib.map(|x| x * 1048576.0)))
+            Some((
+                index,
+                percent.map(|x| x / 100.0),
+                mib.map(|x| x * 1048576.0),
+            ))
         };
         table.lines().filter_map(gpu).collect()
     }

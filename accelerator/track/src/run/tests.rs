@@ -212,6 +212,12 @@ fn a_restart_of_the_same_launch_starts_the_run_over() {
 }
 
 #[test]
+fn threads_share_a_run() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Run>();
+}
+
+#[test]
 fn a_restart_that_finds_its_checkpoint_late_keeps_what_was_logged_before() {
     let runs = tempfile::tempdir().unwrap();
     let start = || {
