@@ -29,10 +29,7 @@ fn every_value_is_returned_by_value() {
     let temporary = tempfile::tempdir().unwrap();
     let logs = temporary.path().join("logs");
 
-    let (png, jpeg) = (
-        png(),
-        b"\xff\xd8\xff\xe0 no picture, but the bytes that begin one".to_vec(),
-    );
+    let (png, jpeg) = (png(), b"\xff\xd8\xff\xe0\0\x10JFIF\0 and so on".to_vec());
     let mut run = TestRun::new(
         &temporary.path().join("runs/a"),
         TensorBoard::new(logs.join("a")),
@@ -233,10 +230,7 @@ fn every_value_is_returned_by_value() {
         let expected = [(7, &png, "image/png"), (8, &jpeg, "image/jpeg")];
         assert_eq!(images.len(), expected.len());
         for (image, (step, bytes, media_type)) in images.iter().zip(expected) {
-            assert_eq!(
-                (&image["step"], &image["width"], &image["height"]),
-                (&json!(step), &json!(3), &json!(2))
-            );
+            assert_eq!(image["step"], step);
             let found = server.image(image["query"].as_str().unwrap());
             assert_eq!(found, (bytes.clone(), media_type.to_owned()), "{loader:?}");
         }
@@ -292,7 +286,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         first.write(end(EndStatus::Failed));
         first.sink.flush().unwrap();
         let foreign = folder.join("events.out.tfevents.0000000001.host.7.0");
-        fs::write(&foreign, b"").unwrap();
+        fs::write(&foreign, b"\x18").unwrap();
 
         let server = Server::start(&venv, &logs, loader);
         until_equal(&json!([1, 2, 3, 4, 5, 6]), || steps(&server, "a"));
@@ -519,8 +513,10 @@ fn event_files(folder: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().path());
-    let is_event_file = |path: &PathBuf| path.to_string_lossy().contains("tfevents");
-    paths.filter(is_event_file).collect()
+    let has_events = |path: &PathBuf| {
+        path.to_string_lossy().contains("tfevents") && path.metadata().unwrap().len() > 0
+    };
+    paths.filter(has_events).collect()
 }
 
 fn sorted(mut names: Vec<String>) -> Vec<String> {
