@@ -4,13 +4,23 @@
 //! tables, what an MLflow server shows, reports.
 
 pub use error::{Error, Result};
+pub use history::{
+    ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
+    RunHistory, RunStatus, Series, SystemPoint,
+};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
+pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
+pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use tensorboard::TensorBoard;
 
 mod error;
+mod folder_name;
+mod history;
+mod journal;
 mod record;
+mod run;
 mod run_id;
 mod sink;
 mod tensorboard;

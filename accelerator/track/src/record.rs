@@ -15,8 +15,8 @@ use crate::run_id::RunId;
 /// ```
 /// use accelerator_track::{Entry, Record};
 ///
-/// let entry = Entry { n: 7, ms: 1_700_000_000_000, record: Record::Checkpoint { step: 100 } };
-/// assert_eq!(entry.record, Record::Checkpoint { step: 100 });
+/// let entry = Entry { n: 7, ms: 1_700_000_000_000, record: Record::Checkpoint { step: Some(100), covers: 7 } };
+/// assert_eq!(entry.record, Record::Checkpoint { step: Some(100), covers: 7 });
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
@@ -33,8 +33,8 @@ pub struct Entry {
 /// ```
 /// use accelerator_track::Record;
 ///
-/// let record: Record = serde_json::from_str(r#"{"t":"checkpoint","step":100}"#).unwrap();
-/// assert_eq!(record, Record::Checkpoint { step: 100 });
+/// let record: Record = serde_json::from_str(r#"{"t":"checkpoint","step":100,"covers":7}"#).unwrap();
+/// assert_eq!(record, Record::Checkpoint { step: Some(100), covers: 7 });
 /// // What a later version of the same format adds is passed over.
 /// let record: Record = serde_json::from_str(r#"{"t":"later","x":1}"#).unwrap();
 /// assert_eq!(record, Record::Unknown);
@@ -58,6 +58,9 @@ pub enum Record {
         attempt: u32,
         /// How many ranks there are.
         world: usize,
+        /// The launch that it belongs to, which is the same for the restarts of a launcher.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        launch: Option<String>,
         /// Where the program came from and what it ran on.
         provenance: Value,
     },
@@ -138,10 +141,12 @@ pub enum Record {
         /// The hash of its contents.
         digest: String,
     },
-    /// A checkpoint is on the disk. What was logged before stays when the run resumes from it.
+    /// A checkpoint is on the disk. What it covers stays when the run resumes from it.
     Checkpoint {
-        /// The greatest step that was logged before.
-        step: u64,
+        /// The greatest step that was logged before the checkpoint was taken, if any was.
+        step: Option<u64>,
+        /// The number of the first entry that it does not cover.
+        covers: u64,
     },
     /// The run resumed from a checkpoint: what was logged for greater steps does not count.
     Rewind {

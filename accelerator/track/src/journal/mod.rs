@@ -1,0 +1,45 @@
+//! The journal of a run: lines with checksums, of which some supersede others.
+
+use std::path::{Path, PathBuf};
+
+pub(crate) use follower::{Followed, Follower};
+pub(crate) use lock::RunLock;
+pub(crate) use writer::{JournalWriter, now_ms};
+
+mod follower;
+mod line;
+mod lock;
+mod reader;
+mod supersession;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+/// The journal's file in a run's folder.
+pub(crate) const JOURNAL: &str = "journal.jsonl";
+
+/// The version of the format, in the head of each journal.
+pub(crate) const VERSION: u32 = 1;
+
+/// The journal of what the host of a rank measured.
+pub(crate) fn rank_journal(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(SYSTEM).join(format!("{RANK}{rank}{EXTENSION}"))
+}
+
+/// The journals of ranks that are in a run's folder.
+pub(crate) fn rank_journals(folder: &Path) -> Vec<(usize, PathBuf)> {
+    let Ok(files) = folder.join(SYSTEM).read_dir() else {
+        return Vec::new();
+    };
+    let journals = files.filter_map(|file| {
+        let path = file.ok()?.path();
+        let name = path.file_name()?.to_str()?;
+        let rank = name.strip_prefix(RANK)?.strip_suffix(EXTENSION)?;
+        Some((rank.parse().ok()?, path))
+    });
+    journals.collect()
+}
+
+const SYSTEM: &str = "system";
+const RANK: &str = "rank-";
+const EXTENSION: &str = ".jsonl";
