@@ -17,6 +17,7 @@ pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use tensorboard::TensorBoard;
 
 mod error;
 mod folder_name;
@@ -27,3 +28,4 @@ mod record;
 mod run;
 mod run_id;
 mod sink;
+mod tensorboard;
