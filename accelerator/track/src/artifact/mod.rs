@@ -1,0 +1,21 @@
+//! Artifacts: files that runs make and use, by name and version.
+
+pub use draft::Artifact;
+pub use lineage::{ArtifactId, Lineage, LineageEdge, LineageRun};
+pub use retention::{PruneReport, Retention};
+pub use store::{ArtifactStore, OnConflict};
+pub use stored::{ArtifactReader, StoredArtifact};
+pub use version::{ArtifactFile, ArtifactReference};
+
+mod draft;
+mod lineage;
+mod lock;
+mod name;
+mod objects;
+mod retention;
+pub(crate) mod source;
+mod store;
+mod stored;
+#[cfg(test)]
+mod tests;
+mod version;
