@@ -9,12 +9,16 @@ pub use history::{
     RunHistory, RunStatus, Series, SystemPoint,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
+pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
+pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 mod error;
+mod folder_name;
 mod history;
 mod journal;
 mod record;
+mod run;
 mod run_id;
 mod sink;
