@@ -106,12 +106,18 @@ impl Artifact {
     /// If there is none, if it is a folder, a pipe or a device, or if the artifact has another file of this name.
     pub fn add_file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let name = path.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
-            Error::new(
-                Kind::Misuse,
-                format!("{} has no name in UTF-8; name the file with add_file_as", path.display()),
-            )
-        })?;
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .ok_or_else(|| {
+                Error::new(
+                    Kind::Misuse,
+                    format!(
+                        "{} has no name in UTF-8; name the file with add_file_as",
+                        path.display()
+                    ),
+                )
+            })?;
         let name = name.to_owned();
         self.add_file_as(path, name)
     }
@@ -199,7 +205,11 @@ impl Artifact {
     /// # Errors
     ///
     /// Those of [`add_reference`](Self::add_reference).
-    pub fn add_reference_with_digest(self, url: impl Into<String>, digest: impl Into<String>) -> Result<Self> {
+    pub fn add_reference_with_digest(
+        self,
+        url: impl Into<String>,
+        digest: impl Into<String>,
+    ) -> Result<Self> {
         self.refer(url.into(), Some(digest.into()))
     }
 
@@ -222,11 +232,17 @@ impl Artifact {
             Ok(other) => {
                 return Err(Error::new(
                     Kind::Misuse,
-                    format!("the metadata of the artifact {:?} is no object with fields, but {other}", self.name),
+                    format!(
+                        "the metadata of the artifact {:?} is no object with fields, but {other}",
+                        self.name
+                    ),
                 ));
             }
             Err(error) => {
-                let message = format!("the metadata of the artifact {:?} cannot be JSON: {error}", self.name);
+                let message = format!(
+                    "the metadata of the artifact {:?} cannot be JSON: {error}",
+                    self.name
+                );
                 return Err(Error::new(Kind::Misuse, message).with_source(error));
             }
         }
@@ -272,18 +288,30 @@ impl Artifact {
     }
 
     fn refer(mut self, url: String, digest: Option<String>) -> Result<Self> {
-        let misuse = |url: &str, why: &str| Err(Error::new(Kind::Misuse, format!("{url:?} cannot be a reference: {why}")));
+        let misuse = |url: &str, why: &str| {
+            Err(Error::new(
+                Kind::Misuse,
+                format!("{url:?} cannot be a reference: {why}"),
+            ))
+        };
         let (scheme, rest) = url.split_once(':').unwrap_or_default();
         let is_scheme = scheme.starts_with(|x: char| x.is_ascii_alphabetic())
-            && scheme.chars().all(|x| x.is_ascii_alphanumeric() || "+-.".contains(x));
+            && scheme
+                .chars()
+                .all(|x| x.is_ascii_alphanumeric() || "+-.".contains(x));
         if !is_scheme || rest.is_empty() || url.contains(char::is_control) {
             return misuse(&url, "expected a URL, as \"s3://bucket/data\"");
         }
-        let host = rest.strip_prefix("//").and_then(|rest| rest.split(['/', '?', '#']).next());
+        let host = rest
+            .strip_prefix("//")
+            .and_then(|rest| rest.split(['/', '?', '#']).next());
         if let Some((user, host)) = host.and_then(|host| host.rsplit_once('@'))
             && user.contains(':')
         {
-            return misuse(&format!("{scheme}://…@{host}"), "it holds a password, which everybody would read");
+            return misuse(
+                &format!("{scheme}://…@{host}"),
+                "it holds a password, which everybody would read",
+            );
         }
         self.references.insert(url, digest);
         Ok(self)

@@ -160,7 +160,11 @@ impl Lineage {
     }
 
     fn of(&self, artifact: &ArtifactId, role: ArtifactRole) -> Vec<&LineageRun> {
-        let runs = self.artifacts.get(artifact).into_iter().flat_map(|runs| &runs[side(role)]);
+        let runs = self
+            .artifacts
+            .get(artifact)
+            .into_iter()
+            .flat_map(|runs| &runs[side(role)]);
         runs.map(|at| &self.runs[*at]).collect()
     }
 
@@ -214,7 +218,10 @@ mod tests {
     #[test]
     fn runs_in_a_circle_are_each_reached_once() {
         use ArtifactRole::{Input, Output};
-        let [a, b] = [run(&[(Input, 2), (Output, 1)]), run(&[(Input, 1), (Output, 2), (Input, 2)])];
+        let [a, b] = [
+            run(&[(Input, 2), (Output, 1)]),
+            run(&[(Input, 1), (Output, 2), (Input, 2)]),
+        ];
         let (first, second) = (a.id, b.id);
         let lineage = Lineage::new([a.clone(), b, a]);
         assert_eq!(lineage.runs().len(), 2);

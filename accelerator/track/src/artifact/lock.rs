@@ -36,10 +36,17 @@ impl StoreLock {
         let file = match kind {
             LockKind::Read => match File::open(&path) {
                 // Nobody has ever changed this store here, as where it is read-only.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self { _file: None }),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Ok(Self { _file: None });
+                }
                 opened => opened,
             },
-            _ => OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path),
+            _ => OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path),
         };
         let file = file.map_err(|error| Error::io("open the lock", &path, error))?;
         let begun = Instant::now();
@@ -50,7 +57,9 @@ impl StoreLock {
             };
             match taken {
                 Ok(()) => return Ok(Self { _file: Some(file) }),
-                Err(TryLockError::WouldBlock) if begun.elapsed() < LONGEST_WAIT => std::thread::sleep(PAUSE),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < LONGEST_WAIT => {
+                    std::thread::sleep(PAUSE)
+                }
                 Err(TryLockError::WouldBlock) => {
                     return Err(Error::new(
                         Kind::Conflict,

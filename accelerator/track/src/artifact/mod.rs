@@ -16,6 +16,4 @@ mod retention;
 pub(crate) mod source;
 mod store;
 mod stored;
-#[cfg(test)]
-mod tests;
 mod version;

@@ -110,8 +110,13 @@ const LATEST: &str = "latest";
 const LONGEST: usize = 128;
 
 fn check(what: &str, name: &str) -> Result<()> {
-    let is_special =
-        |x: char| x.is_control() || matches!(x, '/' | '\\' | ':' | '*' | '?' | '"' | '<' | '>' | '|' | '%');
+    let is_special = |x: char| {
+        x.is_control()
+            || matches!(
+                x,
+                '/' | '\\' | ':' | '*' | '?' | '"' | '<' | '>' | '|' | '%'
+            )
+    };
     let defect = if name.is_empty() {
         "it is empty"
     } else if name.len() > LONGEST {
@@ -140,9 +145,13 @@ mod tests {
     fn names_that_lead_elsewhere_are_refused() {
         let long = "x".repeat(129);
         for name in [
-            "", ".", "..", "/", "a/b", "../a", "a\\b", "C:", "a:b", ".hidden", "-a", "a ", "a.", "a\0", "a\nb", "50%", &long,
+            "", ".", "..", "/", "a/b", "../a", "a\\b", "C:", "a:b", ".hidden", "-a", "a ", "a.",
+            "a\0", "a\nb", "50%", &long,
         ] {
-            assert!(ArtifactName::parse(name).unwrap_err().is_misuse(), "{name:?}");
+            assert!(
+                ArtifactName::parse(name).unwrap_err().is_misuse(),
+                "{name:?}"
+            );
         }
         for name in ["a", "mnist_model", "模型 é", "a..b", &long[..128]] {
             assert_eq!(ArtifactName::parse(name).unwrap().as_str(), name);

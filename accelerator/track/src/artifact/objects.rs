@@ -12,15 +12,6 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug)]
 pub(super) struct Objects(PathBuf);
 
-/// What is known of an object before it is used again.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum ObjectCheck {
-    /// That it has its length: it was whole when it got its name.
-    Length,
-    /// That its content has its hash.
-    Hash,
-}
-
 impl Objects {
     pub(super) fn new(root: &Path) -> Self {
         Self(root.join("objects"))
@@ -32,14 +23,10 @@ impl Objects {
         self.0.join(&name[..2]).join(name)
     }
 
-    /// Makes a file's content an object, where it is none. Returns the bytes that were written.
-    pub(super) fn add(&self, source: &SourceFile, staged: &StagedFolder, check: ObjectCheck) -> Result<u64> {
+    /// Makes a file's content an object, where it is none, or a damaged one. Returns the bytes that were written.
+    pub(super) fn add(&self, source: &SourceFile, staged: &StagedFolder) -> Result<u64> {
         let path = self.path(source.hash);
-        let is_there = match check {
-            ObjectCheck::Length => fs::metadata(&path).is_ok_and(|x| x.is_file() && x.len() == source.bytes),
-            ObjectCheck::Hash => SourceFile::read(&path).is_ok_and(|x| x.hash == source.hash),
-        };
-        if is_there {
+        if SourceFile::read(&path).is_ok_and(|there| there.hash == source.hash) {
             return Ok(0);
         }
         let name = source.hash.to_string();
@@ -47,9 +34,12 @@ impl Objects {
         let publish = || {
             source.copy(&copy)?;
             if let Some(folder) = path.parent() {
-                fs::create_dir_all(folder).map_err(|error| Error::io("create the folder", folder, error))?;
+                fs::create_dir_all(folder)
+                    .map_err(|error| Error::io("create the folder", folder, error))?;
             }
-            staged.publish(&name, &path).map_err(|error| Error::io("write", &path, error))
+            staged
+                .publish(&name, &path)
+                .map_err(|error| Error::io("write", &path, error))
         };
         publish().inspect_err(|_| {
             // Room for others; the folder goes anyway.
@@ -65,7 +55,10 @@ impl Objects {
             let unreadable = |error| Error::io("list the folder", &folder, error);
             for entry in fs::read_dir(&folder).map_err(unreadable)? {
                 let path = entry.map_err(unreadable)?.path();
-                let name = path.file_name().and_then(|x| x.to_str()).unwrap_or_default();
+                let name = path
+                    .file_name()
+                    .and_then(|x| x.to_str())
+                    .unwrap_or_default();
                 let (Ok(hash), Ok(metadata)) = (name.parse(), path.symlink_metadata()) else {
                     continue;
                 };
@@ -90,7 +83,9 @@ pub(super) fn subfolders(folder: &Path) -> Result<Vec<PathBuf>> {
         Ok(folders)
     };
     match list() {
-        Err(error) if std::io::Error::kind(&error) == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) if std::io::Error::kind(&error) == std::io::ErrorKind::NotFound => {
+            Ok(Vec::new())
+        }
         listed => listed.map_err(|error| Error::io("list the folder", folder, error)),
     }
 }

@@ -144,13 +144,18 @@ impl ArtifactStore {
         for name in self.artifact_names()? {
             let versions = self.read_versions(&name)?;
             let aliased: BTreeSet<_> = self.index(&name)?.aliases.into_values().collect();
-            let is_other = retention.only.as_ref().is_some_and(|only| only != name.as_str());
+            let is_other = retention
+                .only
+                .as_ref()
+                .is_some_and(|only| only != name.as_str());
             let old = versions.len().saturating_sub(retention.last);
             for (at, version) in versions.into_iter().enumerate() {
                 let is_kept = is_other
                     || at >= old
                     || (retention.is_aliased_kept && aliased.contains(&version.version))
-                    || retention.kept.contains(&(version.name.clone(), version.version));
+                    || retention
+                        .kept
+                        .contains(&(version.name.clone(), version.version));
                 if is_kept {
                     referred.extend(version.contents.files.iter().map(|file| file.hash));
                 } else {
@@ -178,7 +183,10 @@ struct Plan {
 
 impl Plan {
     fn remove(&mut self, name: &ArtifactName, version: &Version) {
-        self.versions.entry(name.clone()).or_default().push(version.version);
+        self.versions
+            .entry(name.clone())
+            .or_default()
+            .push(version.version);
         self.report.versions.push(ArtifactId {
             name: version.name.clone(),
             version: version.version,

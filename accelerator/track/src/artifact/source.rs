@@ -29,7 +29,10 @@ impl SourceFile {
     /// It is an error where it is not what was read before. What was written is then of no use.
     pub(crate) fn copy(&self, to: &Path) -> Result<()> {
         let mut target = File::create_new(to).map_err(|error| Error::io("create", to, error))?;
-        let mut checked = Named { path: to, file: &mut target };
+        let mut checked = Named {
+            path: to,
+            file: &mut target,
+        };
         let again = Self::pass(&self.path, &mut checked)?;
         if (again.hash, again.stamp) != (self.hash, self.stamp) {
             return Err(changed(&self.path));
@@ -39,8 +42,13 @@ impl SourceFile {
 
     /// Fails where the file has been changed since it was read.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
-        let metadata = fs::metadata(&self.path).map_err(|error| Error::io("read", &self.path, error))?;
-        if Stamp::of(&metadata) == self.stamp { Ok(()) } else { Err(changed(&self.path)) }
+        let metadata =
+            fs::metadata(&self.path).map_err(|error| Error::io("read", &self.path, error))?;
+        if Stamp::of(&metadata) == self.stamp {
+            Ok(())
+        } else {
+            Err(changed(&self.path))
+        }
     }
 
     fn pass(path: &Path, target: &mut dyn Write) -> Result<Self> {
@@ -62,10 +70,12 @@ impl SourceFile {
             };
             hash.update(&buffer[..read]);
             bytes += read as u64;
-            target.write_all(&buffer[..read]).map_err(|error| match error.downcast::<Error>() {
-                Ok(error) => error,
-                Err(error) => Error::io("write a copy of", path, error),
-            })?;
+            target
+                .write_all(&buffer[..read])
+                .map_err(|error| match error.downcast::<Error>() {
+                    Ok(error) => error,
+                    Err(error) => Error::io("write a copy of", path, error),
+                })?;
         }
         let stamp = Stamp::of(&before);
         if bytes != before.len() || Stamp::of(&file.metadata().map_err(unreadable)?) != stamp {
@@ -95,7 +105,10 @@ pub(crate) fn files_below(root: &Path) -> Result<Vec<(String, PathBuf)>> {
             let Ok(name) = entry.file_name().into_string() else {
                 return Err(Error::new(
                     Kind::Misuse,
-                    format!("the name of {} is no text in UTF-8; rename it", path.display()),
+                    format!(
+                        "the name of {} is no text in UTF-8; rename it",
+                        path.display()
+                    ),
                 ));
             };
             let name = format!("{prefix}{name}");

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::draft::Artifact;
 use super::lock::{LockKind, StoreLock};
 use super::name::{Alias, ArtifactName, Query, VersionQuery, parse_version};
-use super::objects::{ObjectCheck, Objects, subfolders};
+use super::objects::{Objects, subfolders};
 use super::source::SourceFile;
 use super::stored::StoredArtifact;
 use super::version::{ArtifactFile, ArtifactReference, Contents, FORMAT, Version};
@@ -110,11 +110,18 @@ impl ArtifactStore {
     /// # Errors
     ///
     /// Those of [`commit`](Self::commit), and a conflict with [`OnConflict::Error`].
-    pub fn commit_with(&self, artifact: &Artifact, on_conflict: OnConflict) -> Result<StoredArtifact> {
+    pub fn commit_with(
+        &self,
+        artifact: &Artifact,
+        on_conflict: OnConflict,
+    ) -> Result<StoredArtifact> {
         let name = ArtifactName::parse(&artifact.name)?;
         let aliases = artifact.aliases.iter().map(|alias| Alias::parse(alias));
         let aliases = aliases.collect::<Result<Vec<_>>>()?;
-        let sources = artifact.files.iter().map(|(path, source)| Ok((path, SourceFile::read(source)?)));
+        let sources = artifact
+            .files
+            .iter()
+            .map(|(path, source)| Ok((path, SourceFile::read(source)?)));
         let sources = sources.collect::<Result<Vec<_>>>()?;
         let contents = Contents {
             kind: artifact.kind.clone(),
@@ -123,9 +130,11 @@ impl ArtifactStore {
                 hash: source.hash,
                 bytes: source.bytes,
             })),
-            references: Vec::from_iter(artifact.references.iter().map(|(url, digest)| ArtifactReference {
-                url: url.clone(),
-                digest: digest.clone(),
+            references: Vec::from_iter(artifact.references.iter().map(|(url, digest)| {
+                ArtifactReference {
+                    url: url.clone(),
+                    digest: digest.clone(),
+                }
             })),
             metadata: artifact.metadata.clone(),
         };
@@ -150,7 +159,7 @@ impl ArtifactStore {
 
         let adding = self.begin()?;
         for (_, source) in &sources {
-            adding.objects.add(source, &adding.staged, ObjectCheck::Length)?;
+            adding.objects.add(source, &adding.staged)?;
         }
         for (_, source) in &sources {
             source.check_unchanged()?;
@@ -167,7 +176,9 @@ impl ArtifactStore {
                 let version = Version {
                     format: FORMAT,
                     name: name.as_str().to_owned(),
-                    version: index.next.max(latest.as_ref().map_or(1, |latest| latest.version + 1)),
+                    version: index
+                        .next
+                        .max(latest.as_ref().map_or(1, |latest| latest.version + 1)),
                     created_ms: now_ms(),
                     run: artifact.run,
                     digest: contents.digest(),
@@ -178,7 +189,10 @@ impl ArtifactStore {
                 self.write_index(&adding, &name, &index)?;
                 self.write_version(&adding, &name, &version)?;
                 if let Some(replaced) = latest.filter(|_| on_conflict == OnConflict::Replace) {
-                    let moved = index.aliases.values_mut().filter(|of| **of == replaced.version);
+                    let moved = index
+                        .aliases
+                        .values_mut()
+                        .filter(|of| **of == replaced.version);
                     moved.for_each(|of| *of = version.version);
                     self.write_index(&adding, &name, &index)?;
                     self.remove_version(&name, replaced.version)?;
@@ -186,7 +200,9 @@ impl ArtifactStore {
                 version
             }
         };
-        let aliased = aliases.into_iter().map(|alias| (alias.into_string(), version.version));
+        let aliased = aliases
+            .into_iter()
+            .map(|alias| (alias.into_string(), version.version));
         self.change_aliases(&adding, &name, index, |of| of.extend(aliased))?;
         Ok(self.stored(version))
     }
@@ -203,11 +219,17 @@ impl ArtifactStore {
             VersionQuery::Latest => self.numbers(&name)?.last().copied(),
             VersionQuery::Alias(alias) => self.index(&name)?.aliases.get(&alias).copied(),
         };
-        let version = number.map(|number| self.version(&name, number)).transpose()?.flatten();
+        let version = number
+            .map(|number| self.version(&name, number))
+            .transpose()?
+            .flatten();
         version.map(|version| self.stored(version)).ok_or_else(|| {
             let there = self.numbers(&name).unwrap_or_default();
             let aliases = self.index(&name).unwrap_or_default().aliases;
-            let there = there.iter().map(|number| format!("v{number}")).chain(aliases.into_keys());
+            let there = there
+                .iter()
+                .map(|number| format!("v{number}"))
+                .chain(aliases.into_keys());
             let there: Vec<_> = there.collect();
             Error::new(
                 Kind::NotFound,
@@ -260,7 +282,9 @@ impl ArtifactStore {
     /// If the store cannot be read, or a manifest is damaged.
     pub fn versions(&self, name: &str) -> Result<Vec<StoredArtifact>> {
         let versions = self.read_versions(&ArtifactName::parse(name)?)?;
-        Ok(Vec::from_iter(versions.into_iter().map(|version| self.stored(version))))
+        Ok(Vec::from_iter(
+            versions.into_iter().map(|version| self.stored(version)),
+        ))
     }
 
     /// The aliases of a name, with the versions that have them.
@@ -326,7 +350,11 @@ impl ArtifactStore {
 
     /// Stores a version of another store under the same number, with those of its aliases that are not given here.
     /// Returns the version that has its contents, or that is there instead, and the bytes that were written.
-    pub(crate) fn import(&self, artifact: &StoredArtifact, on_conflict: OnConflict) -> Result<(StoredArtifact, u64)> {
+    pub(crate) fn import(
+        &self,
+        artifact: &StoredArtifact,
+        on_conflict: OnConflict,
+    ) -> Result<(StoredArtifact, u64)> {
         let wanted = artifact.record();
         let name = ArtifactName::parse(&wanted.name)?;
         let adding = self.begin()?;
@@ -335,9 +363,12 @@ impl ArtifactStore {
             let there = self.version(&name, wanted.version)?;
             // As a new version it may have been stored before.
             Ok(match (there, on_conflict) {
-                (Some(there), OnConflict::NewVersion) if !is_same(&there) => {
-                    Some(self.read_versions(&name)?.into_iter().find(is_same).unwrap_or(there))
-                }
+                (Some(there), OnConflict::NewVersion) if !is_same(&there) => Some(
+                    self.read_versions(&name)?
+                        .into_iter()
+                        .find(is_same)
+                        .unwrap_or(there),
+                ),
                 (there, _) => there,
             })
         };
@@ -361,7 +392,7 @@ impl ArtifactStore {
         let _reading = artifact.lock()?;
         for file in &wanted.contents.files {
             let source = artifact.object(file)?;
-            bytes += adding.objects.add(&source, &adding.staged, ObjectCheck::Hash)?;
+            bytes += adding.objects.add(&source, &adding.staged)?;
         }
         let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
         let there = find()?;
@@ -377,14 +408,20 @@ impl ArtifactStore {
                     Some(_) if on_conflict == OnConflict::NewVersion => index.next.max(latest),
                     _ => wanted.version,
                 };
-                let version = Version { version: number, ..wanted.clone() };
+                let version = Version {
+                    version: number,
+                    ..wanted.clone()
+                };
                 index.next = index.next.max(number + 1);
                 self.write_index(&adding, &name, &index)?;
                 self.write_version(&adding, &name, &version)?;
                 version
             }
         };
-        let aliases = artifact.aliases()?.into_iter().map(|alias| (alias, version.version));
+        let aliases = artifact
+            .aliases()?
+            .into_iter()
+            .map(|alias| (alias, version.version));
         self.change_aliases(&adding, &name, index, |there| {
             for (alias, of) in aliases {
                 there.entry(alias).or_insert(of);
@@ -396,24 +433,33 @@ impl ArtifactStore {
     /// All names that there are or were.
     pub(super) fn artifact_names(&self) -> Result<Vec<ArtifactName>> {
         let folders = subfolders(&self.root.join(NAMES))?;
-        let names = folders.iter().filter_map(|folder| ArtifactName::parse(folder.file_name()?.to_str()?).ok());
+        let names = folders
+            .iter()
+            .filter_map(|folder| ArtifactName::parse(folder.file_name()?.to_str()?).ok());
         Ok(names.collect())
     }
 
     pub(super) fn read_versions(&self, name: &ArtifactName) -> Result<Vec<Version>> {
         let numbers = self.numbers(name)?.into_iter();
-        numbers.filter_map(|number| self.version(name, number).transpose()).collect()
+        numbers
+            .filter_map(|number| self.version(name, number).transpose())
+            .collect()
     }
 
     pub(super) fn index(&self, name: &ArtifactName) -> Result<Index> {
         let path = self.folder_of(name).join(INDEX);
         let text = match fs::read(&path) {
             Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Index::default()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Index::default());
+            }
             Err(error) => return Err(Error::io("read", &path, error)),
         };
         serde_json::from_slice(&text).map_err(|error| {
-            let message = format!("{} cannot be read: {error}; remove it, and set the aliases again", path.display());
+            let message = format!(
+                "{} cannot be read: {error}; remove it, and set the aliases again",
+                path.display()
+            );
             Error::new(Kind::Corrupt, message).with_source(error)
         })
     }
@@ -440,7 +486,8 @@ impl ArtifactStore {
 
     /// Makes the store, and keeps its objects from being removed.
     fn begin(&self) -> Result<Adding> {
-        fs::create_dir_all(&self.root).map_err(|error| Error::io("create the folder", &self.root, error))?;
+        fs::create_dir_all(&self.root)
+            .map_err(|error| Error::io("create the folder", &self.root, error))?;
         Adding::begin(&self.root, StoreLock::take(&self.root, LockKind::Add)?)
     }
 
@@ -469,15 +516,23 @@ impl ArtifactStore {
         };
         let mut numbers = Vec::new();
         for entry in entries {
-            let file = entry.map_err(|error| Error::io("list the folder", &folder, error))?.file_name();
-            numbers.extend(file.to_str().and_then(|file| parse_version(file.strip_suffix(JSON)?)));
+            let file = entry
+                .map_err(|error| Error::io("list the folder", &folder, error))?
+                .file_name();
+            numbers.extend(
+                file.to_str()
+                    .and_then(|file| parse_version(file.strip_suffix(JSON)?)),
+            );
         }
         numbers.sort_unstable();
         Ok(numbers)
     }
 
     fn write_version(&self, adding: &Adding, name: &ArtifactName, version: &Version) -> Result<()> {
-        adding.write(&self.version_path(name, version.version), &version.to_bytes()?)
+        adding.write(
+            &self.version_path(name, version.version),
+            &version.to_bytes()?,
+        )
     }
 
     fn write_index(&self, adding: &Adding, name: &ArtifactName, index: &Index) -> Result<()> {

@@ -115,7 +115,10 @@ impl StoredArtifact {
     /// If the store cannot be read.
     pub fn aliases(&self) -> Result<Vec<String>> {
         let aliases = self.store.aliases(self.name())?.into_iter();
-        Ok(aliases.filter(|(_, version)| *version == self.version()).map(|(alias, _)| alias).collect())
+        Ok(aliases
+            .filter(|(_, version)| *version == self.version())
+            .map(|(alias, _)| alias)
+            .collect())
     }
 
     /// The content of a file.
@@ -138,13 +141,26 @@ impl StoredArtifact {
     ///
     /// As [`read`](Self::read); the hash is known only when all is read.
     pub fn open_file(&self, path: &str) -> Result<ArtifactReader> {
-        let file = self.files().iter().find(|file| file.path == path).ok_or_else(|| {
-            let files: Vec<_> = self.files().iter().take(5).map(|file| file.path.as_str()).collect();
-            Error::new(
-                Kind::NotFound,
-                format!("{} has no file {path:?}; its files are {}", self.reference(), files.join(", ")),
-            )
-        })?;
+        let file = self
+            .files()
+            .iter()
+            .find(|file| file.path == path)
+            .ok_or_else(|| {
+                let files: Vec<_> = self
+                    .files()
+                    .iter()
+                    .take(5)
+                    .map(|file| file.path.as_str())
+                    .collect();
+                Error::new(
+                    Kind::NotFound,
+                    format!(
+                        "{} has no file {path:?}; its files are {}",
+                        self.reference(),
+                        files.join(", ")
+                    ),
+                )
+            })?;
         let path = self.path_of(file);
         Ok(ArtifactReader {
             file: File::open(&path).map_err(|error| self.lost(file, &error))?,
@@ -164,7 +180,10 @@ impl StoredArtifact {
     pub fn verify(&self) -> Result<()> {
         const SHOWN: usize = 3;
         let _lock = self.lock()?;
-        let defects = self.files().iter().filter_map(|file| self.object(file).err());
+        let defects = self
+            .files()
+            .iter()
+            .filter_map(|file| self.object(file).err());
         let defects: Vec<_> = defects.map(|error| error.to_string()).collect();
         if defects.is_empty() {
             return Ok(());
@@ -174,7 +193,10 @@ impl StoredArtifact {
             more => format!("; and {more} more"),
         };
         let shown = &defects[..defects.len().min(SHOWN)];
-        Err(Error::new(Kind::Corrupt, format!("{}{more}", shown.join("; "))))
+        Err(Error::new(
+            Kind::Corrupt,
+            format!("{}{more}", shown.join("; ")),
+        ))
     }
 
     /// Writes all files into a folder, which is there with all of them, or not at all. A folder that has them already
@@ -188,14 +210,19 @@ impl StoredArtifact {
         let given = folder.as_ref();
         let folder = std::path::absolute(given).map_err(|error| Error::io("find", given, error))?;
         let (Some(parent), Some(name)) = (folder.parent(), folder.file_name()) else {
-            let message = format!("cannot write {} to {}: name a folder", self.reference(), given.display());
+            let message = format!(
+                "cannot write {} to {}: name a folder",
+                self.reference(),
+                given.display()
+            );
             return Err(Error::new(Kind::Misuse, message));
         };
         let _lock = self.lock()?;
         if self.is_in(&folder)? {
             return Ok(());
         }
-        fs::create_dir_all(parent).map_err(|error| Error::io("create the folder", parent, error))?;
+        fs::create_dir_all(parent)
+            .map_err(|error| Error::io("create the folder", parent, error))?;
         let name = name.to_string_lossy();
         let staged = StagedFolder::create(parent, &name, |target| target == name)
             .map_err(|error| Error::io("create a folder in", parent, error))?;
@@ -204,7 +231,8 @@ impl StoredArtifact {
         for file in self.files() {
             let to = at(&out, file);
             if let Some(folder) = to.parent() {
-                fs::create_dir_all(folder).map_err(|error| Error::io("create the folder", folder, error))?;
+                fs::create_dir_all(folder)
+                    .map_err(|error| Error::io("create the folder", folder, error))?;
             }
             self.object(file)?.copy(&to)?;
         }
@@ -244,14 +272,23 @@ impl StoredArtifact {
         if (source.hash, source.bytes) == (file.hash, file.bytes) {
             return Ok(source);
         }
-        Err(damaged(&format!("{:?} of {}", file.path, self.reference()), &path, file, source.bytes, source.hash))
+        Err(damaged(
+            &format!("{:?} of {}", file.path, self.reference()),
+            &path,
+            file,
+            source.bytes,
+            source.hash,
+        ))
     }
 
     /// Whether all files lie in a folder; an error where something else does.
     fn is_in(&self, folder: &Path) -> Result<bool> {
         let is_empty = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-            entries => entries.map_err(|error| Error::io("list the folder", folder, error))?.next().is_none(),
+            entries => entries
+                .map_err(|error| Error::io("list the folder", folder, error))?
+                .next()
+                .is_none(),
         };
         if is_empty {
             return Ok(self.files().is_empty());
@@ -280,7 +317,11 @@ impl StoredArtifact {
     fn lost(&self, file: &ArtifactFile, error: &dyn std::fmt::Display) -> Error {
         Error::new(
             Kind::Corrupt,
-            format!("the content of {:?} of {} is not there: {error}; store the artifact again", file.path, self.reference()),
+            format!(
+                "the content of {:?} of {} is not there: {error}; store the artifact again",
+                file.path,
+                self.reference()
+            ),
         )
     }
 }
@@ -347,10 +388,18 @@ impl Read for ArtifactReader {
 
 /// Where a file of an artifact lies in a folder.
 fn at(folder: &Path, file: &ArtifactFile) -> PathBuf {
-    file.path.split('/').fold(folder.to_owned(), |path, part| path.join(part))
+    file.path
+        .split('/')
+        .fold(folder.to_owned(), |path, part| path.join(part))
 }
 
-fn damaged(what: &str, path: &Path, expected: &ArtifactFile, bytes: u64, hash: ContentHash) -> Error {
+fn damaged(
+    what: &str,
+    path: &Path,
+    expected: &ArtifactFile,
+    bytes: u64,
+    hash: ContentHash,
+) -> Error {
     Error::new(
         Kind::Corrupt,
         format!(

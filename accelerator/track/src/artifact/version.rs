@@ -87,7 +87,10 @@ impl Version {
     /// Its file's bytes: an object whose last member is the hash of all before it.
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut text = serde_json::to_string(self).map_err(|error| {
-            let message = format!("cannot write the manifest of {}:v{} as JSON: {error}", self.name, self.version);
+            let message = format!(
+                "cannot write the manifest of {}:v{} as JSON: {error}",
+                self.name, self.version
+            );
             Error::new(Kind::Misuse, message).with_source(error)
         })?;
         text.pop();
@@ -101,7 +104,14 @@ impl Version {
         let bytes = fs::read(path).map_err(|error| Error::io("read", path, error))?;
         let read = Self::parse(&bytes).map_err(|error| {
             let message = format!("{}: {error}", path.display());
-            Error::new(if error.is_incompatible() { Kind::Incompatible } else { Kind::Corrupt }, message)
+            Error::new(
+                if error.is_incompatible() {
+                    Kind::Incompatible
+                } else {
+                    Kind::Corrupt
+                },
+                message,
+            )
         })?;
         if (read.name.as_str(), read.version) != (name, version) {
             return Err(Error::new(
@@ -119,20 +129,30 @@ impl Version {
 
     fn parse(bytes: &[u8]) -> Result<Self> {
         let corrupt = |message: String| Error::new(Kind::Corrupt, message);
-        let sealed = std::str::from_utf8(bytes).ok().and_then(|text| text.rsplit_once(SEAL));
+        let sealed = std::str::from_utf8(bytes)
+            .ok()
+            .and_then(|text| text.rsplit_once(SEAL));
         let Some((body, seal)) = sealed else {
-            return Err(corrupt("the manifest does not end with its seal: it is cut off, or was edited".to_owned()));
+            return Err(corrupt(
+                "the manifest does not end with its seal: it is cut off, or was edited".to_owned(),
+            ));
         };
         if seal != format!("{}\"}}\n", ContentHash::of(body.as_bytes())) {
-            return Err(corrupt("the seal of the manifest does not fit: it was changed after it was written".to_owned()));
+            return Err(corrupt(
+                "the seal of the manifest does not fit: it was changed after it was written"
+                    .to_owned(),
+            ));
         }
         let body = format!("{body}}}");
-        let unreadable = |error: serde_json::Error| corrupt(format!("the manifest cannot be read: {error}"));
+        let unreadable =
+            |error: serde_json::Error| corrupt(format!("the manifest cannot be read: {error}"));
         let Format { format } = serde_json::from_str(&body).map_err(unreadable)?;
         if format > FORMAT {
             return Err(Error::new(
                 Kind::Incompatible,
-                format!("the artifact is of format {format}, and this program reads formats up to {FORMAT}; use a newer one"),
+                format!(
+                    "the artifact is of format {format}, and this program reads formats up to {FORMAT}; use a newer one"
+                ),
             ));
         }
         let version: Self = serde_json::from_str(&body).map_err(unreadable)?;
@@ -140,7 +160,9 @@ impl Version {
             check_path(&file.path)?;
         }
         if version.digest != version.contents.digest() {
-            return Err(corrupt("the digest of the manifest is not that of its files".to_owned()));
+            return Err(corrupt(
+                "the digest of the manifest is not that of its files".to_owned(),
+            ));
         }
         Ok(version)
     }
@@ -191,7 +213,10 @@ mod tests {
             for bit in 0..8 {
                 let mut changed = bytes.clone();
                 changed[at] ^= 1 << bit;
-                assert!(Version::parse(&changed).unwrap_err().is_corrupt(), "{at} {bit}");
+                assert!(
+                    Version::parse(&changed).unwrap_err().is_corrupt(),
+                    "{at} {bit}"
+                );
             }
         }
     }
@@ -200,7 +225,14 @@ mod tests {
     fn manifests_that_lead_elsewhere_or_are_newer_are_refused() {
         let elsewhere = version("../x").to_bytes().unwrap();
         assert!(Version::parse(&elsewhere).is_err());
-        let newer = Version { format: FORMAT + 1, ..version("x") };
-        assert!(Version::parse(&newer.to_bytes().unwrap()).unwrap_err().is_incompatible());
+        let newer = Version {
+            format: FORMAT + 1,
+            ..version("x")
+        };
+        assert!(
+            Version::parse(&newer.to_bytes().unwrap())
+                .unwrap_err()
+                .is_incompatible()
+        );
     }
 }
