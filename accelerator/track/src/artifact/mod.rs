@@ -17,3 +17,6 @@ pub(crate) mod source;
 mod store;
 mod stored;
 mod version;
+
+#[cfg(test)]
+mod tests;

@@ -5,15 +5,21 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use accelerator_manifest::{ContentHash, StagedFolder};
-use serde::{Deserialize, Serialize};
+use accelerator_manifest::StagedFolder;
 
+use self::marker::{MARKER, Marker, UploadState};
+use self::place::Place;
 use crate::artifact::source::{self, SourceFile};
 use crate::artifact::{ArtifactId, ArtifactStore, OnConflict};
 use crate::error::{Error, Kind, Result};
-use crate::history::{HistoryReader, RunHistory, RunStatus};
+use crate::history::{RunHistory, RunStatus};
 use crate::journal::JOURNAL;
 use crate::run_id::RunId;
+
+mod marker;
+mod place;
+#[cfg(test)]
+mod tests;
 
 /// Copies a run, and the artifacts that it made and used, to a folder of runs on another disk or a mounted file system.
 ///
@@ -206,159 +212,6 @@ impl UploadReport {
     }
 }
 
-/// Where a run goes.
-#[derive(Debug)]
-struct Place {
-    /// Where it lies in the end.
-    target: PathBuf,
-    /// Where files are put: the target where that is this run, or else a hidden folder beside.
-    work: PathBuf,
-}
-
-impl Place {
-    /// `None` where another run has the name and stays.
-    fn choose(
-        destination: &Path,
-        name: &str,
-        run: RunId,
-        on_conflict: OnConflict,
-    ) -> Result<Option<Self>> {
-        let hidden = destination.join(format!(".{name}.uploading-{run}"));
-        for number in 1_u32.. {
-            let target = destination.join(match number {
-                1 => name.to_owned(),
-                _ => format!("{name}-{number}"),
-            });
-            let place = match Occupant::of(&target, run)? {
-                Occupant::None => Self {
-                    work: hidden,
-                    target,
-                },
-                Occupant::ThisRun => Self {
-                    work: target.clone(),
-                    target,
-                },
-                Occupant::Other(what) => match on_conflict {
-                    OnConflict::Skip => return Ok(None),
-                    OnConflict::Error => {
-                        let message = format!(
-                            "{} has {what} already; rename it, or choose to skip, to replace it or to keep both",
-                            target.display()
-                        );
-                        return Err(Error::new(Kind::Conflict, message));
-                    }
-                    OnConflict::NewVersion => continue,
-                    OnConflict::Replace => Self {
-                        work: hidden,
-                        target,
-                    },
-                },
-            };
-            return Ok(Some(place));
-        }
-        unreachable!("there are more numbers than folders")
-    }
-
-    /// Gives the run its name, in place of another that has it.
-    fn publish(&self) -> Result<()> {
-        let Self { target, work } = self;
-        if work == target {
-            return Ok(());
-        }
-        let parent = target.parent().unwrap_or(Path::new("."));
-        let replaced = match target.symlink_metadata() {
-            Err(_) => None,
-            Ok(_) => {
-                if HistoryReader::open(target).is_ok() && lock_of_writer(target) {
-                    let message = format!(
-                        "the run in {} is being written, and cannot be replaced",
-                        target.display()
-                    );
-                    return Err(Error::new(Kind::Conflict, message));
-                }
-                let staged = StagedFolder::create(parent, REPLACED, |target| target == REPLACED)
-                    .map_err(|error| Error::io("create a folder in", parent, error))?;
-                let aside = staged.path().join("run");
-                fs::rename(target, &aside)
-                    .map_err(|error| Error::io("move away", target, error))?;
-                // With its folder, it is removed when this one is in its place.
-                Some((staged, aside))
-            }
-        };
-        let renamed = fs::rename(work, target);
-        if let (Err(_), Some((_, aside))) = (&renamed, &replaced) {
-            let _ = fs::rename(aside, target);
-        }
-        renamed.map_err(|error| Error::io("write the folder", target, error))?;
-        // The name is there; on file systems that cannot flush a folder it may be lost with the machine.
-        if let Ok(folder) = File::open(parent) {
-            let _ = folder.sync_all();
-        }
-        Ok(())
-    }
-}
-
-/// What has a name at the destination.
-enum Occupant {
-    None,
-    ThisRun,
-    /// In words.
-    Other(String),
-}
-
-impl Occupant {
-    fn of(target: &Path, run: RunId) -> Result<Self> {
-        match target.symlink_metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::None),
-            Err(error) => return Err(Error::io("read", target, error)),
-            Ok(metadata) if !metadata.is_dir() => {
-                return Ok(Self::Other("something that is no run".to_owned()));
-            }
-            Ok(_) => {}
-        }
-        // An update that was interrupted may have left no journal that can be read; its marker is there.
-        if Marker::read(target).is_some_and(|marker| marker.run == run) {
-            return Ok(Self::ThisRun);
-        }
-        Ok(match HistoryReader::open(target) {
-            Ok(reader) if reader.history().id == run => Self::ThisRun,
-            Ok(reader) => Self::Other(format!("the run {}", reader.history().id)),
-            Err(_) => Self::Other("something that is no run".to_owned()),
-        })
-    }
-}
-
-/// Says which files of an uploaded run's folder came with it.
-#[derive(Debug, Serialize, Deserialize, PartialEq)]
-struct Marker {
-    run: RunId,
-    state: UploadState,
-    /// With their hashes where they are there.
-    files: BTreeMap<String, Option<ContentHash>>,
-}
-
-#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq)]
-#[serde(rename_all = "lowercase")]
-enum UploadState {
-    Partial,
-    Complete,
-}
-
-impl Marker {
-    fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(folder.join(MARKER)).ok()?).ok()
-    }
-
-    fn write(&self, staged: &StagedFolder, folder: &Path) -> Result<()> {
-        let path = folder.join(MARKER);
-        let write = || {
-            fs::write(staged.path().join(MARKER), serde_json::to_vec(self)?)?;
-            staged.publish(MARKER, &path)
-        };
-        write().map_err(|error| Error::io("write", &path, error))
-    }
-}
-
 /// Copies the files of a run's folder, the journal last: without one, or with an older one, the folder is no run, or an
 /// older state of it.
 fn copy_files(from: &Path, place: &Place, run: RunId, report: &mut UploadReport) -> Result<()> {
@@ -491,10 +344,6 @@ fn lock(run_folder: &Path) -> Result<Option<File>> {
     }
 }
 
-fn lock_of_writer(folder: &Path) -> bool {
-    crate::journal::RunLock::is_held(folder)
-}
-
 fn prepare(destination: &Path, make_folder: MakeFolder) -> Result<()> {
     match make_folder {
         MakeFolder::Yes => fs::create_dir_all(destination)
@@ -520,7 +369,4 @@ fn below(folder: &Path, name: &str) -> PathBuf {
         .fold(folder.to_owned(), |path, part| path.join(part))
 }
 
-/// In the run's folder at the destination.
-const MARKER: &str = "upload.json";
 const COPY: &str = "copy";
-const REPLACED: &str = "replaced";
