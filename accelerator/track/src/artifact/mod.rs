@@ -2,16 +2,20 @@
 
 pub use draft::Artifact;
 pub use lineage::{ArtifactId, Lineage, LineageEdge, LineageRun};
+pub use reader::ArtifactReader;
 pub use retention::{PruneReport, Retention};
 pub use store::{ArtifactStore, OnConflict};
-pub use stored::{ArtifactReader, StoredArtifact};
+pub use stored::StoredArtifact;
 pub use version::{ArtifactFile, ArtifactReference};
 
+mod adding;
 mod draft;
+mod import;
 mod lineage;
 mod lock;
 mod name;
 mod objects;
+mod reader;
 mod retention;
 pub(crate) mod source;
 mod store;

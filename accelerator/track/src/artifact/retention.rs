@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 
+use super::adding::Adding;
 use super::lineage::ArtifactId;
 use super::lock::{LockKind, StoreLock};
 use super::name::ArtifactName;
 use super::objects::Objects;
-use super::store::{Adding, ArtifactStore};
+use super::store::ArtifactStore;
 use super::version::Version;
 use crate::error::{Error, Result};
 

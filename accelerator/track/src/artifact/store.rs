@@ -4,13 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use accelerator_manifest::StagedFolder;
-use serde::{Deserialize, Serialize};
-
+use super::adding::{Adding, Index};
 use super::draft::Artifact;
 use super::lock::{LockKind, StoreLock};
 use super::name::{Alias, ArtifactName, Query, VersionQuery, parse_version};
-use super::objects::{Objects, subfolders};
+use super::objects::subfolders;
 use super::source::SourceFile;
 use super::stored::StoredArtifact;
 use super::version::{ArtifactFile, ArtifactReference, Contents, FORMAT, Version};
@@ -348,88 +346,6 @@ impl ArtifactStore {
         })
     }
 
-    /// Stores a version of another store under the same number, with those of its aliases that are not given here.
-    /// Returns the version that has its contents, or that is there instead, and the bytes that were written.
-    pub(crate) fn import(
-        &self,
-        artifact: &StoredArtifact,
-        on_conflict: OnConflict,
-    ) -> Result<(StoredArtifact, u64)> {
-        let wanted = artifact.record();
-        let name = ArtifactName::parse(&wanted.name)?;
-        let adding = self.begin()?;
-        let is_same = |there: &Version| there.contents == wanted.contents;
-        let find = || -> Result<Option<Version>> {
-            let there = self.version(&name, wanted.version)?;
-            // As a new version it may have been stored before.
-            Ok(match (there, on_conflict) {
-                (Some(there), OnConflict::NewVersion) if !is_same(&there) => Some(
-                    self.read_versions(&name)?
-                        .into_iter()
-                        .find(is_same)
-                        .unwrap_or(there),
-                ),
-                (there, _) => there,
-            })
-        };
-        let conflict = |there: &Version| match on_conflict {
-            _ if is_same(there) => Ok(None),
-            OnConflict::Skip => Ok(Some(self.stored(there.clone()))),
-            OnConflict::Error => Err(Error::new(
-                Kind::Conflict,
-                format!(
-                    "{name}:v{} in {} has other contents; store it as a new version, or replace that one",
-                    wanted.version,
-                    self.root.display()
-                ),
-            )),
-            OnConflict::NewVersion | OnConflict::Replace => Ok(None),
-        };
-        if let Some(there) = find()?.as_ref().map(conflict).transpose()?.flatten() {
-            return Ok((there, 0));
-        }
-        let mut bytes = 0;
-        let _reading = artifact.lock()?;
-        for file in &wanted.contents.files {
-            let source = artifact.object(file)?;
-            bytes += adding.objects.add(&source, &adding.staged)?;
-        }
-        let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
-        let there = find()?;
-        if let Some(there) = there.as_ref().map(conflict).transpose()?.flatten() {
-            return Ok((there, bytes));
-        }
-        let mut index = self.index(&name)?;
-        let version = match there {
-            Some(there) if is_same(&there) => there,
-            there => {
-                let latest = self.numbers(&name)?.last().map_or(1, |latest| latest + 1);
-                let number = match there {
-                    Some(_) if on_conflict == OnConflict::NewVersion => index.next.max(latest),
-                    _ => wanted.version,
-                };
-                let version = Version {
-                    version: number,
-                    ..wanted.clone()
-                };
-                index.next = index.next.max(number + 1);
-                self.write_index(&adding, &name, &index)?;
-                self.write_version(&adding, &name, &version)?;
-                version
-            }
-        };
-        let aliases = artifact
-            .aliases()?
-            .into_iter()
-            .map(|alias| (alias, version.version));
-        self.change_aliases(&adding, &name, index, |there| {
-            for (alias, of) in aliases {
-                there.entry(alias).or_insert(of);
-            }
-        })?;
-        Ok((self.stored(version), bytes))
-    }
-
     /// All names that there are or were.
     pub(super) fn artifact_names(&self) -> Result<Vec<ArtifactName>> {
         let folders = subfolders(&self.root.join(NAMES))?;
@@ -485,13 +401,13 @@ impl ArtifactStore {
     }
 
     /// Makes the store, and keeps its objects from being removed.
-    fn begin(&self) -> Result<Adding> {
+    pub(super) fn begin(&self) -> Result<Adding> {
         fs::create_dir_all(&self.root)
             .map_err(|error| Error::io("create the folder", &self.root, error))?;
         Adding::begin(&self.root, StoreLock::take(&self.root, LockKind::Add)?)
     }
 
-    fn stored(&self, version: Version) -> StoredArtifact {
+    pub(super) fn stored(&self, version: Version) -> StoredArtifact {
         StoredArtifact::new(self.clone(), version)
     }
 
@@ -500,7 +416,7 @@ impl ArtifactStore {
         number.map_or(Ok(None), |number| self.version(name, number))
     }
 
-    fn version(&self, name: &ArtifactName, number: u32) -> Result<Option<Version>> {
+    pub(super) fn version(&self, name: &ArtifactName, number: u32) -> Result<Option<Version>> {
         match Version::read(&self.version_path(name, number), name.as_str(), number) {
             Err(error) if error.is_not_found() => Ok(None),
             read => read.map(Some),
@@ -508,7 +424,7 @@ impl ArtifactStore {
     }
 
     /// The numbers of a name's versions, sorted.
-    fn numbers(&self, name: &ArtifactName) -> Result<Vec<u32>> {
+    pub(super) fn numbers(&self, name: &ArtifactName) -> Result<Vec<u32>> {
         let folder = self.folder_of(name);
         let entries = match fs::read_dir(&folder) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -528,14 +444,24 @@ impl ArtifactStore {
         Ok(numbers)
     }
 
-    fn write_version(&self, adding: &Adding, name: &ArtifactName, version: &Version) -> Result<()> {
+    pub(super) fn write_version(
+        &self,
+        adding: &Adding,
+        name: &ArtifactName,
+        version: &Version,
+    ) -> Result<()> {
         adding.write(
             &self.version_path(name, version.version),
             &version.to_bytes()?,
         )
     }
 
-    fn write_index(&self, adding: &Adding, name: &ArtifactName, index: &Index) -> Result<()> {
+    pub(super) fn write_index(
+        &self,
+        adding: &Adding,
+        name: &ArtifactName,
+        index: &Index,
+    ) -> Result<()> {
         adding.write(&self.folder_of(name).join(INDEX), &index.to_bytes())
     }
 
@@ -548,54 +474,6 @@ impl ArtifactStore {
     }
 }
 
-/// A store that is being changed.
-#[derive(Debug)]
-pub(super) struct Adding {
-    pub(super) objects: Objects,
-    staged: StagedFolder,
-    _lock: StoreLock,
-}
-
-impl Adding {
-    /// Removes what processes that are gone have left.
-    pub(super) fn begin(root: &Path, lock: StoreLock) -> Result<Self> {
-        let staged = StagedFolder::create(root, STAGED, |target| target == STAGED);
-        Ok(Self {
-            objects: Objects::new(root),
-            staged: staged.map_err(|error| Error::io("create a folder in", root, error))?,
-            _lock: lock,
-        })
-    }
-
-    fn write(&self, path: &Path, bytes: &[u8]) -> Result<()> {
-        let write = || {
-            if let Some(folder) = path.parent() {
-                fs::create_dir_all(folder)?;
-            }
-            fs::write(self.staged.path().join(SMALL), bytes)?;
-            self.staged.publish(SMALL, path)
-        };
-        write().map_err(|error| Error::io("write", path, error))
-    }
-}
-
-/// What a name has beside its versions.
-#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
-pub(super) struct Index {
-    /// The number of the next version, which those before never had.
-    next: u32,
-    pub(super) aliases: BTreeMap<String, u32>,
-}
-
-impl Index {
-    fn to_bytes(&self) -> Vec<u8> {
-        let json = serde_json::json!({ "next": self.next, "aliases": self.aliases });
-        format!("{json}\n").into_bytes()
-    }
-}
-
 const NAMES: &str = "names";
 const INDEX: &str = "index.json";
 const JSON: &str = ".json";
-const STAGED: &str = "commit";
-const SMALL: &str = "manifest";

@@ -1,6 +1,6 @@
 //! Versions that are stored, and reading them.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::lock::{LockKind, StoreLock};
 use super::objects::Objects;
+use super::reader::{ArtifactReader, damaged};
 use super::source::SourceFile;
 use super::store::ArtifactStore;
 use super::version::{ArtifactFile, ArtifactReference, Version};
@@ -161,15 +162,9 @@ impl StoredArtifact {
                     ),
                 )
             })?;
-        let path = self.path_of(file);
-        Ok(ArtifactReader {
-            file: File::open(&path).map_err(|error| self.lost(file, &error))?,
-            what: format!("{:?} of {}", file.path, self.reference()),
-            path,
-            expected: file.clone(),
-            bytes: 0,
-            hash: blake3::Hasher::new(),
-        })
+        let what = format!("{:?} of {}", file.path, self.reference());
+        ArtifactReader::open(what, self.path_of(file), file.clone())
+            .map_err(|error| self.lost(file, &error))
     }
 
     /// Reads all files, and compares them with their hashes.
@@ -326,87 +321,9 @@ impl StoredArtifact {
     }
 }
 
-/// Reads a file of an artifact, and fails at its end where it is not what was stored.
-///
-/// ```
-/// use std::io::Read;
-/// use accelerator_track::{Artifact, ArtifactReader, ArtifactStore};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let temporary = tempfile::tempdir()?;
-/// # let file = temporary.path().join("model.bin");
-/// # std::fs::write(&file, "weights")?;
-/// let store = ArtifactStore::of_runs(temporary.path());
-/// let model = store.commit(&Artifact::create("model").add_file(&file)?)?;
-/// let mut reader: ArtifactReader = model.open_file("model.bin")?;
-/// let mut content = String::new();
-/// reader.read_to_string(&mut content)?;
-/// assert_eq!((content.as_str(), reader.file().bytes), ("weights", 7));
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct ArtifactReader {
-    file: File,
-    what: String,
-    path: PathBuf,
-    expected: ArtifactFile,
-    bytes: u64,
-    hash: blake3::Hasher,
-}
-
-impl ArtifactReader {
-    /// What the manifest says of the file.
-    #[must_use]
-    pub fn file(&self) -> &ArtifactFile {
-        &self.expected
-    }
-
-    fn error(&self, error: io::Error) -> Error {
-        match error.downcast::<Error>() {
-            Ok(error) => error,
-            Err(error) => Error::io("read", &self.path, error),
-        }
-    }
-}
-
-impl Read for ArtifactReader {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read(buffer)?;
-        self.hash.update(&buffer[..read]);
-        self.bytes += read as u64;
-        if read == 0 && !buffer.is_empty() {
-            let found = self.hash.finalize().into();
-            if (self.bytes, found) != (self.expected.bytes, self.expected.hash) {
-                let error = damaged(&self.what, &self.path, &self.expected, self.bytes, found);
-                return Err(io::Error::new(io::ErrorKind::InvalidData, error));
-            }
-        }
-        Ok(read)
-    }
-}
-
 /// Where a file of an artifact lies in a folder.
 fn at(folder: &Path, file: &ArtifactFile) -> PathBuf {
     file.path
         .split('/')
         .fold(folder.to_owned(), |path, part| path.join(part))
-}
-
-fn damaged(
-    what: &str,
-    path: &Path,
-    expected: &ArtifactFile,
-    bytes: u64,
-    hash: ContentHash,
-) -> Error {
-    Error::new(
-        Kind::Corrupt,
-        format!(
-            "{what} is not what was stored: expected {} bytes with the hash {}, found {bytes} with {hash} in {}; store the artifact again",
-            expected.bytes,
-            expected.hash,
-            path.display()
-        ),
-    )
 }

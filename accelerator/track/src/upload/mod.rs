@@ -12,7 +12,7 @@ use self::place::Place;
 use crate::artifact::source::{self, SourceFile};
 use crate::artifact::{ArtifactId, ArtifactStore, OnConflict};
 use crate::error::{Error, Kind, Result};
-use crate::history::{RunHistory, RunStatus};
+use crate::history::RunHistory;
 use crate::journal::JOURNAL;
 use crate::run_id::RunId;
 
@@ -69,14 +69,14 @@ pub fn upload(
         std::path::absolute(run_folder).map_err(|error| Error::io("find", run_folder, error))?;
     let destination = destination.as_ref();
     let _alone = lock(&run_folder)?;
-    let run = RunHistory::read(&run_folder)?;
-    if run.status() == RunStatus::Running {
+    if place::is_written(&run_folder) {
         let message = format!(
             "the run in {} is being written; upload it when it has ended",
             run_folder.display()
         );
         return Err(Error::new(Kind::Conflict, message));
     }
+    let run = RunHistory::read(&run_folder)?;
     let (Some(runs), Some(name)) = (
         run_folder.parent(),
         run_folder.file_name().and_then(|name| name.to_str()),
@@ -331,16 +331,21 @@ fn lock(run_folder: &Path) -> Result<Option<File>> {
         // Either there is none, which is said when it is read, or the system does not open folders.
         return Ok(None);
     };
-    match file.try_lock() {
-        Ok(()) => Ok(Some(file)),
-        Err(TryLockError::WouldBlock) => Err(Error::new(
+    let locked = place::wait_for(|| match file.try_lock() {
+        Ok(()) => Some(()),
+        Err(TryLockError::WouldBlock) => None,
+        // The file system has no locks.
+        Err(TryLockError::Error(_)) => Some(()),
+    });
+    match locked {
+        Some(()) => Ok(Some(file)),
+        None => Err(Error::new(
             Kind::Conflict,
             format!(
                 "the run in {} is being uploaded by another process; wait until that has ended",
                 run_folder.display()
             ),
         )),
-        Err(TryLockError::Error(_)) => Ok(None),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use accelerator_manifest::StagedFolder;
 
@@ -20,6 +21,8 @@ pub(super) struct Place {
     pub(super) target: PathBuf,
     /// Where files are put: the target where that is this run, or else a hidden folder beside.
     pub(super) work: PathBuf,
+    /// Whether another run is removed, which lies at the target.
+    replaces_another: bool,
 }
 
 impl Place {
@@ -36,15 +39,9 @@ impl Place {
                 1 => name.to_owned(),
                 _ => format!("{name}-{number}"),
             });
-            let place = match Occupant::of(&target, run)? {
-                Occupant::None => Self {
-                    work: hidden,
-                    target,
-                },
-                Occupant::ThisRun => Self {
-                    work: target.clone(),
-                    target,
-                },
+            let (work, replaces_another) = match Occupant::of(&target, run)? {
+                Occupant::None => (hidden, false),
+                Occupant::ThisRun => (target.clone(), false),
                 Occupant::Other(what) => match on_conflict {
                     OnConflict::Skip => return Ok(None),
                     OnConflict::Error => {
@@ -55,54 +52,82 @@ impl Place {
                         return Err(Error::new(Kind::Conflict, message));
                     }
                     OnConflict::NewVersion => continue,
-                    OnConflict::Replace => Self {
-                        work: hidden,
-                        target,
-                    },
+                    OnConflict::Replace => (hidden, true),
                 },
             };
-            return Ok(Some(place));
+            return Ok(Some(Self {
+                target,
+                work,
+                replaces_another,
+            }));
         }
         unreachable!("there are more numbers than folders")
     }
 
     /// Gives the run its name, in place of another that has it.
     pub(super) fn publish(&self) -> Result<()> {
-        let Self { target, work } = self;
+        let Self {
+            target,
+            work,
+            replaces_another,
+        } = self;
+        let parent = target.parent().unwrap_or(Path::new("."));
+        // Removes what an upload that was killed has moved away, too.
+        let staged = StagedFolder::create(parent, REPLACED, |target| target == REPLACED)
+            .map_err(|error| Error::io("create a folder in", parent, error))?;
         if work == target {
             return Ok(());
         }
-        let parent = target.parent().unwrap_or(Path::new("."));
-        let replaced = match target.symlink_metadata() {
-            Err(_) => None,
-            Ok(_) => {
-                if RunLock::is_held(target) {
-                    let message = format!(
-                        "the run in {} is being written, and cannot be replaced",
-                        target.display()
-                    );
-                    return Err(Error::new(Kind::Conflict, message));
-                }
-                let staged = StagedFolder::create(parent, REPLACED, |target| target == REPLACED)
-                    .map_err(|error| Error::io("create a folder in", parent, error))?;
-                let aside = staged.path().join("run");
-                fs::rename(target, &aside)
-                    .map_err(|error| Error::io("move away", target, error))?;
-                // With its folder, it is removed when this one is in its place.
-                Some((staged, aside))
+        // With its folder, it is removed when this run is in its place.
+        let aside = staged.path().join("run");
+        if *replaces_another {
+            if is_written(target) {
+                let message = format!(
+                    "the run in {} is being written, and cannot be replaced",
+                    target.display()
+                );
+                return Err(Error::new(Kind::Conflict, message));
             }
-        };
-        let renamed = fs::rename(work, target);
-        if let (Err(_), Some((_, aside))) = (&renamed, &replaced) {
-            let _ = fs::rename(aside, target);
+            fs::rename(target, &aside).map_err(|error| Error::io("move away", target, error))?;
         }
-        renamed.map_err(|error| Error::io("write the folder", target, error))?;
+        let renamed = fs::rename(work, target);
+        if renamed.is_err() && *replaces_another {
+            let _ = fs::rename(&aside, target);
+        }
+        renamed.map_err(|error| {
+            if target.exists() {
+                let message = format!(
+                    "another run has come to {} meanwhile; upload this one again",
+                    target.display()
+                );
+                return Error::new(Kind::Conflict, message).with_source(error);
+            }
+            Error::io("write the folder", target, error)
+        })?;
         // The name is there; on file systems that cannot flush a folder it may be lost with the machine.
         if let Ok(folder) = File::open(parent) {
             let _ = folder.sync_all();
         }
         Ok(())
     }
+}
+
+/// Whether a process writes the run in a folder.
+pub(super) fn is_written(folder: &Path) -> bool {
+    wait_for(|| (!RunLock::is_held(folder)).then_some(())).is_none()
+}
+
+/// Asks again for a moment: a process that another thread starts holds the locks of this one until it has become another
+/// program.
+pub(super) fn wait_for<T>(mut free: impl FnMut() -> Option<T>) -> Option<T> {
+    const TRIES: u32 = 50;
+    for _ in 1..TRIES {
+        if let Some(answer) = free() {
+            return Some(answer);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    free()
 }
 
 /// What has a name at the destination.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use super::place::Place;
 use crate::artifact::{Artifact, ArtifactStore, OnConflict, Retention, source};
 use crate::error::Result;
 use crate::history::RunHistory;
@@ -232,6 +233,20 @@ fn what_cannot_be_uploaded_is_told() {
     fs::create_dir(fixture.at("notes")).unwrap();
     fs::write(fixture.at("notes/mnist"), "").unwrap();
     assert!(to("notes").unwrap_err().is_conflict());
+}
+
+#[test]
+fn a_run_that_came_meanwhile_stays() {
+    let fixture = Fixture::new();
+    let shared = fixture.at("shared");
+    let place = Place::choose(&shared, "mnist", RunId::new(), OnConflict::NewVersion)
+        .unwrap()
+        .unwrap();
+    fs::create_dir_all(&place.work).unwrap();
+    let run = fixture.run("runs", "mnist");
+    fixture.upload(&run, OnConflict::Error).unwrap();
+    assert!(place.publish().unwrap_err().is_conflict());
+    assert_eq!(files(&place.target), files(&run));
 }
 
 /// Not a test of its own: what the process of the next test runs.
