@@ -230,6 +230,10 @@ fn copy_files(from: &Path, place: &Place, run: RunId, report: &mut UploadReport)
         }
         hashes.insert(name, Some(source.hash));
     }
+    fs::create_dir_all(work).map_err(|error| Error::io("create the folder", work, error))?;
+    // Removes what an upload that was killed has left, too.
+    let staged = StagedFolder::create(work, MARKER, |target| target == MARKER)
+        .map_err(|error| Error::io("create a folder in", work, error))?;
     let before = Marker::read(work).filter(|marker| marker.run == run);
     let state = UploadState::Complete;
     let complete = Marker {
@@ -240,10 +244,6 @@ fn copy_files(from: &Path, place: &Place, run: RunId, report: &mut UploadReport)
     if wanted.is_empty() && before.as_ref() == Some(&complete) {
         return Ok(());
     }
-
-    fs::create_dir_all(work).map_err(|error| Error::io("create the folder", work, error))?;
-    let staged = StagedFolder::create(work, MARKER, |target| target == MARKER)
-        .map_err(|error| Error::io("create a folder in", work, error))?;
     let earlier = before.map(|marker| marker.files).unwrap_or_default();
     let files = complete
         .files
