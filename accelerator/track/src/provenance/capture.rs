@@ -215,10 +215,11 @@ mod tests {
             assert_eq!(&blake3::hash(&blob).to_string(), diff);
         }
         // It comes back from a journal.
-        let value = serde_json::to_value(&provenance).unwrap();
+        let value = serde_json::Value::from(provenance.clone());
+        assert_eq!(Provenance::from(&value), provenance);
         assert_eq!(
-            serde_json::from_value::<Provenance>(value).unwrap(),
-            provenance
+            Provenance::from(&serde_json::Value::Null),
+            Provenance::default()
         );
     }
 

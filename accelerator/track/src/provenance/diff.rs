@@ -88,7 +88,7 @@ impl fmt::Display for Difference {
 }
 
 fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<Difference> {
-    let mut found = Found(Vec::new());
+    let mut found = Differences(Vec::new());
     let none = Commit::default();
     let commits = [a, b].map(|side| side.commit.as_ref().unwrap_or(&none));
     found.sources(commits, repository);
@@ -147,9 +147,9 @@ fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<D
     found.0
 }
 
-struct Found(Vec<Difference>);
+struct Differences(Vec<Difference>);
 
-impl Found {
+impl Differences {
     fn compare<T: fmt::Display>(&mut self, what: impl Into<String>, a: Option<T>, b: Option<T>) {
         let [a, b] = [a, b].map(|side| side.map(|side| side.to_string()));
         if a != b {

@@ -203,6 +203,21 @@ pub struct HostFacts {
     pub memory: Option<u64>,
 }
 
+impl From<Provenance> for Value {
+    /// As an attempt of a journal holds it.
+    fn from(provenance: Provenance) -> Self {
+        // Maps of it have text for keys, so this does not fail.
+        serde_json::to_value(provenance).unwrap_or_default()
+    }
+}
+
+impl From<&Value> for Provenance {
+    /// From an attempt of a journal. In what is no provenance, nothing is known.
+    fn from(value: &Value) -> Self {
+        Self::deserialize(value).unwrap_or_default()
+    }
+}
+
 impl std::fmt::Display for SourceState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {

@@ -29,7 +29,8 @@ mod replay;
 /// one's tag is `train/loss/histogram`.
 ///
 /// The files are written anew when a run resumes, and then take the place of the earlier ones: points that were taken back
-/// are gone, also from a server that is running. Other files in the folder stay as they are.
+/// are gone, also from a server that is running. The earlier files are empty then, and removed after some minutes or when
+/// the run is delivered again. Files of others in the folder stay as they are.
 ///
 /// # Limits of TensorBoard
 ///
@@ -98,7 +99,10 @@ impl TensorBoard {
 
 impl Sink for TensorBoard {
     fn name(&self) -> String {
-        "TensorBoard".to_owned()
+        match &self.folder {
+            Some(folder) => format!("TensorBoard in {}", folder.display()),
+            None => "TensorBoard".to_owned(),
+        }
     }
 
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
@@ -127,5 +131,76 @@ impl TensorBoard {
                 "the sink for TensorBoard is not open; call open first",
             )
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::record::{Metrics, Number, PointValue, Record};
+    use crate::run_id::RunId;
+
+    #[test]
+    fn what_cannot_be_shown_is_told_or_passed_over() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = temporary.path();
+        let run = RunInfo {
+            id: RunId::new(),
+            name: "a".to_owned(),
+            folder: folder.to_owned(),
+            created_ms: 0,
+        };
+        let entry = |record| Entry {
+            n: 0,
+            ms: 0,
+            record,
+        };
+        let mut sink = TensorBoard::in_run();
+        let error = sink.flush().unwrap_err();
+        assert!(error.is_misuse(), "{error}");
+
+        sink.open(&run).unwrap();
+        // An image whose file is gone, and one that is no file of the run.
+        fs::write(folder.join("secret"), "secret").unwrap();
+        for hash in ["0".repeat(64), "../secret".to_owned()] {
+            let image = Record::Image {
+                key: "a".to_owned(),
+                step: 1,
+                hash,
+                mime: "image/png".to_owned(),
+                width: 1,
+                height: 1,
+            };
+            sink.write(Origin::Run, &entry(image)).unwrap();
+        }
+        let point = PointValue {
+            series: 3,
+            value: Number(1.0),
+            count: None,
+        };
+        let metrics = Metrics {
+            step: 7,
+            epoch: None,
+            points: vec![point],
+        };
+        let error = sink
+            .write(Origin::Run, &entry(Record::Metrics(metrics)))
+            .unwrap_err();
+        assert!(
+            error.is_corrupt() && error.to_string().contains('7'),
+            "{error}"
+        );
+        // Opened again, it begins again.
+        sink.open(&run).unwrap();
+        sink.flush().unwrap();
+        let files: Vec<_> = fs::read_dir(folder.join("tensorboard")).unwrap().collect();
+        let [file] = files.as_slice() else {
+            panic!("{files:?}");
+        };
+        let bytes = fs::read(file.as_ref().unwrap().path()).unwrap();
+        // The version and the start of a session.
+        assert_eq!(bytes.len(), 16 + 22 + 16 + 13 + 2);
     }
 }
