@@ -8,6 +8,8 @@ pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
     RunHistory, RunStatus, Series, SystemPoint,
 };
+#[cfg(feature = "mlflow")]
+pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use run_id::RunId;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
@@ -15,6 +17,8 @@ pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 mod error;
 mod history;
 mod journal;
+#[cfg(feature = "mlflow")]
+mod mlflow;
 mod record;
 mod run_id;
 mod sink;
