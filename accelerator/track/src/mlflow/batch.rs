@@ -68,20 +68,17 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// As much of the front of the queue as one request takes; nothing where another kind of request comes first.
-    pub(super) fn of_front(queue: &VecDeque<Queued>) -> Self {
+    /// As much of the front of the queue as one request takes, and at most so many; nothing where another kind of request
+    /// comes first.
+    pub(super) fn of_front(queue: &VecDeque<Queued>, most: usize) -> Self {
         let mut batch = Self::default();
-        for queued in queue {
+        for queued in queue.iter().take(most) {
             if !batch.add(&queued.item) {
                 break;
             }
             batch.taken += 1;
         }
         batch
-    }
-
-    pub(super) fn has_params(&self) -> bool {
-        !self.params.is_empty()
     }
 
     pub(super) fn into_body(self) -> Value {
@@ -193,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_batch_keeps_within_each_limit() {
-        let taken = |items| Batch::of_front(&queue(items)).taken;
+        let taken = |items| Batch::of_front(&queue(items), usize::MAX).taken;
         assert_eq!(taken((0..1001).map(metric).collect()), 1000);
         let mut items: Vec<_> = (0..1000).map(metric).collect();
         items.push(tag(0, ""));
@@ -211,7 +208,7 @@ mod tests {
         let mut items: Vec<_> = (0..90).map(|at| tag(at, &quotes)).collect();
         items.extend((0..101).map(param));
         let queue = queue(items);
-        let batch = Batch::of_front(&queue);
+        let batch = Batch::of_front(&queue, usize::MAX);
         assert!(batch.taken < 101, "{}", batch.taken);
         let length = batch.into_body().to_string().len();
         assert!((950_000..1_000_000).contains(&length), "{length}");
@@ -229,7 +226,7 @@ mod tests {
 
     #[test]
     fn the_last_value_of_a_tag_counts() {
-        let body = Batch::of_front(&queue(vec![tag(0, "a"), tag(0, "b")])).into_body();
+        let body = Batch::of_front(&queue(vec![tag(0, "a"), tag(0, "b")]), usize::MAX).into_body();
         assert_eq!(body["tags"], json!([{ "key": "t0", "value": "b" }]));
     }
 }

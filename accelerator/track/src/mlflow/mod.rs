@@ -1,5 +1,7 @@
 //! The sink for an MLflow server.
 
+use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::fs;
 
@@ -9,6 +11,7 @@ use crate::error::{Error, Kind, Result};
 use crate::record::Entry;
 use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 use batch::{Batch, Content, Item, Queued};
+use client::Failure;
 pub use client::MlflowServer;
 use convert::{Converter, tag};
 use cursor::{Cursor, CursorFile};
@@ -18,6 +21,8 @@ mod batch;
 mod client;
 mod convert;
 mod cursor;
+#[cfg(test)]
+mod fake;
 mod name;
 mod registry;
 mod server_run;
@@ -62,7 +67,16 @@ struct OpenRun {
     written: SinkPosition,
     converter: Converter,
     queue: VecDeque<Queued>,
-    has_warned: bool,
+    has_warned: Cell<bool>,
+}
+
+enum Sent {
+    /// So many are done.
+    Items(usize),
+    /// Some are others now.
+    Changed,
+    /// The server takes none of so many, as they are.
+    Refused { items: usize, error: Error },
 }
 
 impl MlflowSink {
@@ -157,7 +171,7 @@ impl Sink for MlflowSink {
             cursor,
             written: position.clone(),
             queue: VecDeque::new(),
-            has_warned: false,
+            has_warned: Cell::new(false),
         });
         Ok(position)
     }
@@ -193,14 +207,21 @@ impl OpenRun {
     }
 
     fn flush(&mut self) -> Result<()> {
+        let mut most = usize::MAX;
         while !self.queue.is_empty() {
-            let sent = self.send_front()?;
-            for queued in self.queue.drain(..sent) {
-                if queued.is_last {
-                    advance(&mut self.cursor.position, queued.origin, queued.n + 1);
+            match self.send_front(most)? {
+                Sent::Items(sent) => {
+                    self.deliver(sent)?;
+                    most = most.saturating_mul(2);
+                }
+                Sent::Changed => {}
+                // One of them is to blame.
+                Sent::Refused { items, .. } if items > 1 => most = items / 2,
+                Sent::Refused { error, .. } => {
+                    self.warn(&error);
+                    self.deliver(1)?;
                 }
             }
-            self.file.write(&self.cursor)?;
         }
         // What is nothing on the server was not in the queue.
         if self.cursor.position != self.written {
@@ -210,66 +231,94 @@ impl OpenRun {
         Ok(())
     }
 
-    /// Sends what is first, and says how many items that was.
-    fn send_front(&mut self) -> Result<usize> {
-        let batch = Batch::of_front(&self.queue);
+    /// The first items of the queue are done with.
+    fn deliver(&mut self, items: usize) -> Result<()> {
+        for queued in self.queue.drain(..items) {
+            if queued.is_last {
+                advance(&mut self.cursor.position, queued.origin, queued.n + 1);
+            }
+        }
+        self.file.write(&self.cursor)
+    }
+
+    /// Sends what is first: at most so many metrics, parameters and tags.
+    fn send_front(&mut self, most: usize) -> Result<Sent> {
+        let batch = Batch::of_front(&self.queue, most);
         let taken = batch.taken;
         if taken > 0 {
-            let has_params = batch.has_params();
             return match self.run.update("runs/log-batch", batch.into_body()) {
-                Ok(()) => Ok(taken),
-                Err(failure) if has_params && failure.is(INVALID) => {
-                    match self.turn_changed_params(taken)? {
-                        true => Ok(0),
-                        false => Err(failure.into()),
-                    }
-                }
+                Ok(()) => Ok(Sent::Items(taken)),
+                Err(failure) if failure.is(INVALID) => match self.turn_changed_params(taken)? {
+                    true => Ok(Sent::Changed),
+                    false => Ok(Sent::Refused {
+                        items: taken,
+                        error: failure.into(),
+                    }),
+                },
                 Err(failure) => Err(failure.into()),
             };
         }
-        match self.queue.front().map(|queued| &queued.item) {
+        let sent = match self.queue.front().map(|queued| &queued.item) {
             Some(Item::File {
                 path,
                 mime,
                 content,
-            }) => {
-                let problem = match (self.run.artifact_root(), content) {
-                    (Err(error), _) => Some(error),
-                    (_, Content::Bytes(bytes)) => {
-                        self.run.put_bytes(path, mime, bytes)?;
-                        None
-                    }
-                    (_, Content::File(file)) => match fs::read(file) {
-                        Ok(bytes) => {
-                            self.run.put_bytes(path, mime, &bytes)?;
-                            None
-                        }
-                        Err(error) => Some(Error::io("read", file, error)),
-                    },
-                };
-                if let Some(error) = problem
-                    && !self.has_warned
-                {
-                    self.has_warned = true;
-                    tracing::warn!(%error, run = self.info.name, "MLflow does not get all texts, images, histograms and plots of the run");
-                }
-            }
+            }) => self.send_file(path, mime, content),
             Some(Item::Dataset(dataset)) => {
                 let body = json!({ "datasets": [dataset] });
-                self.run.update("runs/log-inputs", body)?;
+                self.run.update("runs/log-inputs", body)
             }
             Some(Item::Started) => self
                 .run
-                .update("runs/update", json!({ "status": "RUNNING" }))?,
+                .update("runs/update", json!({ "status": "RUNNING" })),
             Some(Item::Ended { status, ms }) => {
                 self.run.delete_doubles(self.info.id)?;
                 let body = json!({ "status": status, "end_time": ms });
-                self.run.update("runs/update", body)?;
+                self.run.update("runs/update", body)
             }
             // They are in the batch.
-            Some(Item::Metric { .. } | Item::Param { .. } | Item::Tag { .. }) | None => {}
+            Some(Item::Metric { .. } | Item::Param { .. } | Item::Tag { .. }) | None => Ok(()),
+        };
+        match sent {
+            Ok(()) => Ok(Sent::Items(1)),
+            Err(failure) if failure.is(INVALID) => {
+                // That is said of a run that was deleted, too.
+                self.run.data()?;
+                let error = failure.into();
+                Ok(Sent::Refused { items: 1, error })
+            }
+            Err(failure) => Err(failure.into()),
         }
-        Ok(1)
+    }
+
+    fn send_file(&self, path: &str, mime: &str, content: &Content) -> Result<(), Failure> {
+        let (root, bytes) = match (self.run.artifact_root(), content) {
+            (Ok(root), Content::Bytes(bytes)) => (root, Cow::Borrowed(bytes)),
+            (Ok(root), Content::File(file)) => match fs::read(file) {
+                Ok(bytes) => (root, Cow::Owned(bytes)),
+                Err(error) => {
+                    self.warn(&Error::io("read", file, error));
+                    return Ok(());
+                }
+            },
+            (Err(error), _) => {
+                self.warn(&error);
+                return Ok(());
+            }
+        };
+        let path = format!("{root}/{path}");
+        self.run.server.put_bytes(&path, mime, &bytes)
+    }
+
+    /// Says once that the server will not have everything; the rest is worth to be delivered.
+    fn warn(&self, error: &Error) {
+        if !self.has_warned.replace(true) {
+            tracing::warn!(
+                %error, run = self.info.name,
+                "a part of the run is not delivered to MLflow, the rest is; once the cause is gone, delete mlflow.json in \
+                 the run's folder and deliver it again"
+            );
+        }
     }
 
     /// Where somebody else set a parameter on the server to another value in between, ours becomes a tag.

@@ -156,14 +156,7 @@ impl MlflowServer {
             let Some(id) = deleted.first() else {
                 return Ok(None);
             };
-            let address = self.address();
-            return Err(Error::new(
-                Kind::Remote,
-                format!(
-                    "the run {id} was deleted from MLflow at {address}; restore it there with `mlflow runs restore --run-id \
-                     {id}`, or choose another experiment"
-                ),
-            ));
+            return Err(self.deleted_run(id));
         };
         let is_known = |run: &Value| {
             known.is_some_and(|known| member(run, "/info/run_id").is_ok_and(|id| id == known))
@@ -185,6 +178,17 @@ impl MlflowServer {
             self.post("runs/delete", &json!({ "run_id": double }))?;
         }
         Ok(Some(kept))
+    }
+
+    fn deleted_run(&self, id: &str) -> Error {
+        let address = self.address();
+        Error::new(
+            Kind::Remote,
+            format!(
+                "the run {id} was deleted from MLflow at {address}; restore it there with `mlflow runs restore --run-id {id}`, \
+                 or choose another experiment"
+            ),
+        )
     }
 
     fn read_run(&self, run: &Value) -> Result<MlflowRun> {
@@ -259,11 +263,6 @@ impl MlflowRun {
         }
     }
 
-    pub(super) fn put_bytes(&self, path: &str, mime: &str, bytes: &[u8]) -> Result<()> {
-        let path = format!("{}/{path}", self.artifact_root()?);
-        Ok(self.server.put_bytes(&path, mime, bytes)?)
-    }
-
     /// A call about this run that changes nothing when it is made twice.
     pub(super) fn update(&self, call: &str, mut body: Value) -> Result<(), Failure> {
         body["run_id"] = self.id.as_str().into();
@@ -272,6 +271,9 @@ impl MlflowRun {
 
     pub(super) fn data(&self) -> Result<ServerData> {
         let answer = self.server.get("runs/get", &[("run_id", &self.id)])?;
+        if member(&answer, "/run/info/lifecycle_stage")? == DELETED {
+            return Err(self.server.deleted_run(&self.id));
+        }
         let mut data = ServerData::default();
         for param in entries(&answer, "/run/data/params") {
             let (key, value) = (member(param, "/key")?, member(param, "/value")?);
