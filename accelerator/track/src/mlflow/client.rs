@@ -263,9 +263,13 @@ impl MlflowServer {
         let status = answer.status();
         let body = answer.body_mut().with_config().limit(LONGEST_ANSWER);
         let body = body.read_to_vec().map_err(lost)?;
-        let parsed: Option<Value> = serde_json::from_slice(&body).ok();
+        // A file that was stored is answered with nothing.
+        let parsed: Option<Value> = match body.is_empty() {
+            true => Some(Value::Null),
+            false => serde_json::from_slice(&body).ok(),
+        };
         if status.is_success()
-            && let Some(value @ Value::Object(_)) = parsed
+            && let Some(value @ (Value::Object(_) | Value::Null)) = parsed
         {
             return Ok(value);
         }
