@@ -11,14 +11,18 @@ pub use history::{
 #[cfg(feature = "mlflow")]
 pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
+pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
+pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 mod error;
+mod folder_name;
 mod history;
 mod journal;
 #[cfg(feature = "mlflow")]
 mod mlflow;
 mod record;
+mod run;
 mod run_id;
 mod sink;

@@ -1,11 +1,8 @@
 //! Which entries still count where a run went back to a checkpoint.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use super::line;
-use super::reader::LineReader;
-use crate::error::Result;
 use crate::record::{Entry, Record};
 
 /// Knows of each entry whether a resume superseded it.
@@ -21,16 +18,6 @@ pub(crate) struct Supersession {
 }
 
 impl Supersession {
-    /// Reads a journal to where it ends now.
-    pub(crate) fn scan(path: &Path) -> Result<Self> {
-        let mut this = Self::default();
-        let mut lines = LineReader::open(path)?;
-        while let Some(line) = lines.next()? {
-            this.note(line);
-        }
-        Ok(this)
-    }
-
     /// Takes notice of a line, and says whether it superseded earlier ones.
     pub(crate) fn note(&mut self, line: &[u8]) -> bool {
         let is_rewind = line::starts(line, "rewind");

@@ -46,6 +46,7 @@ impl Converter {
                 attempt,
                 world,
                 provenance,
+                ..
             } => attempt_items(*attempt, *world, provenance),
             Record::Param { set } => set
                 .iter()

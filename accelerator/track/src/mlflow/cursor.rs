@@ -1,11 +1,11 @@
 //! How far a run was delivered to a server, in the run's folder.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::sink::SinkPosition;
 
 /// What is kept in `mlflow.json`. Without it everything is sent again, which changes nothing on the server.
@@ -18,48 +18,25 @@ pub(super) struct Cursor {
     pub(super) position: SinkPosition,
 }
 
-/// The file of a [`Cursor`], which one process uses at a time.
+/// The file of a [`Cursor`].
 #[derive(Debug)]
-pub(super) struct CursorFile {
-    path: PathBuf,
-    _lock: File,
-}
+pub(super) struct CursorFile(PathBuf);
 
 impl CursorFile {
-    pub(super) fn lock(folder: &Path) -> Result<Self> {
-        let path = folder.join("mlflow.lock");
-        let lock = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path);
-        let lock = lock.map_err(|error| Error::io("write", &path, error))?;
-        match lock.try_lock() {
-            Ok(()) => Ok(Self {
-                path: folder.join("mlflow.json"),
-                _lock: lock,
-            }),
-            Err(TryLockError::WouldBlock) => Err(Error::new(
-                Kind::Conflict,
-                format!(
-                    "another process delivers the run in {} to MLflow now; wait until it has ended",
-                    folder.display()
-                ),
-            )),
-            Err(TryLockError::Error(error)) => Err(Error::io("lock", &path, error)),
-        }
+    pub(super) fn in_folder(folder: &Path) -> Self {
+        Self(folder.join("mlflow.json"))
     }
 
     /// None where it is not there, or is not whole.
     pub(super) fn read(&self) -> Option<Cursor> {
-        serde_json::from_slice(&fs::read(&self.path).ok()?).ok()
+        serde_json::from_slice(&fs::read(&self.0).ok()?).ok()
     }
 
     pub(super) fn write(&self, cursor: &Cursor) -> Result<()> {
-        let staged = self.path.with_extension("json.new");
+        let staged = self.0.with_extension("json.new");
         let text = serde_json::to_vec(cursor)
-            .map_err(|error| Error::io("write", &self.path, error.into()))?;
+            .map_err(|error| Error::io("write", &self.0, error.into()))?;
         fs::write(&staged, text).map_err(|error| Error::io("write", &staged, error))?;
-        fs::rename(&staged, &self.path).map_err(|error| Error::io("replace", &self.path, error))
+        fs::rename(&staged, &self.0).map_err(|error| Error::io("replace", &self.0, error))
     }
 }

@@ -145,9 +145,8 @@ impl Sink for MlflowSink {
     }
 
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
-        // It holds the lock.
         self.open = None;
-        let file = CursorFile::lock(&run.folder)?;
+        let file = CursorFile::in_folder(&run.folder);
         let server = self.server.address();
         let known = file
             .read()

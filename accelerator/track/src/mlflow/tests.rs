@@ -363,17 +363,6 @@ fn what_a_server_refuses_does_not_hold_the_rest_up() {
 }
 
 #[test]
-fn one_process_delivers_a_run() {
-    let mut run = Delivered::new();
-    run.sink.open(&run.info).unwrap();
-    let client = MlflowServer::new(&run.server.address).unwrap();
-    let error = MlflowSink::new(client, "e").open(&run.info).unwrap_err();
-    assert!(error.is_conflict(), "{error}");
-    // The same one may begin again.
-    run.sink.open(&run.info).unwrap();
-}
-
-#[test]
 fn credentials_are_sent() {
     let server = FakeServer::start();
     let run = Delivered::new();

@@ -9,6 +9,8 @@ use crate::error::Result;
 use crate::record::Entry;
 use crate::run_id::RunId;
 
+pub(crate) mod csv;
+
 /// A place that runs are delivered to: a format of files, a server.
 ///
 /// A sink is a replay of the journal. It never sees an entry that is superseded when it opens: where the program goes

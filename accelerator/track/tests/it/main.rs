@@ -1,5 +1,9 @@
 //! What is tracked, as the programs show it that people look with.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
+mod kills;
 #[cfg(feature = "mlflow")]
 mod mlflow;
+mod tensorboard;
 mod venv;

@@ -13,6 +13,8 @@ use accelerator_track::{
 use serde_json::{Value, json};
 use server::Server;
 
+use crate::kills;
+
 mod server;
 
 #[test]
@@ -123,6 +125,42 @@ fn a_run_is_delivered_once_over_a_server_that_is_killed() {
     let expected: Vec<_> = (1..=STEPS).map(|step| (step, step as f64 / 8.0)).collect();
     assert!(points == expected, "{} points of {STEPS}", points.len());
 }
+
+#[test]
+fn fifty_kills_of_program_and_sync_and_some_of_the_server_leave_each_step_once() {
+    let Some(mut server) = Server::start() else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join(ADDRESS), &server.address).unwrap();
+    let steps = kills::run_with_kills(folder.path(), |kill| match kill % 10 {
+        4 => server.kill(),
+        5 => server.restart_soon(),
+        0 => server.wait(),
+        _ => {}
+    });
+    let expected: Vec<_> = (1..=steps).map(|step| (step, kills::loss(step))).collect();
+    let search = json!({ "experiment_ids": server.experiments(), "run_view_type": "ACTIVE_ONLY" });
+    let found = server.post("runs/search", &search);
+    assert_eq!(
+        found["runs"].as_array().unwrap().len(),
+        1,
+        "no ghost run: {found}"
+    );
+    let run = &found["runs"][0]["info"];
+    assert_eq!(run["status"], "FINISHED");
+    let points = server.points(run["run_id"].as_str().unwrap(), "train/loss");
+    assert!(points == expected, "{} points of {steps}", points.len());
+}
+
+/// Of a test with a server.
+pub(crate) fn sink_of(folder: &Path) -> Option<Box<dyn Sink>> {
+    let address = fs::read_to_string(folder.join(ADDRESS)).ok()?;
+    let server = MlflowServer::new(&address).unwrap();
+    Some(Box::new(MlflowSink::new(server, "kills")))
+}
+
+const ADDRESS: &str = "mlflow-address";
 
 fn deliver(sink: &mut MlflowSink, info: &RunInfo, all: &[Entry]) -> accelerator_track::Result<()> {
     let position = sink.open(info)?;
@@ -419,17 +457,8 @@ fn pairs(run: &Value, key: &str) -> BTreeMap<String, String> {
 
 /// The one run of all experiments, with all of its data.
 fn only_run(server: &Server) -> Value {
-    let experiments = server.post("experiments/search", &json!({ "max_results": 100 }));
-    let ids: Vec<_> = experiments["experiments"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|found| &found["experiment_id"])
-        .collect();
-    let found = server.post(
-        "runs/search",
-        &json!({ "experiment_ids": ids, "run_view_type": "ALL" }),
-    );
+    let search = json!({ "experiment_ids": server.experiments(), "run_view_type": "ALL" });
+    let found = server.post("runs/search", &search);
     let [run] = &found["runs"].as_array().unwrap()[..] else {
         panic!("not one run: {found}");
     };

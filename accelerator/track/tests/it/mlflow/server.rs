@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::venv;
@@ -52,8 +52,20 @@ impl Server {
 
     /// Again, with the same database.
     pub(super) fn restart(&mut self) {
-        self.process = spawn(&self.venv, self.folder.path(), self.port);
+        self.restart_soon();
         self.wait();
+    }
+
+    /// It does not answer yet.
+    pub(super) fn restart_soon(&mut self) {
+        self.process = spawn(&self.venv, self.folder.path(), self.port);
+    }
+
+    /// The ids of all experiments.
+    pub(super) fn experiments(&self) -> Vec<Value> {
+        let found = self.post("experiments/search", &json!({ "max_results": 100 }));
+        let found = found["experiments"].as_array().unwrap().iter();
+        found.map(|found| found["experiment_id"].clone()).collect()
     }
 
     pub(super) fn get(&self, call: &str, query: &[(&str, &str)]) -> Value {
@@ -92,7 +104,7 @@ impl Server {
         points
     }
 
-    fn wait(&self) {
+    pub(super) fn wait(&self) {
         let url = format!("{}/health", self.address);
         let begun = Instant::now();
         while ureq::get(&url).call().is_err() {

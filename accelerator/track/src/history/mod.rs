@@ -1,16 +1,21 @@
 //! A run as it is replayed from its journal.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
 use crate::error::{Error, Kind, Result};
-use crate::journal::{self, Followed, Follower, RunLock};
-use crate::record::{ArtifactRole, EndStatus, Entry, Number, Record};
+use crate::journal;
+use crate::record::{EndStatus, Entry, Number, Record};
 use crate::run_id::RunId;
-use crate::sink::Delivery;
+
+pub use parts::{
+    ArtifactUse, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd, RunStatus, Series,
+    SystemPoint,
+};
+pub use reader::HistoryReader;
+
+mod parts;
+mod reader;
 
 /// A run, with all that still counts: what a resume superseded is left out.
 ///
@@ -78,7 +83,7 @@ impl RunHistory {
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let mut reader = HistoryReader::open(folder)?;
         reader.poll()?;
-        Ok(reader.history)
+        Ok(reader.into_history())
     }
 
     /// What became of it.
@@ -173,6 +178,7 @@ impl RunHistory {
             Record::Attempt {
                 attempt,
                 world,
+                launch,
                 provenance,
             } => {
                 self.end = None;
@@ -180,6 +186,7 @@ impl RunHistory {
                     attempt,
                     world,
                     started_ms: ms,
+                    launch,
                     resumed: None,
                     provenance,
                 });
@@ -301,339 +308,3 @@ impl RunHistory {
         }
     }
 }
-
-/// Reads a run that may be being written, again and again.
-///
-/// ```
-/// use accelerator_track::{HistoryReader, Run};
-///
-/// # fn main() -> accelerator_track::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
-/// let mut reader = HistoryReader::open(run.folder())?;
-/// run.log("train", [("loss", 0.5)], 1, None);
-/// run.flush()?;
-/// assert!(reader.poll()?);
-/// assert_eq!(reader.history().last_step(), Some(1));
-/// assert!(!reader.poll()?, "nothing has changed");
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct HistoryReader {
-    history: RunHistory,
-    follower: Follower,
-    ranks: BTreeMap<usize, Follower>,
-}
-
-impl HistoryReader {
-    /// Opens the run in a folder, of which [`poll`](Self::poll) reads more than its head.
-    ///
-    /// # Errors
-    ///
-    /// If there is none, or a newer version wrote it.
-    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
-        let folder = folder.as_ref();
-        let path = folder.join(journal::JOURNAL);
-        let missing = |error: Error| match error.is_not_found() {
-            true => Error::new(
-                Kind::NotFound,
-                format!(
-                    "there is no run in {}: expected the file {}",
-                    folder.display(),
-                    journal::JOURNAL
-                ),
-            ),
-            false => error,
-        };
-        let mut follower = Follower::open(&path, Delivery::Live).map_err(missing)?;
-        let head = match follower.poll(1)? {
-            Followed::Entries(mut entries) if !entries.is_empty() => entries.remove(0),
-            _ => {
-                return Err(Error::new(
-                    Kind::NotFound,
-                    format!(
-                        "the run in {} has not begun: its journal is empty",
-                        folder.display()
-                    ),
-                ));
-            }
-        };
-        Ok(Self {
-            history: RunHistory::new(folder, &head)?,
-            follower,
-            ranks: BTreeMap::new(),
-        })
-    }
-
-    /// Reads what was written since, and says whether anything has changed.
-    ///
-    /// # Errors
-    ///
-    /// If the journal cannot be read, or is damaged.
-    pub fn poll(&mut self) -> Result<bool> {
-        let is_written_now = RunLock::is_held(&self.history.folder);
-        let mut has_changed =
-            std::mem::replace(&mut self.history.is_written_now, is_written_now) != is_written_now;
-        loop {
-            let entries = match self.follower.poll(BATCH)? {
-                Followed::Entries(entries) => entries,
-                Followed::Superseded => {
-                    *self = Self::open(&self.history.folder)?;
-                    self.history.is_written_now = is_written_now;
-                    has_changed = true;
-                    continue;
-                }
-            };
-            if entries.is_empty() {
-                break;
-            }
-            has_changed = true;
-            for entry in entries {
-                self.history.take(entry);
-            }
-        }
-        for (rank, path) in journal::rank_journals(&self.history.folder) {
-            let follower = match self.ranks.entry(rank) {
-                std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
-                std::collections::btree_map::Entry::Vacant(new) => {
-                    new.insert(Follower::open(&path, Delivery::Live)?)
-                }
-            };
-            while let Followed::Entries(entries) = follower.poll(BATCH)? {
-                if entries.is_empty() {
-                    break;
-                }
-                has_changed = true;
-                for entry in entries {
-                    self.history.take_system(rank, entry);
-                }
-            }
-        }
-        Ok(has_changed)
-    }
-
-    /// The run as it was at the last [`poll`](Self::poll).
-    #[must_use]
-    pub fn history(&self) -> &RunHistory {
-        &self.history
-    }
-}
-
-/// What became of a run.
-///
-/// ```
-/// assert_eq!(accelerator_track::RunStatus::Interrupted.to_string(), "interrupted");
-/// ```
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub enum RunStatus {
-    /// A process writes it.
-    Running,
-    /// It did what it was started for.
-    Finished,
-    /// It failed.
-    Failed,
-    /// It was told to leave, and can go on.
-    Preempted,
-    /// It ended without a word: it was killed, or its host went away.
-    Interrupted,
-}
-
-impl fmt::Display for RunStatus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Running => "running",
-            Self::Finished => "finished",
-            Self::Failed => "failed",
-            Self::Preempted => "preempted",
-            Self::Interrupted => "interrupted",
-        })
-    }
-}
-
-/// A start of the program.
-///
-/// ```
-/// fn describe(attempt: &accelerator_track::RunAttempt) -> String {
-///     format!("attempt {} on {} ranks", attempt.attempt, attempt.world)
-/// }
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct RunAttempt {
-    /// Counts them from 0.
-    pub attempt: u32,
-    /// How many ranks there were.
-    pub world: usize,
-    /// When it began, in milliseconds since 1970.
-    pub started_ms: u64,
-    /// Whether it went back, and to the checkpoint of which step.
-    pub resumed: Option<Option<u64>>,
-    /// Where the program came from and what it ran on.
-    pub provenance: Value,
-}
-
-/// The value of a hyperparameter.
-///
-/// ```
-/// fn has_changed(parameter: &accelerator_track::Hyperparameter) -> bool {
-///     !parameter.earlier.is_empty()
-/// }
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Hyperparameter {
-    /// The latest.
-    pub value: Value,
-    /// Those of earlier attempts, where they were different.
-    pub earlier: Vec<Value>,
-}
-
-/// The values of a metric over steps.
-///
-/// ```
-/// fn last(series: &accelerator_track::Series) -> Option<f64> {
-///     Some(series.points.last()?.value)
-/// }
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Series {
-    /// `kind/name`, as `train/loss`.
-    pub key: String,
-    /// In the order in which they were logged.
-    pub points: Vec<Point>,
-}
-
-/// The value of a metric at a step.
-///
-/// ```
-/// fn is_good(point: &accelerator_track::Point) -> bool {
-///     point.value.is_finite()
-/// }
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Point {
-    /// The step.
-    pub step: u64,
-    /// The epoch, where it was given.
-    pub epoch: Option<f64>,
-    /// The value; it may be infinite or no number.
-    pub value: f64,
-    /// How many samples it is a mean of, where that was given.
-    pub count: Option<u64>,
-    /// When it was logged, in milliseconds since 1970.
-    pub ms: u64,
-}
-
-/// A text, histogram, image or plot.
-///
-/// ```
-/// fn title(media: &accelerator_track::Media) -> String {
-///     format!("{} at step {}", media.key, media.step)
-/// }
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Media {
-    /// `kind/name`.
-    pub key: String,
-    /// The step.
-    pub step: u64,
-    /// When it was logged, in milliseconds since 1970.
-    pub ms: u64,
-    /// What it is.
-    pub content: MediaContent,
-}
-
-/// What a [`Media`] is.
-///
-/// ```
-/// use accelerator_track::MediaContent;
-///
-/// assert_eq!(MediaContent::Text("**good**".to_owned()), MediaContent::Text("**good**".to_owned()));
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-pub enum MediaContent {
-    /// Markdown.
-    Text(String),
-    /// Left and right edge of each bin, and how many values are in it.
-    Histogram(Vec<[f64; 3]>),
-    /// An image.
-    Image {
-        /// Its file.
-        file: PathBuf,
-        /// `image/png` or `image/jpeg`.
-        mime: String,
-        /// In pixels.
-        width: u32,
-        /// In pixels.
-        height: u32,
-    },
-    /// A curve.
-    Plot {
-        /// What the axis to the right counts.
-        x_label: String,
-        /// What the axis upwards counts.
-        y_label: String,
-        /// Its points.
-        points: Vec<[f64; 2]>,
-    },
-}
-
-/// A version of an artifact that a run made or used.
-///
-/// ```
-/// fn reference(artifact: &accelerator_track::ArtifactUse) -> String {
-///     format!("{}:v{}", artifact.name, artifact.version)
-/// }
-/// ```
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct ArtifactUse {
-    /// Which of the two.
-    pub role: ArtifactRole,
-    /// The artifact's name.
-    pub name: String,
-    /// Its version.
-    pub version: u32,
-    /// The hash of its contents.
-    pub digest: String,
-}
-
-/// What the host of a rank measured.
-///
-/// ```
-/// fn mib(memory: &accelerator_track::SystemPoint) -> f64 {
-///     memory.value / f64::from(1 << 20)
-/// }
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct SystemPoint {
-    /// When, in milliseconds since 1970.
-    pub ms: u64,
-    /// How much.
-    pub value: f64,
-}
-
-/// How a run ended.
-///
-/// ```
-/// fn is_good(end: &accelerator_track::RunEnd) -> bool {
-///     end.status == accelerator_track::EndStatus::Finished
-/// }
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct RunEnd {
-    /// How.
-    pub status: EndStatus,
-    /// Why it failed.
-    pub failure: Option<Value>,
-    /// When, in milliseconds since 1970.
-    pub ms: u64,
-}
-
-const BATCH: usize = 8192;

@@ -1,0 +1,291 @@
+//! Starting a run, a new one or one that goes on.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::hyperparameters::flatten;
+use super::queue::Queue;
+use super::worker::{Journal, Worker};
+use super::{Run, RunMark};
+use crate::error::{Error, Kind, Result};
+use crate::folder_name::folder_name;
+use crate::history::HistoryReader;
+use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
+use crate::record::Record;
+use crate::run_id::RunId;
+use crate::sink::Sink;
+
+/// Settings of a [`Run`], before it starts.
+///
+/// ```
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let folder = temporary.path();
+/// let run = accelerator_track::Run::builder("mnist")
+///     .runs_folder(folder)
+///     .tag("branch", "wide")
+///     .world(4)
+///     .start()?;
+/// assert_eq!(run.folder(), folder.join("mnist"));
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+#[must_use = "it does nothing until `start`"]
+pub struct RunBuilder {
+    settings: Settings,
+    sinks: Vec<Box<dyn Sink>>,
+    mark: Option<RunMark>,
+}
+
+/// What a run is started with.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    name: String,
+    runs: PathBuf,
+    hyperparameters: BTreeMap<String, Value>,
+    tags: BTreeMap<String, String>,
+    world: usize,
+    launch: Option<String>,
+    provenance: Value,
+}
+
+impl RunBuilder {
+    pub(super) fn new(name: &str) -> Self {
+        let settings = Settings {
+            name: name.to_owned(),
+            runs: "runs".into(),
+            hyperparameters: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            world: 1,
+            launch: None,
+            provenance: Value::Null,
+        };
+        Self::of(settings, Vec::new())
+    }
+
+    pub(super) fn of(settings: Settings, sinks: Vec<Box<dyn Sink>>) -> Self {
+        Self {
+            settings,
+            sinks,
+            mark: None,
+        }
+    }
+
+    /// The folder of all runs; `runs` where it is not set.
+    pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.settings.runs = folder.into();
+        self
+    }
+
+    /// Adds hyperparameters: a struct or a map, which may be nested.
+    ///
+    /// # Errors
+    ///
+    /// If they cannot be written as a map of JSON.
+    pub fn hyperparameters(mut self, hyperparameters: &impl Serialize) -> Result<Self> {
+        self.settings
+            .hyperparameters
+            .extend(flatten(hyperparameters)?);
+        Ok(self)
+    }
+
+    /// Adds a tag.
+    pub fn tag(mut self, key: &str, value: &str) -> Self {
+        self.settings.tags.insert(key.to_owned(), value.to_owned());
+        self
+    }
+
+    /// On how many ranks it trains; 1 where it is not set.
+    pub fn world(mut self, world: usize) -> Self {
+        self.settings.world = world;
+        self
+    }
+
+    /// The launch that the program belongs to. Where the last attempt at a run of this name was of the same launch, and no
+    /// checkpoint is resumed, the run starts over instead of a new one: the launcher restarted it.
+    pub fn launch(mut self, launch: impl Into<String>) -> Self {
+        self.settings.launch = Some(launch.into());
+        self
+    }
+
+    /// Where the program comes from and what it runs on.
+    pub fn provenance(mut self, provenance: Value) -> Self {
+        self.settings.provenance = provenance;
+        self
+    }
+
+    /// Delivers the run to a sink while it is written.
+    pub fn sink(self, sink: impl Sink + 'static) -> Self {
+        self.sinks([Box::new(sink) as Box<dyn Sink>])
+    }
+
+    /// Delivers the run to several sinks while it is written.
+    pub fn sinks(mut self, sinks: impl IntoIterator<Item = Box<dyn Sink>>) -> Self {
+        self.sinks.extend(sinks);
+        self
+    }
+
+    /// Goes on with the run of a checkpoint's mark, from there. Where its folder is not there any more, it is a new run.
+    pub fn resume(mut self, mark: &RunMark) -> Self {
+        self.mark = Some(mark.clone());
+        self
+    }
+
+    /// Starts it.
+    ///
+    /// # Errors
+    ///
+    /// If its folder cannot be written, if a newer version wrote the run that is to go on, if its journal is damaged, or
+    /// if another process writes it.
+    pub fn start(self) -> Result<Run> {
+        let Self {
+            settings,
+            sinks,
+            mark,
+        } = self;
+        if settings.name.is_empty() {
+            return Err(Error::new(
+                Kind::Misuse,
+                "a run needs a name, found an empty one",
+            ));
+        }
+        let resumed = match &mark {
+            Some(mark) => settings.reopen(mark)?,
+            None => None,
+        };
+        let to = mark.filter(|_| resumed.is_some()).and_then(|x| x.step);
+        let (mut journal, (id, name)) = match resumed {
+            Some(resumed) => resumed,
+            None => settings.create()?,
+        };
+        let attempt = journal.attempts;
+        let now = now_ms();
+        journal.append(
+            now,
+            Record::Attempt {
+                attempt,
+                world: settings.world,
+                launch: settings.launch.clone(),
+                provenance: settings.provenance.clone(),
+            },
+        );
+        if attempt > 0 {
+            journal.append(now, Record::Rewind { to });
+        }
+        if !settings.hyperparameters.is_empty() {
+            let set = settings.hyperparameters.clone();
+            journal.append(now, Record::Param { set });
+        }
+        if !settings.tags.is_empty() {
+            let set = settings.tags.clone();
+            journal.append(now, Record::Tag { set });
+        }
+        let folder = journal.folder.clone();
+        // Sinks read the journal: it has its head before they start.
+        journal.flush_or_fail()?;
+        let queue = Arc::new(Queue::default());
+        let worker = Worker::start(journal, Arc::clone(&queue), sinks)?;
+        Ok(Run {
+            id,
+            name,
+            folder,
+            attempt,
+            settings,
+            queue,
+            worker,
+        })
+    }
+}
+
+impl Settings {
+    /// Whether the run of a mark is there, and no other process writes it.
+    pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
+        let folder = self.runs.join(&mark.folder);
+        let found = HistoryReader::open(&folder);
+        found.is_ok_and(|found| found.history().id == mark.run) && !RunLock::is_held(&folder)
+    }
+
+    /// The first of `name`, `name-2`, `name-3`… that is not there.
+    fn create(&self) -> Result<(Journal, (RunId, String))> {
+        fs::create_dir_all(&self.runs)
+            .map_err(|error| Error::io("create the folder", &self.runs, error))?;
+        let name = folder_name(&self.name);
+        for number in 1.. {
+            let folder = self.runs.join(match number {
+                1 => name.clone(),
+                _ => format!("{name}-{number}"),
+            });
+            match fs::create_dir(&folder) {
+                Ok(()) => {
+                    let lock = RunLock::take(&folder)?;
+                    let writer = JournalWriter::create(&folder.join(JOURNAL))?;
+                    let mut journal = Journal::new(folder, lock, writer);
+                    let id = RunId::new();
+                    journal.append(
+                        now_ms(),
+                        Record::Head {
+                            version: journal::VERSION,
+                            run: id,
+                            name: self.name.clone(),
+                        },
+                    );
+                    return Ok((journal, (id, self.name.clone())));
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                    if let Some(restarted) = self.restarted(&folder)? {
+                        return Ok(restarted);
+                    }
+                }
+                Err(error) => return Err(Error::io("create the folder", &folder, error)),
+            }
+        }
+        unreachable!("there are more numbers than folders")
+    }
+
+    /// The run in a folder, where its last attempt was of this launch.
+    fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
+        if self.launch.is_none() || !folder.join(JOURNAL).exists() || RunLock::is_held(folder) {
+            return Ok(None);
+        }
+        let lock = RunLock::take(folder)?;
+        let (journal, head) = Journal::reopen(folder.to_owned(), lock)?;
+        Ok((journal.launch == self.launch && head.1 == self.name).then_some((journal, head)))
+    }
+
+    /// The run of a mark, where it is there.
+    fn reopen(&self, mark: &RunMark) -> Result<Option<(Journal, (RunId, String))>> {
+        let folder = self.runs.join(&mark.folder);
+        if !folder.join(JOURNAL).exists() {
+            return Ok(None);
+        }
+        let lock = RunLock::take(&folder)?;
+        let (journal, head) = Journal::reopen(folder, lock)?;
+        if head.0 != mark.run {
+            return Ok(None);
+        }
+        if journal.next() < mark.next {
+            tracing::warn!(
+                run = head.1,
+                "the journal of the run is shorter than when the checkpoint was saved: metrics before it are lost"
+            );
+        }
+        Ok(Some((journal, head)))
+    }
+}
+
+impl std::fmt::Debug for RunBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunBuilder")
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The name of a run's folder.
+pub(super) fn folder_name_of(folder: &Path) -> String {
+    let name = folder.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}

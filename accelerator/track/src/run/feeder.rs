@@ -1,0 +1,249 @@
+//! Delivering a run to a sink.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Kind, Result};
+use crate::history::HistoryReader;
+use crate::journal::{self, Followed, Follower, JOURNAL, RunLock};
+use crate::record::Record;
+use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+
+/// Delivers what is in a run's journal to a sink now.
+///
+/// # Errors
+///
+/// If there is no run, the sink refuses it, or another process delivers the run to the sink.
+///
+/// ```
+/// use accelerator_track::{CsvFile, Run, deliver};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
+/// run.log("train", [("loss", 0.5)], 1, None);
+/// run.flush()?;
+/// deliver(run.folder(), &mut CsvFile::in_run())?;
+/// assert!(run.folder().join("metrics.csv").exists());
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
+    let mut delivery = OpenSink::open(folder.as_ref(), sink)?;
+    while delivery.advance(sink)? == Advanced::More {}
+    Ok(())
+}
+
+/// A thread that delivers to a sink as the run is written.
+#[derive(Debug)]
+pub(super) struct Feeder {
+    name: String,
+    stop: mpsc::Sender<Stop>,
+    done: mpsc::Receiver<Fed>,
+}
+
+/// How a feeder ends.
+#[derive(Clone, Copy, Debug)]
+enum Stop {
+    /// When everything has been delivered, or time is up.
+    Delivered,
+    /// At once.
+    Now,
+}
+
+/// What became of it, and the sink.
+type Fed = (Result<()>, Box<dyn Sink>);
+
+impl Feeder {
+    pub(super) fn start(folder: &Path, sink: Box<dyn Sink>) -> Result<Self> {
+        let (stop, stopped) = mpsc::channel();
+        let (ended, done) = mpsc::channel();
+        let folder = folder.to_owned();
+        let name = sink.name();
+        thread::Builder::new()
+            .name("run-sink".to_owned())
+            .spawn(move || {
+                let mut sink = sink;
+                let fed = feed(&folder, &mut *sink, &stopped);
+                // Who waited may have gone.
+                let _ = ended.send((fed, sink));
+            })
+            .map_err(|error| Error::new(Kind::Io, format!("no thread for {name}: {error}")))?;
+        Ok(Self { name, stop, done })
+    }
+
+    /// Waits until everything is delivered, for a limited time.
+    pub(super) fn finish(self) {
+        let problem = match self.end(Stop::Delivered) {
+            Some((Ok(()), _)) => return,
+            Some((Err(error), _)) => error.to_string(),
+            None => format!(
+                "it did not take everything within {} s",
+                LAST_DELIVERY.as_secs()
+            ),
+        };
+        tracing::warn!(
+            sink = self.name,
+            problem,
+            "the run was not delivered completely; `accel-launch runs sync` delivers the rest"
+        );
+    }
+
+    /// Gives the sink back, unless it is busy for too long.
+    pub(super) fn release(self) -> Option<Box<dyn Sink>> {
+        self.end(Stop::Now).map(|(_, sink)| sink)
+    }
+
+    fn end(&self, stop: Stop) -> Option<Fed> {
+        // The thread may have ended.
+        let _ = self.stop.send(stop);
+        self.done.recv_timeout(LAST_DELIVERY).ok()
+    }
+}
+
+fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> Result<()> {
+    let mut open: Option<OpenSink> = None;
+    let mut has_warned = false;
+    let mut pause = TICK;
+    let mut until = None;
+    loop {
+        let result = match open.as_mut() {
+            Some(open) => open.advance(sink),
+            None => OpenSink::open(folder, sink).map(|opened| {
+                open = Some(opened);
+                Advanced::More
+            }),
+        };
+        match result {
+            Ok(Advanced::More) => continue,
+            Ok(Advanced::Complete) => {
+                if has_warned {
+                    has_warned = false;
+                    tracing::info!(sink = sink.name(), "the run is delivered again");
+                }
+                pause = TICK;
+                if until.is_some() {
+                    return Ok(());
+                }
+            }
+            Err(error) => {
+                open = None;
+                if until.is_some_and(|until| Instant::now() + pause >= until) {
+                    return Err(error);
+                }
+                if !has_warned {
+                    has_warned = true;
+                    tracing::warn!(
+                        sink = sink.name(), %error,
+                        "the run cannot be delivered now; training goes on, and it is tried again"
+                    );
+                }
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        }
+        if until.is_some() {
+            thread::sleep(pause);
+            continue;
+        }
+        match stopped.recv_timeout(pause) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(Stop::Now) => return Ok(()),
+            Ok(Stop::Delivered) | Err(RecvTimeoutError::Disconnected) => {
+                until = Some(Instant::now() + LAST_DELIVERY);
+                pause = TICK;
+            }
+        }
+    }
+}
+
+/// How far a sink that was opened is.
+struct OpenSink {
+    folder: PathBuf,
+    run: RunInfo,
+    journal: Follower,
+    ranks: BTreeMap<usize, Follower>,
+    position: SinkPosition,
+    _lock: RunLock,
+}
+
+#[derive(Debug, Eq, PartialEq)]
+enum Advanced {
+    /// There may be more.
+    More,
+    /// Everything that was written has been delivered.
+    Complete,
+}
+
+impl OpenSink {
+    fn open(folder: &Path, sink: &mut dyn Sink) -> Result<Self> {
+        let reader = HistoryReader::open(folder)?;
+        let history = reader.history();
+        let run = RunInfo {
+            id: history.id,
+            name: history.name.clone(),
+            folder: folder.to_owned(),
+            created_ms: history.created_ms,
+        };
+        let journal = Follower::open(&folder.join(JOURNAL), sink.delivery())?;
+        let lock = RunLock::take_for_sink(folder, &sink.name())?;
+        let position = sink.open(&run)?;
+        Ok(Self {
+            folder: folder.to_owned(),
+            run,
+            journal,
+            ranks: BTreeMap::new(),
+            position,
+            _lock: lock,
+        })
+    }
+
+    fn advance(&mut self, sink: &mut dyn Sink) -> Result<Advanced> {
+        let mut has_written = false;
+        match self.journal.poll(BATCH)? {
+            Followed::Superseded => {
+                self.position = sink.open(&self.run)?;
+                self.ranks.clear();
+                return Ok(Advanced::More);
+            }
+            Followed::Entries(entries) => {
+                for entry in &entries {
+                    // Numbers of series are needed by a sink that goes on in the middle, too.
+                    let is_series = matches!(entry.record, Record::Series { .. });
+                    if entry.n >= self.position.next || is_series {
+                        sink.write(Origin::Run, entry)?;
+                    }
+                    has_written = true;
+                }
+            }
+        }
+        for (rank, path) in journal::rank_journals(&self.folder) {
+            if !self.ranks.contains_key(&rank) {
+                let follower = Follower::open(&path, Delivery::Live)?;
+                self.ranks.insert(rank, follower);
+            }
+            let from = self.position.ranks.get(&rank).copied().unwrap_or(0);
+            if let Some(follower) = self.ranks.get_mut(&rank)
+                && let Followed::Entries(entries) = follower.poll(BATCH)?
+            {
+                for entry in &entries {
+                    if entry.n >= from {
+                        sink.write(Origin::Rank(rank), entry)?;
+                    }
+                    has_written = true;
+                }
+            }
+        }
+        if has_written {
+            sink.flush()?;
+            return Ok(Advanced::More);
+        }
+        Ok(Advanced::Complete)
+    }
+}
+
+const BATCH: usize = 4096;
+const TICK: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// For what is left at the end of a run.
+const LAST_DELIVERY: Duration = Duration::from_secs(30);
