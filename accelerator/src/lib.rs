@@ -127,6 +127,8 @@ pub use accelerator_env::PREEMPTED_EXIT_CODE;
 pub use accelerator_plan as plan;
 pub use accelerator_track as track;
 
+#[cfg(feature = "burn-train")]
+pub use crate::accelerator::RunLogger;
 pub use crate::accelerator::{
     Accelerator, AcceleratorBuilder, BatchSizeFinder, DistributedType, PadSide, PaddedShare,
     Prepare, Tensors, kind, launch, launch_processes,

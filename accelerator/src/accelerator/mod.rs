@@ -7,6 +7,8 @@ mod finish;
 mod launch_processes;
 mod launch_threads;
 mod log;
+#[cfg(feature = "burn-train")]
+mod metric_logger;
 mod model_files;
 mod padding;
 mod plan;
@@ -41,6 +43,8 @@ pub use self::builder::AcceleratorBuilder;
 pub use self::distributed_type::DistributedType;
 pub use self::launch_processes::launch_processes;
 pub use self::launch_threads::launch;
+#[cfg(feature = "burn-train")]
+pub use self::metric_logger::RunLogger;
 pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
 pub use self::split::PaddedShare;

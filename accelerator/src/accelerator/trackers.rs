@@ -221,7 +221,7 @@ impl Accelerator {
             run = run.resume(&mark);
         }
         for tracker in &settings.trackers {
-            run = tracker.attach(run);
+            run = tracker.attach(run)?;
         }
         run.start()
     }

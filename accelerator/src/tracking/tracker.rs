@@ -29,6 +29,10 @@ pub enum Tracker {
     TensorBoard,
     /// Event files of TensorBoard in that folder, directly.
     TensorBoardIn(PathBuf),
+    /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME`. With the
+    /// feature `mlflow`; another server is a [`Tracker::sink`].
+    #[cfg(feature = "mlflow")]
+    Mlflow,
     /// Another sink, made anew for each run; see [`Tracker::sink`].
     Sink(Arc<dyn Fn() -> Box<dyn Sink> + Send + Sync>),
 }
@@ -48,13 +52,19 @@ impl Tracker {
     }
 
     /// Delivers a run to it.
-    pub(crate) fn attach(&self, run: RunBuilder) -> RunBuilder {
-        match self {
+    ///
+    /// # Errors
+    ///
+    /// Where variables that it needs are not set.
+    pub(crate) fn attach(&self, run: RunBuilder) -> accelerator_track::Result<RunBuilder> {
+        Ok(match self {
             Self::Csv => run.sink(CsvFile::in_run()),
             Self::TensorBoard => run.sink(TensorBoard::in_run()),
             Self::TensorBoardIn(folder) => run.sink(TensorBoard::new(folder)),
+            #[cfg(feature = "mlflow")]
+            Self::Mlflow => run.sink(accelerator_track::MlflowSink::from_env()?),
             Self::Sink(make) => run.sink(make()),
-        }
+        })
     }
 }
 
@@ -64,6 +74,8 @@ impl fmt::Debug for Tracker {
             Self::Csv => f.write_str("Csv"),
             Self::TensorBoard => f.write_str("TensorBoard"),
             Self::TensorBoardIn(folder) => f.debug_tuple("TensorBoardIn").field(folder).finish(),
+            #[cfg(feature = "mlflow")]
+            Self::Mlflow => f.write_str("Mlflow"),
             Self::Sink(_) => f.debug_tuple("Sink").finish_non_exhaustive(),
         }
     }
