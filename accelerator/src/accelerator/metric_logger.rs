@@ -29,7 +29,8 @@ use super::Accelerator;
 /// let accelerator = Accelerator::builder().runs_folder(folder).build()?;
 /// accelerator.init_trackers("learner", &())?;
 /// let files = FileMetricLogger::new(folder.join("artifacts"));
-/// let logger = RunLogger::new(&accelerator, files);
+/// // Behind the iterations of a training that is resumed.
+/// let logger = RunLogger::new(&accelerator, files).starting_behind(938);
 /// // SupervisedTraining::new(artifacts, train, valid).with_metric_logger(logger)
 /// # drop(logger);
 /// # accelerator.finish()

@@ -18,6 +18,11 @@ use accelerator_track::{CsvFile, RunBuilder, Sink, TensorBoard};
 /// accelerator.finish()?;
 /// let table = std::fs::read_to_string(runs.join("mnist/metrics.csv"))?;
 /// assert!(table.contains("train/loss,0.5"));
+///
+/// let trackers = [Tracker::TensorBoard, Tracker::TensorBoardIn("logs/mnist".into())];
+/// #[cfg(feature = "mlflow")]
+/// let trackers = trackers.into_iter().chain([Tracker::Mlflow]);
+/// # drop(trackers);
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone)]
@@ -45,7 +50,7 @@ impl Tracker {
     /// use accelerator::track::CsvFile;
     ///
     /// let tracker = Tracker::sink(|| CsvFile::at("mnist.csv"));
-    /// # drop(tracker);
+    /// assert!(matches!(tracker, Tracker::Sink(_)));
     /// ```
     pub fn sink<S: Sink + 'static>(make: impl Fn() -> S + Send + Sync + 'static) -> Self {
         Self::Sink(Arc::new(move || Box::new(make())))
