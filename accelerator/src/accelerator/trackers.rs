@@ -199,6 +199,14 @@ impl Accelerator {
         self.shared.tracking.end(RunEnding::Finished, None);
     }
 
+    /// Runs a program that gets its accelerator, and ends its run as failed where the program fails.
+    pub(super) fn run<T>(self, program: impl FnOnce(Self) -> Result<T>) -> Result<T> {
+        let tracking = self.shared.tracking.clone();
+        program(self).inspect_err(|error| {
+            tracking.end(RunEnding::Finished, Some(&format!("{error:?}")));
+        })
+    }
+
     fn start_run(
         &self,
         name: &str,

@@ -165,6 +165,14 @@ fn a_job_that_fails_or_is_preempted_ends_its_run_as_such() {
     let why = run_a.end.unwrap().failure.unwrap().to_string();
     assert!(why.contains("rank 1"), "{why}");
 
+    let failed = builder(folder.path()).launch(1, |accelerator| {
+        accelerator.init_trackers("d", &())?;
+        Err::<(), _>(batch_is_cursed())
+    });
+    let why = failed.unwrap_err().to_string();
+    let end = run(folder.path(), "d").end.unwrap();
+    assert!(end.failure.unwrap().to_string().contains(&why), "{why}");
+
     let panicked = builder(folder.path()).launch(1, |accelerator| -> Result<()> {
         accelerator.init_trackers("b", &())?;
         panic!("no labels");

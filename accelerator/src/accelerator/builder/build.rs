@@ -130,14 +130,15 @@ impl AcceleratorBuilder {
                 agreement::check_all(&group, &[hook_term(&settings)])?;
             }
             let device_reducer = device_reducer(&settings, kind, &device);
-            body(self.join(
+            let accelerator = self.join(
                 group,
                 settings.clone(),
                 switch,
                 restarts,
                 device_reducer,
                 device,
-            )?)
+            )?;
+            accelerator.run(&body)
         })
     }
 
