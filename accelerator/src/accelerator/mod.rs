@@ -112,11 +112,11 @@ impl Drop for Shared {
                  `accelerator.forward(&model, |model| …)` around the forward pass",
             );
         }
-        if self.context.group.failure().is_none() && std::thread::panicking() {
-            // As the last handle of the group would do in a moment.
-            self.context.group.abort_by_panic();
-        }
-        if let Some(failure) = self.context.group.failure() {
+        let failure = match std::thread::panicking() {
+            true => Some(ProcessGroup::last_panic()),
+            false => self.context.group.failure(),
+        };
+        if let Some(failure) = failure {
             self.tracking.end(RunEnding::Finished, Some(&failure));
         }
         let (rank, world_size) = (self.context.rank(), self.context.world_size());

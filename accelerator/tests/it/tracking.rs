@@ -173,9 +173,10 @@ fn a_job_that_fails_or_is_preempted_ends_its_run_as_such() {
     let end = run(folder.path(), "d").end.unwrap();
     assert!(end.failure.unwrap().to_string().contains(&why), "{why}");
 
-    let panicked = builder(folder.path()).launch(1, |accelerator| -> Result<()> {
+    let panicked = builder(folder.path()).launch(2, |accelerator| {
         accelerator.init_trackers("b", &())?;
-        panic!("no labels");
+        assert!(!accelerator.is_main_process(), "no labels");
+        accelerator.wait_for_everyone()
     });
     panicked.unwrap_err();
     let why = run(folder.path(), "b").end.unwrap().failure.unwrap();
