@@ -23,6 +23,7 @@ pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use system::SystemSampler;
 pub use tensorboard::TensorBoard;
 pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
 
@@ -38,5 +39,6 @@ mod record;
 mod run;
 mod run_id;
 mod sink;
+mod system;
 mod tensorboard;
 mod upload;
