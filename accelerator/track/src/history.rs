@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
 use crate::error::{Error, Kind, Result};
@@ -30,7 +31,7 @@ use crate::sink::Delivery;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct RunHistory {
     /// The run's folder.
@@ -65,7 +66,9 @@ pub struct RunHistory {
     pub end: Option<RunEnd>,
     /// How many entries its journal has.
     pub entries: u64,
+    #[serde(skip)]
     is_written_now: bool,
+    #[serde(skip)]
     by_series: HashMap<u32, usize>,
 }
 
@@ -114,7 +117,7 @@ impl RunHistory {
         self.last_ms.saturating_sub(self.created_ms)
     }
 
-    fn new(folder: &Path, head: &Entry) -> Result<Self> {
+    pub(crate) fn new(folder: &Path, head: &Entry) -> Result<Self> {
         let Record::Head { version, run, name } = &head.record else {
             return Err(Error::new(
                 Kind::Corrupt,
@@ -425,7 +428,8 @@ impl HistoryReader {
 /// ```
 /// assert_eq!(accelerator_track::RunStatus::Interrupted.to_string(), "interrupted");
 /// ```
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum RunStatus {
     /// A process writes it.
     Running,
@@ -458,7 +462,7 @@ impl fmt::Display for RunStatus {
 ///     format!("attempt {} on {} ranks", attempt.attempt, attempt.world)
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RunAttempt {
     /// Counts them from 0.
@@ -480,12 +484,13 @@ pub struct RunAttempt {
 ///     !parameter.earlier.is_empty()
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Hyperparameter {
     /// The latest.
     pub value: Value,
     /// Those of earlier attempts, where they were different.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier: Vec<Value>,
 }
 
@@ -496,7 +501,7 @@ pub struct Hyperparameter {
 ///     Some(series.points.last()?.value)
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Series {
     /// `kind/name`, as `train/loss`.
@@ -512,16 +517,19 @@ pub struct Series {
 ///     point.value.is_finite()
 /// }
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Point {
     /// The step.
     pub step: u64,
     /// The epoch, where it was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
     /// The value; it may be infinite or no number.
+    #[serde(serialize_with = "number")]
     pub value: f64,
     /// How many samples it is a mean of, where that was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
     /// When it was logged, in milliseconds since 1970.
     pub ms: u64,
@@ -534,7 +542,7 @@ pub struct Point {
 ///     format!("{} at step {}", media.key, media.step)
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Media {
     /// `kind/name`.
@@ -544,6 +552,7 @@ pub struct Media {
     /// When it was logged, in milliseconds since 1970.
     pub ms: u64,
     /// What it is.
+    #[serde(flatten)]
     pub content: MediaContent,
 }
 
@@ -554,12 +563,13 @@ pub struct Media {
 ///
 /// assert_eq!(MediaContent::Text("**good**".to_owned()), MediaContent::Text("**good**".to_owned()));
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum MediaContent {
     /// Markdown.
     Text(String),
     /// Left and right edge of each bin, and how many values are in it.
-    Histogram(Vec<[f64; 3]>),
+    Histogram(#[serde(serialize_with = "numbers")] Vec<[f64; 3]>),
     /// An image.
     Image {
         /// Its file.
@@ -578,6 +588,7 @@ pub enum MediaContent {
         /// What the axis upwards counts.
         y_label: String,
         /// Its points.
+        #[serde(serialize_with = "numbers")]
         points: Vec<[f64; 2]>,
     },
 }
@@ -589,7 +600,7 @@ pub enum MediaContent {
 ///     format!("{}:v{}", artifact.name, artifact.version)
 /// }
 /// ```
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ArtifactUse {
     /// Which of the two.
@@ -609,12 +620,13 @@ pub struct ArtifactUse {
 ///     memory.value / f64::from(1 << 20)
 /// }
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SystemPoint {
     /// When, in milliseconds since 1970.
     pub ms: u64,
     /// How much.
+    #[serde(serialize_with = "number")]
     pub value: f64,
 }
 
@@ -625,7 +637,7 @@ pub struct SystemPoint {
 ///     end.status == accelerator_track::EndStatus::Finished
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RunEnd {
     /// How.
@@ -634,6 +646,18 @@ pub struct RunEnd {
     pub failure: Option<Value>,
     /// When, in milliseconds since 1970.
     pub ms: u64,
+}
+
+/// JSON has no numbers for what is not finite.
+pub(crate) fn number<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    Number(*value).serialize(serializer)
+}
+
+fn numbers<S: Serializer, const N: usize>(
+    rows: &[[f64; N]],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(rows.iter().map(|row| row.map(Number).to_vec()))
 }
 
 const BATCH: usize = 8192;

@@ -11,6 +11,7 @@ pub use history::{
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
+pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
@@ -20,4 +21,5 @@ mod journal;
 mod record;
 mod run;
 mod run_id;
+mod runs;
 mod sink;

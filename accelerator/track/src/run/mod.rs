@@ -15,6 +15,7 @@ pub use builder::RunBuilder;
 pub use feeder::deliver;
 use hyperparameters::flatten;
 pub use media::Histogram;
+pub(crate) use name::folder_name;
 use queue::{LoggedMetrics, Message, Queue};
 use worker::Worker;
 
