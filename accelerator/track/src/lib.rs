@@ -16,6 +16,7 @@ pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 mod error;
+mod folder_name;
 mod history;
 mod journal;
 mod record;

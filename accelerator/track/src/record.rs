@@ -58,6 +58,9 @@ pub enum Record {
         attempt: u32,
         /// How many ranks there are.
         world: usize,
+        /// The launch that it belongs to, which is the same for the restarts of a launcher.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        launch: Option<String>,
         /// Where the program came from and what it ran on.
         provenance: Value,
     },

@@ -5,44 +5,57 @@ use std::io::{Read, Seek, Write};
 use std::path::Path;
 
 use crate::error::{Error, Kind, Result};
+use crate::folder_name::folder_name;
 
-/// Held by the one process that writes a run, until it ends.
+/// Held by the one process that writes a run, or delivers it to a sink, until it ends.
 #[derive(Debug)]
 pub(crate) struct RunLock {
     _file: File,
 }
 
 impl RunLock {
-    /// Takes the lock of a run's folder.
+    /// For writing the run in a folder.
     pub(crate) fn take(folder: &Path) -> Result<Self> {
-        let path = folder.join(LOCK);
+        Self::take_file(&folder.join(LOCK), |owner| {
+            format!(
+                "the run in {} is being written by {owner}; give this one another name, or wait until that has ended",
+                folder.display()
+            )
+        })
+    }
+
+    /// For delivering the run in a folder to a sink.
+    pub(crate) fn take_for_sink(folder: &Path, sink: &str) -> Result<Self> {
+        let path = folder.join(format!("{}.lock", folder_name(sink)));
+        Self::take_file(&path, |owner| {
+            format!(
+                "the run in {} is being delivered to {sink} by {owner}; wait until that has ended",
+                folder.display()
+            )
+        })
+    }
+
+    fn take_file(path: &Path, taken: impl FnOnce(&str) -> String) -> Result<Self> {
         let file = OpenOptions::new()
             .read(true)
             .write(true)
             .create(true)
             .truncate(false)
-            .open(&path);
-        let mut file = file.map_err(|error| Error::io("write", &path, error))?;
+            .open(path);
+        let mut file = file.map_err(|error| Error::io("write", path, error))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut owner = String::new();
                 // Only the message needs it.
                 let _ = file.read_to_string(&mut owner);
-                return Err(Error::new(
-                    Kind::Conflict,
-                    format!(
-                        "the run in {} is being written by {}; give this one another name, or wait until that has ended",
-                        folder.display(),
-                        if owner.is_empty() {
-                            "another process"
-                        } else {
-                            owner.trim()
-                        }
-                    ),
-                ));
+                let owner = match owner.trim() {
+                    "" => "another process",
+                    owner => owner,
+                };
+                return Err(Error::new(Kind::Conflict, taken(owner)));
             }
-            Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path, error)),
+            Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
         }
         let owner = format!("process {} on {}\n", std::process::id(), host_name());
         // Who owns it is for messages; the lock is the system's.

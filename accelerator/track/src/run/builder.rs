@@ -9,11 +9,12 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::hyperparameters::flatten;
-use super::name::folder_name;
 use super::queue::Queue;
 use super::worker::{Journal, Worker};
 use super::{Run, RunMark};
 use crate::error::{Error, Kind, Result};
+use crate::folder_name::folder_name;
+use crate::history::HistoryReader;
 use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
 use crate::record::Record;
 use crate::run_id::RunId;
@@ -34,33 +35,48 @@ use crate::sink::Sink;
 /// ```
 #[must_use = "it does nothing until `start`"]
 pub struct RunBuilder {
+    settings: Settings,
+    sinks: Vec<Box<dyn Sink>>,
+    mark: Option<RunMark>,
+}
+
+/// What a run is started with.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
     name: String,
     runs: PathBuf,
     hyperparameters: BTreeMap<String, Value>,
     tags: BTreeMap<String, String>,
     world: usize,
+    launch: Option<String>,
     provenance: Value,
-    sinks: Vec<Box<dyn Sink>>,
-    mark: Option<RunMark>,
 }
 
 impl RunBuilder {
     pub(super) fn new(name: &str) -> Self {
-        Self {
+        let settings = Settings {
             name: name.to_owned(),
             runs: "runs".into(),
             hyperparameters: BTreeMap::new(),
             tags: BTreeMap::new(),
             world: 1,
+            launch: None,
             provenance: Value::Null,
-            sinks: Vec::new(),
+        };
+        Self::of(settings, Vec::new())
+    }
+
+    pub(super) fn of(settings: Settings, sinks: Vec<Box<dyn Sink>>) -> Self {
+        Self {
+            settings,
+            sinks,
             mark: None,
         }
     }
 
     /// The folder of all runs; `runs` where it is not set.
     pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.runs = folder.into();
+        self.settings.runs = folder.into();
         self
     }
 
@@ -70,31 +86,45 @@ impl RunBuilder {
     ///
     /// If they cannot be written as a map of JSON.
     pub fn hyperparameters(mut self, hyperparameters: &impl Serialize) -> Result<Self> {
-        self.hyperparameters.extend(flatten(hyperparameters)?);
+        self.settings
+            .hyperparameters
+            .extend(flatten(hyperparameters)?);
         Ok(self)
     }
 
     /// Adds a tag.
     pub fn tag(mut self, key: &str, value: &str) -> Self {
-        self.tags.insert(key.to_owned(), value.to_owned());
+        self.settings.tags.insert(key.to_owned(), value.to_owned());
         self
     }
 
     /// On how many ranks it trains; 1 where it is not set.
     pub fn world(mut self, world: usize) -> Self {
-        self.world = world;
+        self.settings.world = world;
+        self
+    }
+
+    /// The launch that the program belongs to. Where the last attempt at a run of this name was of the same launch, and no
+    /// checkpoint is resumed, the run starts over instead of a new one: the launcher restarted it.
+    pub fn launch(mut self, launch: impl Into<String>) -> Self {
+        self.settings.launch = Some(launch.into());
         self
     }
 
     /// Where the program comes from and what it runs on.
     pub fn provenance(mut self, provenance: Value) -> Self {
-        self.provenance = provenance;
+        self.settings.provenance = provenance;
         self
     }
 
     /// Delivers the run to a sink while it is written.
-    pub fn sink(mut self, sink: impl Sink + 'static) -> Self {
-        self.sinks.push(Box::new(sink));
+    pub fn sink(self, sink: impl Sink + 'static) -> Self {
+        self.sinks([Box::new(sink) as Box<dyn Sink>])
+    }
+
+    /// Delivers the run to several sinks while it is written.
+    pub fn sinks(mut self, sinks: impl IntoIterator<Item = Box<dyn Sink>>) -> Self {
+        self.sinks.extend(sinks);
         self
     }
 
@@ -104,62 +134,79 @@ impl RunBuilder {
         self
     }
 
-    /// Starts it.
+    /// Starts it. It gets the tags of the environment variable `ACCEL_RUN_TAGS` too: `key=value`, with commas between.
     ///
     /// # Errors
     ///
     /// If its folder cannot be written, if a newer version wrote the run that is to go on, if its journal is damaged, or
     /// if another process writes it.
-    pub fn start(mut self) -> Result<Run> {
-        if self.name.is_empty() {
+    pub fn start(self) -> Result<Run> {
+        let Self {
+            mut settings,
+            sinks,
+            mark,
+        } = self;
+        settings.tags.extend(tags_of_environment());
+        if settings.name.is_empty() {
             return Err(Error::new(
                 Kind::Misuse,
                 "a run needs a name, found an empty one",
             ));
         }
-        let mark = self.mark.take();
         let resumed = match &mark {
-            Some(mark) => self.reopen(mark)?,
+            Some(mark) => settings.reopen(mark)?,
             None => None,
         };
-        let (mut journal, head) = match resumed {
+        let to = mark.filter(|_| resumed.is_some()).and_then(|x| x.step);
+        let (mut journal, (id, name)) = match resumed {
             Some(resumed) => resumed,
-            None => self.create()?,
+            None => settings.create()?,
         };
-        let is_resumed = journal.attempts > 0;
         let attempt = journal.attempts;
         let now = now_ms();
         journal.append(
             now,
             Record::Attempt {
                 attempt,
-                world: self.world,
-                provenance: self.provenance,
+                world: settings.world,
+                launch: settings.launch.clone(),
+                provenance: settings.provenance.clone(),
             },
         );
-        if let Some(mark) = mark.filter(|_| is_resumed) {
-            journal.append(now, Record::Rewind { to: mark.step });
+        if attempt > 0 {
+            journal.append(now, Record::Rewind { to });
         }
-        if !self.hyperparameters.is_empty() {
-            let set = self.hyperparameters;
+        if !settings.hyperparameters.is_empty() {
+            let set = settings.hyperparameters.clone();
             journal.append(now, Record::Param { set });
         }
-        if !self.tags.is_empty() {
-            journal.append(now, Record::Tag { set: self.tags });
+        if !settings.tags.is_empty() {
+            let set = settings.tags.clone();
+            journal.append(now, Record::Tag { set });
         }
         let folder = journal.folder.clone();
         // Sinks read the journal: it has its head before they start.
         journal.flush_or_fail()?;
         let queue = Arc::new(Queue::default());
-        let worker = Worker::start(journal, Arc::clone(&queue), self.sinks)?;
+        let worker = Worker::start(journal, Arc::clone(&queue), sinks)?;
         Ok(Run {
-            id: head.0,
-            name: head.1,
+            id,
+            name,
             folder,
             attempt,
+            settings,
             queue,
             worker,
         })
+    }
+}
+
+impl Settings {
+    /// Whether the run of a mark is there, and no other process writes it.
+    pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
+        let folder = self.runs.join(&mark.folder);
+        let found = HistoryReader::open(&folder);
+        found.is_ok_and(|found| found.history().id == mark.run) && !RunLock::is_held(&folder)
     }
 
     /// The first of `name`, `name-2`, `name-3`… that is not there.
@@ -188,11 +235,25 @@ impl RunBuilder {
                     );
                     return Ok((journal, (id, self.name.clone())));
                 }
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                    if let Some(restarted) = self.restarted(&folder)? {
+                        return Ok(restarted);
+                    }
+                }
                 Err(error) => return Err(Error::io("create the folder", &folder, error)),
             }
         }
         unreachable!("there are more numbers than folders")
+    }
+
+    /// The run in a folder, where its last attempt was of this launch.
+    fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
+        if self.launch.is_none() || !folder.join(JOURNAL).exists() || RunLock::is_held(folder) {
+            return Ok(None);
+        }
+        let lock = RunLock::take(folder)?;
+        let (journal, head) = Journal::reopen(folder.to_owned(), lock)?;
+        Ok((journal.launch == self.launch && head.1 == self.name).then_some((journal, head)))
     }
 
     /// The run of a mark, where it is there.
@@ -219,10 +280,17 @@ impl RunBuilder {
 impl std::fmt::Debug for RunBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunBuilder")
-            .field("name", &self.name)
-            .field("runs", &self.runs)
+            .field("settings", &self.settings)
             .finish_non_exhaustive()
     }
+}
+
+/// Those of who starts the program, such as `accel-launch runs reproduce`.
+fn tags_of_environment() -> Vec<(String, String)> {
+    let tags = std::env::var(TAGS).unwrap_or_default();
+    let tags = tags.split(',').filter_map(|tag| tag.split_once('='));
+    tags.map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
 }
 
 /// The name of a run's folder.
@@ -230,3 +298,5 @@ pub(super) fn folder_name_of(folder: &Path) -> String {
     let name = folder.file_name().unwrap_or_default();
     name.to_string_lossy().into_owned()
 }
+
+const TAGS: &str = "ACCEL_RUN_TAGS";

@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind, Result};
 use crate::history::HistoryReader;
-use crate::journal::{self, Followed, Follower, JOURNAL};
-use crate::sink::{Origin, RunInfo, Sink};
+use crate::journal::{self, Followed, Follower, JOURNAL, RunLock};
+use crate::record::Record;
+use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
 /// Delivers what is in a run's journal to a sink now.
 ///
 /// # Errors
 ///
-/// If there is no run, or the sink refuses it.
+/// If there is no run, the sink refuses it, or another process delivers the run to the sink.
 ///
 /// ```
 /// use accelerator_track::{CsvFile, Run, deliver};
@@ -38,9 +39,21 @@ pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
 #[derive(Debug)]
 pub(super) struct Feeder {
     name: String,
-    stop: mpsc::Sender<()>,
-    done: mpsc::Receiver<Result<()>>,
+    stop: mpsc::Sender<Stop>,
+    done: mpsc::Receiver<Fed>,
 }
+
+/// How a feeder ends.
+#[derive(Clone, Copy, Debug)]
+enum Stop {
+    /// When everything has been delivered, or time is up.
+    Delivered,
+    /// At once.
+    Now,
+}
+
+/// What became of it, and the sink.
+type Fed = (Result<()>, Box<dyn Sink>);
 
 impl Feeder {
     pub(super) fn start(folder: &Path, sink: Box<dyn Sink>) -> Result<Self> {
@@ -51,8 +64,10 @@ impl Feeder {
         thread::Builder::new()
             .name("run-sink".to_owned())
             .spawn(move || {
+                let mut sink = sink;
+                let fed = feed(&folder, &mut *sink, &stopped);
                 // Who waited may have gone.
-                let _ = ended.send(feed(&folder, sink, &stopped));
+                let _ = ended.send((fed, sink));
             })
             .map_err(|error| Error::new(Kind::Io, format!("no thread for {name}: {error}")))?;
         Ok(Self { name, stop, done })
@@ -60,12 +75,10 @@ impl Feeder {
 
     /// Waits until everything is delivered, for a limited time.
     pub(super) fn finish(self) {
-        // The thread may have ended.
-        let _ = self.stop.send(());
-        let problem = match self.done.recv_timeout(LAST_DELIVERY) {
-            Ok(Ok(())) => return,
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => format!(
+        let problem = match self.end(Stop::Delivered) {
+            Some((Ok(()), _)) => return,
+            Some((Err(error), _)) => error.to_string(),
+            None => format!(
                 "it did not take everything within {} s",
                 LAST_DELIVERY.as_secs()
             ),
@@ -76,17 +89,28 @@ impl Feeder {
             "the run was not delivered completely; `accel-launch runs sync` delivers the rest"
         );
     }
+
+    /// Gives the sink back, unless it is busy for too long.
+    pub(super) fn release(self) -> Option<Box<dyn Sink>> {
+        self.end(Stop::Now).map(|(_, sink)| sink)
+    }
+
+    fn end(&self, stop: Stop) -> Option<Fed> {
+        // The thread may have ended.
+        let _ = self.stop.send(stop);
+        self.done.recv_timeout(LAST_DELIVERY).ok()
+    }
 }
 
-fn feed(folder: &Path, mut sink: Box<dyn Sink>, stopped: &mpsc::Receiver<()>) -> Result<()> {
+fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> Result<()> {
     let mut open: Option<OpenSink> = None;
     let mut has_warned = false;
     let mut pause = TICK;
     let mut until = None;
     loop {
         let result = match open.as_mut() {
-            Some(open) => open.advance(&mut *sink),
-            None => OpenSink::open(folder, &mut *sink).map(|opened| {
+            Some(open) => open.advance(sink),
+            None => OpenSink::open(folder, sink).map(|opened| {
                 open = Some(opened);
                 Advanced::More
             }),
@@ -120,9 +144,15 @@ fn feed(folder: &Path, mut sink: Box<dyn Sink>, stopped: &mpsc::Receiver<()>) ->
         }
         if until.is_some() {
             thread::sleep(pause);
-        } else if !matches!(stopped.recv_timeout(pause), Err(RecvTimeoutError::Timeout)) {
-            until = Some(Instant::now() + LAST_DELIVERY);
-            pause = TICK;
+            continue;
+        }
+        match stopped.recv_timeout(pause) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(Stop::Now) => return Ok(()),
+            Ok(Stop::Delivered) | Err(RecvTimeoutError::Disconnected) => {
+                until = Some(Instant::now() + LAST_DELIVERY);
+                pause = TICK;
+            }
         }
     }
 }
@@ -133,7 +163,8 @@ struct OpenSink {
     run: RunInfo,
     journal: Follower,
     ranks: BTreeMap<usize, Follower>,
-    position: crate::sink::SinkPosition,
+    position: SinkPosition,
+    _lock: RunLock,
 }
 
 #[derive(Debug, Eq, PartialEq)]
@@ -155,6 +186,7 @@ impl OpenSink {
             created_ms: history.created_ms,
         };
         let journal = Follower::open(&folder.join(JOURNAL), sink.delivery())?;
+        let lock = RunLock::take_for_sink(folder, &sink.name())?;
         let position = sink.open(&run)?;
         Ok(Self {
             folder: folder.to_owned(),
@@ -162,6 +194,7 @@ impl OpenSink {
             journal,
             ranks: BTreeMap::new(),
             position,
+            _lock: lock,
         })
     }
 
@@ -176,7 +209,7 @@ impl OpenSink {
             Followed::Entries(entries) => {
                 for entry in &entries {
                     // Numbers of series are needed by a sink that goes on in the middle, too.
-                    let is_series = matches!(entry.record, crate::record::Record::Series { .. });
+                    let is_series = matches!(entry.record, Record::Series { .. });
                     if entry.n >= self.position.next || is_series {
                         sink.write(Origin::Run, entry)?;
                     }
@@ -186,7 +219,7 @@ impl OpenSink {
         }
         for (rank, path) in journal::rank_journals(&self.folder) {
             if !self.ranks.contains_key(&rank) {
-                let follower = Follower::open(&path, crate::sink::Delivery::Live)?;
+                let follower = Follower::open(&path, Delivery::Live)?;
                 self.ranks.insert(rank, follower);
             }
             let from = self.position.ranks.get(&rank).copied().unwrap_or(0);

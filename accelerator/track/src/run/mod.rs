@@ -12,10 +12,10 @@ use crate::record::{ArtifactRole, EndStatus, Number, Record};
 use crate::run_id::RunId;
 
 pub use builder::RunBuilder;
+use builder::Settings;
 pub use feeder::deliver;
 use hyperparameters::flatten;
 pub use media::Histogram;
-pub(crate) use name::folder_name;
 use queue::{LoggedMetrics, Message, Queue};
 use worker::Worker;
 
@@ -23,7 +23,6 @@ mod builder;
 mod feeder;
 mod hyperparameters;
 mod media;
-mod name;
 mod queue;
 #[cfg(test)]
 mod tests;
@@ -65,6 +64,7 @@ pub struct Run {
     name: String,
     folder: PathBuf,
     attempt: u32,
+    settings: Settings,
     queue: Arc<Queue>,
     worker: Worker,
 }
@@ -231,10 +231,57 @@ impl Run {
         });
     }
 
-    /// Says that the program resumed from the checkpoint with a mark of this run: what was logged for greater steps does
-    /// not count any more. [`RunBuilder::resume`] says it where the checkpoint is known before the run starts.
-    pub fn resumed(&self, mark: &RunMark) {
-        self.record(Record::Rewind { to: mark.step });
+    /// Goes on from the checkpoint with a mark, where the program learns of it after the start of a run;
+    /// [`RunBuilder::resume`] is for one that knows it before.
+    ///
+    /// Of this run's mark, what was logged for greater steps does not count any more. Of another run's mark, that run goes
+    /// on, and this one is deleted, unless it has metrics, or the other is not there.
+    ///
+    /// ```
+    /// use accelerator_track::Run;
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let runs = temporary.path();
+    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
+    /// let (id, mark) = (run.id(), run.mark()?);
+    /// drop(run);
+    ///
+    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
+    /// assert_ne!(run.id(), id);
+    /// assert_eq!(run.resume(&mark)?.id(), id);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If the other run cannot be read or written.
+    pub fn resume(self, mark: &RunMark) -> Result<Self> {
+        if mark.run == self.id {
+            self.record(Record::Rewind { to: mark.step });
+            return Ok(self);
+        }
+        if self.mark()?.step.is_some() || !self.settings.can_reopen(mark) {
+            tracing::warn!(
+                run = self.name,
+                from = %mark.run,
+                "the run of the checkpoint does not go on: it is not there or in use, or metrics were logged before the resume"
+            );
+            return Ok(self);
+        }
+        let Self {
+            folder,
+            settings,
+            attempt,
+            worker,
+            ..
+        } = self;
+        let sinks = worker.release();
+        if attempt == 0
+            && let Err(error) = std::fs::remove_dir_all(&folder)
+        {
+            tracing::warn!(folder = %folder.display(), %error, "the folder of an empty run stays");
+        }
+        RunBuilder::of(settings, sinks).resume(mark).start()
     }
 
     /// Waits until what was logged is in the journal.

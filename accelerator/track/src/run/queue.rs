@@ -8,13 +8,14 @@ use crate::record::{Number, Record};
 
 /// Messages from the program to the thread that writes the journal.
 ///
-/// A program that logs faster than the disk takes it is not held up: when the queue is full, metrics are counted and
-/// dropped.
+/// When the queue is full, the program waits for a moment. Where there is no room even then, the disk hangs: metrics are
+/// counted and dropped, without waiting again, until there is room.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     state: Mutex<QueueState>,
     /// There is something that should not wait for the next tick.
     urgent: Condvar,
+    room: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -25,6 +26,7 @@ pub(super) struct QueueState {
     pub(super) syncs: Vec<mpsc::Sender<Synced>>,
     pub(super) is_closed: bool,
     weight: usize,
+    has_stalled: bool,
 }
 
 /// The greatest step that was logged and the number of the next entry.
@@ -91,8 +93,11 @@ impl Queue {
     pub(super) fn push(&self, ms: u64, message: Message) {
         let mut state = self.lock();
         if state.weight >= MOST_WEIGHT && matches!(message, Message::Metrics(_)) {
-            state.lost += 1;
-            return;
+            state = self.wait_for_room(state);
+            if state.has_stalled {
+                state.lost += 1;
+                return;
+            }
         }
         state.weight += match &message {
             Message::Metrics(metrics) => 8 + metrics.points.len(),
@@ -134,7 +139,19 @@ impl Queue {
         let is_closed = state.is_closed;
         let taken = std::mem::take(&mut *state);
         state.is_closed = is_closed;
+        self.room.notify_all();
         taken
+    }
+
+    fn wait_for_room<'a>(&self, state: MutexGuard<'a, QueueState>) -> MutexGuard<'a, QueueState> {
+        if state.has_stalled {
+            return state;
+        }
+        let is_full = |state: &mut QueueState| state.weight >= MOST_WEIGHT;
+        let waited = self.room.wait_timeout_while(state, LONGEST_WAIT, is_full);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.has_stalled = state.weight >= MOST_WEIGHT;
+        state
     }
 
     fn lock(&self) -> MutexGuard<'_, QueueState> {
@@ -145,3 +162,6 @@ impl Queue {
 
 /// In points: some 40 bytes each.
 const MOST_WEIGHT: usize = 1 << 20;
+
+/// How long a step is held up by a disk that hangs, in all.
+const LONGEST_WAIT: Duration = Duration::from_millis(200);

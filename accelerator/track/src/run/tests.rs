@@ -154,6 +154,64 @@ fn the_mark_of_a_run_that_is_gone_starts_a_new_one() {
 }
 
 #[test]
+fn a_run_that_learns_of_its_checkpoint_late_goes_on_with_its_sinks() {
+    let runs = tempfile::tempdir().unwrap();
+    let first = start(runs.path(), "a");
+    first.log("train", [("loss", 1.0)], 1, None);
+    let (id, mark) = (first.id(), first.mark().unwrap());
+    drop(first);
+    let run = Run::builder("a")
+        .runs_folder(runs.path())
+        .sink(CsvFile::in_run())
+        .start()
+        .unwrap();
+    let fresh = run.folder().to_owned();
+    let run = run.resume(&mark).unwrap();
+    assert_eq!(run.id(), id);
+    assert!(!fresh.exists());
+    run.log("train", [("loss", 2.0)], 2, None);
+    let folder = run.folder().to_owned();
+    run.finish().unwrap();
+    assert_eq!(losses(&folder), [(1, 1.0), (2, 2.0)]);
+    assert_eq!(
+        fs::read_to_string(folder.join("metrics.csv"))
+            .unwrap()
+            .lines()
+            .count(),
+        3
+    );
+
+    // One that has metrics stays.
+    let run = start(runs.path(), "b");
+    run.log("train", [("loss", 1.0)], 1, None);
+    let id = run.id();
+    assert_eq!(run.resume(&mark).unwrap().id(), id);
+}
+
+#[test]
+fn a_restart_of_the_same_launch_starts_the_run_over() {
+    let runs = tempfile::tempdir().unwrap();
+    let start = |launch: &str| {
+        Run::builder("a")
+            .runs_folder(runs.path())
+            .launch(launch)
+            .start()
+            .unwrap()
+    };
+    let run = start("x");
+    run.log("train", [("loss", 1.0)], 1, None);
+    let id = run.id();
+    drop(run);
+    let run = start("x");
+    assert_eq!((run.id(), run.attempt()), (id, 1));
+    run.log("train", [("loss", 2.0)], 1, None);
+    let folder = run.folder().to_owned();
+    drop(run);
+    assert_eq!(losses(&folder), [(1, 2.0)]);
+    assert_ne!(start("y").id(), id);
+}
+
+#[test]
 fn sinks_get_what_counts_though_they_fail_at_first() {
     let runs = tempfile::tempdir().unwrap();
     let failures = Arc::new(AtomicUsize::new(2));
@@ -174,7 +232,7 @@ fn sinks_get_what_counts_though_they_fail_at_first() {
     wait_until(|| {
         fs::read_to_string(folder.join("metrics.csv")).is_ok_and(|x| x.lines().count() == 3)
     });
-    run.resumed(&mark);
+    let run = run.resume(&mark).unwrap();
     run.log("train", [("loss", 2.0)], 2, None);
     run.finish().unwrap();
     let table = fs::read_to_string(folder.join("metrics.csv")).unwrap();

@@ -45,13 +45,23 @@ impl Worker {
 
     /// Writes and delivers what is left.
     pub(super) fn finish(&mut self) {
+        self.close();
+        for feeder in self.feeders.drain(..) {
+            feeder.finish();
+        }
+    }
+
+    /// Writes what is left, and gives the sinks back.
+    pub(super) fn release(mut self) -> Vec<Box<dyn Sink>> {
+        self.close();
+        self.feeders.drain(..).filter_map(Feeder::release).collect()
+    }
+
+    fn close(&mut self) {
         self.queue.close();
         if let Some(thread) = self.thread.take() {
             // The thread's panic has been printed.
             let _ = thread.join();
-        }
-        for feeder in self.feeders.drain(..) {
-            feeder.finish();
         }
     }
 }
@@ -67,8 +77,12 @@ impl Drop for Worker {
 pub(super) struct Journal {
     pub(super) folder: PathBuf,
     pub(super) attempts: u32,
+    /// The launch of the last attempt.
+    pub(super) launch: Option<String>,
     writer: JournalWriter,
     series: HashMap<String, u32>,
+    /// That of a point, made in place.
+    key: String,
     last_step: Option<u64>,
     has_warned: bool,
     _lock: RunLock,
@@ -79,8 +93,10 @@ impl Journal {
         Self {
             folder,
             attempts: 0,
+            launch: None,
             writer,
             series: HashMap::new(),
+            key: String::new(),
             last_step: None,
             has_warned: false,
             _lock: lock,
@@ -89,12 +105,17 @@ impl Journal {
 
     /// That of a run that goes on, and the run's identity and name.
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
-        let (mut head, mut attempts, mut last_step) = (None, 0, None);
+        let (mut head, mut attempts, mut of_launch, mut last_step) = (None, 0, None, None);
         let mut series = HashMap::new();
         let path = folder.join(JOURNAL);
         let writer = JournalWriter::open(&path, |entry| match entry.record {
             Record::Head { version, run, name } => head = Some((version, run, name)),
-            Record::Attempt { attempt, .. } => attempts = attempt + 1,
+            Record::Attempt {
+                attempt, launch, ..
+            } => {
+                attempts = attempt + 1;
+                of_launch = launch;
+            }
             Record::Series { i, key } => {
                 series.insert(key, i);
             }
@@ -120,6 +141,7 @@ impl Journal {
         }
         let this = Self {
             attempts,
+            launch: of_launch,
             series,
             last_step,
             ..Self::new(folder, lock, writer)
@@ -189,24 +211,20 @@ impl Journal {
     fn append_metrics(&mut self, ms: u64, metrics: &LoggedMetrics) {
         let mut points = Vec::new();
         for (name, value, count) in metrics.points() {
-            let key = match metrics.kind() {
-                "" => name.to_owned(),
-                kind => format!("{kind}/{name}"),
-            };
-            let series = match self.series.get(&key) {
+            self.key.clear();
+            self.key.push_str(metrics.kind());
+            if !metrics.kind().is_empty() {
+                self.key.push('/');
+            }
+            self.key.push_str(name);
+            let series = match self.series.get(&self.key) {
                 Some(&series) => series,
                 None => {
-                    let series = self.series.len() as u32;
-                    let i = series;
-                    self.writer.append(
-                        ms,
-                        Record::Series {
-                            i,
-                            key: key.clone(),
-                        },
-                    );
-                    self.series.insert(key, series);
-                    series
+                    let i = self.series.len() as u32;
+                    let key = self.key.clone();
+                    self.writer.append(ms, Record::Series { i, key });
+                    self.series.insert(self.key.clone(), i);
+                    i
                 }
             };
             points.push(PointValue {

@@ -7,9 +7,9 @@ pub use leftovers::Leftover;
 pub use summary::{RunSummary, SeriesSummary};
 
 use crate::error::{Error, Kind, Result};
+use crate::folder_name::folder_name;
 use crate::history::RunHistory;
 use crate::journal::{self, JOURNAL, RunLock};
-use crate::run::folder_name;
 use crate::run_id::RunId;
 
 mod leftovers;

@@ -121,7 +121,7 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     run.log_image("x/kept", &image(1), 1).unwrap();
     let mark = run.mark().unwrap();
     run.log_image("x/superseded", &image(2), 2).unwrap();
-    run.resumed(&mark);
+    let run = run.resume(&mark).unwrap();
     run.flush().unwrap();
     fs::write(folder.join("metrics.csv.new"), "cut").unwrap();
     let runs = Runs::open(temporary.path()).unwrap();

@@ -1,0 +1,314 @@
+//! A run as it is replayed from its journal.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::error::{Error, Kind, Result};
+use crate::journal;
+use crate::record::{EndStatus, Entry, Number, Record};
+use crate::run_id::RunId;
+
+pub use parts::{
+    ArtifactUse, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd, RunStatus, Series,
+    SystemPoint,
+};
+pub use reader::HistoryReader;
+
+mod parts;
+mod reader;
+
+/// A run, with all that still counts: what a resume superseded is left out.
+///
+/// ```
+/// use accelerator_track::{Run, RunHistory, RunStatus};
+///
+/// # fn main() -> accelerator_track::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
+/// run.log("train", [("loss", 0.5)], 1, None);
+/// let folder = run.folder().to_owned();
+/// run.finish()?;
+///
+/// let history = RunHistory::read(folder)?;
+/// assert_eq!(history.status(), RunStatus::Finished);
+/// assert_eq!(history.series("train/loss").unwrap().points[0].value, 0.5);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct RunHistory {
+    /// The run's folder.
+    pub folder: PathBuf,
+    /// Its identity.
+    pub id: RunId,
+    /// Its name, as it was given.
+    pub name: String,
+    /// When it was created, in milliseconds since 1970.
+    pub created_ms: u64,
+    /// When it wrote its last entry.
+    pub last_ms: u64,
+    /// Its starts; restarts and resumes are further ones.
+    pub attempts: Vec<RunAttempt>,
+    /// Hyperparameters by key; those that are nested are joined with dots.
+    pub hyperparameters: BTreeMap<String, Hyperparameter>,
+    /// Tags by key.
+    pub tags: BTreeMap<String, String>,
+    /// The metrics, in the order of their first points.
+    pub series: Vec<Series>,
+    /// Texts, histograms, images and plots, in the order in which they were logged.
+    pub media: Vec<Media>,
+    /// Artifacts that it made or used, each once.
+    pub artifacts: Vec<ArtifactUse>,
+    /// Steps of its checkpoints.
+    pub checkpoints: Vec<Option<u64>>,
+    /// What the hosts of its ranks measured, by rank and name.
+    pub system: BTreeMap<usize, BTreeMap<String, Vec<SystemPoint>>>,
+    /// How many entries could not be written.
+    pub lost_entries: u64,
+    /// How the last attempt ended, if it said so.
+    pub end: Option<RunEnd>,
+    /// How many entries its journal has.
+    pub entries: u64,
+    #[serde(skip)]
+    is_written_now: bool,
+    #[serde(skip)]
+    by_series: HashMap<u32, usize>,
+}
+
+impl RunHistory {
+    /// Reads the run in a folder.
+    ///
+    /// # Errors
+    ///
+    /// If there is none, if a newer version wrote it, or if its journal is damaged.
+    pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
+        let mut reader = HistoryReader::open(folder)?;
+        reader.poll()?;
+        Ok(reader.into_history())
+    }
+
+    /// What became of it.
+    #[must_use]
+    pub fn status(&self) -> RunStatus {
+        match &self.end {
+            _ if self.is_written_now => RunStatus::Running,
+            None => RunStatus::Interrupted,
+            Some(end) => match end.status {
+                EndStatus::Finished => RunStatus::Finished,
+                EndStatus::Failed => RunStatus::Failed,
+                EndStatus::Preempted => RunStatus::Preempted,
+            },
+        }
+    }
+
+    /// The series of a key, as `train/loss`.
+    #[must_use]
+    pub fn series(&self, key: &str) -> Option<&Series> {
+        self.series.iter().find(|series| series.key == key)
+    }
+
+    /// The greatest step that was logged.
+    #[must_use]
+    pub fn last_step(&self) -> Option<u64> {
+        let points = self.series.iter().flat_map(|series| &series.points);
+        points.map(|point| point.step).max()
+    }
+
+    /// From its creation to its last entry, in milliseconds.
+    #[must_use]
+    pub fn duration_ms(&self) -> u64 {
+        self.last_ms.saturating_sub(self.created_ms)
+    }
+
+    pub(crate) fn new(folder: &Path, head: &Entry) -> Result<Self> {
+        let Record::Head { version, run, name } = &head.record else {
+            return Err(Error::new(
+                Kind::Corrupt,
+                format!(
+                    "the journal of {} does not begin with its head",
+                    folder.display()
+                ),
+            ));
+        };
+        if *version > journal::VERSION {
+            return Err(Error::new(
+                Kind::Incompatible,
+                format!(
+                    "the run in {} is of format {version}, and this program reads formats up to {}; use a newer one",
+                    folder.display(),
+                    journal::VERSION
+                ),
+            ));
+        }
+        Ok(Self {
+            folder: folder.to_owned(),
+            id: *run,
+            name: name.clone(),
+            created_ms: head.ms,
+            last_ms: head.ms,
+            attempts: Vec::new(),
+            hyperparameters: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            series: Vec::new(),
+            media: Vec::new(),
+            artifacts: Vec::new(),
+            checkpoints: Vec::new(),
+            system: BTreeMap::new(),
+            lost_entries: 0,
+            end: None,
+            entries: 1,
+            is_written_now: false,
+            by_series: HashMap::new(),
+        })
+    }
+
+    fn take(&mut self, entry: Entry) {
+        let Entry { n, ms, record } = entry;
+        self.last_ms = self.last_ms.max(ms);
+        self.entries = n + 1;
+        let mut medium = |key, step, content| {
+            self.media.push(Media {
+                key,
+                step,
+                ms,
+                content,
+            });
+        };
+        match record {
+            Record::Head { .. } | Record::Unknown | Record::System { .. } => {}
+            Record::Attempt {
+                attempt,
+                world,
+                launch,
+                provenance,
+            } => {
+                self.end = None;
+                self.attempts.push(RunAttempt {
+                    attempt,
+                    world,
+                    started_ms: ms,
+                    launch,
+                    resumed: None,
+                    provenance,
+                });
+            }
+            Record::Rewind { to } => {
+                if let Some(attempt) = self.attempts.last_mut() {
+                    attempt.resumed = Some(to);
+                }
+            }
+            Record::Param { set } => {
+                for (key, value) in set {
+                    let known = self.hyperparameters.entry(key);
+                    let parameter = known.or_insert_with(|| Hyperparameter {
+                        value: value.clone(),
+                        earlier: Vec::new(),
+                    });
+                    if parameter.value != value {
+                        let earlier = std::mem::replace(&mut parameter.value, value);
+                        parameter.earlier.push(earlier);
+                    }
+                }
+            }
+            Record::Tag { set } => self.tags.extend(set),
+            Record::Series { i, key } => {
+                self.by_series.insert(i, self.series.len());
+                self.series.push(Series {
+                    key,
+                    points: Vec::new(),
+                });
+            }
+            Record::Metrics(metrics) => {
+                for point in metrics.points {
+                    let Some(&at) = self.by_series.get(&point.series) else {
+                        continue;
+                    };
+                    self.series[at].points.push(Point {
+                        step: metrics.step,
+                        epoch: metrics.epoch,
+                        value: point.value.0,
+                        count: point.count,
+                        ms,
+                    });
+                }
+            }
+            Record::Text { key, step, text } => medium(key, step, MediaContent::Text(text)),
+            Record::Histogram { key, step, bins } => {
+                let bins = bins.into_iter().map(|bin| bin.map(|Number(x)| x));
+                medium(key, step, MediaContent::Histogram(bins.collect()));
+            }
+            Record::Image {
+                key,
+                step,
+                hash,
+                mime,
+                width,
+                height,
+            } => {
+                let image = MediaContent::Image {
+                    file: self.folder.join("blobs").join(hash),
+                    mime,
+                    width,
+                    height,
+                };
+                medium(key, step, image);
+            }
+            Record::Plot {
+                key,
+                step,
+                x_label,
+                y_label,
+                points,
+            } => {
+                let points = points.into_iter().map(|point| point.map(|Number(x)| x));
+                let plot = MediaContent::Plot {
+                    x_label,
+                    y_label,
+                    points: points.collect(),
+                };
+                medium(key, step, plot);
+            }
+            Record::Artifact {
+                role,
+                name,
+                version,
+                digest,
+            } => {
+                let artifact = ArtifactUse {
+                    role,
+                    name,
+                    version,
+                    digest,
+                };
+                if !self.artifacts.contains(&artifact) {
+                    self.artifacts.push(artifact);
+                }
+            }
+            Record::Checkpoint { step, .. } => self.checkpoints.push(step),
+            Record::Lost { entries } => self.lost_entries += entries,
+            Record::End { status, failure } => {
+                self.end = Some(RunEnd {
+                    status,
+                    failure,
+                    ms,
+                });
+            }
+        }
+    }
+
+    fn take_system(&mut self, rank: usize, entry: Entry) {
+        let Record::System { values } = entry.record else {
+            return;
+        };
+        let of_rank = self.system.entry(rank).or_default();
+        for (name, value) in values {
+            of_rank.entry(name).or_default().push(SystemPoint {
+                ms: entry.ms,
+                value: value.0,
+            });
+        }
+    }
+}

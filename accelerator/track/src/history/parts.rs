@@ -1,0 +1,248 @@
+//! What a run's history consists of.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize, Serializer};
+use serde_json::Value;
+
+use crate::record::{ArtifactRole, EndStatus, Number};
+
+/// What became of a run.
+///
+/// ```
+/// assert_eq!(accelerator_track::RunStatus::Interrupted.to_string(), "interrupted");
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RunStatus {
+    /// A process writes it.
+    Running,
+    /// It did what it was started for.
+    Finished,
+    /// It failed.
+    Failed,
+    /// It was told to leave, and can go on.
+    Preempted,
+    /// It ended without a word: it was killed, or its host went away.
+    Interrupted,
+}
+
+impl fmt::Display for RunStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Running => "running",
+            Self::Finished => "finished",
+            Self::Failed => "failed",
+            Self::Preempted => "preempted",
+            Self::Interrupted => "interrupted",
+        })
+    }
+}
+
+/// A start of the program.
+///
+/// ```
+/// fn describe(attempt: &accelerator_track::RunAttempt) -> String {
+///     format!("attempt {} on {} ranks", attempt.attempt, attempt.world)
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct RunAttempt {
+    /// Counts them from 0.
+    pub attempt: u32,
+    /// How many ranks there were.
+    pub world: usize,
+    /// When it began, in milliseconds since 1970.
+    pub started_ms: u64,
+    /// The launch that it belongs to, which is the same for the restarts of a launcher.
+    pub launch: Option<String>,
+    /// Whether it went back, and to the checkpoint of which step.
+    pub resumed: Option<Option<u64>>,
+    /// Where the program came from and what it ran on.
+    pub provenance: Value,
+}
+
+/// The value of a hyperparameter.
+///
+/// ```
+/// fn has_changed(parameter: &accelerator_track::Hyperparameter) -> bool {
+///     !parameter.earlier.is_empty()
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Hyperparameter {
+    /// The latest.
+    pub value: Value,
+    /// Those of earlier attempts, where they were different.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier: Vec<Value>,
+}
+
+/// The values of a metric over steps.
+///
+/// ```
+/// fn last(series: &accelerator_track::Series) -> Option<f64> {
+///     Some(series.points.last()?.value)
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Series {
+    /// `kind/name`, as `train/loss`.
+    pub key: String,
+    /// In the order in which they were logged.
+    pub points: Vec<Point>,
+}
+
+/// The value of a metric at a step.
+///
+/// ```
+/// fn is_good(point: &accelerator_track::Point) -> bool {
+///     point.value.is_finite()
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Point {
+    /// The step.
+    pub step: u64,
+    /// The epoch, where it was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<f64>,
+    /// The value; it may be infinite or no number.
+    #[serde(serialize_with = "number")]
+    pub value: f64,
+    /// How many samples it is a mean of, where that was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub count: Option<u64>,
+    /// When it was logged, in milliseconds since 1970.
+    pub ms: u64,
+}
+
+/// A text, histogram, image or plot.
+///
+/// ```
+/// fn title(media: &accelerator_track::Media) -> String {
+///     format!("{} at step {}", media.key, media.step)
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Media {
+    /// `kind/name`.
+    pub key: String,
+    /// The step.
+    pub step: u64,
+    /// When it was logged, in milliseconds since 1970.
+    pub ms: u64,
+    /// What it is.
+    #[serde(flatten)]
+    pub content: MediaContent,
+}
+
+/// What a [`Media`] is.
+///
+/// ```
+/// use accelerator_track::MediaContent;
+///
+/// assert_eq!(MediaContent::Text("**good**".to_owned()), MediaContent::Text("**good**".to_owned()));
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MediaContent {
+    /// Markdown.
+    Text(String),
+    /// Left and right edge of each bin, and how many values are in it.
+    Histogram(#[serde(serialize_with = "numbers")] Vec<[f64; 3]>),
+    /// An image.
+    Image {
+        /// Its file.
+        file: PathBuf,
+        /// `image/png` or `image/jpeg`.
+        mime: String,
+        /// In pixels.
+        width: u32,
+        /// In pixels.
+        height: u32,
+    },
+    /// A curve.
+    Plot {
+        /// What the axis to the right counts.
+        x_label: String,
+        /// What the axis upwards counts.
+        y_label: String,
+        /// Its points.
+        #[serde(serialize_with = "numbers")]
+        points: Vec<[f64; 2]>,
+    },
+}
+
+/// A version of an artifact that a run made or used.
+///
+/// ```
+/// fn reference(artifact: &accelerator_track::ArtifactUse) -> String {
+///     format!("{}:v{}", artifact.name, artifact.version)
+/// }
+/// ```
+#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ArtifactUse {
+    /// Which of the two.
+    pub role: ArtifactRole,
+    /// The artifact's name.
+    pub name: String,
+    /// Its version.
+    pub version: u32,
+    /// The hash of its contents.
+    pub digest: String,
+}
+
+/// What the host of a rank measured.
+///
+/// ```
+/// fn mib(memory: &accelerator_track::SystemPoint) -> f64 {
+///     memory.value / f64::from(1 << 20)
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct SystemPoint {
+    /// When, in milliseconds since 1970.
+    pub ms: u64,
+    /// How much.
+    #[serde(serialize_with = "number")]
+    pub value: f64,
+}
+
+/// How a run ended.
+///
+/// ```
+/// fn is_good(end: &accelerator_track::RunEnd) -> bool {
+///     end.status == accelerator_track::EndStatus::Finished
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct RunEnd {
+    /// How.
+    pub status: EndStatus,
+    /// Why it failed.
+    pub failure: Option<Value>,
+    /// When, in milliseconds since 1970.
+    pub ms: u64,
+}
+
+/// JSON has no numbers for what is not finite.
+fn number<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    Number(*value).serialize(serializer)
+}
+
+fn numbers<S: Serializer, const N: usize>(
+    rows: &[[f64; N]],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(rows.iter().map(|row| row.map(Number).to_vec()))
+}

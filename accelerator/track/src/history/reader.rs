@@ -1,0 +1,132 @@
+//! Reading a run.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map;
+use std::path::Path;
+
+use super::RunHistory;
+use crate::error::{Error, Kind, Result};
+use crate::journal::{self, Followed, Follower, RunLock};
+use crate::sink::Delivery;
+
+/// Reads a run that may be being written, again and again.
+///
+/// ```
+/// use accelerator_track::{HistoryReader, Run};
+///
+/// # fn main() -> accelerator_track::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
+/// let mut reader = HistoryReader::open(run.folder())?;
+/// run.log("train", [("loss", 0.5)], 1, None);
+/// run.flush()?;
+/// assert!(reader.poll()?);
+/// assert_eq!(reader.history().last_step(), Some(1));
+/// assert!(!reader.poll()?, "nothing has changed");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct HistoryReader {
+    history: RunHistory,
+    follower: Follower,
+    ranks: BTreeMap<usize, Follower>,
+}
+
+impl HistoryReader {
+    /// Opens the run in a folder, of which [`poll`](Self::poll) reads more than its head.
+    ///
+    /// # Errors
+    ///
+    /// If there is none, or a newer version wrote it.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let path = folder.join(journal::JOURNAL);
+        let missing = |error: Error| match error.is_not_found() {
+            true => Error::new(
+                Kind::NotFound,
+                format!(
+                    "there is no run in {}: expected the file {}",
+                    folder.display(),
+                    journal::JOURNAL
+                ),
+            ),
+            false => error,
+        };
+        let mut follower = Follower::open(&path, Delivery::Live).map_err(missing)?;
+        let head = match follower.poll(1)? {
+            Followed::Entries(mut entries) if !entries.is_empty() => entries.remove(0),
+            _ => {
+                return Err(Error::new(
+                    Kind::NotFound,
+                    format!(
+                        "the run in {} has not begun: its journal is empty",
+                        folder.display()
+                    ),
+                ));
+            }
+        };
+        Ok(Self {
+            history: RunHistory::new(folder, &head)?,
+            follower,
+            ranks: BTreeMap::new(),
+        })
+    }
+
+    /// Reads what was written since, and says whether anything has changed.
+    ///
+    /// # Errors
+    ///
+    /// If the journal cannot be read, or is damaged.
+    pub fn poll(&mut self) -> Result<bool> {
+        let is_written_now = RunLock::is_held(&self.history.folder);
+        let mut has_changed =
+            std::mem::replace(&mut self.history.is_written_now, is_written_now) != is_written_now;
+        loop {
+            let entries = match self.follower.poll(BATCH)? {
+                Followed::Entries(entries) => entries,
+                Followed::Superseded => {
+                    *self = Self::open(&self.history.folder)?;
+                    self.history.is_written_now = is_written_now;
+                    has_changed = true;
+                    continue;
+                }
+            };
+            if entries.is_empty() {
+                break;
+            }
+            has_changed = true;
+            for entry in entries {
+                self.history.take(entry);
+            }
+        }
+        for (rank, path) in journal::rank_journals(&self.history.folder) {
+            let follower = match self.ranks.entry(rank) {
+                btree_map::Entry::Occupied(known) => known.into_mut(),
+                btree_map::Entry::Vacant(new) => new.insert(Follower::open(&path, Delivery::Live)?),
+            };
+            while let Followed::Entries(entries) = follower.poll(BATCH)? {
+                if entries.is_empty() {
+                    break;
+                }
+                has_changed = true;
+                for entry in entries {
+                    self.history.take_system(rank, entry);
+                }
+            }
+        }
+        Ok(has_changed)
+    }
+
+    /// The run as it was at the last [`poll`](Self::poll).
+    #[must_use]
+    pub fn history(&self) -> &RunHistory {
+        &self.history
+    }
+
+    pub(super) fn into_history(self) -> RunHistory {
+        self.history
+    }
+}
+
+const BATCH: usize = 8192;
