@@ -42,6 +42,8 @@ variables! {
         "whether several hosts may connect without a token";
     JOB, LauncherAndRanks, Text("a name"), default "a new one for every launch", code "":
         "the name of the job; ranks of another job are refused";
+    LAUNCH_COMMAND, SetByLauncher, Text("a JSON array of words"), default "none", code "":
+        "what the launcher was called with, without secrets";
     LIVENESS_TIMEOUT, LauncherAndRanks, Seconds, default "5", code "liveness_timeout":
         "after how much silence a rank or a host is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":
@@ -60,6 +62,8 @@ variables! {
         "how gradients of GPUs are reduced: by NCCL, or through host memory";
     RESTART, SetByLauncher, Number, default "0", code "":
         "how often the job has been restarted";
+    RUN_TAGS, Ranks, Text("key=value, with commas between several"), default "none", code "tag":
+        "tags of the run that the program starts";
     SET_BY_LAUNCHER, SetByLauncher, Text("names of variables, separated by commas"), default "none", code "":
         "the variables that the launcher has set; a program that does not know one of them ignores it";
     STORE, SetByLauncher, OneOf(&["launcher", "rank0"]), default "rank0", code "":

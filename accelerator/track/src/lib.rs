@@ -8,6 +8,10 @@ pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
     RunHistory, RunStatus, Series, SystemPoint,
 };
+pub use provenance::{
+    Capture, Commit, Difference, FolderDigest, HashedFile, HostFacts, MASK, Provenance,
+    Reproduction, SourceState, diff, diff_with_git, digest_folder, mask_arguments,
+};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
@@ -19,6 +23,7 @@ mod error;
 mod folder_name;
 mod history;
 mod journal;
+mod provenance;
 mod record;
 mod run;
 mod run_id;

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use accelerator_env::RUN_TAGS;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -287,7 +288,8 @@ impl std::fmt::Debug for RunBuilder {
 
 /// Those of who starts the program, such as `accel-launch runs reproduce`.
 fn tags_of_environment() -> Vec<(String, String)> {
-    let tags = std::env::var(TAGS).unwrap_or_default();
+    let tags = accelerator_env::variable(RUN_TAGS.name).unwrap_or_default();
+    let tags = tags.to_string_lossy();
     let tags = tags.split(',').filter_map(|tag| tag.split_once('='));
     tags.map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect()
@@ -298,5 +300,3 @@ pub(super) fn folder_name_of(folder: &Path) -> String {
     let name = folder.file_name().unwrap_or_default();
     name.to_string_lossy().into_owned()
 }
-
-const TAGS: &str = "ACCEL_RUN_TAGS";
