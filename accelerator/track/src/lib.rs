@@ -18,6 +18,7 @@ pub use run_id::RunId;
 pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use tensorboard::TensorBoard;
 
 mod error;
 mod folder_name;
@@ -29,3 +30,4 @@ mod run;
 mod run_id;
 mod runs;
 mod sink;
+mod tensorboard;

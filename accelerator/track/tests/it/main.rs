@@ -1,3 +1,5 @@
 //! What is tracked, as the programs show it that people look with.
 
 mod kills;
+mod tensorboard;
+mod venv;
