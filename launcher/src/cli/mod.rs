@@ -15,6 +15,7 @@ use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
 use crate::commands::launch;
 use crate::commands::plan::{self, PlanArgs};
+use crate::commands::runs::{self, RunsArgs};
 use crate::commands::selftest::{self, RankArgs, TestArgs};
 use crate::error::Result;
 use crate::settings::options::Options;
@@ -32,6 +33,7 @@ use argv::Argv;
         accel-launch env|plan|test [OPTIONS]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR\n       \
+        accel-launch runs list|show|compare|diff|export|sync|gc|reproduce [RUN]...\n       \
         accel-launch estimate-memory FILE.safetensors\n       \
         accel-launch completions SHELL\n       \
         accel-launch man",
@@ -57,6 +59,8 @@ enum Subcommands {
     Plan(PlanArgs),
     /// List the checkpoints of a folder, show what is in one, or verify them.
     Checkpoint(CheckpointArgs),
+    /// List, show and compare tracked runs, deliver them elsewhere, start them again.
+    Runs(RunsArgs),
     /// Estimate the memory that training a model takes, from its file.
     #[command(name = "estimate-memory")]
     Estimate(EstimateArgs),
@@ -123,6 +127,7 @@ impl Cli {
             Subcommands::Env(arguments) => env::run(arguments),
             Subcommands::Plan(arguments) => plan::run(arguments),
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
+            Subcommands::Runs(arguments) => runs::run(arguments),
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),

@@ -7,4 +7,5 @@ pub(crate) mod env;
 pub(crate) mod estimate;
 pub(crate) mod launch;
 pub(crate) mod plan;
+pub(crate) mod runs;
 pub(crate) mod selftest;
