@@ -3,6 +3,10 @@
 //! A run is a folder with an append-only journal. Everything else is replayed from it: the files that TensorBoard reads,
 //! tables, what an MLflow server shows, reports.
 
+pub use artifact::{
+    Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore, Lineage,
+    LineageEdge, LineageRun, OnConflict, PruneReport, Retention, StoredArtifact,
+};
 pub use error::{Error, Result};
 pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
@@ -19,7 +23,9 @@ pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use tensorboard::TensorBoard;
+pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
 
+mod artifact;
 mod error;
 mod folder_name;
 mod history;
@@ -31,3 +37,4 @@ mod run_id;
 mod runs;
 mod sink;
 mod tensorboard;
+mod upload;

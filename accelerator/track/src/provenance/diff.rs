@@ -55,12 +55,12 @@ pub fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
 /// The same, with the git repository that has `folder`: it knows which files differ between commits. Where it is not
 /// there or has not got the commits, this is [`diff`].
 ///
-/// ```no_run
-/// # fn show(a: &accelerator_track::Provenance, b: &accelerator_track::Provenance) {
-/// for difference in accelerator_track::diff_with_git(a, b, ".") {
-///     println!("{difference}");
-/// }
-/// # }
+/// ```
+/// use accelerator_track::{Provenance, diff_with_git};
+///
+/// let a = Provenance { world: Some(2), ..Provenance::default() };
+/// let b = Provenance { world: Some(4), ..Provenance::default() };
+/// assert_eq!(diff_with_git(&a, &b, ".")[0].to_string(), "world: 2, 4");
 /// ```
 #[must_use]
 pub fn diff_with_git(a: &Provenance, b: &Provenance, folder: impl AsRef<Path>) -> Vec<Difference> {
@@ -88,16 +88,18 @@ impl fmt::Display for Difference {
 }
 
 fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<Difference> {
-    let mut found = Found(Vec::new());
+    let mut found = Differences(Vec::new());
     let none = Commit::default();
     let commits = [a, b].map(|side| side.commit.as_ref().unwrap_or(&none));
     found.sources(commits, repository);
     found.compare("commit", commits[0].hash.as_ref(), commits[1].hash.as_ref());
-    let hash = |file: &Option<HashedFile>| file.as_ref().map(|file| file.hash.clone());
+    let hash = |file: &Option<HashedFile>| file.as_ref().and_then(|file| file.hash.clone());
     found.compare("lock file", hash(&a.lock_file), hash(&b.lock_file));
     let list = |words: &[String]| (!words.is_empty()).then(|| words.join(", "));
     found.compare("features", list(&a.features), list(&b.features));
-    found.compare("binary", hash(&a.binary), hash(&b.binary));
+    if let [Some(a), Some(b)] = [a, b].map(|side| hash(&side.binary)) {
+        found.compare("binary", Some(a), Some(b));
+    }
     found.words("argument", &a.arguments, &b.arguments);
     found.words("argument of accel-launch", &a.launched_by, &b.launched_by);
     let data = |side: &Provenance| -> BTreeMap<String, String> {
@@ -145,9 +147,9 @@ fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<D
     found.0
 }
 
-struct Found(Vec<Difference>);
+struct Differences(Vec<Difference>);
 
-impl Found {
+impl Differences {
     fn compare<T: fmt::Display>(&mut self, what: impl Into<String>, a: Option<T>, b: Option<T>) {
         let [a, b] = [a, b].map(|side| side.map(|side| side.to_string()));
         if a != b {
@@ -274,7 +276,7 @@ mod tests {
         };
         let file = |hash: &str| {
             Some(HashedFile {
-                hash: hash.into(),
+                hash: Some(hash.into()),
                 ..HashedFile::default()
             })
         };

@@ -159,8 +159,9 @@ pub enum SourceState {
 pub struct HashedFile {
     /// Where it was.
     pub path: String,
-    /// Its BLAKE3 sum, hexadecimal.
-    pub hash: String,
+    /// Its BLAKE3 sum, hexadecimal; absent where that would have held the program up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hash: Option<String>,
     /// Its length.
     pub bytes: u64,
 }
@@ -200,6 +201,21 @@ pub struct HostFacts {
     /// The machine's memory in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
+}
+
+impl From<Provenance> for Value {
+    /// As an attempt of a journal holds it.
+    fn from(provenance: Provenance) -> Self {
+        // Maps of it have text for keys, so this does not fail.
+        serde_json::to_value(provenance).unwrap_or_default()
+    }
+}
+
+impl From<&Value> for Provenance {
+    /// From an attempt of a journal. In what is no provenance, nothing is known.
+    fn from(value: &Value) -> Self {
+        Self::deserialize(value).unwrap_or_default()
+    }
 }
 
 impl std::fmt::Display for SourceState {

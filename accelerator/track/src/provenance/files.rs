@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -66,7 +67,8 @@ pub fn digest_folder(path: impl AsRef<Path>) -> Result<FolderDigest> {
     let mut bytes = 0;
     for (name, path) in &files {
         let file = hash_file(path).map_err(|error| Error::io("read", path, error))?;
-        for part in [name.as_bytes(), file.hash.as_bytes()] {
+        let hash = file.hash.unwrap_or_default();
+        for part in [name.as_bytes(), hash.as_bytes()] {
             digest
                 .update(&(part.len() as u64).to_le_bytes())
                 .update(part);
@@ -84,17 +86,32 @@ pub fn digest_folder(path: impl AsRef<Path>) -> Result<FolderDigest> {
 
 /// The length and BLAKE3 sum of a file.
 pub(super) fn hash_file(path: &Path) -> io::Result<HashedFile> {
-    hash_opened(File::open(path)?, path)
+    hash_opened(File::open(path)?, path, None)
 }
 
-/// The same of an opened file that is, or was, at `path`.
-pub(super) fn hash_opened(mut file: File, path: &Path) -> io::Result<HashedFile> {
-    if !file.metadata()?.is_file() {
+/// The same of an opened file that is, or was, at `path`; without the hash where that takes longer than `patience`.
+pub(super) fn hash_opened(
+    mut file: File,
+    path: &Path,
+    patience: Option<Duration>,
+) -> io::Result<HashedFile> {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
         return Err(io::Error::other("expected a plain file"));
     }
+    let start = Instant::now();
+    let path = path.to_string_lossy().into_owned();
     let mut hasher = blake3::Hasher::new();
     let mut buffer = vec![0; 1 << 17];
     loop {
+        if patience.is_some_and(|patience| start.elapsed() > patience) {
+            let bytes = metadata.len();
+            return Ok(HashedFile {
+                path,
+                hash: None,
+                bytes,
+            });
+        }
         match io::Read::read(&mut file, &mut buffer) {
             Ok(0) => break,
             Ok(count) => hasher.update(&buffer[..count]),
@@ -103,8 +120,8 @@ pub(super) fn hash_opened(mut file: File, path: &Path) -> io::Result<HashedFile>
         };
     }
     Ok(HashedFile {
-        path: path.to_string_lossy().into_owned(),
-        hash: hasher.finalize().to_string(),
+        path,
+        hash: Some(hasher.finalize().to_string()),
         bytes: hasher.count(),
     })
 }
@@ -179,6 +196,15 @@ mod tests {
                 .unwrap_err()
                 .is_not_found()
         );
+    }
+
+    #[test]
+    fn a_hash_that_takes_too_long_is_left_out() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), "text").unwrap();
+        let hashed =
+            hash_opened(file.reopen().unwrap(), file.path(), Some(Duration::ZERO)).unwrap();
+        assert_eq!((hashed.hash, hashed.bytes), (None, 4));
     }
 
     #[test]

@@ -201,7 +201,8 @@ impl Repository {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => SourceState::Deleted,
             Ok(metadata) if metadata.is_file() && metadata.len() <= *budget => {
                 *budget -= metadata.len();
-                hash_file(&path).map_or(SourceState::Unread, |file| SourceState::Hash(file.hash))
+                let hash = hash_file(&path).ok().and_then(|file| file.hash);
+                hash.map_or(SourceState::Unread, SourceState::Hash)
             }
             _ => SourceState::Unread,
         }

@@ -16,6 +16,7 @@ mod files;
 mod git;
 mod host;
 mod mask;
+mod now;
 mod reproduce;
 #[cfg(test)]
 mod tests;

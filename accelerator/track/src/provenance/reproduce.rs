@@ -4,13 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::diff::diff_with_git;
 use super::environment::{self, Meaning};
-use super::facts::{HashedFile, Provenance};
-use super::files::{digest_folder, hash_file};
-use super::git::Repository;
-use super::host;
+use super::facts::Provenance;
 use super::mask::MASK;
+use super::now;
 use crate::error::{Error, Kind, Result};
 
 /// What has to be started for a run to be done again, and what is no longer as it was.
@@ -29,6 +26,7 @@ use crate::error::{Error, Kind, Result};
 pub struct Reproduction {
     /// The launcher or the program, and its arguments.
     words: Vec<String>,
+    is_launched: bool,
     directory: PathBuf,
     set: BTreeMap<String, String>,
     /// Variables that hold what was not recorded.
@@ -65,8 +63,9 @@ impl Reproduction {
                 "which program the run was is not recorded: start it by hand",
             ));
         };
-        let (program, mut warnings) = found(binary, provenance)?;
-        let is_same_binary = warnings.is_empty();
+        let (program, rebuilt) = now::program(binary, provenance)?;
+        let is_same_binary = rebuilt.is_none();
+        let mut warnings = Vec::from_iter(rebuilt);
         let directory = provenance
             .directory
             .clone()
@@ -91,9 +90,10 @@ impl Reproduction {
             launch => launched(launch, arguments, program, &mut warnings),
         };
         let (set, inherited) = variables(provenance, &mut warnings);
-        warn_of_inputs(provenance, &mut warnings);
+        now::warn_of_inputs(provenance, &mut warnings);
         Ok(Self {
             words,
+            is_launched: provenance.is_launched(),
             directory,
             set,
             inherited,
@@ -102,12 +102,12 @@ impl Reproduction {
         })
     }
 
-    /// The same by the `accel-launch` at this path, in place of the one by that name; nothing else where the run was
-    /// started without it.
+    /// The same by the `accel-launch` at this path. By itself it is the one that the run was started by, as it was
+    /// named then; a run that was started without one needs none.
     #[must_use]
-    pub fn with_launcher(mut self, path: impl AsRef<Path>, provenance: &Provenance) -> Self {
-        if let Some(first) = self.words.first_mut().filter(|_| provenance.is_launched()) {
-            *first = path.as_ref().to_string_lossy().into_owned();
+    pub fn with_launcher(mut self, path: impl AsRef<Path>) -> Self {
+        if let Some(launcher) = self.words.first_mut().filter(|_| self.is_launched) {
+            *launcher = path.as_ref().to_string_lossy().into_owned();
         }
         self
     }
@@ -145,65 +145,6 @@ impl Reproduction {
     pub fn is_same_binary(&self) -> bool {
         self.is_same_binary
     }
-}
-
-/// The program's path, and a warning where it is another one now.
-fn found(binary: &HashedFile, provenance: &Provenance) -> Result<(String, Vec<String>)> {
-    let path = &binary.path;
-    let now = hash_file(Path::new(path)).map_err(|error| {
-        let commit = provenance
-            .commit
-            .as_ref()
-            .and_then(|commit| commit.hash.as_deref());
-        let of = commit.map_or(String::new(), |commit| format!(" from commit {commit}"));
-        let what = Error::io("read the program", Path::new(path), error);
-        let kind = if what.is_not_found() {
-            Kind::NotFound
-        } else {
-            Kind::Io
-        };
-        Error::new(kind, format!("{what}: build it again{of}"))
-    })?;
-    if now.hash == binary.hash {
-        return Ok((path.clone(), Vec::new()));
-    }
-    let changed = changed_since(provenance);
-    let why = match changed.is_empty() {
-        true => String::new(),
-        false => format!("; since then have changed: {}", changed.join(", ")),
-    };
-    let warning = format!(
-        "the program {path} was built again: its BLAKE3 sum was {}, and is {}{why}",
-        binary.hash, now.hash
-    );
-    Ok((path.clone(), vec![warning]))
-}
-
-/// The sources and the lock file that are no longer as they were.
-fn changed_since(provenance: &Provenance) -> Vec<String> {
-    let Some(commit) = &provenance.commit else {
-        return Vec::new();
-    };
-    let root = Path::new(&commit.root);
-    let now = Repository::around(root).and_then(|repository| repository.state());
-    let Some(now) = now else {
-        return Vec::new();
-    };
-    let lock_file = provenance.lock_file.as_ref();
-    let lock_file = lock_file.and_then(|file| hash_file(Path::new(&file.path)).ok());
-    let now = Provenance {
-        commit: Some(now.commit),
-        lock_file,
-        ..Provenance::default()
-    };
-    let differences = diff_with_git(provenance, &now, root)
-        .into_iter()
-        .map(|found| found.what);
-    let of_sources = differences.filter_map(|what| match what.as_str() {
-        "lock file" => Some(what),
-        _ => what.strip_prefix("source ").map(str::to_owned),
-    });
-    of_sources.collect()
 }
 
 /// The command line of a launcher that starts `program` in place of what it built.
@@ -287,45 +228,13 @@ fn variables(
     (set, inherited)
 }
 
-/// Warns of data and of a machine that are others than they were.
-fn warn_of_inputs(provenance: &Provenance, warnings: &mut Vec<String>) {
-    for (name, was) in &provenance.data {
-        match digest_folder(&was.path) {
-            Ok(now) if now.hash == was.hash => {}
-            Ok(now) => warnings.push(format!(
-                "the data {name} in {} is not what it was: {} files of {} bytes then, {} of {} now",
-                was.path, was.files, was.bytes, now.files, now.bytes
-            )),
-            Err(error) => warnings.push(format!("the data {name} cannot be compared: {error}")),
-        }
-    }
-    let now = host::facts();
-    let was = &provenance.host;
-    for (what, was, now) in [
-        ("host", &was.name, &now.name),
-        ("processor", &was.cpu, &now.cpu),
-        ("operating system", &was.os, &now.os),
-        ("kernel", &was.kernel, &now.kernel),
-    ] {
-        if let (Some(was), Some(now)) = (was, now)
-            && was != now
-        {
-            warnings.push(format!("the {what} was {was}, and is {now}"));
-        }
-    }
-    if let (Some(was), Some(now)) = (was.cores, now.cores)
-        && was != now
-    {
-        warnings.push(format!("the process had {was} cores, and has {now}"));
-    }
-}
-
 fn misuse(message: impl Into<String>) -> Error {
     Error::new(Kind::Misuse, message)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::files::{digest_folder, hash_file};
     use super::*;
 
     fn words(line: &str) -> Vec<String> {

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use super::facts::{Commit, Provenance, SourceState};
 use super::git::Repository;
-use super::{diff, diff_with_git};
+use super::{Capture, Reproduction, diff, diff_with_git};
 
 struct Work(tempfile::TempDir);
 
@@ -210,4 +210,142 @@ fn what_is_too_much_is_noted_and_what_is_no_repository_is_absent() {
         ),
         (None, 1)
     );
+}
+
+/// The file into which the process of the next test writes what it captured.
+const CAPTURED: &str = "TRACK_TEST_CAPTURED";
+
+#[test]
+#[ignore = "is the process that the test below starts"]
+fn captures() {
+    let path = std::env::var(CAPTURED).unwrap();
+    let provenance = Capture::new()
+        .seed("model", 42)
+        .take(Path::new(&path).parent().unwrap());
+    fs::write(path, serde_json::to_vec(&provenance).unwrap()).unwrap();
+}
+
+/// What a process captures that is started by this command.
+fn captured(command: &mut Command, folder: &Path) -> Provenance {
+    let path = folder.join("captured.json");
+    let command = command.env(CAPTURED, &path).stdout(Stdio::null());
+    assert!(command.status().unwrap().success());
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+fn process() -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", "provenance::tests::captures"]);
+    command.env_remove("CARGO_MANIFEST_DIR");
+    command
+}
+
+#[test]
+fn a_run_can_be_done_again_and_then_differs_in_nothing() {
+    let (work, out) = (Work::new(), tempfile::tempdir().unwrap());
+    let mut command = process();
+    command
+        .current_dir(work.root())
+        .env("RAYON_NUM_THREADS", "3")
+        .env("ACCEL_OVERLAP", "off");
+    for (name, value) in [
+        ("ACCEL_TOKEN_FILE", "/hidden"),
+        ("NCCL_PASSWORD", "hidden"),
+        ("HF_TOKEN", "hidden"),
+        ("RUST_LOG", "http://me:hidden@host"),
+        ("SLURM_JOB_ID", "7"),
+    ] {
+        command.env(name, value);
+    }
+    let first = captured(&mut command, out.path());
+    assert!(
+        !serde_json::to_string(&first).unwrap().contains("hidden"),
+        "{first:?}"
+    );
+    assert_eq!(first.environment["RUST_LOG"], "http://***@host");
+    assert_eq!(first.environment["SLURM_JOB_ID"], "7");
+    assert_eq!(commit_of(&first).branch.as_deref(), Some("main"));
+    assert_eq!(Path::new(&commit_of(&first).root), work.root());
+
+    let again = Reproduction::of(&first).unwrap();
+    assert!(again.is_same_binary());
+    assert_eq!(again.warnings().len(), 1, "{:?}", again.warnings());
+    let mut command = again.command();
+    let second = captured(command.env("RUST_LOG", "http://me:other@host"), out.path());
+    assert_eq!(work.differing(&first, &second), Vec::<String>::new());
+    assert_ne!(first.pid, second.pid);
+    assert!(!second.environment.contains_key("SLURM_JOB_ID"));
+
+    work.write("src/main.rs", "fn main() { 2 }\n");
+    let third = captured(command.env("RAYON_NUM_THREADS", "4"), out.path());
+    let diff = commit_of(&third).diff.clone().unwrap();
+    let diff = fs::read_to_string(out.path().join("blobs").join(diff)).unwrap();
+    assert!(diff.contains("+fn main() { 2 }\n"), "{diff}");
+    assert_eq!(
+        work.differing(&first, &third),
+        ["source src/main.rs", "environment RAYON_NUM_THREADS"]
+    );
+}
+
+#[test]
+fn what_accel_launch_was_called_with_is_recorded_and_done_again() {
+    let out = tempfile::tempdir().unwrap();
+    let arguments = ["--ignored", "--exact", "provenance::tests::captures"];
+    let launch = [
+        &["accel-launch", "-n", "1", "--example", "mnist", "--"],
+        &arguments[..],
+    ]
+    .concat();
+    let launch = serde_json::to_string(&launch).unwrap();
+    let mut command = process();
+    command.envs([
+        ("ACCEL_LAUNCH_COMMAND", launch.as_str()),
+        ("ACCEL_SET_BY_LAUNCHER", "ACCEL_NETWORK_INTERFACE"),
+        ("ACCEL_NETWORK_INTERFACE", "lo"),
+        ("CUDA_VISIBLE_DEVICES", "0"),
+        ("WORLD_SIZE", "2"),
+    ]);
+    let run = captured(&mut command, out.path());
+    assert!(run.is_launched());
+    let again = Reproduction::of(&run)
+        .unwrap()
+        .with_launcher("/opt/accel-launch");
+    let command = again.command();
+    let words: Vec<_> = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .collect();
+    let binary = std::env::current_exe().unwrap();
+    let expected = [
+        "/opt/accel-launch",
+        "--prebuilt",
+        binary.to_str().unwrap(),
+        "-n",
+        "1",
+        "--example",
+        "mnist",
+    ];
+    assert_eq!(words[..7], expected);
+    let set = command
+        .get_envs()
+        .filter_map(|(name, value)| value.map(|_| name.to_str().unwrap()));
+    let set: Vec<_> = set.collect();
+    for name in [
+        "ACCEL_NETWORK_INTERFACE",
+        "CUDA_VISIBLE_DEVICES",
+        "WORLD_SIZE",
+    ] {
+        assert!(!set.contains(&name), "{set:?}");
+    }
+}
+
+#[test]
+fn a_bare_environment_without_git_is_enough() {
+    let out = tempfile::tempdir().unwrap();
+    let mut command = process();
+    let run = captured(
+        command.env_clear().env("PATH", "/nowhere").current_dir("/"),
+        out.path(),
+    );
+    assert_eq!((run.commit, run.directory.as_deref()), (None, Some("/")));
+    assert!(run.environment.is_empty() && run.binary.is_some() && run.host.user.is_some());
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::protobuf::Message;
+use super::protobuf::ProtobufMessage;
 use crate::record::{EndStatus, Number};
 
 /// A record of an event file.
@@ -57,7 +57,7 @@ pub(super) const HYPERPARAMETERS: &str = "_hparams_/session_start_info";
 pub(super) const END: &str = "_hparams_/session_end_info";
 
 impl Event<'_> {
-    pub(super) fn encode(&self, event: &mut Message) {
+    pub(super) fn encode(&self, event: &mut ProtobufMessage) {
         event.clear();
         event.double(1, seconds(self.ms));
         if self.step > 0 {
@@ -76,7 +76,7 @@ impl Event<'_> {
 }
 
 impl SummaryValue<'_> {
-    fn encode(&self, value: &mut Message) {
+    fn encode(&self, value: &mut ProtobufMessage) {
         value.data(1, self.tag.as_bytes());
         match self.data {
             SummaryData::Scalar(scalar) => value.float(2, scalar),
@@ -130,7 +130,12 @@ const DOUBLE: u64 = 2;
 const STRING: u64 = 7;
 
 /// Which of TensorBoard's plugins shows a value, and what it is told beside the value.
-fn plugin(value: &mut Message, name: &str, data_class: u64, content: impl FnOnce(&mut Message)) {
+fn plugin(
+    value: &mut ProtobufMessage,
+    name: &str,
+    data_class: u64,
+    content: impl FnOnce(&mut ProtobufMessage),
+) {
     value.message(9, |metadata| {
         metadata.message(1, |plugin| {
             plugin.data(1, name.as_bytes());
@@ -140,7 +145,7 @@ fn plugin(value: &mut Message, name: &str, data_class: u64, content: impl FnOnce
     });
 }
 
-fn strings(tensor: &mut Message, shape: &[u64], strings: &[&[u8]]) {
+fn strings(tensor: &mut ProtobufMessage, shape: &[u64], strings: &[&[u8]]) {
     tensor.varint(1, STRING);
     tensor.message(2, |message| dimensions(message, shape));
     for string in strings {
@@ -148,7 +153,7 @@ fn strings(tensor: &mut Message, shape: &[u64], strings: &[&[u8]]) {
     }
 }
 
-fn doubles(tensor: &mut Message, rows: &[[Number; 3]]) {
+fn doubles(tensor: &mut ProtobufMessage, rows: &[[Number; 3]]) {
     tensor.varint(1, DOUBLE);
     tensor.message(2, |message| dimensions(message, &[rows.len() as u64, 3]));
     let content: Vec<u8> = rows
@@ -160,19 +165,19 @@ fn doubles(tensor: &mut Message, rows: &[[Number; 3]]) {
 }
 
 /// A tensor without elements.
-fn empty(tensor: &mut Message) {
+fn empty(tensor: &mut ProtobufMessage) {
     tensor.varint(1, FLOAT);
     tensor.message(2, |message| dimensions(message, &[0]));
 }
 
-fn dimensions(message: &mut Message, shape: &[u64]) {
+fn dimensions(message: &mut ProtobufMessage, shape: &[u64]) {
     for size in shape {
         message.message(2, |dimension| dimension.varint(1, *size));
     }
 }
 
 /// A number stays a number, so that TensorBoard can sort and filter by it. A null is no value: it is left out.
-fn hyperparameter(start: &mut Message, key: &str, value: &Value) {
+fn hyperparameter(start: &mut ProtobufMessage, key: &str, value: &Value) {
     if value.is_null() {
         return;
     }
@@ -205,7 +210,7 @@ mod tests {
     use super::*;
 
     fn encoded(event: &Event<'_>) -> Vec<u8> {
-        let mut message = Message::default();
+        let mut message = ProtobufMessage::default();
         event.encode(&mut message);
         message.bytes().to_vec()
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::event::{Event, EventKind, SummaryValue};
-use super::protobuf::Message;
+use super::protobuf::ProtobufMessage;
 use super::record_file::RecordFile;
 use crate::error::{Error, Result};
 use crate::run_id::RunId;
@@ -31,7 +31,7 @@ pub(super) struct EventFiles {
     /// In names where others have the time of their creation: greater than in every name that is there.
     order: u64,
     events: RecordFile<File>,
-    message: Message,
+    message: ProtobufMessage,
     /// The files that the visible one took the place of, and when they are removed.
     older: Option<(Vec<PathBuf>, Instant)>,
 }
@@ -51,7 +51,7 @@ impl EventFiles {
             created_ms: run.created_ms,
             order: greatest.map_or(created, |greatest| created.max(greatest + 1)),
             events: RecordFile::new(file),
-            message: Message::default(),
+            message: ProtobufMessage::default(),
             older: None,
         };
         files.write(run.created_ms, 0, EventKind::FileVersion)?;
@@ -93,7 +93,7 @@ impl EventFiles {
         let path = self.folder.join(format!("{}.first", hidden_name(self.run)));
         let write = || {
             let mut file = RecordFile::new(File::create(&path)?);
-            let mut message = Message::default();
+            let mut message = ProtobufMessage::default();
             for kind in [EventKind::FileVersion, EventKind::Summary(values)] {
                 let (ms, step) = (self.created_ms, 0);
                 Event { ms, step, kind }.encode(&mut message);

@@ -29,7 +29,8 @@ mod replay;
 /// one's tag is `train/loss/histogram`.
 ///
 /// The files are written anew when a run resumes, and then take the place of the earlier ones: points that were taken back
-/// are gone, also from a server that is running. Other files in the folder stay as they are.
+/// are gone, also from a server that is running. The earlier files are empty then, and removed after some minutes or when
+/// the run is delivered again. Files of others in the folder stay as they are.
 ///
 /// # Limits of TensorBoard
 ///
@@ -98,7 +99,10 @@ impl TensorBoard {
 
 impl Sink for TensorBoard {
     fn name(&self) -> String {
-        "TensorBoard".to_owned()
+        match &self.folder {
+            Some(folder) => format!("TensorBoard in {}", folder.display()),
+            None => "TensorBoard".to_owned(),
+        }
     }
 
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {

@@ -2,9 +2,9 @@
 
 /// An encoded message. Fields are appended in the order of calls; none is left out, not even a default.
 #[derive(Debug, Default)]
-pub(super) struct Message(Vec<u8>);
+pub(super) struct ProtobufMessage(Vec<u8>);
 
-impl Message {
+impl ProtobufMessage {
     pub(super) fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn fields_are_encoded_as_in_protobufs_documentation() {
-        let mut message = Message::default();
+        let mut message = ProtobufMessage::default();
         message.varint(1, 150);
         message.data(2, b"testing");
         message.message(3, |inner| inner.varint(1, 150));
@@ -78,15 +78,15 @@ mod tests {
     #[test]
     fn the_length_of_a_message_takes_as_many_bytes_as_it_needs() {
         for length in [0, 125, 126, 16_380, 16_384, 3_000_000] {
-            let mut inner = Message::default();
+            let mut inner = ProtobufMessage::default();
             inner.data(2, &vec![7; length]);
-            let mut outer = Message::default();
+            let mut outer = ProtobufMessage::default();
             outer.message(1, |message| message.data(2, &vec![7; length]));
-            let mut expected = Message::default();
+            let mut expected = ProtobufMessage::default();
             expected.data(1, inner.bytes());
             assert_eq!(outer.bytes(), expected.bytes(), "{length}");
         }
-        let mut message = Message::default();
+        let mut message = ProtobufMessage::default();
         message.varint(1, u64::MAX);
         assert_eq!(message.bytes().len(), 11);
     }

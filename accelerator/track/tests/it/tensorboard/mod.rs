@@ -1,6 +1,6 @@
 //! The real TensorBoard returns what was written, by value, with both of its loaders.
 
-mod server;
+pub(crate) mod server;
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -18,6 +18,10 @@ use serde_json::{Value, json};
 use self::server::{Loader, Server, until, until_equal};
 use crate::venv;
 
+/// As much of a picture as says that it is one.
+const JPEG: &[u8] =
+    b"\xff\xd8\xff\xc0\0\x0b\x08\0\x01\0\x01\x01\x01\x11\0\xff\xda\0\x08\x01\x01\0\0\x3f\0\xff\xd9";
+
 /// When runs are created, in milliseconds.
 const CREATED: u64 = 1_700_000_000_000;
 
@@ -29,7 +33,7 @@ fn every_value_is_returned_by_value() {
     let temporary = tempfile::tempdir().unwrap();
     let logs = temporary.path().join("logs");
 
-    let (png, jpeg) = (png(), b"\xff\xd8\xff\xe0\0\x10JFIF\0 and so on".to_vec());
+    let (png, jpeg) = (png(), JPEG.to_vec());
     let mut run = TestRun::new(
         &temporary.path().join("runs/a"),
         TensorBoard::new(logs.join("a")),
@@ -311,6 +315,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
             run.write(Record::Attempt {
                 attempt: 1,
                 world: 1,
+                launch: None,
                 provenance: Value::Null,
             });
             for step in 4..=last {
@@ -329,7 +334,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         assert!(files.contains(&foreign));
 
         let values = json!([[1, 1.0], [2, 2.0], [3, 3.0], [4, 40.0], [5, 50.0]]);
-        until_equal(&values, || points(&server, "a"));
+        until_equal(&values, || points(&server, "a", "a"));
         until_equal(&json!([1, 2, 3]), || steps(&server, "old"));
 
         // The file goes on. Half a record is no error, and the rest of it is read when it comes.
@@ -377,6 +382,21 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
             json!([1, 2, 3, 4, 5, 6, 7, 8])
         );
         assert_eq!(accumulated(&venv, &folder, "old"), json!([1, 2, 3]));
+    }
+}
+
+/// Asserts that TensorBoard shows these steps and values of a run, and no other, if it is installed.
+pub(crate) fn assert_shows(folder: &Path, tag: &str, expected: &[(u64, f64)]) {
+    let Some(venv) = venv::find("tensorboard") else {
+        return;
+    };
+    let expected: Value = expected
+        .iter()
+        .map(|(step, value)| json!([step, *value as f32]))
+        .collect();
+    for loader in Loader::ALL {
+        let server = Server::start(&venv, folder, loader);
+        until_equal(&expected, || points(&server, ".", tag));
     }
 }
 
@@ -472,8 +492,8 @@ fn end(status: EndStatus) -> Record {
 }
 
 /// Step and value of each point that the server shows.
-fn points(server: &Server, tag: &str) -> Value {
-    let points = server.scalars("a", tag).unwrap_or_default();
+fn points(server: &Server, run: &str, tag: &str) -> Value {
+    let points = server.scalars(run, tag).unwrap_or_default();
     let points = points.as_array().cloned().unwrap_or_default();
     points
         .iter()
@@ -482,7 +502,7 @@ fn points(server: &Server, tag: &str) -> Value {
 }
 
 fn steps(server: &Server, tag: &str) -> Value {
-    let points = points(server, tag);
+    let points = points(server, "a", tag);
     points
         .as_array()
         .unwrap()

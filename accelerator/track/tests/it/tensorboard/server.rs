@@ -41,6 +41,8 @@ impl Server {
         let mut command = Command::new(venv.join("bin/python"));
         command.args(["-m", "tensorboard.main", "--host=127.0.0.1", "--port=0"]);
         command.args(["--reload_interval=1", "--logdir"]).arg(logs);
+        // All points, and not a sample of them.
+        command.arg("--samples_per_plugin=scalars=1000000");
         if loader == Loader::Python {
             command.arg("--load_fast=false");
         }
@@ -161,9 +163,13 @@ pub(crate) fn until_equal<T: Debug + PartialEq>(expected: &T, mut ask: impl FnMu
         if found == *expected {
             return;
         }
+        let [expected, found] = [expected, &found].map(|answer| {
+            let answer = format!("{answer:?}");
+            answer.chars().take(1000).collect::<String>()
+        });
         assert!(
             start.elapsed() < LIMIT,
-            "expected {expected:?}, found {found:?}"
+            "expected {expected}, found {found}"
         );
         thread::sleep(Duration::from_millis(100));
     }
