@@ -63,7 +63,7 @@ impl Runs {
             let leftover = Leftover::at(path);
             leftover.remove()?;
             removed.push(leftover);
-            Ok(())
+            Ok::<(), Error>(())
         };
         self.removed()?.into_iter().try_for_each(&mut remove)?;
         for run in self.list()? {

@@ -4,7 +4,10 @@ use std::io::{self, BufRead, IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use accelerator_track::{Leftover, ListedRun, RunStatus, RunSummary, Runs};
+use accelerator_track::{
+    ArtifactId, ArtifactStore, Leftover, ListedRun, PruneReport, Retention, RunStatus, RunSummary,
+    Runs,
+};
 use clap::Args;
 
 use super::list::RunFilter;
@@ -28,6 +31,11 @@ pub(super) struct GcArgs {
     #[arg(long, value_name = "NUMBER")]
     keep_last: Option<usize>,
 
+    /// Remove the versions of artifacts too that runs made which are not there any more, unless another run uses them,
+    /// they have an alias, or are the latest.
+    #[arg(long)]
+    artifacts: bool,
+
     /// Say only what would be removed.
     #[arg(long)]
     dry_run: bool,
@@ -41,13 +49,15 @@ pub(super) struct GcArgs {
 struct Garbage {
     runs: Vec<(ListedRun, RunSummary)>,
     leftovers: Vec<Leftover>,
+    /// With what is pruned of it.
+    artifacts: Option<(ArtifactStore, Retention, PruneReport)>,
     bytes: u64,
 }
 
 pub(super) fn run(arguments: &GcArgs) -> Result<ExitCode> {
     let runs = arguments.place.open()?;
     let garbage = Garbage::find(arguments, &runs)?;
-    if garbage.runs.is_empty() && garbage.leftovers.is_empty() {
+    if garbage.is_empty() {
         return print("nothing to remove\n");
     }
     print(&garbage.text())?;
@@ -68,10 +78,14 @@ pub(super) fn run(arguments: &GcArgs) -> Result<ExitCode> {
 impl Garbage {
     fn find(arguments: &GcArgs, folder: &Runs) -> Result<Self> {
         let mut runs = Vec::new();
+        let mut are_all_read = true;
         for run in folder.list().map_err(failed)? {
             match RunSummary::read(&run.folder) {
                 Ok(summary) => runs.push((run, summary)),
-                Err(error) => note(&format!("{} is left alone: {error}", label(&run.folder))),
+                Err(error) => {
+                    are_all_read = false;
+                    note(&format!("{} is left alone: {error}", label(&run.folder)));
+                }
             }
         }
         let is_asked = arguments.older_than.is_some()
@@ -79,19 +93,41 @@ impl Garbage {
             || !arguments.filter.is_empty();
         // They come the oldest first.
         let newest = arguments.keep_last.unwrap_or(0);
-        runs.truncate(runs.len().saturating_sub(newest));
-        runs.retain(|(_, run)| is_asked && arguments.takes(run));
+        let mut kept = runs.split_off(runs.len().saturating_sub(newest));
+        let is_removed = |(_, run): &(ListedRun, RunSummary)| is_asked && arguments.takes(run);
+        let (runs, others): (Vec<_>, Vec<_>) = runs.into_iter().partition(is_removed);
+        kept.extend(others);
         let mut leftovers = folder.leftovers().map_err(failed)?;
         let is_of_removed =
             |x: &Leftover| runs.iter().any(|(run, _)| x.path.starts_with(&run.folder));
         leftovers.retain(|x| !is_of_removed(x));
         let of_runs = runs.iter().map(|(run, _)| run.bytes());
-        let bytes = of_runs.chain(leftovers.iter().map(|x| x.bytes)).sum();
+        let bytes: u64 = of_runs.chain(leftovers.iter().map(|x| x.bytes)).sum();
+        let artifacts = match (arguments.artifacts, are_all_read) {
+            (false, _) => None,
+            (true, true) => Some(unneeded_artifacts(folder, &kept)?),
+            (true, false) => {
+                note("artifacts are left alone: it is not known which ones a damaged run uses");
+                None
+            }
+        };
+        let of_artifacts = artifacts.as_ref().map_or(0, |(_, _, report)| report.bytes);
         Ok(Self {
             runs,
             leftovers,
-            bytes,
+            artifacts,
+            bytes: bytes + of_artifacts,
         })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.runs.is_empty() && self.leftovers.is_empty() && self.versions().is_empty()
+    }
+
+    /// The artifacts that are removed.
+    fn versions(&self) -> &[ArtifactId] {
+        let report = self.artifacts.as_ref().map(|(_, _, report)| report);
+        report.map_or(&[], |report| &report.versions)
     }
 
     fn text(&self) -> String {
@@ -110,6 +146,10 @@ impl Garbage {
             let mut cells = row(["leftover", &path, "", ""]);
             cells.push(size(leftover.bytes));
             table.push(cells);
+        }
+        for artifact in self.versions() {
+            let name = format!("{}:v{}", plain(&artifact.name), artifact.version);
+            table.push(row(["artifact", &name]));
         }
         columns(&table)
     }
@@ -135,6 +175,9 @@ impl Garbage {
         }
         let leftovers = folder.remove_leftovers().map_err(failed)?;
         freed += leftovers.iter().map(|x| x.bytes).sum::<u64>();
+        if let Some((store, retention, _)) = self.artifacts.as_ref().filter(|_| is_complete) {
+            freed += store.prune(retention).map_err(failed)?.bytes;
+        }
         Ok((freed, is_complete))
     }
 }
@@ -148,6 +191,33 @@ impl GcArgs {
     }
 }
 
+/// The artifacts that nothing needs once only these runs are left, and what keeps the others.
+fn unneeded_artifacts(
+    folder: &Runs,
+    kept: &[(ListedRun, RunSummary)],
+) -> Result<(ArtifactStore, Retention, PruneReport)> {
+    let store = ArtifactStore::of_runs(folder.folder());
+    let mut retention = Retention::keep_last(1).keep_aliased();
+    for (_, run) in kept {
+        for artifact in &run.artifacts {
+            retention = retention.keep(&artifact.name, artifact.version);
+        }
+    }
+    for name in store.names().map_err(failed)? {
+        for version in store.versions(&name).map_err(failed)? {
+            // What no run made is somebody's who put it there.
+            let is_left = version
+                .run()
+                .is_none_or(|id| kept.iter().any(|(_, run)| run.id == id));
+            if is_left {
+                retention = retention.keep(&name, version.version());
+            }
+        }
+    }
+    let report = store.plan_prune(&retention).map_err(failed)?;
+    Ok((store, retention, report))
+}
+
 fn is_agreed(garbage: &Garbage) -> Result<bool> {
     let stdin = io::stdin();
     if !stdin.is_terminal() {
@@ -159,9 +229,10 @@ fn is_agreed(garbage: &Garbage) -> Result<bool> {
     // A question that cannot be seen is not answered.
     let _ = write!(
         stderr,
-        "Remove {} runs and {} leftovers, {}? [y/N] ",
+        "Remove {} runs, {} leftovers and {} artifacts, {}? [y/N] ",
         garbage.runs.len(),
         garbage.leftovers.len(),
+        garbage.versions().len(),
         size(garbage.bytes)
     );
     let mut answer = String::new();

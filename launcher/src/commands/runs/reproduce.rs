@@ -80,7 +80,7 @@ fn command(original: &RunHistory) -> Result<Command> {
     };
     let mut reproduction = Reproduction::of(&provenance).map_err(cannot)?;
     if let Ok(launcher) = std::env::current_exe() {
-        reproduction = reproduction.with_launcher(launcher, &provenance);
+        reproduction = reproduction.with_launcher(launcher);
     }
     for warning in reproduction.warnings() {
         note(&plain(warning));

@@ -5,6 +5,8 @@ use std::process::ExitCode;
 use std::str::FromStr;
 
 use accelerator_track::{CsvFile, Sink, TensorBoard, deliver};
+#[cfg(feature = "mlflow")]
+use accelerator_track::{MlflowServer, MlflowSink};
 use clap::Args;
 
 use super::{RunsFolder, failed, label};
@@ -25,9 +27,24 @@ pub(super) struct SyncArgs {
     place: RunsFolder,
 
     /// Where to deliver them: `csv`, to `metrics.csv` in the run's folder; `tensorboard`, to event files there, or
-    /// `tensorboard:DIR`, to a folder for each run in DIR.
+    /// `tensorboard:DIR`, to a folder for each run in DIR; `mlflow:URL`, to an MLflow server, or `mlflow`, to the one that
+    /// MLFLOW_TRACKING_URI names.
     #[arg(long, value_name = "PLACE")]
     to: Destination,
+
+    /// The experiment on the MLflow server, which is made where it is not there.
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "MLFLOW_EXPERIMENT_NAME",
+        default_value = "Default"
+    )]
+    experiment: String,
+
+    /// Deliver to MLflow also what follows the last checkpoint of a run that has not ended, though the server can take
+    /// nothing back if the run resumes.
+    #[arg(long)]
+    live: bool,
 
     /// Say only what would be delivered.
     #[arg(long)]
@@ -38,6 +55,8 @@ pub(super) struct SyncArgs {
 enum Destination {
     Csv,
     TensorBoard(Option<PathBuf>),
+    /// With the server's address, where it was given.
+    Mlflow(Option<String>),
 }
 
 pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
@@ -54,7 +73,7 @@ pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
     let mut text = String::new();
     let mut has_failed = false;
     for folder in &folders {
-        let mut sink = arguments.to.sink(folder);
+        let mut sink = arguments.sink(folder)?;
         let (name, place) = (label(folder), sink.name());
         if arguments.dry_run {
             text.push_str(&format!("{name}: would be delivered to {place}\n"));
@@ -79,13 +98,33 @@ pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
     }
 }
 
-impl Destination {
-    fn sink(&self, run: &Path) -> Box<dyn Sink> {
-        match self {
-            Self::Csv => Box::new(CsvFile::in_run()),
-            Self::TensorBoard(None) => Box::new(TensorBoard::in_run()),
-            Self::TensorBoard(Some(folder)) => Box::new(TensorBoard::new(folder.join(label(run)))),
-        }
+impl SyncArgs {
+    fn sink(&self, run: &Path) -> Result<Box<dyn Sink>> {
+        Ok(match &self.to {
+            Destination::Csv => Box::new(CsvFile::in_run()),
+            Destination::TensorBoard(None) => Box::new(TensorBoard::in_run()),
+            Destination::TensorBoard(Some(folder)) => {
+                Box::new(TensorBoard::new(folder.join(label(run))))
+            }
+            Destination::Mlflow(address) => self.mlflow(address.as_deref())?,
+        })
+    }
+
+    #[cfg(feature = "mlflow")]
+    fn mlflow(&self, address: Option<&str>) -> Result<Box<dyn Sink>> {
+        let server = match address {
+            Some(address) => MlflowServer::new(address),
+            None => MlflowServer::from_env(),
+        };
+        let sink = MlflowSink::new(server.map_err(failed)?, &self.experiment);
+        Ok(Box::new(if self.live { sink.live() } else { sink }))
+    }
+
+    #[cfg(not(feature = "mlflow"))]
+    fn mlflow(&self, _: Option<&str>) -> Result<Box<dyn Sink>> {
+        Err(Error::usage(
+            "this accel-launch is built without MLflow: build it with the feature `mlflow`",
+        ))
     }
 }
 
@@ -99,7 +138,11 @@ impl FromStr for Destination {
             Some(("tensorboard", folder)) if !folder.is_empty() => {
                 Ok(Self::TensorBoard(Some(folder.into())))
             }
-            _ => Err("expected csv, tensorboard or tensorboard:DIR".to_owned()),
+            None if text == "mlflow" => Ok(Self::Mlflow(None)),
+            Some(("mlflow", address)) if !address.is_empty() => {
+                Ok(Self::Mlflow(Some(address.to_owned())))
+            }
+            _ => Err("expected csv, tensorboard, tensorboard:DIR, mlflow or mlflow:URL".to_owned()),
         }
     }
 }
