@@ -3,11 +3,13 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::batch::{Content, Item};
 use super::name::{cut, hashed, server_name};
 use super::server_run::{RUN_ID, ServerData};
+use crate::provenance::{Commit, Provenance};
 use crate::record::{ArtifactRole, EndStatus, Entry, Metrics, Record};
 use crate::sink::Origin;
 
@@ -192,28 +194,44 @@ pub(super) fn tag(key: impl Into<String>, value: &str) -> Item {
 }
 
 fn attempt_items(attempt: u32, world: usize, provenance: &Value) -> Vec<Item> {
-    let text = |pointer: &str| provenance.pointer(pointer).and_then(Value::as_str);
-    let command = provenance.get("command").and_then(Value::as_array);
-    let command: Vec<_> = command.into_iter().flatten().map(plain).collect();
-    let program = text("/binary/path").or(command.first().map(String::as_str));
-    let dirty = provenance.pointer("/commit/dirty").map(plain);
+    // Another version's may be of another kind.
+    let facts = Provenance::deserialize(provenance).unwrap_or_default();
+    let binary = facts.binary.as_ref().map(|binary| &binary.path);
+    let commit = facts.commit.as_ref();
+    let dirty = commit.map(|commit| commit.is_dirty().to_string());
+    let commit_text =
+        |text: fn(&Commit) -> &Option<String>| commit.and_then(|commit| text(commit).as_ref());
     let tags = [
-        ("mlflow.source.name", program),
-        ("mlflow.user", text("/user")),
-        ("mlflow.source.git.commit", text("/commit/hash")),
-        ("mlflow.source.git.branch", text("/commit/branch")),
-        ("mlflow.source.git.dirty", dirty.as_deref()),
-        ("accel.host", text("/host")),
+        ("mlflow.source.name", binary.or(facts.arguments.first())),
+        ("mlflow.user", facts.host.user.as_ref()),
+        (
+            "mlflow.source.git.commit",
+            commit_text(|commit| &commit.hash),
+        ),
+        (
+            "mlflow.source.git.branch",
+            commit_text(|commit| &commit.branch),
+        ),
+        (
+            "mlflow.source.git.repoURL",
+            commit_text(|commit| &commit.remote),
+        ),
+        ("mlflow.source.git.dirty", dirty.as_ref()),
+        ("accel.host", facts.host.name.as_ref()),
     ];
     let tags = tags
         .into_iter()
         .filter_map(|(key, value)| Some(tag(key, value?)));
     let mut items: Vec<_> = tags.collect();
-    if !command.is_empty() {
-        items.push(tag("accel.command", &command.join(" ")));
+    if !facts.arguments.is_empty() {
+        items.push(tag("accel.command", &facts.arguments.join(" ")));
     }
     items.push(tag("accel.world_size", &world.to_string()));
     items.push(tag("accel.attempts", &(u64::from(attempt) + 1).to_string()));
+    let data = facts.data.iter();
+    items.extend(data.map(|(name, folder)| {
+        dataset(name, &folder.hash, "local", &json!({ "uri": folder.path }))
+    }));
     if !provenance.is_null() {
         items.push(Item::File {
             path: format!("provenance/attempt-{attempt}.json"),
@@ -234,18 +252,22 @@ fn artifact(role: ArtifactRole, name: &str, version: u32, digest: &str) -> Item 
         ),
         ArtifactRole::Input => {
             let source = json!({ "artifact": name, "version": version, "digest": digest });
-            let digest: String = digest.chars().take(LONGEST_DIGEST).collect();
-            Item::Dataset(json!({
-                "tags": [{ "key": "mlflow.data.context", "value": "training" }],
-                "dataset": {
-                    "name": cut(name, LONGEST_DATASET),
-                    "digest": digest,
-                    "source_type": "accel-artifact",
-                    "source": source.to_string(),
-                },
-            }))
+            dataset(name, digest, "accel-artifact", &source)
         }
     }
+}
+
+fn dataset(name: &str, digest: &str, source_type: &str, source: &Value) -> Item {
+    let digest: String = digest.chars().take(LONGEST_DIGEST).collect();
+    Item::Dataset(json!({
+        "tags": [{ "key": "mlflow.data.context", "value": "training" }],
+        "dataset": {
+            "name": cut(name, LONGEST_DATASET),
+            "digest": digest,
+            "source_type": source_type,
+            "source": source.to_string(),
+        },
+    }))
 }
 
 fn json_file(folder: &str, key: &str, step: u64, value: &Value) -> Item {

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 #[derive(Clone)]
 pub(super) struct FakeServer {
     pub(super) address: String,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<FakeState>>,
 }
 
 /// What happens to a request.
@@ -32,7 +32,7 @@ pub(super) enum Fault {
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct FakeState {
     pub(super) experiments: BTreeMap<String, bool>,
     pub(super) runs: Vec<FakeRun>,
     pub(super) files: BTreeMap<String, Vec<u8>>,
@@ -74,7 +74,7 @@ impl FakeServer {
         server
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, FakeState> {
         self.state.lock().unwrap()
     }
 
@@ -84,7 +84,7 @@ impl FakeServer {
     }
 }
 
-impl State {
+impl FakeState {
     pub(super) fn active(&self) -> Vec<&FakeRun> {
         self.runs.iter().filter(|run| !run.deleted).collect()
     }
@@ -97,7 +97,7 @@ impl State {
     }
 }
 
-fn serve(stream: &TcpStream, state: &Mutex<State>) {
+fn serve(stream: &TcpStream, state: &Mutex<FakeState>) {
     let mut reader = BufReader::new(stream);
     let mut head = Vec::new();
     loop {
@@ -162,7 +162,7 @@ fn serve(stream: &TcpStream, state: &Mutex<State>) {
     );
 }
 
-impl State {
+impl FakeState {
     fn act(&mut self, method: &str, path: &str, query: &str, body: &[u8]) -> (u16, String) {
         if let Some(file) = path.strip_prefix("mlflow-artifacts/artifacts/") {
             assert_eq!(method, "PUT");

@@ -17,6 +17,7 @@ use convert::{Converter, tag};
 use cursor::{Cursor, CursorFile};
 pub use server_run::{MlflowRun, SentFile};
 
+mod address;
 mod batch;
 mod client;
 mod convert;

@@ -185,8 +185,16 @@ fn full(folder: &Path, steps: u64) {
     println!("{steps} steps");
 }
 
-fn sinks() -> Vec<Box<dyn Sink>> {
-    vec![Box::new(CsvFile::in_run()), Box::new(TensorBoard::in_run())]
+#[cfg_attr(
+    not(feature = "mlflow"),
+    expect(unused_variables, reason = "it says where MLflow is")
+)]
+fn sinks(folder: &Path) -> Vec<Box<dyn Sink>> {
+    let sinks: [Box<dyn Sink>; 2] = [Box::new(CsvFile::in_run()), Box::new(TensorBoard::in_run())];
+    let sinks = sinks.into_iter();
+    #[cfg(feature = "mlflow")]
+    let sinks = sinks.chain(crate::mlflow::sink_of(folder));
+    sinks.collect()
 }
 
 pub(crate) fn loss(step: u64) -> f64 {
@@ -202,7 +210,7 @@ fn csv(path: &Path) -> Vec<(u64, f64)> {
     rows.collect()
 }
 
-pub(crate) fn run_folder(folder: &Path) -> PathBuf {
+fn run_folder(folder: &Path) -> PathBuf {
     folder.join("runs/killed")
 }
 

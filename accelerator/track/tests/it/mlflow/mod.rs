@@ -1,6 +1,6 @@
 //! What is delivered to MLflow, as a real server shows it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::thread;
@@ -244,12 +244,14 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
         },
         Record::Attempt {
             attempt: 0,
+            launch: None,
             world: 2,
             provenance: json!({
-                "command": ["target/mnist", "--lr", "0.1"],
-                "commit": { "hash": "c0ffee", "branch": "main", "dirty": true },
-                "binary": { "path": "/x/target/mnist", "hash": "ff" },
-                "user": "ada", "host": "h1",
+                "arguments": ["target/mnist", "--lr", "0.1"],
+                "commit": { "hash": "c0ffee", "branch": "main", "remote": "https://x/y", "changed": { "a": "deleted" } },
+                "binary": { "path": "/x/target/mnist", "hash": "ff", "bytes": 3 },
+                "host": { "user": "ada", "name": "h1" },
+                "data": { "mnist": { "path": "/data", "hash": "ab".repeat(32), "files": 4, "bytes": 5 } },
             }),
         },
         params(json!({
@@ -257,6 +259,9 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
             "empty": "", "none": null,
         })),
         tags([
+            ("mlflow.source.git.repoURL", "https://x/y"),
+            ("mlflow.source.git.dirty", "true"),
+            ("accel.host", "h1"),
             ("mlflow.note.content", "# A note"),
             ("long", &"x".repeat(9000)),
             ("a//b", "c"),
@@ -334,6 +339,7 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
         },
         Record::Attempt {
             attempt: 1,
+            launch: None,
             world: 4,
             provenance: Value::Null,
         },
@@ -365,6 +371,9 @@ fn assert_is_whole_run(server: &Server, run: &Value) {
         ("mlflow.source.type", "LOCAL"),
         ("mlflow.source.git.commit", "c0ffee"),
         ("mlflow.source.git.branch", "main"),
+        ("mlflow.source.git.repoURL", "https://x/y"),
+        ("mlflow.source.git.dirty", "true"),
+        ("accel.host", "h1"),
         ("mlflow.note.content", "# A note"),
         ("param.changed.lr", "0.2"),
         ("accel.attempts", "2"),
@@ -438,13 +447,24 @@ fn assert_is_whole_run(server: &Server, run: &Value) {
         json(&format!("{folder}/3.json")),
         json!({ "bins": [[-1.0, 0.5, 3.0]] })
     );
-    assert_eq!(json("provenance/attempt-0.json")["host"], "h1");
+    assert_eq!(json("provenance/attempt-0.json")["host"]["name"], "h1");
 
     let inputs = run["inputs"]["dataset_inputs"].as_array().unwrap();
-    assert_eq!(inputs.len(), 1);
-    assert_eq!(inputs[0]["dataset"]["name"], "mnist-data");
-    assert_eq!(inputs[0]["dataset"]["digest"], "0123456789abcdef".repeat(2));
-    assert_eq!(inputs[0]["tags"][0]["value"], "training");
+    let shown = inputs.iter().map(|input| {
+        let text = |pointer: &str| input.pointer(pointer).unwrap().as_str().unwrap().to_owned();
+        let found = [
+            text("/dataset/name"),
+            text("/dataset/digest"),
+            text("/tags/0/value"),
+        ];
+        found.join(" ")
+    });
+    let shown: BTreeSet<_> = shown.collect();
+    let expected = [
+        format!("mnist {} training", "ab".repeat(16)),
+        format!("mnist-data {} training", "0123456789abcdef".repeat(2)),
+    ];
+    assert_eq!((inputs.len(), shown), (2, expected.into()));
 }
 
 fn pairs(run: &Value, key: &str) -> BTreeMap<String, String> {
