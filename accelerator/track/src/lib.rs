@@ -3,22 +3,28 @@
 //! A run is a folder with an append-only journal. Everything else is replayed from it: the files that TensorBoard reads,
 //! tables, what an MLflow server shows, reports.
 
+#[cfg(feature = "board")]
+pub use board::Board;
 pub use error::{Error, Result};
 pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
     RunHistory, RunStatus, Series, SystemPoint,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
+pub use report::Report;
 pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 
+#[cfg(feature = "board")]
+mod board;
 mod error;
 mod folder_name;
 mod history;
 mod journal;
 mod record;
+mod report;
 mod run;
 mod run_id;
 mod sink;
