@@ -85,13 +85,27 @@ impl JournalWriter {
         if self.waiting.is_empty() {
             return Ok(());
         }
-        if let Err(error) = self.file.write_all(&self.waiting) {
-            // Readers pass over a line that is not whole; the next attempt writes it anew.
+        let mut written = 0;
+        let result = loop {
+            match self.file.write(&self.waiting[written..]) {
+                Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => written += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => break Err(error),
+            }
+            if written == self.waiting.len() {
+                break Ok(());
+            }
+        };
+        // Of a line that is not whole nothing stays.
+        let newline = self.waiting[..written].iter().rposition(|&x| x == b'\n');
+        let whole = newline.map_or(0, |at| at + 1);
+        self.length += whole as u64;
+        self.waiting.drain(..whole);
+        if result.is_err() {
             self.cut_tail()?;
-            return Err(error);
+            return result;
         }
-        self.length += self.waiting.len() as u64;
-        self.waiting.clear();
         self.take_lost(now_ms());
         Ok(())
     }

@@ -118,8 +118,13 @@ impl RunBuilder {
     }
 
     /// Delivers the run to a sink while it is written.
-    pub fn sink(mut self, sink: impl Sink + 'static) -> Self {
-        self.sinks.push(Box::new(sink));
+    pub fn sink(self, sink: impl Sink + 'static) -> Self {
+        self.sinks([Box::new(sink) as Box<dyn Sink>])
+    }
+
+    /// Delivers the run to several sinks while it is written.
+    pub fn sinks(mut self, sinks: impl IntoIterator<Item = Box<dyn Sink>>) -> Self {
+        self.sinks.extend(sinks);
         self
     }
 

@@ -1,0 +1,234 @@
+//! Programs and deliveries that are killed: each step is there once, in the journal and in what was delivered.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use accelerator_track::{CsvFile, Run, RunHistory, RunMark, RunStatus, Sink, deliver};
+use serde::{Deserialize, Serialize};
+
+/// What a child process of this test is to do.
+const ROLE: &str = "TRACK_TEST_ROLE";
+const FOLDER: &str = "TRACK_TEST_FOLDER";
+const STEPS: &str = "TRACK_TEST_STEPS";
+const CHECKPOINT_EVERY: u64 = 7;
+const DEADLINE: Duration = Duration::from_secs(300);
+
+#[test]
+fn fifty_kills_leave_each_step_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut random = Random(0x5eed);
+    let kills = 50;
+    // More than it can take before the last kill.
+    let steps = kills * 100;
+    let mut program = child("program", folder.path(), steps);
+    let mut sync: Option<Child> = None;
+    for kill in 0..kills {
+        thread::sleep(Duration::from_millis(random.below(100)));
+        match (kill % 3, sync.take()) {
+            (2, Some(mut sync)) => end(&mut sync),
+            (at, running) => {
+                end(&mut program);
+                program = child("program", folder.path(), steps);
+                sync = running;
+                if at == 1 && sync.is_none() {
+                    sync = Some(child("sync", folder.path(), 0));
+                }
+            }
+        }
+    }
+    end(&mut program);
+    sync.iter_mut().for_each(end);
+    finish(child("program", folder.path(), steps));
+    finish(child("sync", folder.path(), 0));
+
+    let runs: Vec<_> = fs::read_dir(folder.path().join("runs")).unwrap().collect();
+    assert_eq!(runs.len(), 1, "one run, and no ghost: {runs:?}");
+    let history = RunHistory::read(run_folder(folder.path())).unwrap();
+    assert_eq!(history.status(), RunStatus::Finished);
+    assert!(
+        history.attempts.len() > 10,
+        "{} attempts",
+        history.attempts.len()
+    );
+    let expected: Vec<_> = (1..=steps).map(|step| (step, loss(step))).collect();
+    let points = &history.series("train/loss").unwrap().points;
+    let found: Vec<_> = points.iter().map(|x| (x.step, x.value)).collect();
+    assert_eq!(found, expected);
+    assert_eq!(
+        csv(&run_folder(folder.path()).join("metrics.csv")),
+        expected
+    );
+}
+
+#[test]
+fn a_disk_that_is_full_does_not_stop_the_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new("sh");
+    // Files cannot grow beyond 16 blocks, of 512 bytes or of 1024.
+    command.args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""]);
+    command.arg(std::env::current_exe().unwrap());
+    let ended = run_as(&mut command, "full", folder.path(), 5000)
+        .wait_with_output()
+        .unwrap();
+    assert!(ended.status.success());
+    let printed = String::from_utf8_lossy(&ended.stdout);
+    assert!(printed.contains("5000 steps"), "{printed}");
+    // What fitted is there, and the rest is said to be lost.
+    let history = RunHistory::read(run_folder(folder.path())).unwrap();
+    let points = &history.series("train/loss").unwrap().points;
+    assert!(
+        !points.is_empty() && points.len() < 5000,
+        "{}",
+        points.len()
+    );
+    assert_eq!(
+        printed.matches("cannot be written now").count(),
+        1,
+        "{printed}"
+    );
+}
+
+/// Not a test of its own: what the processes do that the tests start.
+#[test]
+fn child_process() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
+    let steps = std::env::var(STEPS).unwrap().parse().unwrap();
+    match role.as_str() {
+        "program" => program(&folder, steps),
+        "sync" => sync(&folder),
+        "full" => full(&folder, steps),
+        other => panic!("no role is called {other}"),
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Checkpoint {
+    step: u64,
+    mark: RunMark,
+}
+
+/// Logs a value a step, saves now and then, and goes on from where it saved last.
+fn program(folder: &Path, steps: u64) {
+    let path = folder.join("checkpoint.json");
+    let checkpoint: Option<Checkpoint> = fs::read(&path)
+        .ok()
+        .map(|x| serde_json::from_slice(&x).unwrap());
+    let runs = folder.join("runs");
+    let mut builder = Run::builder("killed")
+        .runs_folder(runs)
+        .launch("one")
+        .sinks(sinks());
+    let from = checkpoint.as_ref().map_or(0, |x| x.step);
+    if let Some(checkpoint) = &checkpoint {
+        builder = builder.resume(&checkpoint.mark);
+    }
+    let run = builder.start().unwrap();
+    for step in from + 1..=steps {
+        run.log("train", [("loss", loss(step))], step, None);
+        if step % CHECKPOINT_EVERY == 0 {
+            let mark = run.mark().unwrap();
+            let staged = path.with_extension("new");
+            let checkpoint = Checkpoint { step, mark };
+            fs::write(&staged, serde_json::to_vec(&checkpoint).unwrap()).unwrap();
+            fs::rename(&staged, &path).unwrap();
+            run.checkpoint_saved(&checkpoint.mark);
+        }
+    }
+    run.finish().unwrap();
+}
+
+/// Delivers the run, as `accel-launch runs sync` does.
+fn sync(folder: &Path) {
+    for mut sink in sinks() {
+        // The program itself may be delivering.
+        let deadline = Instant::now() + DEADLINE;
+        while let Err(error) = deliver(run_folder(folder), &mut *sink) {
+            assert!(error.is_conflict() || error.is_not_found(), "{error}");
+            assert!(Instant::now() < deadline, "{error}");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn full(folder: &Path, steps: u64) {
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stdout)
+        .init();
+    let run = Run::builder("killed")
+        .runs_folder(folder.join("runs"))
+        .start()
+        .unwrap();
+    for step in 1..=steps {
+        run.log("train", [("loss", loss(step))], step, None);
+    }
+    assert!(run.finish().is_err());
+    println!("{steps} steps");
+}
+
+fn sinks() -> Vec<Box<dyn Sink>> {
+    vec![Box::new(CsvFile::in_run())]
+}
+
+fn loss(step: u64) -> f64 {
+    1.0 / step as f64
+}
+
+fn csv(path: &Path) -> Vec<(u64, f64)> {
+    let table = fs::read_to_string(path).unwrap();
+    let rows = table.lines().skip(1).map(|row| {
+        let fields: Vec<_> = row.split(',').collect();
+        (fields[2].parse().unwrap(), fields[5].parse().unwrap())
+    });
+    rows.collect()
+}
+
+fn run_folder(folder: &Path) -> PathBuf {
+    folder.join("runs/killed")
+}
+
+fn child(role: &str, folder: &Path, steps: u64) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    run_as(&mut command, role, folder, steps)
+}
+
+fn run_as(command: &mut Command, role: &str, folder: &Path, steps: u64) -> Child {
+    command
+        .args(["--exact", "kills::child_process", "--nocapture"])
+        .env(ROLE, role)
+        .env(FOLDER, folder)
+        .env(STEPS, steps.to_string())
+        .stdout(Stdio::piped());
+    command.spawn().unwrap()
+}
+
+fn finish(child: Child) {
+    let ended = child.wait_with_output().unwrap();
+    assert!(
+        ended.status.success(),
+        "{}",
+        String::from_utf8_lossy(&ended.stdout)
+    );
+}
+
+fn end(child: &mut Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+/// Numbers that look random, the same ones each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
