@@ -8,10 +8,11 @@ use accelerator_track::{Histogram, Run, RunHistory};
 use serde_json::json;
 
 /// A name that is markup where it is not escaped.
-pub const HOSTILE: &str = r#"</script><script>document.title="owned"</script> "quoted" & 'é' 😀"#;
+pub(crate) const HOSTILE: &str =
+    r#"</script><script>document.title="owned"</script> "quoted" & 'é' 😀"#;
 
 /// Writes a run that failed, after a restart, with all that can be logged.
-pub fn rich(runs: &Path, name: &str, lr: f64) -> RunHistory {
+pub(crate) fn rich(runs: &Path, name: &str, lr: f64) -> RunHistory {
     let start = |attempt: u32| {
         Run::builder(name)
             .runs_folder(runs)
@@ -71,12 +72,14 @@ pub fn rich(runs: &Path, name: &str, lr: f64) -> RunHistory {
     for rank in 0..2 {
         system(&folder, rank);
     }
+    artifact(&folder, "input", "mnist", 3);
+    artifact(&folder, "output", "model", 1);
     fs::write(folder.join("trace.json"), "{\"traceEvents\":[]}").unwrap();
     RunHistory::read(folder).unwrap()
 }
 
 /// Writes a run that finished, with a metric or two.
-pub fn plain(runs: &Path, name: &str, lr: f64) -> RunHistory {
+pub(crate) fn plain(runs: &Path, name: &str, lr: f64) -> RunHistory {
     let run = Run::builder(name).runs_folder(runs);
     let run = run
         .hyperparameters(&json!({ "lr": lr, "batch_size": 64, "depth": 3 }))
@@ -86,14 +89,28 @@ pub fn plain(runs: &Path, name: &str, lr: f64) -> RunHistory {
     log(&run, lr, 1..=2500);
     let folder = run.folder().to_owned();
     run.finish().unwrap();
+    artifact(&folder, "input", "model", 1);
+    artifact(&folder, "output", "distilled", 1);
     RunHistory::read(folder).unwrap()
 }
 
-/// Appends a line to a run's journal of artifacts and the like, as the crate writes it.
-pub fn line(record: &str, n: usize, ms: u64) -> String {
-    let (tag, rest) = record.split_once(',').unwrap();
-    let covered = format!("{tag},\"n\":{n},\"ms\":{ms},{}", rest.trim_end_matches('}').to_owned() + &"}".repeat(rest.len() - rest.trim_end_matches('}').len() - 1));
-    format!("{covered},\"c\":\"{:08x}\"}}\n", crc32c::crc32c(covered.as_bytes()))
+/// A line of a journal: what neither `Run` nor this process would write.
+fn line(tag: &str, fields: &str, n: u64, ms: u64) -> String {
+    let covered = format!(r#"{{"t":"{tag}","n":{n},"ms":{ms},{fields}"#);
+    let checksum = crc32c::crc32c(covered.as_bytes());
+    format!("{covered},\"c\":\"{checksum:08x}\"}}\n")
+}
+
+fn artifact(folder: &Path, role: &str, name: &str, version: u32) {
+    let history = RunHistory::read(folder).unwrap();
+    let fields = format!(
+        r#""role":"{role}","name":"{name}","version":{version},"digest":"{}""#,
+        "4e".repeat(32)
+    );
+    let line = line("artifact", &fields, history.entries, history.last_ms);
+    let journal = folder.join("journal.jsonl");
+    let mut journal = fs::OpenOptions::new().append(true).open(journal).unwrap();
+    journal.write_all(line.as_bytes()).unwrap();
 }
 
 fn log(run: &Run, lr: f64, steps: std::ops::RangeInclusive<u64>) {
@@ -102,11 +119,26 @@ fn log(run: &Run, lr: f64, steps: std::ops::RangeInclusive<u64>) {
         let noise = ((at * 12.9898 + lr * 1e4).sin() * 43758.547).fract() * 0.25;
         let epoch = at / 938.0;
         let loss = 2.3 * (-at * lr * 1.5).exp() + 0.08 + noise.abs() * (0.2 + (-at / 700.0).exp());
-        run.log("train", [("loss", loss), ("lr", lr * (1.0 - at / 4000.0))], step, epoch);
-        run.log("train", [("grad_norm", 1.0 / (0.1 + at / 900.0) + noise)], step, epoch);
+        run.log(
+            "train",
+            [("loss", loss), ("lr", lr * (1.0 - at / 4000.0))],
+            step,
+            epoch,
+        );
+        run.log(
+            "train",
+            [("grad_norm", 1.0 / (0.1 + at / 900.0) + noise)],
+            step,
+            epoch,
+        );
         if step % 100 == 0 {
             let accuracy = 0.985 - 0.9 * (-at * lr * 2.0).exp() + noise * 0.02;
-            run.log("test", [("loss", loss * 0.9), ("accuracy", accuracy)], step, epoch);
+            run.log(
+                "test",
+                [("loss", loss * 0.9), ("accuracy", accuracy)],
+                step,
+                epoch,
+            );
         }
     }
 }
@@ -124,8 +156,8 @@ fn system(folder: &Path, rank: usize) {
     for n in 0..120u64 {
         let cpu = 0.6 + 0.3 * ((n as f64) / 9.0 + rank as f64).sin();
         let memory = 3e9 + 1e7 * (n * (rank as u64 + 1)) as f64;
-        let record = format!(r#"{{"t":"system","values":{{"cpu":{cpu},"memory":{memory}}}}}"#);
-        file.write_all(line(&record, n as usize, created + n * 1000).as_bytes())
+        let fields = format!(r#""values":{{"cpu":{cpu},"memory":{memory}}}"#);
+        file.write_all(line("system", &fields, n, created + n * 1000).as_bytes())
             .unwrap();
     }
 }

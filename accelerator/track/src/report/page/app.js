@@ -42,6 +42,7 @@ const withLinks = (detail, href) => {
 
 const take = (run) => {
   run.color = color(run.i);
+  run.version ??= 0;
   run.byKey = new Map(run.series.map((x) => [x.key, x]));
   runs.set(run.i, run);
 };
@@ -69,10 +70,12 @@ class MetricCard {
   async refresh() {
     const list = selected().filter((run) => run.byKey.has(this.key));
     this.element.hidden = !list.length || !matches(this.key);
-    if (!this.visible || this.element.hidden) return;
+    // A report has all its values in its text; a board shows those that are looked at.
+    if (this.element.hidden || (live && !this.visible)) return;
     const signature = JSON.stringify(list.map((run) => [run.i, run.name, run.byKey.get(this.key)]));
     if (signature !== this.signature) this.legend.replaceChildren(...legend(list, this.key));
     this.signature = signature;
+    if (!this.visible) return;
     const stale = list.filter((run) => this.versions.get(run.i) !== run.version);
     if (stale.length && !this.loading) {
       this.loading = true;
@@ -95,6 +98,7 @@ class MetricCard {
       if (columns) lines.push({ label: run.name, color: run.color, x: xOf(columns), y: columns.v });
     }
     this.chart.view = { smooth: state.smooth, log: state.log };
+    this.chart.wholeX = state.x === "step";
     this.chart.xName = state.x === "time" ? "after" : state.x;
     this.chart.xFormat = state.x === "time" ? (x) => (x < 0 ? "" : duration(Math.round(x * 1000))) : null;
     this.chart.set(lines.filter((line) => line.x.length), `${this.key}: ` + list.slice(0, 10).map((run) => words(run, this.key)).join("; "));
@@ -244,8 +248,9 @@ const systemCharts = (chosen, known) => {
     const ranks = new Set(lines.map((line) => line.rank)).size;
     const values = lines.flatMap((line) => line.v.map(number)).filter(Number.isFinite);
     const inBytes = /memory|bytes|rss/i.test(name) && Math.max(...values, 0) > 4096;
-    const yFormat = inBytes ? bytes : null;
-    const chart = new Chart(name, { yFormat, zero: true });
+    const isShare = /cpu|utili[sz]ation/i.test(name) && Math.max(...values, 0) <= 1;
+    const yFormat = inBytes ? bytes : isShare ? percent : null;
+    const chart = new Chart(name, { yFormat, unit: inBytes ? bytesUnit : null, zero: true });
     chart.xName = "after";
     chart.xFormat = (x) => (x < 0 ? "" : duration(Math.round(x * 1000)));
     watchSize(chart);

@@ -14,15 +14,14 @@ const ticks = (from, to, count) => {
 };
 // Powers of ten from the logarithm `from` to `to`; between them 2 and 5 where there is room.
 const logTicks = (from, to, count) => {
-  const powers = Math.floor(to) - Math.ceil(from) + 1;
-  if (powers < 2) return ticks(Math.pow(10, from), Math.pow(10, to), count).filter((x) => x > 0);
-  const each = Math.ceil(powers / count);
-  const factors = powers * 3 <= count ? [1, 2, 5] : [1];
+  const each = Math.max(1, Math.ceil((to - from) / count));
+  const factors = (to - from) * 3 <= count + 1 ? [1, 2, 5] : [1];
   const list = [];
   for (let at = Math.floor(from); at <= to; at += 1) {
     if (at % each === 0) for (const factor of factors) list.push(Number((factor * Math.pow(10, at)).toPrecision(12)));
   }
-  return list.filter((x) => Math.log10(x) >= from - 1e-9 && Math.log10(x) <= to + 1e-9);
+  const inside = list.filter((x) => Math.log10(x) >= from - 1e-9 && Math.log10(x) <= to + 1e-9);
+  return inside.length > 1 ? inside : ticks(Math.pow(10, from), Math.pow(10, to), count).filter((x) => x > 0);
 };
 
 // Exponential moving average, without the pull towards zero at the start. What is not finite is passed over.
@@ -126,7 +125,7 @@ class Chart {
       this.axes(g);
       g.save();
       g.beginPath();
-      g.rect(AXIS.left, 0, width - AXIS.left - AXIS.right, height - AXIS.bottom + 1);
+      g.rect(AXIS.left - 5, 0, width - AXIS.left - AXIS.right + 10, height - AXIS.bottom + 5);
       g.clip();
       const many = this.drawn.length > 12;
       for (const line of this.drawn) {
@@ -190,8 +189,10 @@ class Chart {
   axes(g) {
     const { left, right, low, high, log } = this.scale;
     const yCount = Math.max(2, Math.floor((this.height - 40) / 38));
-    const yTicks = log ? logTicks(low, high, yCount) : ticks(low, high, yCount);
-    const xTicks = ticks(left, right, Math.max(2, Math.floor((this.width - 60) / 80)));
+    // Round numbers of the unit that is shown, as GiB.
+    const unit = this.options.unit ? this.options.unit(high) : 1;
+    const yTicks = log ? logTicks(low, high, yCount) : ticks(low / unit, high / unit, yCount).map((y) => y * unit);
+    const xTicks = ticks(left, right, Math.max(2, Math.floor((this.width - 60) / 80))).filter((x) => !this.wholeX || Number.isInteger(x));
     g.font = "11px " + style("--font");
     g.fillStyle = style("--muted");
     g.strokeStyle = style("--grid");

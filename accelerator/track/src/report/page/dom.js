@@ -39,6 +39,8 @@ const bytes = (value) => {
   while (Math.abs(value) >= 1024 && at < 5) (value /= 1024), (at += 1);
   return fmt(value, 3) + " " + ["B", "KiB", "MiB", "GiB", "TiB", "PiB"][at];
 };
+const bytesUnit = (value) => Math.pow(1024, Math.max(0, Math.floor(Math.log2(Math.abs(value) || 1) / 10)));
+const percent = (value) => (Number.isFinite(value) ? fmt(value * 100, 3) + " %" : odd(value));
 const duration = (ms) => {
   const total = Math.round(ms / 1000);
   if (total < 1) return ms + " ms";
@@ -58,7 +60,7 @@ const date = (ms) => {
   const at = new Date(ms);
   return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 };
-const shown = (value) => (typeof value === "string" ? value : typeof value === "number" ? fmt(value, 8) : JSON.stringify(value));
+const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 // Ten that differ on both backgrounds, then as many hues as there are runs.
 const COLORS = ["#4f83f1", "#e8743b", "#2ba56d", "#d64f8b", "#8e63d9", "#c49a1a", "#13a4b4", "#d9534f", "#7a8a2e", "#a0694b"];

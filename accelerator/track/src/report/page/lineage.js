@@ -1,6 +1,6 @@
 // Runs and artifacts as a graph from left to right: what a run used, the run, what it made.
 
-const BOX = { width: 190, height: 44, across: 70, down: 16 };
+const BOX = { width: 170, height: 44, across: 50, down: 16 };
 
 const lineage = (runs) => {
   const nodes = new Map();
@@ -56,7 +56,7 @@ const lineage = (runs) => {
     const bend = Math.max(30, Math.abs(x2 - x1) / 2);
     return s("path", { class: "edge", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2 - 7} ${y2}`, "marker-end": "url(#arrow)" });
   };
-  const cut = (text) => (text.length > 25 ? text.slice(0, 24) + "…" : text);
+  const cut = (text) => (text.length > 21 ? text.slice(0, 20) + "…" : text);
   const box = (one) =>
     s("g", { class: "node " + one.kind, transform: `translate(${one.x} ${one.y})`, color: one.color || null },
       s("title", {}, one.title),

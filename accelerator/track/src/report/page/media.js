@@ -1,7 +1,7 @@
 // Texts, histograms, images and plots: a card a key and run, with a slider over steps.
 
 const mediaCard = (run, media, several) => {
-  const body = h("div", { class: "medium " + media.kind });
+  const body = h("div", { class: "medium" });
   const label = h("span", { class: "soft" });
   const last = media.items.length - 1;
   const show = (at) => {
