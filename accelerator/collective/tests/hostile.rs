@@ -14,6 +14,7 @@ use std::{
     alloc::System,
     io::{Read, Write},
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    ops::Range,
     sync::{
         Arc, Barrier, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -57,45 +58,32 @@ fn undamaged_frames_give_the_right_sums() {
 
 #[test]
 fn flipped_bits_are_noticed_wherever_they_are() {
-    for seed in 0..24 {
-        let played = play(Some(Damage::new(seed, What::Flip)));
-        played.assert_noticed();
-    }
+    play_each(0..24, What::Flip, Played::assert_noticed);
 }
 
 #[test]
 fn a_stream_that_is_cut_off_is_an_error() {
-    for seed in 100..112 {
-        play(Some(Damage::new(seed, What::Truncate))).assert_noticed();
-    }
+    play_each(100..112, What::Truncate, Played::assert_noticed);
 }
 
 #[test]
 fn frames_that_come_twice_are_noticed_or_do_no_harm() {
-    for seed in 200..212 {
-        play(Some(Damage::new(seed, What::Duplicate))).assert_right();
-    }
+    play_each(200..212, What::Duplicate, Played::assert_right);
 }
 
 #[test]
 fn frames_in_the_wrong_order_are_noticed_or_do_no_harm() {
-    for seed in 300..312 {
-        play(Some(Damage::new(seed, What::Swap))).assert_right();
-    }
+    play_each(300..312, What::Swap, Played::assert_right);
 }
 
 #[test]
 fn lengths_beyond_the_bounds_are_refused_before_memory_is_taken() {
-    for seed in 400..408 {
-        play(Some(Damage::new(seed, What::Oversize))).assert_noticed();
-    }
+    play_each(400..408, What::Oversize, Played::assert_noticed);
 }
 
 #[test]
 fn bytes_that_are_no_frames_are_refused() {
-    for seed in 500..508 {
-        play(Some(Damage::new(seed, What::Garbage))).assert_noticed();
-    }
+    play_each(500..508, What::Garbage, Played::assert_noticed);
 }
 
 #[test]
@@ -241,10 +229,28 @@ impl Played {
     }
 }
 
-/// Lets two ranks compute over a connection on which one frame is damaged. Panics where a sum is
-/// wrong, or nothing comes of it in time.
+/// Plays with the damage of each seed, four at a time: they mostly wait, and share the bound of memory.
+fn play_each(seeds: Range<u64>, what: What, check: fn(&Played)) {
+    let _alone = ALONE.lock().unwrap_or_else(|poison| poison.into_inner());
+    let seeds: Vec<u64> = seeds.collect();
+    for seeds in seeds.chunks(4) {
+        thread::scope(|scope| {
+            for seed in seeds {
+                scope.spawn(|| check(&play_beside(Some(Damage::new(*seed, what)))));
+            }
+        });
+    }
+}
+
+/// Plays while nothing else does.
 fn play(damage: Option<Damage>) -> Played {
     let _alone = ALONE.lock().unwrap_or_else(|poison| poison.into_inner());
+    play_beside(damage)
+}
+
+/// Lets two ranks compute over a connection on which one frame is damaged. Panics where a sum is
+/// wrong, or nothing comes of it in time.
+fn play_beside(damage: Option<Damage>) -> Played {
     let before = MEMORY.allocated();
     let started = Instant::now();
     let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();

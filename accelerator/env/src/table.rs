@@ -42,6 +42,8 @@ variables! {
         "whether several hosts may connect without a token";
     JOB, LauncherAndRanks, Text("a name"), default "a new one for every launch", code "":
         "the name of the job; ranks of another job are refused";
+    LAUNCH_COMMAND, SetByLauncher, Text("a JSON array of words"), default "none", code "":
+        "what the launcher was called with, without secrets";
     LIVENESS_TIMEOUT, LauncherAndRanks, Seconds, default "5", code "liveness_timeout":
         "after how much silence a rank or a host is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":

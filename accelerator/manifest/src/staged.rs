@@ -64,6 +64,33 @@ impl StagedFolder {
     pub fn path(&self) -> &Path {
         &self.path
     }
+
+    /// Gives a file of this folder its own name, `to`, of the same file system, in place of what has that name. The
+    /// file is on the disk before it has the name, and the name when this returns.
+    ///
+    /// ```
+    /// use accelerator_manifest::StagedFolder;
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let folder = temporary.path();
+    /// let staged = StagedFolder::create(folder, "notes.txt", |target| target == "notes.txt")?;
+    /// std::fs::write(staged.path().join("notes"), "all of it, or nothing")?;
+    /// staged.publish("notes", &folder.join("notes.txt"))?;
+    /// assert!(folder.join("notes.txt").exists());
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// I/O errors; there is then no file at `to`, or the one that was there before, or, where the name only was not
+    /// flushed, the new one.
+    pub fn publish(&self, file: &str, to: &Path) -> io::Result<()> {
+        let vfs = Vfs::default();
+        let from = self.path.join(file);
+        vfs.sync(&from, &File::open(&from)?)?;
+        vfs.rename(&from, to)?;
+        to.parent().map_or(Ok(()), |parent| vfs.sync_folder(parent))
+    }
 }
 
 impl Drop for StagedFolder {

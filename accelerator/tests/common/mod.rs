@@ -72,6 +72,13 @@ pub fn distance(model: &Linear, batch: &Column) -> Tensor<1> {
     MseLoss::new().forward(model.forward(batch.values.clone()), wanted, Reduction::Mean)
 }
 
+/// A folder in memory, where the system has one: who saves hundreds of times would wait for the disk.
+pub fn folder_in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
+}
+
 /// Every float parameter, one after the other.
 pub fn flat<M: Module>(model: &M) -> Vec<f32> {
     struct Flat(Vec<f32>);

@@ -4,7 +4,9 @@ use std::path::Path;
 
 use crate::alone;
 use crate::common::checkpoints::train_epochs;
-use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, loader};
+use crate::common::{
+    Column, ColumnBatcher, columns, distance, flat, folder_in_memory, line, loader,
+};
 use accelerator::data::Loader;
 use accelerator::metric::Mean;
 use accelerator::optim::Scheduled;
@@ -130,7 +132,7 @@ fn program(
 fn c17_a_run_resumed_after_any_step_ends_with_the_same_bits() {
     let _alone = alone();
     for per_epoch in [false, true] {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder_in_memory();
         let undisturbed = program(None, None, per_epoch);
         let saving = program(None, Some(folder.path()), per_epoch);
         assert_eq!(saving, undisturbed, "saving changes nothing");
@@ -168,7 +170,7 @@ fn c17_two_ranks_resumed_after_any_step_end_with_the_same_bits() {
     let _alone = alone();
     // 25 samples in global batches of 8: the last one leaves rank 1 idle.
     for samples in [25, 28] {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder_in_memory();
         let undisturbed = ranks(None, None, samples);
         assert_eq!(ranks(None, Some(folder.path()), samples), undisturbed);
         for number in 1..=4 {
@@ -266,7 +268,7 @@ fn a_checkpoint_is_exact_behind_every_line_of_a_loop() {
         let batches = 44_usize.div_ceil(4 * ranks);
         for line in LINES {
             for number in 0..2 * batches {
-                let folder = tempfile::tempdir().unwrap();
+                let folder = folder_in_memory();
                 let saved = run(None, Some((folder.path(), line, number)));
                 assert_eq!(saved, undisturbed);
                 let is_refused = folder.path().read_dir().unwrap().next().is_none();
@@ -423,7 +425,7 @@ fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_re
                 if !trains && matches!(line, GanLine::Backward | GanLine::Step) {
                     continue;
                 }
-                let folder = tempfile::tempdir().unwrap();
+                let folder = folder_in_memory();
                 let place = (epoch, step);
                 let outcome = gan.run(None, Some((folder.path(), line, place)));
                 let told = format!("behind {line:?} of batch {place:?}, {gan:?}");
@@ -461,9 +463,9 @@ fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() 
         every: 1,
         ranks: 1,
     };
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder_in_memory();
     gan.run(None, Some((folder.path(), GanLine::Step, (0, 4))));
-    let other = tempfile::tempdir().unwrap();
+    let other = folder_in_memory();
     let save = Some((other.path(), GanLine::CriticStep, (0, 5)));
     assert!(gan.run(Some(folder.path()), save).refused);
     assert!(other.path().read_dir().unwrap().next().is_none());
@@ -472,7 +474,8 @@ fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() 
 /// A model that is no longer trained is not waited for.
 #[test]
 fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
-    let folder = tempfile::tempdir().unwrap();
+    let _alone = alone();
+    let folder = folder_in_memory();
     let accelerator = Accelerator::new().unwrap();
     let device = accelerator.device();
     let sgd = || SgdConfig::new().init();
@@ -546,7 +549,8 @@ fn bare_counts(
 
 #[test]
 fn with_bare_counts_a_checkpoint_before_the_step_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
+    let _alone = alone();
+    let folder = folder_in_memory();
     let refused = bare_counts(folder.path(), false, |epoch, line| (epoch, line) == (1, 6));
     let refused = refused.unwrap_err();
     assert!(refused.is_misuse(), "{refused:?}");
@@ -557,8 +561,9 @@ fn with_bare_counts_a_checkpoint_before_the_step_is_refused() {
 
 #[test]
 fn with_bare_counts_the_place_is_that_of_the_loader_that_is_read_on() {
+    let _alone = alone();
     for epoch in 0..4 {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder_in_memory();
         bare_counts(folder.path(), false, |at, line| (at, line) == (epoch, 7)).unwrap();
         let (steps, seen) = bare_counts(folder.path(), true, |_, _| false).unwrap();
         assert_eq!(
@@ -572,7 +577,8 @@ fn with_bare_counts_the_place_is_that_of_the_loader_that_is_read_on() {
 /// As to look at the gradient's norm over samples that are held out.
 #[test]
 fn gradients_without_a_step_do_not_make_a_loader_the_one_that_is_trained_on() {
-    let folder = tempfile::tempdir().unwrap();
+    let _alone = alone();
+    let folder = folder_in_memory();
     let run = |resume: bool| -> accelerator::Result<u64> {
         let accelerator = Accelerator::new()?;
         let model = line(&accelerator.device());

@@ -3,6 +3,10 @@
 //! A run is a folder with an append-only journal. Everything else is replayed from it: the files that TensorBoard reads,
 //! tables, what an MLflow server shows, reports.
 
+pub use artifact::{
+    Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore, Lineage,
+    LineageEdge, LineageRun, OnConflict, PruneReport, Retention, StoredArtifact,
+};
 #[cfg(feature = "board")]
 pub use board::Board;
 pub use error::{Error, Result};
@@ -10,21 +14,31 @@ pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
     RunHistory, RunStatus, Series, SystemPoint,
 };
+pub use provenance::{
+    Capture, Commit, Difference, FolderDigest, HashedFile, HostFacts, MASK, Provenance,
+    Reproduction, SourceState, diff, diff_with_git, digest_folder, mask_arguments,
+};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use report::Report;
 pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use tensorboard::TensorBoard;
+pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
 
+mod artifact;
 #[cfg(feature = "board")]
 mod board;
 mod error;
 mod folder_name;
 mod history;
 mod journal;
+mod provenance;
 mod record;
 mod report;
 mod run;
 mod run_id;
 mod sink;
+mod tensorboard;
+mod upload;

@@ -9,6 +9,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::agent::ssh;
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
+use crate::commands::board::{self, BoardArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::docs::{self, CompletionsArgs};
 use crate::commands::env::{self, EnvArgs};
@@ -32,6 +33,7 @@ use argv::Argv;
         accel-launch env|plan|test [OPTIONS]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR\n       \
+        accel-launch board [--runs DIR] [--port N]\n       \
         accel-launch estimate-memory FILE.safetensors\n       \
         accel-launch completions SHELL\n       \
         accel-launch man",
@@ -57,6 +59,8 @@ enum Subcommands {
     Plan(PlanArgs),
     /// List the checkpoints of a folder, show what is in one, or verify them.
     Checkpoint(CheckpointArgs),
+    /// Show tracked runs in a browser, while they are written.
+    Board(BoardArgs),
     /// Estimate the memory that training a model takes, from its file.
     #[command(name = "estimate-memory")]
     Estimate(EstimateArgs),
@@ -123,6 +127,7 @@ impl Cli {
             Subcommands::Env(arguments) => env::run(arguments),
             Subcommands::Plan(arguments) => plan::run(arguments),
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
+            Subcommands::Board(arguments) => board::run(arguments),
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),

@@ -71,6 +71,8 @@ pub(crate) struct Settings {
     pub(crate) network_interface: Option<String>,
     /// The name of the job, which keeps a stray rank of another one out.
     pub(crate) job: String,
+    /// What the launcher was called with, which ranks record.
+    pub(crate) command: Vec<String>,
     /// The variables of thread pools.
     pub(crate) threads: Vec<(&'static str, Threads)>,
     /// What ranks see of the GPUs.
@@ -267,6 +269,7 @@ impl Settings {
             master_port,
             network_interface: options.network_interface.clone(),
             job,
+            command: Vec::new(),
             threads: threads.to_vec(),
             gpus,
             grace,
@@ -308,6 +311,7 @@ impl Settings {
             max_restarts: self.max_restarts,
             prefix: self.prefix,
             log_dir: self.log_dir.clone(),
+            command: self.command.clone(),
             // A process of the attempt before cannot join this one.
             job: format!("{}-restart-{restart}", self.job),
             ..Self::resolve(&options, self.gpus.clone(), lookup)

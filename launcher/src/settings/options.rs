@@ -138,6 +138,10 @@ pub(crate) struct Options {
     #[arg(short, long, value_name = "NAME", help_heading = "Cargo targets")]
     pub(crate) package: Option<String>,
 
+    /// Start this program in place of the target, which is not built: one that was built from it before.
+    #[arg(long, value_name = "PATH", help_heading = "Cargo targets")]
+    pub(crate) prebuilt: Option<PathBuf>,
+
     /// Cargo features to build with; can be repeated.
     #[arg(short = 'F', long, value_name = "LIST", help_heading = "Cargo targets")]
     pub(crate) features: Vec<String>,

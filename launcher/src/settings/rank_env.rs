@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use accelerator_env as env;
+use accelerator_track::mask_arguments;
 
 use crate::settings::allocator;
 use crate::settings::threads::Threads;
@@ -55,6 +56,8 @@ impl RankEnv {
         common.extend(token.map(|path| (env::TOKEN_FILE.name, path.into())));
         let elastic = settings.elastic.map(Elastic::word);
         common.extend(elastic.map(|word| (env::ELASTIC.name, word.into())));
+        common
+            .extend(launch_command(&settings.command).map(|json| (env::LAUNCH_COMMAND.name, json)));
         let interface = settings.network_interface.as_ref();
         common.extend(interface.map(|name| (env::NETWORK_INTERFACE.name, name.into())));
         for (name, threads) in &settings.threads {
@@ -124,6 +127,14 @@ const PLACE: [&str; 12] = [
     env::JOB.name,
     env::ELASTIC.name,
 ];
+
+/// The value of `ACCEL_LAUNCH_COMMAND`.
+fn launch_command(command: &[String]) -> Option<OsString> {
+    /// A system starts no process with a variable that is much longer.
+    const LONGEST: usize = 64 << 10;
+    let json = serde_json::to_string(&mask_arguments(command)).ok()?;
+    (!command.is_empty() && json.len() <= LONGEST).then(|| json.into())
+}
 
 /// Variables that the launcher was given and that would tell its ranks something wrong.
 fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {

@@ -66,6 +66,9 @@ impl Target {
     /// When none is named; when the script does not exist or cannot be run; when options for
     /// cargo come with a program that cargo does not build.
     pub(crate) fn parse(options: &Options) -> Result<Self> {
+        if let Some(path) = &options.prebuilt {
+            return program(path).map(Self::Program);
+        }
         if let Some(name) = &options.example {
             return Ok(Self::Cargo(Selector::Named(
                 TargetKind::Example,

@@ -57,6 +57,30 @@ fn offline(command: &mut Command, folder: &Folder) {
 }
 
 #[test]
+fn a_program_that_was_built_before_is_started_without_a_build() {
+    let folder = workspace();
+    let tool = ["--bin", "alpha-tool", "x"];
+    let first = launch_in(&folder, "alpha", &tool).expect(0).text();
+    assert!(first.contains("alpha loud=false"), "{first}");
+    folder.write("alpha/src/bin/alpha-tool.rs", "this does not compile");
+    let program = folder.path().join("target/release/alpha-tool");
+    let again = ["--prebuilt", program.to_str().unwrap(), "-F", "loud"];
+    let again = launch_in(&folder, "alpha", &[&again[..], &tool].concat());
+    let text = again.expect(0).text();
+    assert!(
+        text.contains("alpha loud=false debug=false [\"x\"]"),
+        "{text}"
+    );
+    launch_in(
+        &folder,
+        "alpha",
+        &["--prebuilt", "no/such", "--bin", "alpha-tool"],
+    )
+    .expect(2)
+    .says("no/such cannot be found");
+}
+
+#[test]
 fn builds_by_name_and_by_source_file() {
     let folder = workspace();
     let release = "alpha loud=false debug=false [\"--epochs\", \"1\"] alpha\n";

@@ -65,6 +65,27 @@ fn ranks_are_told_what_the_launcher_has_set_itself() {
 }
 
 #[test]
+fn ranks_are_told_what_the_launcher_was_called_with() {
+    let folder = Folder::new();
+    folder.script("show.sh", "echo \"$ACCEL_LAUNCH_COMMAND\"");
+    let arguments = ["-n", "1", "show.sh", "--password", "abc", "a b"];
+    let text = folder.launch(arguments).expect(0).text();
+    let words: Vec<String> = serde_json::from_str(text.trim()).unwrap();
+    assert_eq!(
+        words[1..],
+        ["-n", "1", "show.sh", "--password", "***", "a b"]
+    );
+    assert!(words[0].ends_with("accel-launch"), "{text}");
+    // What is too long for a variable is left out, and no hindrance.
+    let long = "x".repeat(100_000);
+    let text = folder
+        .launch(["-n", "1", "show.sh", &long])
+        .expect(0)
+        .text();
+    assert_eq!(text, "\n");
+}
+
+#[test]
 fn variables_of_a_newer_launcher_are_ignored_and_not_inherited() {
     let folder = Folder::new();
     folder.script("show.sh", "echo ${ACCEL_FUTURE-none}");

@@ -67,11 +67,13 @@ pub(super) fn plan(operation: &str, fault: Fault) -> String {
         return String::new();
     };
     // Where a stopped rank wakes up after a while, its process ends by itself: what it says then
-    // is judged as well.
-    let action = match fault {
-        Fault::Stop => "stop 6s",
+    // is judged as well. All sleep longer than the deadline of the survivors with its allowance.
+    let action = match (fault, operation) {
+        (Fault::Stop, "rendezvous") => "stop 6s",
+        (Fault::Stop, _) => "stop 4s",
+        (Fault::Slow, "rendezvous" | "connect") => "slow 6s",
         // The survivors call only after a while.
-        Fault::Slow if operation == "idle" => "slow 9s",
+        (Fault::Slow, "idle") => "slow 7s",
         _ => action,
     };
     let place = match operation {

@@ -408,7 +408,7 @@ impl Fault {
         match self {
             Self::Exit => Some("exit 3"),
             Self::Return => None,
-            Self::Slow => Some("slow 5s"),
+            Self::Slow => Some("slow 4s"),
             // It strikes meanwhile.
             Self::OfHost(_) => Some("slow 1s"),
             other => Some(other.name()),
@@ -460,4 +460,4 @@ impl Fault {
 }
 
 /// Cells that run at once: most of them wait.
-const AT_ONCE: usize = 4;
+const AT_ONCE: usize = 8;

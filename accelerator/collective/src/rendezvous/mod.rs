@@ -14,6 +14,8 @@ mod pending_handshakes;
 mod registry;
 mod report;
 mod server;
+#[cfg(target_os = "linux")]
+mod socket_diag;
 mod store_client;
 mod store_options;
 mod store_place;

@@ -5,6 +5,8 @@ use std::{
     time::Duration,
 };
 
+#[cfg(target_os = "linux")]
+use super::socket_diag::{self, SocketOwner};
 use crate::sync::Mutex;
 #[cfg(target_os = "linux")]
 use std::{thread, time::Instant};
@@ -51,13 +53,19 @@ fn owner(local: SocketAddr, remote: SocketAddr, timeout: Duration) -> Option<u32
     // processors from everything else.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let until = Instant::now() + timeout;
-    loop {
-        let turn = ONE_AT_A_TIME.lock();
-        let found = ["/proc/net/tcp", "/proc/net/tcp6"]
+    let table = || {
+        let _turn = ONE_AT_A_TIME.lock();
+        ["/proc/net/tcp", "/proc/net/tcp6"]
             .into_iter()
             .filter_map(|path| std::fs::read_to_string(path).ok())
-            .find_map(|table| find(&table, local, remote));
-        drop(turn);
+            .find_map(|table| find(&table, local, remote))
+    };
+    loop {
+        let found = match socket_diag::owner(plain(local), plain(remote)) {
+            Some(SocketOwner::User(user)) => Some(user),
+            Some(SocketOwner::Nobody) => None,
+            None => table(),
+        };
         if found.is_some() || Instant::now() >= until {
             return found;
         }

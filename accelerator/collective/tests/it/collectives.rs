@@ -20,12 +20,20 @@ mod hierarchical {
             beyond_a_bucket,
             disagreements,
             other_cuts,
-            a_rank_that_does_not_come,
             a_rank_that_panics,
             a_rank_that_aborts,
         ]
     );
     world!(seven, 7, [reductions], [a_rank_that_panics]);
+    waits!(
+        3: [
+            a_rank_that_does_not_come,
+            a_rank_that_works_is_waited_for,
+            a_rank_that_works_no_more,
+            a_slow_rank_is_not_lost,
+        ],
+        4: [a_rank_that_does_not_come],
+    );
 }
 
 /// More ranks than a usual host has cores.

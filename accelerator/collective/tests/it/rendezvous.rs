@@ -274,25 +274,26 @@ fn who_listens_and_does_not_answer_is_taken_for_another_program() {
         .map(|listener| listener.local_addr().unwrap().port());
     thread::spawn(move || never_answers.incoming().flatten().collect::<Vec<_>>());
     thread::spawn(move || closes.incoming().for_each(drop));
-    for (port, why) in ports.into_iter().zip(["accepted", "", ""]) {
-        let rendezvous = Rendezvous::new("127.0.0.1", port);
-        let tokens = [None, Some(Token::generate().unwrap())];
-        for token in tokens {
-            let (rendezvous, why) = match token {
-                Some(token) => (rendezvous.clone().with_token(token), ""),
-                None => (rendezvous.clone(), why),
-            };
-            let error = &errors(vec![launch(1, 2, &rendezvous)], SHORT)[0];
-            assert!(error.is_rendezvous(), "{error}");
-            let text = error.to_string();
-            assert!(text.contains("something listens there, but it "), "{text}");
-            assert!(
-                text.contains("does another program use this port?"),
-                "{text}"
-            );
-            assert!(text.contains(why) && !text.contains("is rank 0"), "{text}");
+    let told = |rendezvous: Rendezvous, why: &str| {
+        let error = &errors(vec![launch(1, 2, &rendezvous)], SHORT)[0];
+        assert!(error.is_rendezvous(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("something listens there, but it "), "{text}");
+        assert!(
+            text.contains("does another program use this port?"),
+            "{text}"
+        );
+        assert!(text.contains(why) && !text.contains("is rank 0"), "{text}");
+    };
+    // At the same time: each gives up only after its timeout.
+    thread::scope(|scope| {
+        for (port, why) in ports.into_iter().zip(["accepted", "", ""]) {
+            let rendezvous = Rendezvous::new("127.0.0.1", port);
+            let with_token = rendezvous.clone().with_token(Token::generate().unwrap());
+            scope.spawn(move || told(rendezvous, why));
+            scope.spawn(move || told(with_token, ""));
         }
-    }
+    });
 }
 
 #[test]

@@ -186,6 +186,14 @@ fn save(folder: &Folder, step: u64) -> crate::Result<u64> {
     Ok(draft.commit(metadata)?.number())
 }
 
+/// A folder in memory, where the system has one: hundreds of jobs would wait for the disk, and where
+/// names and bytes are when the power goes is the machine's affair.
+fn folder_in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
+}
+
 fn content(step: u64) -> HashMap<&'static str, Vec<u8>> {
     let bytes = |len: u64| (0..len).map(|x| (x * 7 + step) as u8).collect();
     HashMap::from([
@@ -201,7 +209,7 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
     for steps in 0.. {
         let mut is_done = false;
         for seed in 0..3 {
-            let temporary = tempfile::tempdir().unwrap();
+            let temporary = folder_in_memory();
             let path = temporary.path().join("runs/a");
             let (vfs, machine) = Machine::vfs(steps, seed);
             let made = Folder::create_on(vfs, path.clone());

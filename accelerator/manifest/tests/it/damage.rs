@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::{FILES, content, latest, name, save};
+use crate::support::{FILES, content, folder_in_memory, latest, name, save};
 use accelerator_manifest::{Checkpoint, Folder, VerifyLevel};
 use proptest::prelude::*;
 
@@ -67,7 +67,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn damage_is_found_and_the_file_is_named(file in 0..FILES.len() + 1, damage in damage()) {
-        let temporary = tempfile::tempdir().unwrap();
+        let temporary = folder_in_memory();
         let folder = Folder::create(temporary.path().join("a")).unwrap();
         save(&folder, 1).unwrap();
         let newest = save(&folder, 2).unwrap();

@@ -8,7 +8,7 @@ use super::request::Request;
 use super::response::Response;
 use super::watched::{RunChanges, WatchedRuns};
 use crate::report::{
-    MOST_POINTS, Page, RunColumns, image_type, is_hash, page, points_of, read_image,
+    MOST_POINTS, Page, PageColumns, image_type, is_hash, page, points_of, read_image,
 };
 
 /// Routes requests, of which only those with the token are answered.
@@ -89,9 +89,9 @@ impl Api {
                 .get(i)?
                 .columns(key)?
                 .thinned(points.min(MOST_POINTS));
-            Some(RunColumns { run: i, columns })
+            Some(PageColumns { run: i, columns })
         });
-        let found: Vec<RunColumns> = found.collect();
+        let found: Vec<PageColumns> = found.collect();
         Some(Response::json(&found))
     }
 

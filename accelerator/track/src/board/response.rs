@@ -98,11 +98,6 @@ impl Response {
             body: Body::Bytes(bytes),
         }
     }
-
-    #[cfg(test)]
-    pub(super) fn status(&self) -> u16 {
-        self.status
-    }
 }
 
 const SEND_TIME: Duration = Duration::from_secs(60);

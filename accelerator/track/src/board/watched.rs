@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::error::Result;
 use crate::history::{HistoryReader, RunHistory, RunStatus};
 use crate::journal::{JOURNAL, RunLock, rank_journals};
-use crate::report::{Columns, ImageSource, MOST_POINTS, RunDetail, RunSummary};
+use crate::report::{Columns, ImageSource, MOST_POINTS, PageDetail, PageRun};
 
 /// The runs of a folder. Of those that are not being written only what a page shows is kept.
 #[derive(Debug)]
@@ -26,8 +26,8 @@ pub(super) struct WatchedRuns {
 #[derive(Debug)]
 pub(super) struct WatchedRun {
     folder: PathBuf,
-    summary: RunSummary,
-    detail: RunDetail,
+    summary: PageRun,
+    detail: PageDetail,
     series: Vec<(String, Columns)>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct RunChanges {
 struct VersionedRun {
     version: u64,
     #[serde(flatten)]
-    summary: RunSummary,
+    summary: PageRun,
 }
 
 #[derive(Debug, Default)]
@@ -243,8 +243,8 @@ impl WatchedRun {
         });
         Self {
             folder: run.folder.clone(),
-            summary: RunSummary::of(run, i),
-            detail: RunDetail::of(run, ImageSource::Address(&images)),
+            summary: PageRun::of(run, i),
+            detail: PageDetail::of(run, ImageSource::Address(&images)),
             series: series.collect(),
         }
     }
@@ -253,7 +253,7 @@ impl WatchedRun {
         &self.folder
     }
 
-    pub(super) fn detail(&self) -> &RunDetail {
+    pub(super) fn detail(&self) -> &PageDetail {
         &self.detail
     }
 

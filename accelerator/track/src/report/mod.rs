@@ -13,7 +13,7 @@ pub(crate) use downsample::Columns;
 pub(crate) use media::ImageSource;
 #[cfg(feature = "board")]
 pub(crate) use media::{image_type, is_hash, read_image};
-pub(crate) use model::{RunDetail, RunSummary};
+pub(crate) use model::{PageDetail, PageRun};
 pub(crate) use page::{Page, page};
 
 mod downsample;
@@ -63,23 +63,23 @@ impl<'a> Report<'a> {
     /// ```
     #[must_use]
     pub fn html(&self) -> String {
-        let mut series: BTreeMap<&str, Vec<RunColumns>> = BTreeMap::new();
+        let mut series: BTreeMap<&str, Vec<PageColumns>> = BTreeMap::new();
         let points = points_of(self.runs.len());
         for (i, run) in self.runs.iter().enumerate() {
             for one in &run.series {
-                series.entry(&one.key).or_default().push(RunColumns {
+                series.entry(&one.key).or_default().push(PageColumns {
                     run: i,
                     columns: Columns::of(&one.points, run.created_ms, points),
                 });
             }
         }
         let runs = self.runs.iter().enumerate();
-        let summaries: Vec<RunSummary> = runs.map(|(i, run)| RunSummary::of(run, i)).collect();
+        let summaries: Vec<PageRun> = runs.map(|(i, run)| PageRun::of(run, i)).collect();
         let details = self.runs.iter();
         let data = ReportData {
             generated_ms: now_ms(),
             details: details
-                .map(|run| RunDetail::of(run, ImageSource::Inline))
+                .map(|run| PageDetail::of(run, ImageSource::Inline))
                 .collect(),
             runs: summaries,
             series,
@@ -119,7 +119,7 @@ pub(crate) const MOST_POINTS: usize = 1000;
 
 /// The columns of a series of one run.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct RunColumns {
+pub(crate) struct PageColumns {
     pub(crate) run: usize,
     #[serde(flatten)]
     pub(crate) columns: Columns,
@@ -128,7 +128,7 @@ pub(crate) struct RunColumns {
 #[derive(Serialize)]
 struct ReportData<'a> {
     generated_ms: u64,
-    runs: Vec<RunSummary>,
-    details: Vec<RunDetail>,
-    series: BTreeMap<&'a str, Vec<RunColumns>>,
+    runs: Vec<PageRun>,
+    details: Vec<PageDetail>,
+    series: BTreeMap<&'a str, Vec<PageColumns>>,
 }

@@ -13,7 +13,7 @@ use crate::record::Number;
 
 /// What a list of runs and its charts' legends show.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct RunSummary {
+pub(crate) struct PageRun {
     /// The number by which a page refers to the run.
     i: usize,
     id: String,
@@ -29,12 +29,12 @@ pub(crate) struct RunSummary {
     tags: BTreeMap<String, String>,
     artifacts: Vec<ArtifactNode>,
     failure: Option<Value>,
-    series: Vec<SeriesSummary>,
+    series: Vec<PageSeries>,
 }
 
 /// A series in words.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct SeriesSummary {
+pub(crate) struct PageSeries {
     pub(super) key: String,
     points: usize,
     pub(super) last: Option<Extreme>,
@@ -53,7 +53,7 @@ pub(crate) struct Extreme {
 
 /// What a page shows of a run when it is looked at by itself.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct RunDetail {
+pub(crate) struct PageDetail {
     attempts: Vec<AttemptDetail>,
     /// Values that hyperparameters had before.
     earlier: BTreeMap<String, Vec<Value>>,
@@ -100,7 +100,7 @@ struct SystemSeries {
     v: Vec<Number>,
 }
 
-impl RunSummary {
+impl PageRun {
     pub(crate) fn of(run: &RunHistory, i: usize) -> Self {
         Self {
             i,
@@ -133,13 +133,13 @@ impl RunSummary {
             series: run
                 .series
                 .iter()
-                .map(|series| SeriesSummary::of(&series.key, &series.points))
+                .map(|series| PageSeries::of(&series.key, &series.points))
                 .collect(),
         }
     }
 }
 
-impl SeriesSummary {
+impl PageSeries {
     pub(crate) fn of(key: &str, points: &[Point]) -> Self {
         let extreme = |point: &Point| Extreme {
             v: Number(point.value),
@@ -158,7 +158,7 @@ impl SeriesSummary {
     }
 }
 
-impl RunDetail {
+impl PageDetail {
     pub(crate) fn of(run: &RunHistory, images: ImageSource<'_>) -> Self {
         let attempts = run.attempts.iter().map(|attempt| AttemptDetail {
             attempt: attempt.attempt,
@@ -194,7 +194,7 @@ impl RunDetail {
 }
 
 #[cfg(feature = "board")]
-impl RunDetail {
+impl PageDetail {
     /// The file of a timeline.
     pub(crate) fn trace(&self, name: &str) -> Option<&str> {
         let mut found = self.traces.iter().filter(|trace| trace.name == name);

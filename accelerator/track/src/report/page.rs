@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use accelerator_manifest::ContentHash;
 
-use super::model::{Extreme, SeriesSummary};
+use super::model::{Extreme, PageSeries};
 use crate::history::RunHistory;
 
 /// What a page shows.
@@ -112,7 +112,7 @@ fn summary(runs: &[RunHistory]) -> String {
             "<h2>{name}: {status}</h2><table><tr><th>metric<th>last<th>min<th>max</tr>"
         );
         for series in &run.series {
-            let series = SeriesSummary::of(&series.key, &series.points);
+            let series = PageSeries::of(&series.key, &series.points);
             let _ = write!(
                 html,
                 "<tr><td>{}<td>{}<td>{}<td>{}</tr>",

@@ -201,6 +201,11 @@ impl RunBuilder {
 }
 
 impl Settings {
+    /// The folder of all runs.
+    pub(super) fn runs(&self) -> &Path {
+        &self.runs
+    }
+
     /// Whether the run of a mark is there, and no other process writes it.
     pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
         let folder = self.runs.join(&mark.folder);

@@ -1,6 +1,6 @@
 //! Delivering a run to a sink.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -218,14 +218,12 @@ impl OpenSink {
             }
         }
         for (rank, path) in journal::rank_journals(&self.folder) {
-            if !self.ranks.contains_key(&rank) {
-                let follower = Follower::open(&path, Delivery::Live)?;
-                self.ranks.insert(rank, follower);
-            }
+            let follower = match self.ranks.entry(rank) {
+                btree_map::Entry::Occupied(known) => known.into_mut(),
+                btree_map::Entry::Vacant(new) => new.insert(Follower::open(&path, Delivery::Live)?),
+            };
             let from = self.position.ranks.get(&rank).copied().unwrap_or(0);
-            if let Some(follower) = self.ranks.get_mut(&rank)
-                && let Followed::Entries(entries) = follower.poll(BATCH)?
-            {
+            if let Followed::Entries(entries) = follower.poll(BATCH)? {
                 for entry in &entries {
                     if entry.n >= from {
                         sink.write(Origin::Rank(rank), entry)?;

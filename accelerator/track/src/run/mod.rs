@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::error::Result;
 use crate::journal::now_ms;
-use crate::record::{ArtifactRole, EndStatus, Number, Record};
+use crate::record::{EndStatus, Number, Record};
 use crate::run_id::RunId;
 
 pub use builder::RunBuilder;
@@ -19,6 +19,7 @@ pub use media::Histogram;
 use queue::{LoggedMetrics, Message, Queue};
 use worker::Worker;
 
+mod artifacts;
 mod builder;
 mod feeder;
 mod hyperparameters;
@@ -126,7 +127,6 @@ impl Run {
     }
 
     /// Settings of a run, before it starts.
-    #[must_use]
     pub fn builder(name: &str) -> RunBuilder {
         RunBuilder::new(name)
     }
@@ -344,14 +344,5 @@ impl Run {
 
     fn record(&self, record: Record) {
         self.queue.push(now_ms(), Message::Record(record));
-    }
-
-    fn record_artifact(&self, role: ArtifactRole, name: &str, version: u32, digest: &str) {
-        self.record(Record::Artifact {
-            role,
-            name: name.to_owned(),
-            version,
-            digest: digest.to_owned(),
-        });
     }
 }

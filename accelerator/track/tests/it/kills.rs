@@ -6,8 +6,10 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_track::{CsvFile, Run, RunHistory, RunMark, RunStatus, Sink, deliver};
+use accelerator_track::{CsvFile, Run, RunHistory, RunMark, RunStatus, Sink, TensorBoard, deliver};
 use serde::{Deserialize, Serialize};
+
+use crate::tensorboard;
 
 /// What a child process of this test is to do.
 const ROLE: &str = "TRACK_TEST_ROLE";
@@ -61,6 +63,8 @@ fn fifty_kills_leave_each_step_once() {
         csv(&run_folder(folder.path()).join("metrics.csv")),
         expected
     );
+    let events = run_folder(folder.path()).join("tensorboard");
+    tensorboard::assert_shows(&events, "train/loss", &expected);
 }
 
 #[test]
@@ -172,7 +176,7 @@ fn full(folder: &Path, steps: u64) {
 }
 
 fn sinks() -> Vec<Box<dyn Sink>> {
-    vec![Box::new(CsvFile::in_run())]
+    vec![Box::new(CsvFile::in_run()), Box::new(TensorBoard::in_run())]
 }
 
 fn loss(step: u64) -> f64 {

@@ -66,7 +66,13 @@ pub(crate) fn run(
     }
     // What is set to nothing hides every GPU from CUDA; elsewhere it is not set.
     let gpus = Gpus::resolve(options, |name| std::env::var_os(name))?;
-    let settings = Settings::resolve(options, gpus, variable);
+    let words = command
+        .iter()
+        .map(|word| word.to_string_lossy().into_owned());
+    let settings = Settings {
+        command: words.collect(),
+        ..Settings::resolve(options, gpus, variable)
+    };
     if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
         return Err(Error::usage(
             "--num-processes MIN:MAX goes on with fewer processes after a failure, which takes a \

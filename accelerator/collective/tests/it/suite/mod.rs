@@ -70,6 +70,21 @@ macro_rules! transport {
                     a_buffer_outlives_a_failure,
                 ]
             );
+            waits!(
+                2: [
+                    a_rank_that_does_not_come,
+                    a_rank_that_works_is_waited_for,
+                    a_rank_that_works_no_more,
+                    a_slow_rank_is_not_lost,
+                ],
+                3: [
+                    a_rank_that_does_not_come,
+                    a_rank_that_works_is_waited_for,
+                    a_rank_that_works_no_more,
+                    a_slow_rank_is_not_lost,
+                ],
+                7: [a_rank_that_does_not_come, a_rank_that_works_no_more],
+            );
         }
     };
 }
@@ -109,9 +124,7 @@ macro_rules! set {
                 broadcasts,
                 several_threads_share_a_handle,
                 orderly_ends,
-                a_slow_rank_is_not_lost,
                 nothing_succeeds_after_a_failure,
-                a_rank_that_works_is_waited_for,
             ]
         );
     };
@@ -121,8 +134,6 @@ macro_rules! set {
             [
                 disagreements,
                 other_cuts,
-                a_rank_that_does_not_come,
-                a_rank_that_works_no_more,
                 a_rank_that_finishes_early,
                 a_rank_that_panics,
                 a_rank_that_returns_early,
@@ -130,6 +141,20 @@ macro_rules! set {
                 started_operations_fail_too,
             ]
         );
+    };
+}
+
+/// One test of the cases of one transport that compute nothing and wait for timeouts, all at once, each in worlds
+/// of a size.
+macro_rules! waits {
+    ($($world_size:literal: [$($case:ident),* $(,)?]),* $(,)?) => {
+        #[test]
+        fn waits() {
+            crate::suite::world::side_by_side(
+                MEANS,
+                &[$($((stringify!($case), $world_size, cases::$case)),*),*],
+            );
+        }
     };
 }
 

@@ -112,6 +112,18 @@ pub(crate) fn run_with<R: Send + 'static>(
     all.into_iter().map(|(_, result)| result).collect()
 }
 
+/// Runs cases at the same time, each at its world size, on a thread that has the case's name.
+pub(crate) fn side_by_side(means: Means, cases: &[(&str, usize, fn(Means, usize))]) {
+    thread::scope(|scope| {
+        for &(name, world_size, case) in cases {
+            thread::Builder::new()
+                .name(format!("{name}, W = {world_size}"))
+                .spawn_scoped(scope, move || case(means, world_size))
+                .unwrap();
+        }
+    });
+}
+
 /// The launch of one rank that meets the others at a store of the test.
 pub(crate) fn launch(rank: usize, world_size: usize, port: u16) -> Launch {
     Launch::new(

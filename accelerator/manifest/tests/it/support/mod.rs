@@ -12,6 +12,13 @@ pub(crate) const FILES: [&str; 4] = [
     "empty",
 ];
 
+/// A folder in memory, where the system has one: who saves hundreds of times would wait for the disk.
+pub(crate) fn folder_in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
+}
+
 pub(crate) fn name(text: &str) -> FileName {
     text.parse().unwrap()
 }

@@ -43,7 +43,7 @@ const bytesUnit = (value) => Math.pow(1024, Math.max(0, Math.floor(Math.log2(Mat
 const percent = (value) => (Number.isFinite(value) ? fmt(value * 100, 3) + " %" : odd(value));
 const duration = (ms) => {
   const total = Math.round(ms / 1000);
-  if (total < 1) return ms + " ms";
+  if (total < 1) return ms ? ms + " ms" : "0";
   const parts = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]];
   const words = [];
   let rest = total;

@@ -25,17 +25,17 @@ const flat = (value, prefix = "", into = {}) => {
   return into;
 };
 
-const KNOWN = ["command", "commit", "binary", "host", "devices", "seeds", "environment"];
+const KNOWN = ["command", "arguments", "launched_by", "directory", "commit", "features", "binary", "lock_file", "host", "devices", "world", "seeds", "data", "plan", "environment"];
 
 const platform = (provenance) => {
   if (provenance === null || typeof provenance !== "object") return null;
   const keys = Object.keys(provenance);
   const order = [...KNOWN.filter((key) => keys.includes(key)), ...keys.filter((key) => !KNOWN.includes(key))];
-  const filled = order.filter((key) => provenance[key] !== null);
+  const filled = order.filter((key) => size(provenance[key]) && provenance[key] !== null);
   if (!filled.length) return null;
   return h("dl", { class: "tree top" }, filled.map((key) => {
     const value = provenance[key];
-    const isCommand = key === "command" && Array.isArray(value);
+    const isCommand = (key === "command" || key === "arguments" || key === "launched_by") && Array.isArray(value);
     return [h("dt", {}, key), h("dd", {}, isCommand ? h("code", {}, value.map(quoted).join(" ")) : foldable(value))];
   }));
 };

@@ -1,0 +1,61 @@
+//! Changing a store.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use accelerator_manifest::StagedFolder;
+use serde::{Deserialize, Serialize};
+
+use super::lock::StoreLock;
+use super::objects::Objects;
+use crate::error::{Error, Result};
+
+/// A store that is being changed.
+#[derive(Debug)]
+pub(super) struct Adding {
+    pub(super) objects: Objects,
+    pub(super) staged: StagedFolder,
+    _lock: StoreLock,
+}
+
+impl Adding {
+    /// Removes what processes that are gone have left.
+    pub(super) fn begin(root: &Path, lock: StoreLock) -> Result<Self> {
+        let staged = StagedFolder::create(root, STAGED, |target| target == STAGED);
+        Ok(Self {
+            objects: Objects::new(root),
+            staged: staged.map_err(|error| Error::io("create a folder in", root, error))?,
+            _lock: lock,
+        })
+    }
+
+    pub(super) fn write(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let write = || {
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            fs::write(self.staged.path().join(SMALL), bytes)?;
+            self.staged.publish(SMALL, path)
+        };
+        write().map_err(|error| Error::io("write", path, error))
+    }
+}
+
+/// What a name has beside its versions.
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
+pub(super) struct Index {
+    /// The number of the next version, which those before never had.
+    pub(super) next: u32,
+    pub(super) aliases: BTreeMap<String, u32>,
+}
+
+impl Index {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let json = serde_json::json!({ "next": self.next, "aliases": self.aliases });
+        format!("{json}\n").into_bytes()
+    }
+}
+
+const STAGED: &str = "commit";
+const SMALL: &str = "manifest";

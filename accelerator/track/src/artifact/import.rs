@@ -1,0 +1,92 @@
+//! Versions from another store.
+
+use super::lock::{LockKind, StoreLock};
+use super::name::ArtifactName;
+use super::store::{ArtifactStore, OnConflict};
+use super::stored::StoredArtifact;
+use super::version::Version;
+use crate::error::{Error, Kind, Result};
+
+impl ArtifactStore {
+    /// Stores a version of another store under the same number, with those of its aliases that are not given here.
+    /// Returns the version that has its contents, or that is there instead, and the bytes that were written.
+    pub(crate) fn import(
+        &self,
+        artifact: &StoredArtifact,
+        on_conflict: OnConflict,
+    ) -> Result<(StoredArtifact, u64)> {
+        let wanted = artifact.record();
+        let name = ArtifactName::parse(&wanted.name)?;
+        let adding = self.begin()?;
+        let is_same = |there: &Version| there.contents == wanted.contents;
+        let find = || -> Result<Option<Version>> {
+            let there = self.version(&name, wanted.version)?;
+            // As a new version it may have been stored before.
+            Ok(match (there, on_conflict) {
+                (Some(there), OnConflict::NewVersion) if !is_same(&there) => Some(
+                    self.read_versions(&name)?
+                        .into_iter()
+                        .find(is_same)
+                        .unwrap_or(there),
+                ),
+                (there, _) => there,
+            })
+        };
+        let conflict = |there: &Version| match on_conflict {
+            _ if is_same(there) => Ok(None),
+            OnConflict::Skip => Ok(Some(self.stored(there.clone()))),
+            OnConflict::Error => Err(Error::new(
+                Kind::Conflict,
+                format!(
+                    "{name}:v{} in {} has other contents; store it as a new version, or replace that one",
+                    wanted.version,
+                    self.folder().display()
+                ),
+            )),
+            OnConflict::NewVersion | OnConflict::Replace => Ok(None),
+        };
+        if let Some(there) = find()?.as_ref().map(conflict).transpose()?.flatten() {
+            return Ok((there, 0));
+        }
+        let mut bytes = 0;
+        let _reading = artifact.lock()?;
+        for file in &wanted.contents.files {
+            let source = artifact.object(file)?;
+            bytes += adding.objects.add(&source, &adding.staged)?;
+        }
+        let _publish = StoreLock::take(self.folder(), LockKind::Publish)?;
+        let there = find()?;
+        if let Some(there) = there.as_ref().map(conflict).transpose()?.flatten() {
+            return Ok((there, bytes));
+        }
+        let mut index = self.index(&name)?;
+        let version = match there {
+            Some(there) if is_same(&there) => there,
+            there => {
+                let latest = self.numbers(&name)?.last().map_or(1, |latest| latest + 1);
+                let number = match there {
+                    Some(_) if on_conflict == OnConflict::NewVersion => index.next.max(latest),
+                    _ => wanted.version,
+                };
+                let version = Version {
+                    version: number,
+                    ..wanted.clone()
+                };
+                index.next = index.next.max(number + 1);
+                self.write_index(&adding, &name, &index)?;
+                self.write_version(&adding, &name, &version)?;
+                version
+            }
+        };
+        let aliases = artifact
+            .aliases()?
+            .into_iter()
+            .map(|alias| (alias, version.version));
+        self.change_aliases(&adding, &name, index, |there| {
+            for (alias, of) in aliases {
+                there.entry(alias).or_insert(of);
+            }
+        })?;
+        Ok((self.stored(version), bytes))
+    }
+}

@@ -1,0 +1,197 @@
+//! Which versions stay, and removing the others.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fs;
+
+use super::adding::Adding;
+use super::lineage::ArtifactId;
+use super::lock::{LockKind, StoreLock};
+use super::name::ArtifactName;
+use super::objects::Objects;
+use super::store::ArtifactStore;
+use super::version::Version;
+use crate::error::{Error, Result};
+
+/// Which versions of artifacts stay: those that any of the rules keeps.
+///
+/// ```
+/// use accelerator_track::{Artifact, ArtifactStore, Retention};
+///
+/// # fn main() -> accelerator_track::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let file = temporary.path().join("model.bin");
+/// let store = ArtifactStore::of_runs(temporary.path().join("runs"));
+/// for weights in ["first", "best", "third", "last"] {
+///     std::fs::write(&file, weights).unwrap();
+///     store.commit(&Artifact::create("model").add_file(&file)?)?;
+/// }
+/// store.set_alias("model:v2", "best")?;
+///
+/// let retention = Retention::keep_last(1).keep_aliased();
+/// let planned = store.plan_prune(&retention)?;
+/// assert_eq!(planned.bytes, 10);
+/// assert_eq!(store.prune(&retention)?, planned);
+/// let left: Vec<_> = store.versions("model")?.iter().map(|x| x.version()).collect();
+/// assert_eq!(left, [2, 4]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Retention {
+    last: usize,
+    is_aliased_kept: bool,
+    kept: BTreeSet<(String, u32)>,
+    only: Option<String>,
+}
+
+impl Retention {
+    /// Keeps the latest versions of each name, so many.
+    #[must_use]
+    pub fn keep_last(versions: usize) -> Self {
+        Self {
+            last: versions,
+            is_aliased_kept: false,
+            kept: BTreeSet::new(),
+            only: None,
+        }
+    }
+
+    /// Keeps versions that have an alias.
+    #[must_use]
+    pub fn keep_aliased(mut self) -> Self {
+        self.is_aliased_kept = true;
+        self
+    }
+
+    /// Keeps a version, as one that a run refers to.
+    #[must_use]
+    pub fn keep(mut self, name: impl Into<String>, version: u32) -> Self {
+        self.kept.insert((name.into(), version));
+        self
+    }
+
+    /// Leaves artifacts of other names alone.
+    #[must_use]
+    pub fn only(mut self, name: impl Into<String>) -> Self {
+        self.only = Some(name.into());
+        self
+    }
+}
+
+/// What was removed from a store, or would be.
+///
+/// ```
+/// use accelerator_track::{ArtifactStore, PruneReport, Retention};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let store = ArtifactStore::of_runs(temporary.path());
+/// assert_eq!(store.prune(&Retention::keep_last(3))?, PruneReport::default());
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PruneReport {
+    /// The versions, by name and number.
+    pub versions: Vec<ArtifactId>,
+    /// How many contents no version refers to any more.
+    pub objects: usize,
+    /// The length of these contents.
+    pub bytes: u64,
+}
+
+impl ArtifactStore {
+    /// What [`prune`](Self::prune) would remove.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be read, or a manifest is damaged.
+    pub fn plan_prune(&self, retention: &Retention) -> Result<PruneReport> {
+        let _lock = StoreLock::take(self.folder(), LockKind::Read)?;
+        Ok(self.plan(retention)?.report)
+    }
+
+    /// Removes the versions that nothing keeps, and then the contents that no version refers to. Waits while another
+    /// process stores or reads an artifact. Killed meanwhile, it removes the rest when it is called again.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be written; if a manifest is damaged, since what it refers to is then not known, and nothing
+    /// is removed.
+    pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
+        if !self.folder().exists() {
+            return Ok(PruneReport::default());
+        }
+        let lock = StoreLock::take(self.folder(), LockKind::Remove)?;
+        let removing = Adding::begin(self.folder(), lock)?;
+        let _publish = StoreLock::take(self.folder(), LockKind::Publish)?;
+        let plan = self.plan(retention)?;
+        for (name, versions) in &plan.versions {
+            self.change_aliases(&removing, name, self.index(name)?, |aliases| {
+                aliases.retain(|_, version| !versions.contains(version));
+            })?;
+            for version in versions {
+                self.remove_version(name, *version)?;
+            }
+        }
+        for path in plan.objects {
+            fs::remove_file(&path).map_err(|error| Error::io("remove", &path, error))?;
+        }
+        Ok(plan.report)
+    }
+
+    fn plan(&self, retention: &Retention) -> Result<Plan> {
+        let mut plan = Plan::default();
+        let mut referred = HashSet::new();
+        for name in self.artifact_names()? {
+            let versions = self.read_versions(&name)?;
+            let aliased: BTreeSet<_> = self.index(&name)?.aliases.into_values().collect();
+            let is_other = retention
+                .only
+                .as_ref()
+                .is_some_and(|only| only != name.as_str());
+            let old = versions.len().saturating_sub(retention.last);
+            for (at, version) in versions.into_iter().enumerate() {
+                let is_kept = is_other
+                    || at >= old
+                    || (retention.is_aliased_kept && aliased.contains(&version.version))
+                    || retention
+                        .kept
+                        .contains(&(version.name.clone(), version.version));
+                if is_kept {
+                    referred.extend(version.contents.files.iter().map(|file| file.hash));
+                } else {
+                    plan.remove(&name, &version);
+                }
+            }
+        }
+        for (path, hash, bytes) in Objects::new(self.folder()).list()? {
+            if !referred.contains(&hash) {
+                plan.report.objects += 1;
+                plan.report.bytes += bytes;
+                plan.objects.push(path);
+            }
+        }
+        Ok(plan)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Plan {
+    versions: BTreeMap<ArtifactName, Vec<u32>>,
+    objects: Vec<std::path::PathBuf>,
+    report: PruneReport,
+}
+
+impl Plan {
+    fn remove(&mut self, name: &ArtifactName, version: &Version) {
+        self.versions
+            .entry(name.clone())
+            .or_default()
+            .push(version.version);
+        self.report.versions.push(ArtifactId {
+            name: version.name.clone(),
+            version: version.version,
+            digest: version.digest.to_string(),
+        });
+    }
+}

@@ -1,0 +1,479 @@
+//! The store of artifacts: versions of names, and aliases.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::adding::{Adding, Index};
+use super::draft::Artifact;
+use super::lock::{LockKind, StoreLock};
+use super::name::{Alias, ArtifactName, Query, VersionQuery, parse_version};
+use super::objects::subfolders;
+use super::source::SourceFile;
+use super::stored::StoredArtifact;
+use super::version::{ArtifactFile, ArtifactReference, Contents, FORMAT, Version};
+use crate::error::{Error, Kind, Result};
+use crate::journal::now_ms;
+
+/// A folder of artifacts, `.artifacts` beside the runs: versions by name, contents each once by their hashes.
+///
+/// Versions count from 1, never change, and a number is never used again. A version is there with all of its files, or
+/// not at all, whenever the process dies. Processes that commit at once get versions of their own.
+///
+/// ```
+/// use accelerator_track::{Artifact, ArtifactStore};
+///
+/// # fn main() -> accelerator_track::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let file = temporary.path().join("model.bin");
+/// let store = ArtifactStore::of_runs(temporary.path().join("runs"));
+/// for weights in ["one", "two", "two"] {
+///     std::fs::write(&file, weights).unwrap();
+///     store.commit(&Artifact::create("model").add_file(&file)?)?;
+/// }
+/// assert_eq!(store.open("model:latest")?.version(), 2, "the same contents are the same version");
+/// assert_eq!(store.open("model:v1")?.read("model.bin")?, b"one");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct ArtifactStore {
+    root: PathBuf,
+}
+
+/// What happens where something else has the name already.
+///
+/// ```
+/// use accelerator_track::{Artifact, ArtifactStore, OnConflict};
+///
+/// # fn main() -> accelerator_track::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let file = temporary.path().join("model.bin");
+/// let store = ArtifactStore::of_runs(temporary.path());
+/// let mut commit = |weights: &str, on_conflict| {
+///     std::fs::write(&file, weights).unwrap();
+///     store.commit_with(&Artifact::create("model").add_file(&file)?, on_conflict)
+/// };
+/// assert_eq!(commit("one", OnConflict::Error)?.version(), 1);
+/// assert!(commit("two", OnConflict::Error).unwrap_err().is_conflict());
+/// assert_eq!(commit("two", OnConflict::Skip)?.read("model.bin")?, b"one");
+/// assert_eq!(commit("two", OnConflict::NewVersion)?.version(), 2);
+/// assert_eq!(commit("three", OnConflict::Replace)?.version(), 3);
+/// assert!(store.open("model:v2").unwrap_err().is_not_found());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum OnConflict {
+    /// What is there stays, and nothing is stored.
+    Skip,
+    /// It is an error.
+    Error,
+    /// Both are kept: an artifact gets another version, a run another name.
+    #[default]
+    NewVersion,
+    /// What is there is removed when the other is stored.
+    Replace,
+}
+
+impl ArtifactStore {
+    /// The store of a folder of runs, which is made with the first artifact.
+    #[must_use]
+    pub fn of_runs(runs: impl AsRef<Path>) -> Self {
+        Self {
+            root: runs.as_ref().join(".artifacts"),
+        }
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.root
+    }
+
+    /// Stores an artifact as the next version of its name; or as the latest version, where that has the same files,
+    /// references, kind and metadata.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read or changes meanwhile ([`Error::is_conflict`]), if the store cannot be written, or if a
+    /// name cannot be one. There is then no new version.
+    pub fn commit(&self, artifact: &Artifact) -> Result<StoredArtifact> {
+        self.commit_with(artifact, OnConflict::NewVersion)
+    }
+
+    /// Stores an artifact, unless the latest version of its name has other contents and `on_conflict` says otherwise.
+    /// With [`OnConflict::Replace`] the version is a new one, to which the aliases of the latest one move.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`commit`](Self::commit), and a conflict with [`OnConflict::Error`].
+    pub fn commit_with(
+        &self,
+        artifact: &Artifact,
+        on_conflict: OnConflict,
+    ) -> Result<StoredArtifact> {
+        let name = ArtifactName::parse(&artifact.name)?;
+        let aliases = artifact.aliases.iter().map(|alias| Alias::parse(alias));
+        let aliases = aliases.collect::<Result<Vec<_>>>()?;
+        let sources = artifact
+            .files
+            .iter()
+            .map(|(path, source)| Ok((path, SourceFile::read(source)?)));
+        let sources = sources.collect::<Result<Vec<_>>>()?;
+        let contents = Contents {
+            kind: artifact.kind.clone(),
+            files: Vec::from_iter(sources.iter().map(|(path, source)| ArtifactFile {
+                path: (*path).clone(),
+                hash: source.hash,
+                bytes: source.bytes,
+            })),
+            references: Vec::from_iter(artifact.references.iter().map(|(url, digest)| {
+                ArtifactReference {
+                    url: url.clone(),
+                    digest: digest.clone(),
+                }
+            })),
+            metadata: artifact.metadata.clone(),
+        };
+        let conflict = |latest: &Version| match on_conflict {
+            _ if latest.contents == contents => Ok(None),
+            OnConflict::Skip => Ok(Some(self.stored(latest.clone()))),
+            OnConflict::Error => Err(Error::new(
+                Kind::Conflict,
+                format!(
+                    "the artifact {name} has a version {} with other contents in {}; choose another name, or store a new version",
+                    latest.version,
+                    self.root.display()
+                ),
+            )),
+            OnConflict::NewVersion | OnConflict::Replace => Ok(None),
+        };
+        if let Some(latest) = self.latest(&name)?
+            && let Some(there) = conflict(&latest)?
+        {
+            return Ok(there);
+        }
+
+        let adding = self.begin()?;
+        for (_, source) in &sources {
+            adding.objects.add(source, &adding.staged)?;
+        }
+        for (_, source) in &sources {
+            source.check_unchanged()?;
+        }
+        let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
+        let latest = self.latest(&name)?;
+        if let Some(there) = latest.as_ref().map(&conflict).transpose()?.flatten() {
+            return Ok(there);
+        }
+        let mut index = self.index(&name)?;
+        let version = match latest {
+            Some(latest) if latest.contents == contents => latest,
+            latest => {
+                let version = Version {
+                    format: FORMAT,
+                    name: name.as_str().to_owned(),
+                    version: index
+                        .next
+                        .max(latest.as_ref().map_or(1, |latest| latest.version + 1)),
+                    created_ms: now_ms(),
+                    run: artifact.run,
+                    digest: contents.digest(),
+                    contents,
+                };
+                index.next = version.version + 1;
+                // First: the number is not used again, even if this version is not written.
+                self.write_index(&adding, &name, &index)?;
+                self.write_version(&adding, &name, &version)?;
+                if let Some(replaced) = latest.filter(|_| on_conflict == OnConflict::Replace) {
+                    let moved = index
+                        .aliases
+                        .values_mut()
+                        .filter(|of| **of == replaced.version);
+                    moved.for_each(|of| *of = version.version);
+                    self.write_index(&adding, &name, &index)?;
+                    self.remove_version(&name, replaced.version)?;
+                }
+                version
+            }
+        };
+        let aliased = aliases
+            .into_iter()
+            .map(|alias| (alias.into_string(), version.version));
+        self.change_aliases(&adding, &name, index, |of| of.extend(aliased))?;
+        Ok(self.stored(version))
+    }
+
+    /// A version: `model`, `model:latest`, `model:v3`, or by an alias as `model:best`.
+    ///
+    /// # Errors
+    ///
+    /// If there is none, or its manifest is damaged.
+    pub fn open(&self, reference: &str) -> Result<StoredArtifact> {
+        let Query { name, version } = Query::parse(reference)?;
+        let number = match version {
+            VersionQuery::Number(number) => Some(number),
+            VersionQuery::Latest => self.numbers(&name)?.last().copied(),
+            VersionQuery::Alias(alias) => self.index(&name)?.aliases.get(&alias).copied(),
+        };
+        let version = number
+            .map(|number| self.version(&name, number))
+            .transpose()?
+            .flatten();
+        version.map(|version| self.stored(version)).ok_or_else(|| {
+            let there = self.numbers(&name).unwrap_or_default();
+            let aliases = self.index(&name).unwrap_or_default().aliases;
+            let there = there
+                .iter()
+                .map(|number| format!("v{number}"))
+                .chain(aliases.into_keys());
+            let there: Vec<_> = there.collect();
+            Error::new(
+                Kind::NotFound,
+                format!(
+                    "there is no artifact {reference} in {}; {}",
+                    self.root.display(),
+                    if there.is_empty() {
+                        format!("it has none of the name {name}")
+                    } else {
+                        format!("of {name} it has {}", there.join(", "))
+                    }
+                ),
+            )
+        })
+    }
+
+    /// The names of all artifacts, sorted.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be read.
+    pub fn names(&self) -> Result<Vec<String>> {
+        let mut names = Vec::new();
+        for name in self.artifact_names()? {
+            if !self.numbers(&name)?.is_empty() {
+                names.push(name.as_str().to_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    /// The versions of a name, the oldest first.
+    ///
+    /// ```
+    /// use accelerator_track::{Artifact, ArtifactStore};
+    ///
+    /// # fn main() -> accelerator_track::Result<()> {
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let store = ArtifactStore::of_runs(temporary.path());
+    /// store.commit(&Artifact::create("data").add_reference("s3://bucket/data")?)?;
+    /// assert_eq!(store.names()?, ["data"]);
+    /// assert_eq!(store.versions("data")?[0].reference(), "data:v1");
+    /// assert!(store.versions("model")?.is_empty());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be read, or a manifest is damaged.
+    pub fn versions(&self, name: &str) -> Result<Vec<StoredArtifact>> {
+        let versions = self.read_versions(&ArtifactName::parse(name)?)?;
+        Ok(Vec::from_iter(
+            versions.into_iter().map(|version| self.stored(version)),
+        ))
+    }
+
+    /// The aliases of a name, with the versions that have them.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be read.
+    pub fn aliases(&self, name: &str) -> Result<BTreeMap<String, u32>> {
+        Ok(self.index(&ArtifactName::parse(name)?)?.aliases)
+    }
+
+    /// Gives a version an alias; another version of the name that has it loses it.
+    ///
+    /// ```
+    /// use accelerator_track::{Artifact, ArtifactStore};
+    ///
+    /// # fn main() -> accelerator_track::Result<()> {
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let store = ArtifactStore::of_runs(temporary.path());
+    /// store.commit(&Artifact::create("data").add_reference("s3://bucket/data")?)?;
+    /// store.set_alias("data:v1", "best")?;
+    /// assert_eq!(store.open("data:best")?.version(), 1);
+    /// store.remove_alias("data", "best")?;
+    /// assert!(store.open("data:best").unwrap_err().is_not_found());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If there is no such version, if the alias cannot be one, or if the store cannot be written.
+    pub fn set_alias(&self, reference: &str, alias: &str) -> Result<()> {
+        let alias = Alias::parse(alias)?;
+        let Query { name, .. } = Query::parse(reference)?;
+        // Says that there is none before it makes a folder.
+        self.open(reference)?;
+        let adding = self.begin()?;
+        let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
+        let version = self.open(reference)?.version();
+        let index = self.index(&name)?;
+        self.change_aliases(&adding, &name, index, |aliases| {
+            aliases.insert(alias.into_string(), version);
+        })
+    }
+
+    /// Takes an alias away, where there is one.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be written.
+    pub fn remove_alias(&self, name: &str, alias: &str) -> Result<()> {
+        let name = ArtifactName::parse(name)?;
+        if !self.index(&name)?.aliases.contains_key(alias) {
+            return Ok(());
+        }
+        let adding = self.begin()?;
+        let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
+        let index = self.index(&name)?;
+        self.change_aliases(&adding, &name, index, |aliases| {
+            aliases.remove(alias);
+        })
+    }
+
+    /// All names that there are or were.
+    pub(super) fn artifact_names(&self) -> Result<Vec<ArtifactName>> {
+        let folders = subfolders(&self.root.join(NAMES))?;
+        let names = folders
+            .iter()
+            .filter_map(|folder| ArtifactName::parse(folder.file_name()?.to_str()?).ok());
+        Ok(names.collect())
+    }
+
+    pub(super) fn read_versions(&self, name: &ArtifactName) -> Result<Vec<Version>> {
+        let numbers = self.numbers(name)?.into_iter();
+        numbers
+            .filter_map(|number| self.version(name, number).transpose())
+            .collect()
+    }
+
+    pub(super) fn index(&self, name: &ArtifactName) -> Result<Index> {
+        let path = self.folder_of(name).join(INDEX);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Index::default());
+            }
+            Err(error) => return Err(Error::io("read", &path, error)),
+        };
+        serde_json::from_slice(&text).map_err(|error| {
+            let message = format!(
+                "{} cannot be read: {error}; remove it, and set the aliases again",
+                path.display()
+            );
+            Error::new(Kind::Corrupt, message).with_source(error)
+        })
+    }
+
+    pub(super) fn remove_version(&self, name: &ArtifactName, version: u32) -> Result<()> {
+        let path = self.version_path(name, version);
+        fs::remove_file(&path).map_err(|error| Error::io("remove", &path, error))
+    }
+
+    pub(super) fn change_aliases(
+        &self,
+        adding: &Adding,
+        name: &ArtifactName,
+        index: Index,
+        change: impl FnOnce(&mut BTreeMap<String, u32>),
+    ) -> Result<()> {
+        let mut changed = index.clone();
+        change(&mut changed.aliases);
+        if changed == index {
+            return Ok(());
+        }
+        self.write_index(adding, name, &changed)
+    }
+
+    /// Makes the store, and keeps its objects from being removed.
+    pub(super) fn begin(&self) -> Result<Adding> {
+        fs::create_dir_all(&self.root)
+            .map_err(|error| Error::io("create the folder", &self.root, error))?;
+        Adding::begin(&self.root, StoreLock::take(&self.root, LockKind::Add)?)
+    }
+
+    pub(super) fn stored(&self, version: Version) -> StoredArtifact {
+        StoredArtifact::new(self.clone(), version)
+    }
+
+    fn latest(&self, name: &ArtifactName) -> Result<Option<Version>> {
+        let number = self.numbers(name)?.last().copied();
+        number.map_or(Ok(None), |number| self.version(name, number))
+    }
+
+    pub(super) fn version(&self, name: &ArtifactName, number: u32) -> Result<Option<Version>> {
+        match Version::read(&self.version_path(name, number), name.as_str(), number) {
+            Err(error) if error.is_not_found() => Ok(None),
+            read => read.map(Some),
+        }
+    }
+
+    /// The numbers of a name's versions, sorted.
+    pub(super) fn numbers(&self, name: &ArtifactName) -> Result<Vec<u32>> {
+        let folder = self.folder_of(name);
+        let entries = match fs::read_dir(&folder) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(|error| Error::io("list the folder", &folder, error))?,
+        };
+        let mut numbers = Vec::new();
+        for entry in entries {
+            let file = entry
+                .map_err(|error| Error::io("list the folder", &folder, error))?
+                .file_name();
+            numbers.extend(
+                file.to_str()
+                    .and_then(|file| parse_version(file.strip_suffix(JSON)?)),
+            );
+        }
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    pub(super) fn write_version(
+        &self,
+        adding: &Adding,
+        name: &ArtifactName,
+        version: &Version,
+    ) -> Result<()> {
+        adding.write(
+            &self.version_path(name, version.version),
+            &version.to_bytes()?,
+        )
+    }
+
+    pub(super) fn write_index(
+        &self,
+        adding: &Adding,
+        name: &ArtifactName,
+        index: &Index,
+    ) -> Result<()> {
+        adding.write(&self.folder_of(name).join(INDEX), &index.to_bytes())
+    }
+
+    fn version_path(&self, name: &ArtifactName, version: u32) -> PathBuf {
+        self.folder_of(name).join(format!("v{version}{JSON}"))
+    }
+
+    fn folder_of(&self, name: &ArtifactName) -> PathBuf {
+        self.root.join(NAMES).join(name.as_str())
+    }
+}
+
+const NAMES: &str = "names";
+const INDEX: &str = "index.json";
+const JSON: &str = ".json";

@@ -1,0 +1,22 @@
+//! Where a run came from: source, program, machine, inputs; how two runs differ in that, and how to start one again.
+
+pub use capture::Capture;
+pub use diff::{Difference, diff, diff_with_git};
+pub use facts::{Commit, HashedFile, HostFacts, Provenance, SourceState};
+pub use files::{FolderDigest, digest_folder};
+pub use mask::{MASK, mask_arguments};
+pub use reproduce::Reproduction;
+
+mod bounded;
+mod capture;
+mod diff;
+mod environment;
+mod facts;
+mod files;
+mod git;
+mod host;
+mod mask;
+mod now;
+mod reproduce;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,365 @@
+//! Starts a run again.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::environment::{self, Meaning};
+use super::facts::Provenance;
+use super::mask::MASK;
+use super::now;
+use crate::error::{Error, Kind, Result};
+
+/// What has to be started for a run to be done again, and what is no longer as it was.
+///
+/// ```no_run
+/// # fn start(provenance: &accelerator_track::Provenance) -> Result<(), Box<dyn std::error::Error>> {
+/// let again = accelerator_track::Reproduction::of(provenance)?;
+/// for warning in again.warnings() {
+///     eprintln!("{warning}");
+/// }
+/// let status = again.command().status()?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Reproduction {
+    /// The launcher or the program, and its arguments.
+    words: Vec<String>,
+    is_launched: bool,
+    directory: PathBuf,
+    set: BTreeMap<String, String>,
+    /// Variables that hold what was not recorded.
+    inherited: Vec<String>,
+    warnings: Vec<String>,
+    is_same_binary: bool,
+}
+
+impl Reproduction {
+    /// Of a run that was started by itself, or by `accel-launch`: that gets the options it was called with, and starts
+    /// the program as it is, without building it again.
+    ///
+    /// This reads the program and the folders of data.
+    ///
+    /// # Errors
+    /// Where the command line is not recorded, or held secrets; where the program or the working directory is gone;
+    /// where another launcher than `accel-launch` started the ranks.
+    pub fn of(provenance: &Provenance) -> Result<Self> {
+        let [_, arguments @ ..] = provenance.arguments.as_slice() else {
+            return Err(misuse(
+                "the command line of the run is not recorded: start the program by hand",
+            ));
+        };
+        let masked = provenance.arguments.iter().chain(&provenance.launched_by);
+        if let Some(masked) = masked.into_iter().find(|word| word.contains(MASK)) {
+            return Err(misuse(format!(
+                "the argument {masked:?} of the run was a secret, which is not recorded: start it by hand as {:?}, with \
+                 the secret in its place",
+                provenance.arguments.join(" ")
+            )));
+        }
+        let Some(binary) = &provenance.binary else {
+            return Err(misuse(
+                "which program the run was is not recorded: start it by hand",
+            ));
+        };
+        let (program, rebuilt) = now::program(binary, provenance)?;
+        let is_same_binary = rebuilt.is_none();
+        let mut warnings = Vec::from_iter(rebuilt);
+        let directory = provenance
+            .directory
+            .clone()
+            .unwrap_or_else(|| ".".to_owned());
+        let directory = PathBuf::from(directory);
+        if !directory.is_dir() {
+            let message = format!(
+                "the run's working directory {} is gone: make it, with what the run read there",
+                directory.display()
+            );
+            return Err(Error::new(Kind::NotFound, message));
+        }
+        let words = match provenance.launched_by.as_slice() {
+            [] if ranks_of_others(provenance) => {
+                return Err(misuse(
+                    "another launcher than accel-launch started the ranks of the run: start them by that one again",
+                ));
+            }
+            [] => std::iter::once(program)
+                .chain(arguments.iter().cloned())
+                .collect(),
+            launch => launched(launch, arguments, program, &mut warnings),
+        };
+        let (set, inherited) = variables(provenance, &mut warnings);
+        now::warn_of_inputs(provenance, &mut warnings);
+        Ok(Self {
+            words,
+            is_launched: provenance.is_launched(),
+            directory,
+            set,
+            inherited,
+            warnings,
+            is_same_binary,
+        })
+    }
+
+    /// The same by the `accel-launch` at this path. By itself it is the one that the run was started by, as it was
+    /// named then; a run that was started without one needs none.
+    #[must_use]
+    pub fn with_launcher(mut self, path: impl AsRef<Path>) -> Self {
+        if let Some(launcher) = self.words.first_mut().filter(|_| self.is_launched) {
+            *launcher = path.as_ref().to_string_lossy().into_owned();
+        }
+        self
+    }
+
+    /// What to start. It has the run's variables of those that are recorded, and no others of those.
+    #[must_use]
+    pub fn command(&self) -> Command {
+        let (program, arguments) = self
+            .words
+            .split_first()
+            .map_or(("", [].as_slice()), |(program, rest)| {
+                (program.as_str(), rest)
+            });
+        let mut command = Command::new(program);
+        command.args(arguments).current_dir(&self.directory);
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy();
+            let is_input = Meaning::of(&name) == Some(Meaning::Input);
+            if is_input && !self.inherited.iter().any(|inherited| *inherited == name) {
+                command.env_remove(&*name);
+            }
+        }
+        command.envs(&self.set);
+        command
+    }
+
+    /// What is no longer as it was, so that the result may differ.
+    #[must_use]
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Whether the program has the same bytes.
+    #[must_use]
+    pub fn is_same_binary(&self) -> bool {
+        self.is_same_binary
+    }
+}
+
+/// The command line of a launcher that starts `program` in place of what it built.
+fn launched(
+    launch: &[String],
+    arguments: &[String],
+    program: String,
+    warnings: &mut Vec<String>,
+) -> Vec<String> {
+    let Some(options) = launch.strip_suffix(arguments) else {
+        warnings.push(
+            "what accel-launch was called with does not end with the program's arguments: it is started as it was, and \
+             may build the program again"
+                .to_owned(),
+        );
+        return launch.to_vec();
+    };
+    // It ends the options of cargo's targets, and is not the program's.
+    let options = match options {
+        [options @ .., dashes] if dashes == "--" => options,
+        options => options,
+    };
+    let of_a_host = [
+        "--node-rank",
+        "--node_rank",
+        "--machine-rank",
+        "--machine_rank",
+    ];
+    let is_of_a_host = |word: &&String| of_a_host.iter().any(|option| word.starts_with(option));
+    if let Some(word) = options.iter().find(is_of_a_host) {
+        warnings.push(format!(
+            "the run had several hosts ({word}): start accel-launch on the others, too"
+        ));
+    }
+    let (launcher, options) = options
+        .split_first()
+        .map_or((&[][..], &[][..]), |(first, rest)| {
+            (std::slice::from_ref(first), rest)
+        });
+    let prebuilt = ["--prebuilt".to_owned(), program];
+    [launcher, &prebuilt, options, arguments].concat()
+}
+
+/// Whether the process was one of several ranks that `accel-launch` did not start.
+fn ranks_of_others(provenance: &Provenance) -> bool {
+    let sizes = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
+    let mut sizes = sizes
+        .into_iter()
+        .filter_map(|name| provenance.environment.get(name));
+    sizes.any(|size| size.parse::<usize>().is_ok_and(|size| size > 1))
+}
+
+/// The variables to set, and those whose values are not recorded.
+fn variables(
+    provenance: &Provenance,
+    warnings: &mut Vec<String>,
+) -> (BTreeMap<String, String>, Vec<String>) {
+    let recorded = &provenance.environment;
+    let from_options: Vec<&str> = environment::of_options(recorded).collect();
+    // The launcher sets the devices that ranks see, which its option counts by.
+    let is_launchers = |name: &str| {
+        provenance.is_launched() && (from_options.contains(&name) || name == "CUDA_VISIBLE_DEVICES")
+    };
+    let mut set = BTreeMap::new();
+    let mut inherited = Vec::new();
+    for (name, value) in recorded {
+        if Meaning::of(name) != Some(Meaning::Input) {
+            continue;
+        }
+        if is_launchers(name) {
+            inherited.push(name.clone());
+        } else if value.contains(MASK) {
+            warnings.push(format!(
+                "{name} held a secret, which is not recorded: it is as it is set now"
+            ));
+            inherited.push(name.clone());
+        } else {
+            set.insert(name.clone(), value.clone());
+        }
+    }
+    (set, inherited)
+}
+
+fn misuse(message: impl Into<String>) -> Error {
+    Error::new(Kind::Misuse, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::files::{digest_folder, hash_file};
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_launch_is_done_again_with_the_program_that_was_built() {
+        for (launch, arguments, expected) in [
+            (
+                "accel-launch -n 2 examples/mnist.rs --epochs 1",
+                "--epochs 1",
+                "accel-launch --prebuilt /b -n 2 examples/mnist.rs --epochs 1",
+            ),
+            (
+                "accel-launch --example mnist -F cuda -- -x",
+                "-x",
+                "accel-launch --prebuilt /b --example mnist -F cuda -x",
+            ),
+            (
+                "accel-launch a.sh -- x",
+                "-- x",
+                "accel-launch --prebuilt /b a.sh -- x",
+            ),
+            ("accel-launch a.sh", "", "accel-launch --prebuilt /b a.sh"),
+        ] {
+            let mut warnings = Vec::new();
+            let again = launched(
+                &words(launch),
+                &words(arguments),
+                "/b".into(),
+                &mut warnings,
+            );
+            assert_eq!(again.join(" "), expected);
+            assert!(warnings.is_empty(), "{warnings:?}");
+        }
+        let mut warnings = Vec::new();
+        let launch = words("accel-launch a.sh");
+        assert_eq!(
+            launched(&launch, &words("x"), "/b".into(), &mut warnings),
+            launch
+        );
+        launched(&words("l --node-rank 1 a"), &[], "/b".into(), &mut warnings);
+        assert_eq!(warnings.len(), 2);
+    }
+
+    #[test]
+    fn what_is_gone_or_secret_is_said() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("program");
+        std::fs::write(&path, "1").unwrap();
+        let mut run = Provenance {
+            arguments: words("program --lr 1"),
+            binary: hash_file(&path).ok(),
+            directory: Some(temporary.path().to_string_lossy().into_owned()),
+            ..Provenance::default()
+        };
+        run.data
+            .insert("train".into(), digest_folder(temporary.path()).unwrap());
+        run.environment
+            .insert("MLFLOW_TRACKING_URI".into(), "http://***@host".into());
+        run.environment.insert("RUST_LOG".into(), "debug".into());
+        run.environment.insert("SLURM_JOB_ID".into(), "7".into());
+        let again = Reproduction::of(&run).unwrap();
+        assert!(again.is_same_binary());
+        assert!(
+            again.warnings()[0].contains("MLFLOW_TRACKING_URI"),
+            "{:?}",
+            again.warnings()
+        );
+        assert_eq!(again.warnings().len(), 1);
+        let command = again.command();
+        assert_eq!(command.get_program(), path.as_os_str());
+        assert_eq!(command.get_args().collect::<Vec<_>>(), ["--lr", "1"]);
+        let set: Vec<_> = command
+            .get_envs()
+            .filter_map(|(name, value)| value.map(|_| name))
+            .collect();
+        assert_eq!(set, ["RUST_LOG"]);
+
+        std::fs::write(&path, "2").unwrap();
+        run.host.kernel = Some("0.1".into());
+        let again = Reproduction::of(&run).unwrap();
+        assert!(!again.is_same_binary());
+        for (warning, expected) in
+            again
+                .warnings()
+                .iter()
+                .zip(["was built again", "MLFLOW", "the data train", "kernel"])
+        {
+            assert!(warning.contains(expected), "{warning}");
+        }
+        assert_eq!(again.warnings().len(), 4);
+
+        let error = |run: &Provenance| Reproduction::of(run).unwrap_err();
+        let ranks = [("WORLD_SIZE".to_owned(), "2".to_owned())].into();
+        assert!(
+            error(&Provenance {
+                environment: ranks,
+                ..run.clone()
+            })
+            .is_misuse()
+        );
+        let masked = words("program --token ***");
+        assert!(
+            error(&Provenance {
+                arguments: masked,
+                ..run.clone()
+            })
+            .to_string()
+            .contains("secret")
+        );
+        assert!(
+            error(&Provenance {
+                directory: Some("/no/such".into()),
+                ..run.clone()
+            })
+            .is_not_found()
+        );
+        std::fs::remove_file(&path).unwrap();
+        let text = error(&run);
+        assert!(
+            text.is_not_found() && text.to_string().contains("build it again"),
+            "{text}"
+        );
+        assert!(error(&Provenance::default()).is_misuse());
+    }
+}

@@ -1,0 +1,351 @@
+//! Against the git that is installed.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::facts::{Commit, Provenance, SourceState};
+use super::git::Repository;
+use super::{Capture, Reproduction, diff, diff_with_git};
+
+struct Work(tempfile::TempDir);
+
+impl Work {
+    /// A repository with one commit of two sources.
+    fn new() -> Self {
+        let work = Self(tempfile::tempdir().unwrap());
+        work.git(&["init", "-q", "-b", "main"]);
+        work.write("src/main.rs", "fn main() {}\n");
+        work.write("src/é lib.rs", "one\n");
+        work.write(".gitignore", "target\n");
+        work.commit();
+        work
+    }
+
+    fn root(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn git(&self, arguments: &[&str]) {
+        let user = [
+            "-c",
+            "user.name=n",
+            "-c",
+            "user.email=e@x",
+            "-c",
+            "commit.gpgsign=false",
+        ];
+        let mut command = Command::new("git");
+        for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
+            command.env_remove(name);
+        }
+        let command = command
+            .current_dir(self.root())
+            .args(user)
+            .args(arguments)
+            .stdout(Stdio::null());
+        assert!(command.status().unwrap().success(), "git {arguments:?}");
+    }
+
+    fn commit(&self) {
+        self.git(&["add", "-A"]);
+        self.git(&["commit", "-q", "--allow-empty", "-m", "m"]);
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        let path = self.root().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    /// What a run here would record.
+    fn run(&self) -> Provenance {
+        let state = Repository::around(&self.root().join("src"))
+            .unwrap()
+            .state()
+            .unwrap();
+        assert_eq!(state.notes, Vec::<String>::new());
+        let hash = state.diff.map(|diff| blake3::hash(&diff).to_string());
+        assert_eq!(state.commit.diff, hash);
+        Provenance {
+            commit: Some(state.commit),
+            ..Provenance::default()
+        }
+    }
+
+    fn differing(&self, a: &Provenance, b: &Provenance) -> Vec<String> {
+        diff_with_git(a, b, self.root())
+            .into_iter()
+            .map(|found| found.what)
+            .collect()
+    }
+}
+
+fn commit_of(run: &Provenance) -> &Commit {
+    run.commit.as_ref().unwrap()
+}
+
+#[test]
+fn a_clean_repository_has_a_commit_a_branch_and_a_remote_without_a_password() {
+    let work = Work::new();
+    work.git(&["remote", "add", "other", "https://x/other"]);
+    work.git(&["remote", "add", "origin", "https://me:hidden@host/a.git"]);
+    let index = fs::metadata(work.root().join(".git/index"))
+        .unwrap()
+        .modified()
+        .unwrap();
+    let run = work.run();
+    let commit = commit_of(&run);
+    assert_eq!(commit.hash.as_ref().unwrap().len(), 40);
+    assert_eq!(commit.branch.as_deref(), Some("main"));
+    assert_eq!(commit.remote.as_deref(), Some("https://host/a.git"));
+    assert!(!commit.is_dirty() && commit.untracked.is_empty() && commit.diff.is_none());
+    let later = fs::metadata(work.root().join(".git/index"))
+        .unwrap()
+        .modified()
+        .unwrap();
+    assert_eq!(index, later);
+    work.git(&["checkout", "-q", "--detach"]);
+    assert_eq!(commit_of(&work.run()).branch, None);
+}
+
+#[test]
+fn a_changed_line_names_its_file() {
+    let work = Work::new();
+    let clean = work.run();
+    work.write("src/main.rs", "fn main() { }\n");
+    work.write("src/new.rs", "new\n");
+    work.write("runs/a/journal.jsonl", "{}\n");
+    work.write("target/x.rs", "x\n");
+    let dirty = work.run();
+    let hash = |text: &str| SourceState::Hash(blake3::hash(text.as_bytes()).to_string());
+    let commit = commit_of(&dirty);
+    assert!(commit.is_dirty() && commit.diff.is_some());
+    assert_eq!(
+        commit.changed,
+        [("src/main.rs".to_owned(), hash("fn main() { }\n"))].into()
+    );
+    assert_eq!(
+        commit.untracked,
+        [("src/new.rs".to_owned(), hash("new\n"))].into()
+    );
+    assert_eq!(
+        work.differing(&clean, &dirty),
+        ["source src/main.rs", "source src/new.rs"]
+    );
+    // The two need no repository for that.
+    assert_eq!(
+        diff(&clean, &dirty),
+        diff_with_git(&clean, &dirty, work.root())
+    );
+    assert_eq!(work.differing(&dirty, &work.run()), Vec::<String>::new());
+    work.write("src/main.rs", "fn main() {  }\n");
+    assert_eq!(work.differing(&dirty, &work.run()), ["source src/main.rs"]);
+}
+
+#[test]
+fn files_that_differ_between_commits_are_named_and_what_was_committed_since_is_not() {
+    let work = Work::new();
+    let first = work.run();
+    work.write("src/main.rs", "changed\n");
+    fs::remove_file(work.root().join("src/é lib.rs")).unwrap();
+    work.write("src/new.rs", "new\n");
+    let dirty = work.run();
+    assert_eq!(
+        commit_of(&dirty).changed["src/é lib.rs"],
+        SourceState::Deleted
+    );
+    work.commit();
+    let second = work.run();
+    assert_eq!(work.differing(&dirty, &second), ["commit"]);
+    assert_eq!(work.differing(&second, &dirty), ["commit"]);
+    let all = [
+        "source src/main.rs",
+        "source src/new.rs",
+        "source src/é lib.rs",
+        "commit",
+    ];
+    assert_eq!(work.differing(&first, &second), all);
+    work.write("src/new.rs", "newer\n");
+    assert_eq!(
+        work.differing(&dirty, &work.run()),
+        ["source src/new.rs", "commit"]
+    );
+    // Elsewhere, the commits are not known.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let found = diff_with_git(&first, &second, elsewhere.path());
+    assert_eq!(found, diff(&first, &second));
+}
+
+#[test]
+fn what_is_too_much_is_noted_and_what_is_no_repository_is_absent() {
+    let work = Work::new();
+    work.write("data.bin", "0\n");
+    work.commit();
+    let lines = (0..1 << 17).map(|at| format!("{at:064}\n"));
+    work.write("data.bin", &lines.collect::<String>());
+    let state = Repository::around(work.root()).unwrap().state().unwrap();
+    assert_eq!((state.diff, state.commit.diff), (None, None));
+    assert!(
+        state.notes[0].starts_with("git diff HEAD "),
+        "{:?}",
+        state.notes
+    );
+    assert!(matches!(
+        state.commit.changed["data.bin"],
+        SourceState::Hash(_)
+    ));
+
+    let empty = Work(tempfile::tempdir().unwrap());
+    assert!(Repository::around(empty.root()).is_none());
+    fs::create_dir(empty.root().join(".git")).unwrap();
+    assert!(Repository::around(empty.root()).unwrap().state().is_none());
+    empty.git(&["init", "-q", "-b", "main"]);
+    empty.write("a.rs", "");
+    let run = empty.run();
+    assert_eq!(
+        (
+            commit_of(&run).hash.as_ref(),
+            commit_of(&run).untracked.len()
+        ),
+        (None, 1)
+    );
+}
+
+/// The file into which the process of the next test writes what it captured.
+const CAPTURED: &str = "TRACK_TEST_CAPTURED";
+
+#[test]
+#[ignore = "is the process that the test below starts"]
+fn captures() {
+    let path = std::env::var(CAPTURED).unwrap();
+    let provenance = Capture::new()
+        .seed("model", 42)
+        .take(Path::new(&path).parent().unwrap());
+    fs::write(path, serde_json::to_vec(&provenance).unwrap()).unwrap();
+}
+
+/// What a process captures that is started by this command.
+fn captured(command: &mut Command, folder: &Path) -> Provenance {
+    let path = folder.join("captured.json");
+    let command = command.env(CAPTURED, &path).stdout(Stdio::null());
+    assert!(command.status().unwrap().success());
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+fn process() -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", "provenance::tests::captures"]);
+    command.env_remove("CARGO_MANIFEST_DIR");
+    command
+}
+
+#[test]
+fn a_run_can_be_done_again_and_then_differs_in_nothing() {
+    let (work, out) = (Work::new(), tempfile::tempdir().unwrap());
+    let mut command = process();
+    command
+        .current_dir(work.root())
+        .env("RAYON_NUM_THREADS", "3")
+        .env("ACCEL_OVERLAP", "off");
+    for (name, value) in [
+        ("ACCEL_TOKEN_FILE", "/hidden"),
+        ("NCCL_PASSWORD", "hidden"),
+        ("HF_TOKEN", "hidden"),
+        ("RUST_LOG", "http://me:hidden@host"),
+        ("SLURM_JOB_ID", "7"),
+    ] {
+        command.env(name, value);
+    }
+    let first = captured(&mut command, out.path());
+    assert!(
+        !serde_json::to_string(&first).unwrap().contains("hidden"),
+        "{first:?}"
+    );
+    assert_eq!(first.environment["RUST_LOG"], "http://***@host");
+    assert_eq!(first.environment["SLURM_JOB_ID"], "7");
+    assert_eq!(commit_of(&first).branch.as_deref(), Some("main"));
+    assert_eq!(Path::new(&commit_of(&first).root), work.root());
+
+    let again = Reproduction::of(&first).unwrap();
+    assert!(again.is_same_binary());
+    assert_eq!(again.warnings().len(), 1, "{:?}", again.warnings());
+    let mut command = again.command();
+    let second = captured(command.env("RUST_LOG", "http://me:other@host"), out.path());
+    assert_eq!(work.differing(&first, &second), Vec::<String>::new());
+    assert_ne!(first.pid, second.pid);
+    assert!(!second.environment.contains_key("SLURM_JOB_ID"));
+
+    work.write("src/main.rs", "fn main() { 2 }\n");
+    let third = captured(command.env("RAYON_NUM_THREADS", "4"), out.path());
+    let diff = commit_of(&third).diff.clone().unwrap();
+    let diff = fs::read_to_string(out.path().join("blobs").join(diff)).unwrap();
+    assert!(diff.contains("+fn main() { 2 }\n"), "{diff}");
+    assert_eq!(
+        work.differing(&first, &third),
+        ["source src/main.rs", "environment RAYON_NUM_THREADS"]
+    );
+}
+
+#[test]
+fn what_accel_launch_was_called_with_is_recorded_and_done_again() {
+    let out = tempfile::tempdir().unwrap();
+    let arguments = ["--ignored", "--exact", "provenance::tests::captures"];
+    let launch = [
+        &["accel-launch", "-n", "1", "--example", "mnist", "--"],
+        &arguments[..],
+    ]
+    .concat();
+    let launch = serde_json::to_string(&launch).unwrap();
+    let mut command = process();
+    command.envs([
+        ("ACCEL_LAUNCH_COMMAND", launch.as_str()),
+        ("ACCEL_SET_BY_LAUNCHER", "ACCEL_NETWORK_INTERFACE"),
+        ("ACCEL_NETWORK_INTERFACE", "lo"),
+        ("CUDA_VISIBLE_DEVICES", "0"),
+        ("WORLD_SIZE", "2"),
+    ]);
+    let run = captured(&mut command, out.path());
+    assert!(run.is_launched());
+    let again = Reproduction::of(&run)
+        .unwrap()
+        .with_launcher("/opt/accel-launch");
+    let command = again.command();
+    let words: Vec<_> = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .collect();
+    let binary = std::env::current_exe().unwrap();
+    let expected = [
+        "/opt/accel-launch",
+        "--prebuilt",
+        binary.to_str().unwrap(),
+        "-n",
+        "1",
+        "--example",
+        "mnist",
+    ];
+    assert_eq!(words[..7], expected);
+    let set = command
+        .get_envs()
+        .filter_map(|(name, value)| value.map(|_| name.to_str().unwrap()));
+    let set: Vec<_> = set.collect();
+    for name in [
+        "ACCEL_NETWORK_INTERFACE",
+        "CUDA_VISIBLE_DEVICES",
+        "WORLD_SIZE",
+    ] {
+        assert!(!set.contains(&name), "{set:?}");
+    }
+}
+
+#[test]
+fn a_bare_environment_without_git_is_enough() {
+    let out = tempfile::tempdir().unwrap();
+    let mut command = process();
+    let run = captured(
+        command.env_clear().env("PATH", "/nowhere").current_dir("/"),
+        out.path(),
+    );
+    assert_eq!((run.commit, run.directory.as_deref()), (None, Some("/")));
+    assert!(run.environment.is_empty() && run.binary.is_some() && run.host.user.is_some());
+}

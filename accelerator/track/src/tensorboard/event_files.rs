@@ -1,0 +1,273 @@
+//! The event files of a run in a folder: their names, and how new ones take the place of old ones.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::event::{Event, EventKind, SummaryValue};
+use super::protobuf::ProtobufMessage;
+use super::record_file::RecordFile;
+use crate::error::{Error, Result};
+use crate::run_id::RunId;
+use crate::sink::RunInfo;
+
+/// What makes a file one of events, to TensorBoard.
+const PREFIX: &str = "events.out.tfevents.";
+
+/// After how long every reader has passed on to the next file. TensorBoard looks every 5 seconds, later where there is much
+/// to read.
+const PASSED_ON: Duration = Duration::from_secs(300);
+
+/// A file that grows, and one that is read before it.
+///
+/// Readers take files in the order of their names, and keep the first word about a run's hyperparameters and end. So what
+/// becomes known later is written to a file that comes before: a reader that starts then finds the last word first.
+#[derive(Debug)]
+pub(super) struct EventFiles {
+    folder: PathBuf,
+    run: RunId,
+    created_ms: u64,
+    /// In names where others have the time of their creation: greater than in every name that is there.
+    order: u64,
+    events: RecordFile<File>,
+    message: ProtobufMessage,
+    /// The files that the visible one took the place of, and when they are removed.
+    older: Option<(Vec<PathBuf>, Instant)>,
+}
+
+impl EventFiles {
+    /// Begins the run anew, in a file that no reader sees before it is flushed.
+    pub(super) fn create(folder: &Path, run: &RunInfo) -> Result<Self> {
+        fs::create_dir_all(folder).map_err(|e| Error::io("create the folder", folder, e))?;
+        let names = names(folder)?;
+        let greatest = names.iter().filter_map(|name| order(name)).max();
+        let created = run.created_ms / 1000;
+        let path = folder.join(hidden_name(run.id));
+        let file = File::create(&path).map_err(|e| Error::io("create the file", &path, e))?;
+        let mut files = Self {
+            folder: folder.to_owned(),
+            run: run.id,
+            created_ms: run.created_ms,
+            order: greatest.map_or(created, |greatest| created.max(greatest + 1)),
+            events: RecordFile::new(file),
+            message: ProtobufMessage::default(),
+            older: None,
+        };
+        files.write(run.created_ms, 0, EventKind::FileVersion)?;
+        // One reader needs this to give up what it holds, and passes over the first of them that it sees.
+        files.write(run.created_ms, 0, EventKind::SessionStart)?;
+        Ok(files)
+    }
+
+    pub(super) fn write(&mut self, ms: u64, step: u64, kind: EventKind<'_>) -> Result<()> {
+        Event { ms, step, kind }.encode(&mut self.message);
+        self.events
+            .write(self.message.bytes())
+            .map_err(|e| Error::io("write event files in", &self.folder, e))
+    }
+
+    /// Makes what was written visible; the first time, instead of what was there of this run.
+    pub(super) fn flush(&mut self) -> Result<()> {
+        self.events
+            .flush()
+            .map_err(|e| Error::io("write event files in", &self.folder, e))?;
+        match &mut self.older {
+            None => {
+                self.rename(&self.path_of_events())?;
+                self.older = Some((self.empty_older()?, Instant::now() + PASSED_ON));
+            }
+            Some((older, time)) if Instant::now() >= *time => {
+                for path in older.drain(..) {
+                    let removed = fs::remove_file(&path);
+                    tell(removed, "remove", &path);
+                }
+            }
+            Some(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Says something that is read before what was written here earlier, and instead of what this said earlier.
+    pub(super) fn write_before(&self, values: &[SummaryValue<'_>]) -> Result<()> {
+        let path = self.folder.join(format!("{}.first", hidden_name(self.run)));
+        let write = || {
+            let mut file = RecordFile::new(File::create(&path)?);
+            let mut message = ProtobufMessage::default();
+            for kind in [EventKind::FileVersion, EventKind::Summary(values)] {
+                let (ms, step) = (self.created_ms, 0);
+                Event { ms, step, kind }.encode(&mut message);
+                file.write(message.bytes())?;
+            }
+            file.flush()?;
+            fs::rename(&path, self.path_before())
+        };
+        write().map_err(|e| Error::io("write", &path, e))
+    }
+
+    fn path_before(&self) -> PathBuf {
+        self.path("0")
+    }
+
+    fn path_of_events(&self) -> PathBuf {
+        self.path("1")
+    }
+
+    fn path(&self, place: &str) -> PathBuf {
+        let Self { order, run, .. } = self;
+        self.folder
+            .join(format!("{PREFIX}{order:010}.{place}.{run}"))
+    }
+
+    fn rename(&self, path: &Path) -> Result<()> {
+        let hidden = self.folder.join(hidden_name(self.run));
+        fs::rename(&hidden, path).map_err(|e| Error::io("rename", &hidden, e))
+    }
+
+    /// Empties this run's files of earlier times. Other programs' stay, and so do those of other runs.
+    ///
+    /// Without the file that it reads, one reader never comes to the next: files are removed when it has.
+    fn empty_older(&self) -> Result<Vec<PathBuf>> {
+        let end = format!(".{}", self.run);
+        let kept = [self.path_before(), self.path_of_events()];
+        let older: Vec<_> = names(&self.folder)?
+            .iter()
+            .filter(|name| name.starts_with(PREFIX) && name.ends_with(&end))
+            .map(|name| self.folder.join(name))
+            .filter(|path| !kept.contains(path))
+            .collect();
+        for path in &older {
+            tell(File::create(path).map(drop), "empty", path);
+        }
+        Ok(older)
+    }
+}
+
+/// What is left of an earlier file is no reason to stop.
+fn tell(result: io::Result<()>, doing: &str, path: &Path) {
+    if let Err(error) = result {
+        let path = path.display();
+        tracing::warn!("cannot {doing} {path}: {error}; TensorBoard may show what was taken back");
+    }
+}
+
+/// The name of a file that is not to be read yet. There is one a run, so none is left behind for ever.
+fn hidden_name(run: RunId) -> String {
+    format!(".accel-{run}")
+}
+
+fn order(name: &str) -> Option<u64> {
+    let (order, _) = name.strip_prefix(PREFIX)?.split_once('.')?;
+    // Ten digits sort as numbers do.
+    order.parse().ok().filter(|order| *order < 9_999_999_999)
+}
+
+fn names(folder: &Path) -> Result<Vec<String>> {
+    let read = || {
+        fs::read_dir(folder)?
+            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+            .collect::<io::Result<_>>()
+    };
+    read().map_err(|e| Error::io("read the folder", folder, e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::event::SummaryData;
+    use super::*;
+
+    #[test]
+    fn a_new_file_takes_the_place_of_the_runs_older_ones_and_of_no_other() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = temporary.path().join("new/folder");
+        let [run, other] = [1_700_000_000_000, 1_600_000_000_000].map(|created_ms| RunInfo {
+            id: RunId::new(),
+            name: "a".to_owned(),
+            folder: folder.clone(),
+            created_ms,
+        });
+        let path = |order: u64, place: u32, run: &RunInfo| {
+            folder.join(format!(
+                "events.out.tfevents.{order:010}.{place}.{}",
+                run.id
+            ))
+        };
+
+        let mut first = EventFiles::create(&folder, &run).unwrap();
+        assert!(
+            names(&folder)
+                .unwrap()
+                .iter()
+                .all(|name| !name.contains("tfevents"))
+        );
+        first.flush().unwrap();
+        first.write_before(&[]).unwrap();
+        EventFiles::create(&folder, &other)
+            .unwrap()
+            .flush()
+            .unwrap();
+        let foreign = folder.join("events.out.tfevents.1700000005.host.1.0");
+        fs::write(&foreign, "foreign").unwrap();
+
+        // What a process left that was killed is overwritten.
+        drop(EventFiles::create(&folder, &run).unwrap());
+        let mut second = EventFiles::create(&folder, &run).unwrap();
+        let value = SummaryValue {
+            tag: "a",
+            data: SummaryData::Scalar(1.0),
+        };
+        second.write(0, 1, EventKind::Summary(&[value])).unwrap();
+        let first_paths = [path(1_700_000_000, 0, &run), path(1_700_000_000, 1, &run)];
+        for path in &first_paths {
+            assert_ne!(path.metadata().unwrap().len(), 0, "before it is flushed");
+        }
+        second.flush().unwrap();
+        for path in &first_paths {
+            assert_eq!(
+                path.metadata().unwrap().len(),
+                0,
+                "a reader may still be there"
+            );
+        }
+        // Its name comes after all that were there.
+        let second_path = path(1_700_000_006, 1, &run);
+        let length = second_path.metadata().unwrap().len();
+
+        second.older.as_mut().unwrap().1 = Instant::now();
+        second.flush().unwrap();
+        second.flush().unwrap();
+        let mut left: Vec<_> = names(&folder)
+            .unwrap()
+            .iter()
+            .map(|name| folder.join(name))
+            .collect();
+        left.sort();
+        let other_path = path(1_700_000_001, 1, &other);
+        assert_eq!(
+            left,
+            [other_path.clone(), foreign.clone(), second_path.clone()]
+        );
+        assert_ne!(other_path.metadata().unwrap().len(), 0);
+        assert_eq!(fs::read(&foreign).unwrap(), b"foreign");
+        assert_eq!(second_path.metadata().unwrap().len(), length);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_named() {
+        let temporary = tempfile::NamedTempFile::new().unwrap();
+        let run = RunInfo {
+            id: RunId::new(),
+            name: "a".to_owned(),
+            folder: temporary.path().to_owned(),
+            created_ms: 0,
+        };
+        let error = EventFiles::create(temporary.path(), &run).unwrap_err();
+        assert!(error.is_io(), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains(temporary.path().to_str().unwrap()),
+            "{error}"
+        );
+    }
+}
