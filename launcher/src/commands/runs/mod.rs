@@ -5,9 +5,11 @@ mod diff;
 mod export;
 mod gc;
 mod list;
+mod report;
 mod reproduce;
 mod show;
 mod sync;
+mod upload;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -38,7 +40,11 @@ enum RunsCommand {
     Diff(diff::DiffArgs),
     /// Write a run to a file.
     Export(export::ExportArgs),
-    /// Deliver what is missing of runs to another place.
+    /// Write a page that shows a run, or compares several, in one file that needs no network.
+    Report(report::ReportArgs),
+    /// Copy runs, with the artifacts that they made and used, to another folder of runs; what is there is not copied again.
+    Upload(upload::UploadArgs),
+    /// Deliver what is missing of runs to a table, TensorBoard or MLflow.
     Sync(sync::SyncArgs),
     /// Remove runs, and what is left that nothing needs.
     ///
@@ -70,6 +76,8 @@ pub(crate) fn run(arguments: &RunsArgs) -> Result<ExitCode> {
         RunsCommand::Compare(arguments) => compare::run(arguments),
         RunsCommand::Diff(arguments) => diff::run(arguments),
         RunsCommand::Export(arguments) => export::run(arguments),
+        RunsCommand::Report(arguments) => report::run(arguments),
+        RunsCommand::Upload(arguments) => upload::run(arguments),
         RunsCommand::Sync(arguments) => sync::run(arguments),
         RunsCommand::Gc(arguments) => gc::run(arguments),
         RunsCommand::Reproduce(arguments) => reproduce::run(arguments),
