@@ -1,5 +1,7 @@
 //! `gc`.
 
+use accelerator_track::{Artifact, ArtifactStore, RunSummary};
+
 use super::{builder, finished, lines};
 use crate::support::Folder;
 
@@ -68,4 +70,46 @@ fn gc_removes_what_was_selected_and_nothing_else() {
     folder
         .launch(["runs", "gc", "--older-than", "soon"])
         .expect(2);
+}
+
+#[test]
+fn gc_removes_artifacts_that_nothing_needs() {
+    let folder = Folder::new();
+    let first = RunSummary::read(finished(&folder, "a", 0.1)).unwrap();
+    let store = ArtifactStore::of_runs(folder.path().join("runs"));
+    let commit = |content: &str, by: Option<&RunSummary>| {
+        let path = folder.write("model.bin", content);
+        let artifact = Artifact::create("model").add_file(path).unwrap();
+        let artifact = match by {
+            Some(run) => artifact.produced_by(run.id),
+            None => artifact,
+        };
+        store.commit(&artifact).unwrap();
+    };
+    commit("by the run", Some(&first));
+    commit("aliased", Some(&first));
+    store.set_alias("model:v2", "best").unwrap();
+    commit("by hand", None);
+    commit("latest", Some(&first));
+    let versions = || {
+        let versions = store.versions("model").unwrap();
+        versions.iter().map(|x| x.version()).collect::<Vec<_>>()
+    };
+
+    // The run is there: all of them are needed.
+    let line = ["runs", "gc", "--artifacts", "--yes"];
+    assert_eq!(folder.launch(line).expect(0).text(), "nothing to remove\n");
+    let line = ["runs", "gc", "--older-than", "0s", "--yes"];
+    folder.launch(line).expect(0);
+    assert_eq!(versions(), [1, 2, 3, 4]);
+    let line = ["runs", "gc", "--artifacts", "--yes"];
+    folder.write("runs/damaged/journal.jsonl", "");
+    folder
+        .launch(line)
+        .expect(0)
+        .says("artifacts are left alone");
+    std::fs::remove_dir_all(folder.path().join("runs/damaged")).unwrap();
+    let text = folder.launch(line).expect(0).text();
+    assert_eq!(lines(&text), ["artifact model:v1", "freed 10 B"]);
+    assert_eq!(versions(), [2, 3, 4]);
 }

@@ -1,4 +1,4 @@
-//! `export` and `sync`.
+//! `export`, `report`, `upload` and `sync`.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -136,6 +136,65 @@ fn a_folder_that_cannot_be_written_can_be_read() {
     }
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     drop(run);
+}
+
+#[test]
+fn a_report_is_one_file() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    resumed(&folder, "b");
+    folder
+        .launch(["runs", "report", "a", "b", "-o", "both.html"])
+        .expect(0);
+    let page = folder.read("both.html");
+    assert!(page.contains("train/loss") && page.contains("model.layers"));
+    assert!(!page.contains("src=\"http") && !page.contains("href=\"http"));
+    folder
+        .launch(["runs", "report", "a", "-o", "no/such/a.html"])
+        .expect(2)
+        .says("no/such/a.html");
+}
+
+#[test]
+fn an_upload_is_a_run_of_the_other_folder() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    folder
+        .launch(["runs", "upload", "a", "archive/runs"])
+        .expect(2)
+        .says("archive/runs");
+    let line = ["runs", "upload", "a", "archive/runs", "--make-folder"];
+    folder.launch(line).expect(0);
+    let text = folder.launch(line).expect(0).text();
+    assert!(text.contains(" 0 files of it copied"), "{text}");
+    let line = ["runs", "show", "a", "--runs", "archive/runs"];
+    folder.launch(line).expect(0);
+}
+
+#[test]
+fn a_server_that_is_not_there_is_told() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    // Nobody listens on a port that was just given back.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let place = format!("mlflow:http://{}", free.local_addr().unwrap());
+    drop(free);
+    folder
+        .launch(["runs", "sync", "a", "--to", &place])
+        .expect(1)
+        .says("a: not delivered to MLflow at http://127.0.0.1:");
+    folder
+        .launch(["runs", "sync", "a", "--to", "mlflow:somewhere"])
+        .expect(2)
+        .says("expected the address of an MLflow server");
+    let mut command = folder.launcher();
+    command
+        .args(["runs", "sync", "a", "--to", "mlflow"])
+        .env_remove("MLFLOW_TRACKING_URI");
+    crate::support::Run::start(command)
+        .end()
+        .expect(2)
+        .says("MLFLOW_TRACKING_URI");
 }
 
 fn has_events(folder: &Folder, path: &str) -> bool {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use accelerator_track::{Capture, Run, Runs};
+use accelerator_track::{Artifact, Capture, Run, Runs};
 use serde_json::json;
 
 use super::lines;
@@ -41,6 +41,9 @@ fn a_program_that_trains() {
         let time = std::time::UNIX_EPOCH.elapsed().unwrap();
         run.log("time", [("now", time.as_secs_f64())], step, None);
     }
+    fs::write("weights.bin", weight.to_le_bytes()).unwrap();
+    let weights = Artifact::create("weights").add_file("weights.bin").unwrap();
+    run.mark_output(weights).unwrap();
     run.finish().unwrap();
 }
 
@@ -69,7 +72,7 @@ fn the_same_bits_are_told() {
     );
     let last = shown.last().unwrap();
     assert!(
-        last.starts_with("the same bits: 40 points of 2 metrics"),
+        last.starts_with("the same bits: 40 points of 2 metrics, and the artifacts weights"),
         "{text}"
     );
     let runs = Runs::open(folder.path().join("runs")).unwrap();
@@ -92,9 +95,13 @@ fn the_first_step_that_differs_is_named() {
         .iter()
         .filter(|x| x.starts_with("different: "))
         .collect();
-    assert_eq!(different.len(), 2, "{text}");
+    assert_eq!(different.len(), 3, "{text}");
     assert!(
-        different[0].starts_with("different: metric train/loss at step 11 was "),
+        different[0].starts_with("different: artifact weights was "),
+        "{text}"
+    );
+    assert!(
+        different[1].starts_with("different: metric train/loss at step 11 was "),
         "{text}"
     );
     assert!(
