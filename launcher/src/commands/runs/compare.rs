@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use accelerator_track::{Number, RunSummary, SeriesSummary};
+use accelerator_track::RunSummary;
 use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
@@ -115,13 +115,19 @@ fn metric_rows(runs: &[RunSummary], only: &[String]) -> Vec<ComparedRow> {
             keys.push(&series.key);
         }
     }
-    const FIGURES: [(&str, fn(&SeriesSummary) -> Number); 3] =
-        [("last", |x| x.last), ("min", |x| x.min), ("max", |x| x.max)];
     let mut rows = Vec::new();
     for key in keys {
-        for (name, figure_of) in FIGURES {
+        for name in ["last", "min", "max"] {
             // In JSON what is no number is a word, and equal to itself.
-            let of = |run: &RunSummary| serde_json::to_value(figure_of(run.series(key)?)).ok();
+            let of = |run: &RunSummary| {
+                let series = run.series(key)?;
+                let figure = match name {
+                    "last" => series.last,
+                    "min" => series.min,
+                    _ => series.max,
+                };
+                serde_json::to_value(figure).ok()
+            };
             let values = runs.iter().map(of).collect();
             rows.push(ComparedRow::new(format!("{key} {name}"), values, |value| {
                 value.as_f64().map_or_else(|| value_text(value), figure)

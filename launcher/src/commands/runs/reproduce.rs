@@ -213,17 +213,16 @@ fn first_difference(a: &[Point], b: &[Point]) -> Option<(u64, String)> {
         (x.step, x.value.to_bits(), x.count) == (y.step, y.value.to_bits(), y.count)
     };
     let at = a.iter().zip(b).take_while(|&pair| is_same(pair)).count();
+    let missing = |x: &Point| (x.step, format!("has no value again at step {}", x.step));
     match (a.get(at), b.get(at)) {
         (None, None) => None,
         (Some(x), Some(y)) if x.step == y.step => Some((
             x.step,
             format!("at step {} was {}, and is {}", x.step, x.value, y.value),
         )),
-        (Some(x), y) if y.is_none_or(|y| x.step < y.step) => {
-            Some((x.step, format!("has no value again at step {}", x.step)))
-        }
+        (Some(x), None) => Some(missing(x)),
+        (Some(x), Some(y)) if x.step < y.step => Some(missing(x)),
         (_, Some(y)) => Some((y.step, format!("has a new value at step {}", y.step))),
-        (Some(_), None) => None,
     }
 }
 
