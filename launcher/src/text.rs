@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::ops::Range;
 use std::process::ExitCode;
-use std::time::SystemTime;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
@@ -53,20 +53,80 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{amount:.1} {unit}")
 }
 
+/// `3 min`: whole units of the largest that fits.
+pub(crate) fn duration(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        3600..86_400 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
+/// How long ago a second since 1970 was, in seconds; 0 for what a clock that is ahead has written.
+pub(crate) fn age(created: u64) -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |x| x.as_secs().saturating_sub(created))
+}
+
+/// A measured number in six digits: `0.0123457`, `1.5e-9`, `NaN`.
+pub(crate) fn figure(value: f64) -> String {
+    if !value.is_finite() {
+        return value.to_string();
+    }
+    let scientific = format!("{value:.5e}");
+    let Some((digits, exponent)) = scientific.split_once('e') else {
+        return scientific;
+    };
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    let trimmed = |text: &str| match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text.to_owned(),
+    };
+    match exponent {
+        -5..=5 => trimmed(&format!("{value:.*}", (5 - exponent) as usize)),
+        6..15 if value.fract() == 0.0 => format!("{value}"),
+        _ => format!("{}e{exponent}", trimmed(digits)),
+    }
+}
+
+/// Text of a program, without what moves a terminal's cursor or ends a line of a table.
+pub(crate) fn plain(text: &str) -> String {
+    let escaped = |c: char| match c.is_control() {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
+
+/// The beginning of what may be long.
+pub(crate) fn short(text: &str) -> String {
+    const LONGEST: usize = 100;
+    match text.char_indices().nth(LONGEST) {
+        None => text.to_owned(),
+        Some((at, _)) => format!("{}…", &text[..at]),
+    }
+}
+
 /// Aligns `rows` in columns, two blanks apart.
-pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
-    let mut widths = [0; N];
+pub(crate) fn columns(rows: &[impl AsRef<[String]>]) -> String {
+    let mut widths = Vec::new();
     for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
+        for (at, cell) in row.as_ref().iter().enumerate() {
+            let width = cell.chars().count();
+            match widths.get_mut(at) {
+                Some(widest) => *widest = width.max(*widest),
+                None => widths.push(width),
+            }
         }
     }
     let mut text = String::new();
     for row in rows {
         let cells: Vec<String> = row
+            .as_ref()
             .iter()
-            .zip(widths)
-            .map(|(cell, width)| format!("{cell:width$}"))
+            .zip(&widths)
+            .map(|(cell, &width)| format!("{cell:width$}"))
             .collect();
         text.push_str(cells.join("  ").trim_end());
         text.push('\n');
@@ -152,6 +212,43 @@ mod tests {
             ["long".to_owned(), "c".to_owned()],
         ];
         assert_eq!(columns(&rows), "a     b\nlong  c\n");
+    }
+
+    #[test]
+    fn times_are_short() {
+        for (seconds, text) in [
+            (0, "0 s"),
+            (59, "59 s"),
+            (60, "1 min"),
+            (7199, "1 h"),
+            (86_400 * 3, "3 d"),
+        ] {
+            assert_eq!(duration(seconds), text);
+        }
+    }
+
+    #[test]
+    fn figures_have_six_digits() {
+        for (value, text) in [
+            (0.0, "0"),
+            (0.1 + 0.2, "0.3"),
+            (-1.0 / 3.0, "-0.333333"),
+            (0.001_234_567_8, "0.00123457"),
+            (1.5e-9, "1.5e-9"),
+            (60_000.0, "60000"),
+            (1_234_567.0, "1234567"),
+            (1_234_567.8, "1.23457e6"),
+            (1e300, "1e300"),
+            (f64::NAN, "NaN"),
+            (f64::NEG_INFINITY, "-inf"),
+        ] {
+            assert_eq!(figure(value), text);
+        }
+    }
+
+    #[test]
+    fn names_cannot_move_the_cursor() {
+        assert_eq!(plain("a\nb\u{1b}[2J é"), "a\\nb\\u{1b}[2J é");
     }
 
     #[test]

@@ -64,6 +64,8 @@ variables! {
         "how gradients of GPUs are reduced: by NCCL, or through host memory";
     RESTART, SetByLauncher, Number, default "0", code "":
         "how often the job has been restarted";
+    RUN_TAGS, Ranks, Text("key=value, with commas between several"), default "none", code "tag":
+        "tags of the run that the program starts";
     SET_BY_LAUNCHER, SetByLauncher, Text("names of variables, separated by commas"), default "none", code "":
         "the variables that the launcher has set; a program that does not know one of them ignores it";
     STORE, SetByLauncher, OneOf(&["launcher", "rank0"]), default "rank0", code "":

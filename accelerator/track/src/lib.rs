@@ -7,6 +7,8 @@ pub use artifact::{
     Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore, Lineage,
     LineageEdge, LineageRun, OnConflict, PruneReport, Retention, StoredArtifact,
 };
+#[cfg(feature = "board")]
+pub use board::Board;
 pub use error::{Error, Result};
 pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
@@ -19,8 +21,10 @@ pub use provenance::{
     Reproduction, SourceState, diff, diff_with_git, digest_folder, mask_arguments,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
+pub use report::Report;
 pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
 pub use run_id::RunId;
+pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use system::SystemSampler;
@@ -28,6 +32,8 @@ pub use tensorboard::TensorBoard;
 pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
 
 mod artifact;
+#[cfg(feature = "board")]
+mod board;
 mod error;
 mod folder_name;
 mod history;
@@ -36,8 +42,10 @@ mod journal;
 mod mlflow;
 mod provenance;
 mod record;
+mod report;
 mod run;
 mod run_id;
+mod runs;
 mod sink;
 mod system;
 mod tensorboard;

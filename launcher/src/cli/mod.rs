@@ -9,12 +9,14 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::agent::ssh;
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
+use crate::commands::board::{self, BoardArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::docs::{self, CompletionsArgs};
 use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
 use crate::commands::launch;
 use crate::commands::plan::{self, PlanArgs};
+use crate::commands::runs::{self, RunsArgs};
 use crate::commands::selftest::{self, RankArgs, TestArgs};
 use crate::error::Result;
 use crate::settings::options::Options;
@@ -32,6 +34,8 @@ use argv::Argv;
         accel-launch env|plan|test [OPTIONS]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR\n       \
+        accel-launch runs list|show|compare|diff|report|export|upload|sync|gc|reproduce\n       \
+        accel-launch board [--runs DIR] [--port N]\n       \
         accel-launch estimate-memory FILE.safetensors\n       \
         accel-launch completions SHELL\n       \
         accel-launch man",
@@ -57,6 +61,10 @@ enum Subcommands {
     Plan(PlanArgs),
     /// List the checkpoints of a folder, show what is in one, or verify them.
     Checkpoint(CheckpointArgs),
+    /// List, show and compare tracked runs, deliver them elsewhere, start them again.
+    Runs(RunsArgs),
+    /// Show tracked runs in a browser, while they are written.
+    Board(BoardArgs),
     /// Estimate the memory that training a model takes, from its file.
     #[command(name = "estimate-memory")]
     Estimate(EstimateArgs),
@@ -123,6 +131,8 @@ impl Cli {
             Subcommands::Env(arguments) => env::run(arguments),
             Subcommands::Plan(arguments) => plan::run(arguments),
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
+            Subcommands::Runs(arguments) => runs::run(arguments),
+            Subcommands::Board(arguments) => board::run(arguments),
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),

@@ -1,10 +1,12 @@
 //! The commands of `accel-launch`, one module each.
 
 pub(crate) mod bench;
+pub(crate) mod board;
 pub(crate) mod checkpoint;
 pub(crate) mod docs;
 pub(crate) mod env;
 pub(crate) mod estimate;
 pub(crate) mod launch;
 pub(crate) mod plan;
+pub(crate) mod runs;
 pub(crate) mod selftest;

@@ -22,6 +22,7 @@ mod preemption;
 mod ranks;
 mod restarts;
 mod root_cause;
+mod runs;
 mod security;
 mod selftest;
 mod shim;

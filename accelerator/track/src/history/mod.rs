@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
+
 use crate::error::{Error, Kind, Result};
 use crate::journal;
 use crate::record::{EndStatus, Entry, Number, Record};
@@ -35,7 +37,7 @@ mod reader;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct RunHistory {
     /// The run's folder.
@@ -70,7 +72,9 @@ pub struct RunHistory {
     pub end: Option<RunEnd>,
     /// How many entries its journal has.
     pub entries: u64,
+    #[serde(skip)]
     is_written_now: bool,
+    #[serde(skip)]
     by_series: HashMap<u32, usize>,
 }
 
@@ -119,7 +123,7 @@ impl RunHistory {
         self.last_ms.saturating_sub(self.created_ms)
     }
 
-    fn new(folder: &Path, head: &Entry) -> Result<Self> {
+    pub(crate) fn new(folder: &Path, head: &Entry) -> Result<Self> {
         let Record::Head { version, run, name } = &head.record else {
             return Err(Error::new(
                 Kind::Corrupt,

@@ -3,16 +3,18 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
-use crate::record::{ArtifactRole, EndStatus};
+use crate::record::{ArtifactRole, EndStatus, Number};
 
 /// What became of a run.
 ///
 /// ```
 /// assert_eq!(accelerator_track::RunStatus::Interrupted.to_string(), "interrupted");
 /// ```
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum RunStatus {
     /// A process writes it.
     Running,
@@ -45,7 +47,7 @@ impl fmt::Display for RunStatus {
 ///     format!("attempt {} on {} ranks", attempt.attempt, attempt.world)
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RunAttempt {
     /// Counts them from 0.
@@ -69,12 +71,13 @@ pub struct RunAttempt {
 ///     !parameter.earlier.is_empty()
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Hyperparameter {
     /// The latest.
     pub value: Value,
     /// Those of earlier attempts, where they were different.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier: Vec<Value>,
 }
 
@@ -85,7 +88,7 @@ pub struct Hyperparameter {
 ///     Some(series.points.last()?.value)
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Series {
     /// `kind/name`, as `train/loss`.
@@ -101,16 +104,19 @@ pub struct Series {
 ///     point.value.is_finite()
 /// }
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Point {
     /// The step.
     pub step: u64,
     /// The epoch, where it was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
     /// The value; it may be infinite or no number.
+    #[serde(serialize_with = "number")]
     pub value: f64,
     /// How many samples it is a mean of, where that was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
     /// When it was logged, in milliseconds since 1970.
     pub ms: u64,
@@ -123,7 +129,7 @@ pub struct Point {
 ///     format!("{} at step {}", media.key, media.step)
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Media {
     /// `kind/name`.
@@ -133,6 +139,7 @@ pub struct Media {
     /// When it was logged, in milliseconds since 1970.
     pub ms: u64,
     /// What it is.
+    #[serde(flatten)]
     pub content: MediaContent,
 }
 
@@ -143,12 +150,13 @@ pub struct Media {
 ///
 /// assert_eq!(MediaContent::Text("**good**".to_owned()), MediaContent::Text("**good**".to_owned()));
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum MediaContent {
     /// Markdown.
     Text(String),
     /// Left and right edge of each bin, and how many values are in it.
-    Histogram(Vec<[f64; 3]>),
+    Histogram(#[serde(serialize_with = "numbers")] Vec<[f64; 3]>),
     /// An image.
     Image {
         /// Its file.
@@ -167,6 +175,7 @@ pub enum MediaContent {
         /// What the axis upwards counts.
         y_label: String,
         /// Its points.
+        #[serde(serialize_with = "numbers")]
         points: Vec<[f64; 2]>,
     },
 }
@@ -178,7 +187,7 @@ pub enum MediaContent {
 ///     format!("{}:v{}", artifact.name, artifact.version)
 /// }
 /// ```
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ArtifactUse {
     /// Which of the two.
@@ -198,12 +207,13 @@ pub struct ArtifactUse {
 ///     memory.value / f64::from(1 << 20)
 /// }
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SystemPoint {
     /// When, in milliseconds since 1970.
     pub ms: u64,
     /// How much.
+    #[serde(serialize_with = "number")]
     pub value: f64,
 }
 
@@ -214,7 +224,7 @@ pub struct SystemPoint {
 ///     end.status == accelerator_track::EndStatus::Finished
 /// }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RunEnd {
     /// How.
@@ -223,4 +233,16 @@ pub struct RunEnd {
     pub failure: Option<Value>,
     /// When, in milliseconds since 1970.
     pub ms: u64,
+}
+
+/// JSON has no numbers for what is not finite.
+fn number<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    Number(*value).serialize(serializer)
+}
+
+fn numbers<S: Serializer, const N: usize>(
+    rows: &[[f64; N]],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(rows.iter().map(|row| row.map(Number).to_vec()))
 }

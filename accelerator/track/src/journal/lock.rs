@@ -3,6 +3,8 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
 use crate::folder_name::folder_name;
@@ -51,7 +53,17 @@ impl RunLock {
             .truncate(false)
             .open(path);
         let mut file = file.map_err(|error| Error::io("write", path, error))?;
-        match file.try_lock() {
+        let mut locked = file.try_lock();
+        // Who asks whether the run is being written holds it for a moment, and so does a process that another thread is
+        // starting, until it has become its program.
+        for _ in 0..RETRIES {
+            if !matches!(locked, Err(TryLockError::WouldBlock)) {
+                break;
+            }
+            thread::sleep(PAUSE);
+            locked = file.try_lock();
+        }
+        match locked {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut owner = String::new();
@@ -84,6 +96,8 @@ impl RunLock {
 }
 
 const LOCK: &str = "lock";
+const RETRIES: usize = 20;
+const PAUSE: Duration = Duration::from_millis(10);
 
 fn host_name() -> String {
     #[cfg(unix)]

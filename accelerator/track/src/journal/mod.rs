@@ -2,8 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::error::Result;
+use crate::record::Entry;
+
 pub(crate) use follower::{Followed, Follower};
 pub(crate) use lock::RunLock;
+use reader::LineReader;
 pub(crate) use writer::{JournalWriter, now_ms};
 
 mod follower;
@@ -38,6 +42,11 @@ pub(crate) fn rank_journals(folder: &Path) -> Vec<(usize, PathBuf)> {
         Some((rank.parse().ok()?, path))
     });
     journals.collect()
+}
+
+/// The first entry of a journal; none where it is empty, or cut within its first line.
+pub(crate) fn first_entry(path: &Path) -> Result<Option<Entry>> {
+    Ok(LineReader::open(path)?.next()?.and_then(line::parse))
 }
 
 const SYSTEM: &str = "system";

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 
-use accelerator_env::{LAUNCH_COMMAND, PREFIX, Reader, SET_BY_LAUNCHER, find};
+use accelerator_env::{LAUNCH_COMMAND, PREFIX, RUN_TAGS, Reader, SET_BY_LAUNCHER, find};
 
 use super::mask::{is_secret_variable, mask_arguments, mask_text};
 
@@ -70,7 +70,8 @@ impl Meaning {
             "TORCHELASTIC_RUN_ID",
             "WORLD_SIZE",
         ];
-        if is_secret_variable(name) || name == LAUNCH_COMMAND.name {
+        let is_recorded_elsewhere = [LAUNCH_COMMAND.name, RUN_TAGS.name].contains(&name);
+        if is_secret_variable(name) || is_recorded_elsewhere {
             return None;
         }
         if name.starts_with(PREFIX) {

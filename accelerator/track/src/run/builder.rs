@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use accelerator_env::RUN_TAGS;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -154,7 +155,7 @@ impl RunBuilder {
         self
     }
 
-    /// Starts it.
+    /// Starts it. It gets the tags of the environment variable `ACCEL_RUN_TAGS` too: `key=value`, with commas between.
     ///
     /// # Errors
     ///
@@ -162,10 +163,11 @@ impl RunBuilder {
     /// if another process writes it.
     pub fn start(self) -> Result<Run> {
         let Self {
-            settings,
+            mut settings,
             sinks,
             mark,
         } = self;
+        settings.tags.extend(tags_of_environment());
         if settings.name.is_empty() {
             return Err(Error::new(
                 Kind::Misuse,
@@ -313,6 +315,15 @@ impl std::fmt::Debug for RunBuilder {
             .field("settings", &self.settings)
             .finish_non_exhaustive()
     }
+}
+
+/// Those of who starts the program, such as `accel-launch runs reproduce`.
+fn tags_of_environment() -> Vec<(String, String)> {
+    let tags = accelerator_env::variable(RUN_TAGS.name).unwrap_or_default();
+    let tags = tags.to_string_lossy();
+    let tags = tags.split(',').filter_map(|tag| tag.split_once('='));
+    tags.map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
 }
 
 /// The name of a run's folder.

@@ -2,14 +2,13 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use accelerator_manifest::{Checkpoint, CheckpointKind, VerifyLevel};
 use serde::Serialize;
 
-use super::{CheckpointPath, duration, wrong_place};
+use super::{CheckpointPath, wrong_place};
 use crate::error::Result;
-use crate::text::{columns, json, print, size};
+use crate::text::{age, columns, duration, json, print, size};
 
 pub(super) fn run(place: &CheckpointPath, as_json: bool) -> Result<ExitCode> {
     let list = List::read(place)?;
@@ -138,10 +137,4 @@ impl Row {
             state,
         ]
     }
-}
-
-/// In seconds; 0 for what a clock that is ahead has written.
-pub(super) fn age(created: u64) -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |x| x.as_secs().saturating_sub(created))
 }

@@ -4,10 +4,8 @@ use std::process::ExitCode;
 
 use accelerator_manifest::{Checkpoint, LoaderState, Manifest};
 
-use super::duration;
-use super::list::age;
 use crate::error::{Error, Result};
-use crate::text::{columns, json, print, size};
+use crate::text::{age, columns, duration, json, print, short, size};
 
 pub(super) fn run(checkpoint: &Checkpoint, as_json: bool) -> Result<ExitCode> {
     let manifest = checkpoint.manifest().map_err(|error| {
@@ -91,13 +89,4 @@ fn loader_text(loader: &LoaderState) -> String {
         loader.order,
         loader.tail,
     )
-}
-
-/// The beginning of what may be long.
-fn short(text: &str) -> String {
-    const MAX_VALUE: usize = 100;
-    match text.char_indices().nth(MAX_VALUE) {
-        None => text.to_owned(),
-        Some((at, _)) => format!("{}…", &text[..at]),
-    }
 }

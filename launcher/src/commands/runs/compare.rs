@@ -1,0 +1,138 @@
+//! `accel-launch runs compare`.
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+
+use accelerator_track::RunSummary;
+use clap::Args;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{RunsFolder, label, row, value_text};
+use crate::error::Result;
+use crate::text::{columns, figure, json, plain, print, short};
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct CompareArgs {
+    /// The runs: names of their folders, ids or beginnings of those, names, or paths.
+    #[arg(value_name = "RUN", required = true, num_args = 2..)]
+    runs: Vec<String>,
+
+    #[command(flatten)]
+    place: RunsFolder,
+
+    /// Show only this metric; may be given several times.
+    #[arg(long = "metric", value_name = "KEY")]
+    metrics: Vec<String>,
+
+    /// Show only what differs.
+    #[arg(long)]
+    changed: bool,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The fields are those of the JSON object; values are in the order of the runs.
+#[derive(Serialize)]
+struct Comparison {
+    runs: Vec<RunSummary>,
+    rows: Vec<ComparedRow>,
+}
+
+#[derive(Serialize)]
+struct ComparedRow {
+    name: String,
+    differs: bool,
+    values: Vec<Option<Value>>,
+    #[serde(skip)]
+    shown: Vec<String>,
+}
+
+pub(super) fn run(arguments: &CompareArgs) -> Result<ExitCode> {
+    let runs = arguments.runs.iter().map(|x| arguments.place.summary(x));
+    let runs = runs.collect::<Result<Vec<_>>>()?;
+    let mut rows = parameter_rows(&runs);
+    rows.extend(metric_rows(&runs, &arguments.metrics));
+    if arguments.changed {
+        rows.retain(|row| row.differs);
+    }
+    let comparison = Comparison { runs, rows };
+    print(&match arguments.json {
+        true => json(&comparison)?,
+        false => comparison.text(),
+    })
+}
+
+impl Comparison {
+    fn text(&self) -> String {
+        let names: Vec<String> = self.runs.iter().map(|run| label(&run.folder)).collect();
+        let head = ["", ""].into_iter().chain(names.iter().map(String::as_str));
+        let statuses = self.runs.iter().map(|run| run.status.to_string());
+        let mut table = vec![row(head)];
+        table.push(row(["", "status"]).into_iter().chain(statuses).collect());
+        for row in &self.rows {
+            let mark = if row.differs { "*" } else { "" };
+            let cells = [mark.to_owned(), plain(&row.name)];
+            table.push(cells.into_iter().chain(row.shown.iter().cloned()).collect());
+        }
+        columns(&table)
+    }
+}
+
+impl ComparedRow {
+    fn new(name: String, values: Vec<Option<Value>>, show: impl Fn(&Value) -> String) -> Self {
+        let or_none = |value: &Option<Value>| match value {
+            Some(value) => show(value),
+            None => "-".to_owned(),
+        };
+        Self {
+            differs: values.windows(2).any(|pair| pair[0] != pair[1]),
+            shown: values.iter().map(or_none).collect(),
+            name,
+            values,
+        }
+    }
+}
+
+fn parameter_rows(runs: &[RunSummary]) -> Vec<ComparedRow> {
+    let all = runs.iter().flat_map(|run| &run.hyperparameters);
+    let keys: BTreeMap<&String, ()> = all.map(|(key, _)| (key, ())).collect();
+    let of = |run: &RunSummary, key| Some(run.hyperparameters.get(key)?.value.clone());
+    let rows = keys.into_keys().map(|key| {
+        let values = runs.iter().map(|run| of(run, key)).collect();
+        ComparedRow::new(key.clone(), values, |value| short(&value_text(value)))
+    });
+    rows.collect()
+}
+
+fn metric_rows(runs: &[RunSummary], only: &[String]) -> Vec<ComparedRow> {
+    let mut keys: Vec<&str> = Vec::new();
+    for series in runs.iter().flat_map(|run| &run.series) {
+        let is_asked = only.is_empty() || only.contains(&series.key);
+        if is_asked && !keys.contains(&series.key.as_str()) {
+            keys.push(&series.key);
+        }
+    }
+    let mut rows = Vec::new();
+    for key in keys {
+        for name in ["last", "min", "max"] {
+            // In JSON what is no number is a word, and equal to itself.
+            let of = |run: &RunSummary| {
+                let series = run.series(key)?;
+                let figure = match name {
+                    "last" => series.last,
+                    "min" => series.min,
+                    _ => series.max,
+                };
+                serde_json::to_value(figure).ok()
+            };
+            let values = runs.iter().map(of).collect();
+            rows.push(ComparedRow::new(format!("{key} {name}"), values, |value| {
+                value.as_f64().map_or_else(|| value_text(value), figure)
+            }));
+        }
+    }
+    rows
+}

@@ -1,0 +1,242 @@
+//! `accel-launch runs gc`.
+
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use accelerator_track::{
+    ArtifactId, ArtifactStore, Leftover, ListedRun, PruneReport, Retention, RunStatus, RunSummary,
+    Runs,
+};
+use clap::Args;
+
+use super::list::RunFilter;
+use super::{RunsFolder, failed, label, row};
+use crate::error::{Error, Result, chain};
+use crate::text::{age, columns, duration, note, plain, print, size};
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct GcArgs {
+    #[command(flatten)]
+    place: RunsFolder,
+
+    #[command(flatten)]
+    filter: RunFilter,
+
+    /// Remove runs that have written nothing for this long, such as `30d` or `12h`.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    older_than: Option<Duration>,
+
+    /// Keep the newest runs, so many.
+    #[arg(long, value_name = "NUMBER")]
+    keep_last: Option<usize>,
+
+    /// Remove the versions of artifacts too that runs made which are not there any more, unless another run uses them,
+    /// they have an alias, or are the latest.
+    #[arg(long)]
+    artifacts: bool,
+
+    /// Say only what would be removed.
+    #[arg(long)]
+    dry_run: bool,
+
+    /// Remove without a question. Where standard input is no terminal, nothing is removed without it.
+    #[arg(short, long)]
+    yes: bool,
+}
+
+/// What is to be removed.
+struct Garbage {
+    runs: Vec<(ListedRun, RunSummary)>,
+    leftovers: Vec<Leftover>,
+    /// With what is pruned of it.
+    artifacts: Option<(ArtifactStore, Retention, PruneReport)>,
+    bytes: u64,
+}
+
+pub(super) fn run(arguments: &GcArgs) -> Result<ExitCode> {
+    let runs = arguments.place.open()?;
+    let garbage = Garbage::find(arguments, &runs)?;
+    if garbage.is_empty() {
+        return print("nothing to remove\n");
+    }
+    print(&garbage.text())?;
+    if arguments.dry_run {
+        return print(&format!("would free {}\n", size(garbage.bytes)));
+    }
+    if !arguments.yes && !is_agreed(&garbage)? {
+        return print("nothing was removed\n");
+    }
+    let (freed, is_complete) = garbage.remove(&runs)?;
+    print(&format!("freed {}\n", size(freed)))?;
+    match is_complete {
+        true => Ok(ExitCode::SUCCESS),
+        false => Err(Error::system("not everything was removed")),
+    }
+}
+
+impl Garbage {
+    fn find(arguments: &GcArgs, folder: &Runs) -> Result<Self> {
+        let mut runs = Vec::new();
+        let mut are_all_read = true;
+        for run in folder.list().map_err(failed)? {
+            match RunSummary::read(&run.folder) {
+                Ok(summary) => runs.push((run, summary)),
+                Err(error) => {
+                    are_all_read = false;
+                    note(&format!("{} is left alone: {error}", label(&run.folder)));
+                }
+            }
+        }
+        let is_asked = arguments.older_than.is_some()
+            || arguments.keep_last.is_some()
+            || !arguments.filter.is_empty();
+        // They come the oldest first.
+        let newest = arguments.keep_last.unwrap_or(0);
+        let mut kept = runs.split_off(runs.len().saturating_sub(newest));
+        let is_removed = |(_, run): &(ListedRun, RunSummary)| is_asked && arguments.takes(run);
+        let (runs, others): (Vec<_>, Vec<_>) = runs.into_iter().partition(is_removed);
+        kept.extend(others);
+        let mut leftovers = folder.leftovers().map_err(failed)?;
+        let is_of_removed =
+            |x: &Leftover| runs.iter().any(|(run, _)| x.path.starts_with(&run.folder));
+        leftovers.retain(|x| !is_of_removed(x));
+        let of_runs = runs.iter().map(|(run, _)| run.bytes());
+        let bytes: u64 = of_runs.chain(leftovers.iter().map(|x| x.bytes)).sum();
+        let artifacts = match (arguments.artifacts, are_all_read) {
+            (false, _) => None,
+            (true, true) => Some(unneeded_artifacts(folder, &kept)?),
+            (true, false) => {
+                note("artifacts are left alone: it is not known which ones a damaged run uses");
+                None
+            }
+        };
+        let of_artifacts = artifacts.as_ref().map_or(0, |(_, _, report)| report.bytes);
+        Ok(Self {
+            runs,
+            leftovers,
+            artifacts,
+            bytes: bytes + of_artifacts,
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.runs.is_empty() && self.leftovers.is_empty() && self.versions().is_empty()
+    }
+
+    /// The artifacts that are removed.
+    fn versions(&self) -> &[ArtifactId] {
+        let report = self.artifacts.as_ref().map(|(_, _, report)| report);
+        report.map_or(&[], |report| &report.versions)
+    }
+
+    fn text(&self) -> String {
+        let mut table = Vec::new();
+        for (run, summary) in &self.runs {
+            table.push(vec![
+                "run".to_owned(),
+                label(&run.folder),
+                summary.status.to_string(),
+                duration(age(summary.last_ms / 1000)),
+                size(run.bytes()),
+            ]);
+        }
+        for leftover in &self.leftovers {
+            let path = plain(&leftover.path.display().to_string());
+            let mut cells = row(["leftover", &path, "", ""]);
+            cells.push(size(leftover.bytes));
+            table.push(cells);
+        }
+        for artifact in self.versions() {
+            let name = format!("{}:v{}", plain(&artifact.name), artifact.version);
+            table.push(row(["artifact", &name]));
+        }
+        columns(&table)
+    }
+
+    /// How many bytes are freed, and whether everything could be removed.
+    fn remove(&self, folder: &Runs) -> Result<(u64, bool)> {
+        let mut freed = 0;
+        let mut is_complete = true;
+        for (run, _) in &self.runs {
+            let bytes = run.bytes();
+            match folder.remove(&run.folder).map_err(failed) {
+                Ok(()) => freed += bytes,
+                // It goes on since it was listed, or is another user's.
+                Err(error) => {
+                    is_complete = false;
+                    note(&format!(
+                        "{} is not removed: {}",
+                        label(&run.folder),
+                        chain(&error)
+                    ));
+                }
+            }
+        }
+        let leftovers = folder.remove_leftovers().map_err(failed)?;
+        freed += leftovers.iter().map(|x| x.bytes).sum::<u64>();
+        if let Some((store, retention, _)) = self.artifacts.as_ref().filter(|_| is_complete) {
+            freed += store.prune(retention).map_err(failed)?.bytes;
+        }
+        Ok((freed, is_complete))
+    }
+}
+
+impl GcArgs {
+    fn takes(&self, run: &RunSummary) -> bool {
+        let since = Duration::from_secs(age(run.last_ms / 1000));
+        let is_old = self.older_than.is_none_or(|least| since >= least);
+        let is_kept = run.status == RunStatus::Running || run.tags.contains_key("keep");
+        is_old && !is_kept && self.filter.takes(run)
+    }
+}
+
+/// The artifacts that nothing needs once only these runs are left, and what keeps the others.
+fn unneeded_artifacts(
+    folder: &Runs,
+    kept: &[(ListedRun, RunSummary)],
+) -> Result<(ArtifactStore, Retention, PruneReport)> {
+    let store = ArtifactStore::of_runs(folder.folder());
+    let mut retention = Retention::keep_last(1).keep_aliased();
+    for (_, run) in kept {
+        for artifact in &run.artifacts {
+            retention = retention.keep(&artifact.name, artifact.version);
+        }
+    }
+    for name in store.names().map_err(failed)? {
+        for version in store.versions(&name).map_err(failed)? {
+            // What no run made is somebody's who put it there.
+            let is_left = version
+                .run()
+                .is_none_or(|id| kept.iter().any(|(_, run)| run.id == id));
+            if is_left {
+                retention = retention.keep(&name, version.version());
+            }
+        }
+    }
+    let report = store.plan_prune(&retention).map_err(failed)?;
+    Ok((store, retention, report))
+}
+
+fn is_agreed(garbage: &Garbage) -> Result<bool> {
+    let stdin = io::stdin();
+    if !stdin.is_terminal() {
+        return Err(Error::usage(
+            "standard input is no terminal, so nobody can be asked: add --yes to remove this, or --dry-run to see it",
+        ));
+    }
+    let mut stderr = io::stderr();
+    // A question that cannot be seen is not answered.
+    let _ = write!(
+        stderr,
+        "Remove {} runs, {} leftovers and {} artifacts, {}? [y/N] ",
+        garbage.runs.len(),
+        garbage.leftovers.len(),
+        garbage.versions().len(),
+        size(garbage.bytes)
+    );
+    let mut answer = String::new();
+    let read = stdin.lock().read_line(&mut answer);
+    read.map_err(|error| Error::system("the answer cannot be read").with_source(error))?;
+    Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
+}

@@ -1,0 +1,141 @@
+//! `accel-launch runs`: lists, shows and compares tracked runs, delivers them elsewhere, starts them again.
+
+mod compare;
+mod diff;
+mod export;
+mod gc;
+mod list;
+mod report;
+mod reproduce;
+mod show;
+mod sync;
+mod upload;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use accelerator_track::{RunHistory, RunSummary, Runs};
+use clap::{Args, Subcommand};
+
+use crate::error::{Error, Result};
+use crate::text::plain;
+
+/// Arguments of `accel-launch runs`.
+#[derive(Args, Clone, Debug)]
+#[command(disable_help_subcommand = true)]
+pub(crate) struct RunsArgs {
+    #[command(subcommand)]
+    action: RunsCommand,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum RunsCommand {
+    /// List the runs of a folder.
+    List(list::ListArgs),
+    /// Show everything about a run.
+    Show(show::ShowArgs),
+    /// Show the hyperparameters and metrics of several runs side by side; what differs is marked.
+    Compare(compare::CompareArgs),
+    /// Name the inputs that differ between two runs: sources, program, arguments, hyperparameters, data, artifacts.
+    Diff(diff::DiffArgs),
+    /// Write a run to a file.
+    Export(export::ExportArgs),
+    /// Write a page that shows a run, or compares several, in one file that needs no network.
+    Report(report::ReportArgs),
+    /// Copy runs, with the artifacts that they made and used, to another folder of runs; what is there is not copied again.
+    Upload(upload::UploadArgs),
+    /// Deliver what is missing of runs to a table, TensorBoard or MLflow.
+    Sync(sync::SyncArgs),
+    /// Remove runs, and what is left that nothing needs.
+    ///
+    /// Runs are removed that all of the options select; without one, none is. Never removed are runs that are being
+    /// written, and those with the tag `keep`.
+    Gc(gc::GcArgs),
+    /// Start the program of a run again, and tell whether the results have the same bits.
+    ///
+    /// The exit code is 0 if they have, 1 if not, and 2 if the program could not be run.
+    Reproduce(reproduce::ReproduceArgs),
+}
+
+/// Where the runs are.
+#[derive(Args, Clone, Debug)]
+struct RunsFolder {
+    /// The folder of all runs.
+    #[arg(long = "runs", value_name = "DIR", default_value = "runs")]
+    folder: PathBuf,
+}
+
+/// Does what was asked.
+///
+/// # Errors
+/// When there is no such folder or run, a journal is damaged, or standard output cannot be written.
+pub(crate) fn run(arguments: &RunsArgs) -> Result<ExitCode> {
+    match &arguments.action {
+        RunsCommand::List(arguments) => list::run(arguments),
+        RunsCommand::Show(arguments) => show::run(arguments),
+        RunsCommand::Compare(arguments) => compare::run(arguments),
+        RunsCommand::Diff(arguments) => diff::run(arguments),
+        RunsCommand::Export(arguments) => export::run(arguments),
+        RunsCommand::Report(arguments) => report::run(arguments),
+        RunsCommand::Upload(arguments) => upload::run(arguments),
+        RunsCommand::Sync(arguments) => sync::run(arguments),
+        RunsCommand::Gc(arguments) => gc::run(arguments),
+        RunsCommand::Reproduce(arguments) => reproduce::run(arguments),
+    }
+}
+
+impl RunsFolder {
+    fn open(&self) -> Result<Runs> {
+        Runs::open(&self.folder).map_err(failed)
+    }
+
+    /// The folder of a run, which is named as [`Runs::find`] has it, or by its path.
+    fn find(&self, run: &str) -> Result<PathBuf> {
+        let path = Path::new(run);
+        let is_path = run.contains('/') || matches!(run, "." | "..");
+        if is_path && path.is_dir() {
+            return Ok(path.to_owned());
+        }
+        self.open()?.find(run).map_err(failed)
+    }
+
+    fn history(&self, run: &str) -> Result<RunHistory> {
+        RunHistory::read(self.find(run)?).map_err(failed)
+    }
+
+    fn summary(&self, run: &str) -> Result<RunSummary> {
+        RunSummary::read(self.find(run)?).map_err(failed)
+    }
+}
+
+/// What is asked for is not there: exit code 2. It is there, and cannot be read or written: 1.
+fn failed(error: accelerator_track::Error) -> Error {
+    let message = error.to_string();
+    let is_usage = error.is_not_found() || error.is_misuse();
+    let told = match is_usage {
+        true => Error::usage(message),
+        false => Error::system(message),
+    };
+    told.with_source(error)
+}
+
+/// The name of a run's folder, by which it is shown and found.
+fn label(folder: &Path) -> String {
+    // `.` has no name.
+    let whole = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    let name = whole.file_name().unwrap_or(whole.as_os_str());
+    plain(&name.to_string_lossy())
+}
+
+/// A value of JSON in a table: text without quotes.
+fn value_text(value: &serde_json::Value) -> String {
+    match value {
+        serde_json::Value::String(text) => plain(text),
+        other => plain(&other.to_string()),
+    }
+}
+
+/// The head of a table and its rows, of texts.
+fn row<'a>(cells: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+    cells.into_iter().map(str::to_owned).collect()
+}

@@ -1,0 +1,297 @@
+//! `accel-launch runs show`.
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::time::{Duration, UNIX_EPOCH};
+
+use accelerator_track::{
+    MediaContent, Number, RunAttempt, RunHistory, RunStatus, RunSummary, Series,
+};
+use clap::Args;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{RunsFolder, row, value_text};
+use crate::error::{Error, Result};
+use crate::text::{age, columns, duration, figure, json, plain, print, short, utc};
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct ShowArgs {
+    /// The run: its folder's name, its id or the beginning of that, its name, or a path.
+    #[arg(value_name = "RUN")]
+    run: String,
+
+    #[command(flatten)]
+    place: RunsFolder,
+
+    /// Show all points of a metric, such as `train/loss`; may be given several times.
+    #[arg(long = "metric", value_name = "KEY")]
+    metrics: Vec<String>,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The fields are those of the JSON object.
+#[derive(Serialize)]
+struct RunDetails<'a> {
+    #[serde(flatten)]
+    summary: RunSummary,
+    starts: &'a [RunAttempt],
+    checkpoints: &'a [Option<u64>],
+    media: BTreeMap<&'static str, usize>,
+    /// By rank, the last value of each measurement.
+    system: BTreeMap<usize, BTreeMap<&'a str, Number>>,
+    /// The points of the metrics that were asked for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    points: Vec<&'a Series>,
+}
+
+pub(super) fn run(arguments: &ShowArgs) -> Result<ExitCode> {
+    let history = arguments.place.history(&arguments.run)?;
+    let details = RunDetails::of(&history, &arguments.metrics)?;
+    print(&match (arguments.json, details.points.is_empty()) {
+        (true, _) => json(&details)?,
+        (false, true) => details.text(&history),
+        (false, false) => details.points.iter().map(|x| points(x)).collect(),
+    })
+}
+
+impl<'a> RunDetails<'a> {
+    fn of(history: &'a RunHistory, metrics: &[String]) -> Result<Self> {
+        let mut media = BTreeMap::new();
+        for medium in &history.media {
+            let kind = match medium.content {
+                MediaContent::Text(_) => "texts",
+                MediaContent::Histogram(_) => "histograms",
+                MediaContent::Image { .. } => "images",
+                MediaContent::Plot { .. } => "plots",
+            };
+            *media.entry(kind).or_default() += 1;
+        }
+        let last = |(name, points): (&'a String, &'a Vec<accelerator_track::SystemPoint>)| {
+            Some((name.as_str(), Number(points.last()?.value)))
+        };
+        let of_rank = |values: &'a BTreeMap<_, _>| values.iter().filter_map(last).collect();
+        let system = history.system.iter();
+        let points = metrics.iter().map(|key| {
+            history
+                .series(key)
+                .ok_or_else(|| unknown_metric(history, key))
+        });
+        Ok(Self {
+            summary: RunSummary::of(history),
+            starts: &history.attempts,
+            checkpoints: &history.checkpoints,
+            media,
+            system: system
+                .map(|(&rank, values)| (rank, of_rank(values)))
+                .collect(),
+            points: points.collect::<Result<_>>()?,
+        })
+    }
+
+    fn text(&self, history: &RunHistory) -> String {
+        let run = &self.summary;
+        let mut rows: Vec<[String; 2]> = Vec::new();
+        let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
+        row("run", run.folder.display().to_string());
+        row("id", run.id.to_string());
+        row("name", plain(&run.name));
+        row("status", run.status.to_string());
+        row("created", time(run.created_ms));
+        row("age", duration(age(run.created_ms / 1000)));
+        row("duration", duration(run.duration_ms() / 1000));
+        row("ranks", run.world.to_string());
+        if let Some(step) = run.last_step {
+            row("step", step.to_string());
+        }
+        if let Some(Some(step)) = self.checkpoints.last() {
+            let count = self.checkpoints.len();
+            row("checkpoints", format!("{count}, the last at step {step}"));
+        }
+        if run.lost_entries > 0 {
+            row(
+                "lost",
+                format!("{} entries could not be written", run.lost_entries),
+            );
+        }
+        let failure = run.end.as_ref().and_then(|end| end.failure.as_ref());
+        if let Some(failure) = failure {
+            row("failure", short(&value_text(failure)));
+        }
+        for (kind, count) in &self.media {
+            row(kind, count.to_string());
+        }
+        for (key, value) in &run.tags {
+            row(&format!("tag {}", plain(key)), short(&plain(value)));
+        }
+        let mut text = columns(&rows);
+        section(&mut text, "hyperparameters", self.hyperparameters());
+        section(&mut text, "metrics", self.metrics());
+        section(&mut text, "attempts", self.attempts());
+        section(&mut text, "artifacts", self.artifacts());
+        section(&mut text, "system", self.measured());
+        let provenance = history.attempts.last().map(|x| &x.provenance);
+        section(
+            &mut text,
+            "provenance",
+            provenance.map(facts).unwrap_or_default(),
+        );
+        if run.status == RunStatus::Interrupted {
+            text.push_str("\nIt ended without a word: it was killed, or its host went away.\n");
+        }
+        text
+    }
+
+    fn hyperparameters(&self) -> Vec<Vec<String>> {
+        let parameters = self.summary.hyperparameters.iter();
+        let rows = parameters.map(|(key, parameter)| {
+            let earlier: Vec<String> = parameter.earlier.iter().map(value_text).collect();
+            let earlier = match earlier.is_empty() {
+                true => String::new(),
+                false => format!("before: {}", earlier.join(", ")),
+            };
+            vec![plain(key), short(&value_text(&parameter.value)), earlier]
+        });
+        rows.collect()
+    }
+
+    fn metrics(&self) -> Vec<Vec<String>> {
+        let mut rows = vec![row(["name", "points", "steps", "last", "min", "max"])];
+        rows.extend(self.summary.series.iter().map(|series| {
+            vec![
+                plain(&series.key),
+                series.points.to_string(),
+                format!("{} to {}", series.first_step, series.last_step),
+                figure(series.last.0),
+                figure(series.min.0),
+                figure(series.max.0),
+            ]
+        }));
+        only_with_rows(rows)
+    }
+
+    fn attempts(&self) -> Vec<Vec<String>> {
+        let mut rows = vec![row(["number", "started", "ranks", "from"])];
+        rows.extend(self.starts.iter().map(|start| {
+            let from = match start.resumed {
+                None => "the start".to_owned(),
+                Some(None) => "the start again".to_owned(),
+                Some(Some(step)) => format!("step {step}"),
+            };
+            vec![
+                start.attempt.to_string(),
+                time(start.started_ms),
+                start.world.to_string(),
+                from,
+            ]
+        }));
+        only_with_rows(rows)
+    }
+
+    fn artifacts(&self) -> Vec<Vec<String>> {
+        let mut rows = vec![row(["role", "artifact", "digest"])];
+        rows.extend(self.summary.artifacts.iter().map(|artifact| {
+            vec![
+                artifact.role.to_string(),
+                format!("{}:v{}", plain(&artifact.name), artifact.version),
+                artifact.digest.clone(),
+            ]
+        }));
+        only_with_rows(rows)
+    }
+
+    fn measured(&self) -> Vec<Vec<String>> {
+        let mut rows = vec![row(["rank", "what", "last"])];
+        for (rank, values) in &self.system {
+            rows.extend(
+                values
+                    .iter()
+                    .map(|(name, value)| vec![rank.to_string(), plain(name), figure(value.0)]),
+            );
+        }
+        only_with_rows(rows)
+    }
+}
+
+fn unknown_metric(history: &RunHistory, key: &str) -> Error {
+    let keys: Vec<&str> = history.series.iter().map(|x| x.key.as_str()).collect();
+    Error::usage(format!(
+        "the run in {} has no metric {key:?}; it has {}",
+        history.folder.display(),
+        match keys.is_empty() {
+            true => "none".to_owned(),
+            false => plain(&keys.join(", ")),
+        }
+    ))
+}
+
+/// In full digits.
+fn points(series: &Series) -> String {
+    let mut table = vec![row([
+        &*plain(&series.key),
+        "step",
+        "epoch",
+        "time",
+        "samples",
+    ])];
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    table.extend(series.points.iter().map(|point| {
+        vec![
+            point.value.to_string(),
+            point.step.to_string(),
+            or_none(point.epoch.map(|x| x.to_string())),
+            time(point.ms),
+            or_none(point.count.map(|x| x.to_string())),
+        ]
+    }));
+    columns(&table)
+}
+
+/// The leaves of a JSON object, with their paths.
+fn facts(value: &Value) -> Vec<Vec<String>> {
+    fn collect(path: &str, value: &Value, rows: &mut Vec<Vec<String>>) {
+        let below = |key: &str| match path {
+            "" => key.to_owned(),
+            path => format!("{path}.{key}"),
+        };
+        match value {
+            Value::Null => {}
+            Value::Object(fields) => {
+                for (key, value) in fields {
+                    collect(&below(key), value, rows);
+                }
+            }
+            Value::Array(values) => {
+                let words: Vec<String> = values.iter().map(value_text).collect();
+                rows.push(vec![plain(path), short(&words.join(" "))]);
+            }
+            value => rows.push(vec![plain(path), short(&value_text(value))]),
+        }
+    }
+    let mut rows = Vec::new();
+    collect("", value, &mut rows);
+    rows
+}
+
+fn only_with_rows(rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
+    if rows.len() > 1 { rows } else { Vec::new() }
+}
+
+fn section(text: &mut String, title: &str, rows: Vec<Vec<String>>) {
+    if rows.is_empty() {
+        return;
+    }
+    text.push_str(&format!("\n{title}\n"));
+    for line in columns(&rows).lines() {
+        text.push_str(&format!("  {line}\n"));
+    }
+}
+
+fn time(ms: u64) -> String {
+    // What lies behind the year 9999 has no text.
+    const LAST: u64 = 253_402_300_799;
+    utc(UNIX_EPOCH + Duration::from_secs((ms / 1000).min(LAST)))
+}

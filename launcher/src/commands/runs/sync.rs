@@ -1,0 +1,148 @@
+//! `accel-launch runs sync`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::str::FromStr;
+
+use accelerator_track::{CsvFile, Sink, TensorBoard, deliver};
+#[cfg(feature = "mlflow")]
+use accelerator_track::{MlflowServer, MlflowSink};
+use clap::Args;
+
+use super::{RunsFolder, failed, label};
+use crate::error::{Error, Result, chain};
+use crate::text::{note, print};
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct SyncArgs {
+    /// The runs: names of their folders, ids or beginnings of those, names, or paths.
+    #[arg(id = "run_names", value_name = "RUN", required_unless_present = "all")]
+    names: Vec<String>,
+
+    /// All runs of the folder.
+    #[arg(long, conflicts_with = "run_names")]
+    all: bool,
+
+    #[command(flatten)]
+    place: RunsFolder,
+
+    /// Where to deliver them: `csv`, to `metrics.csv` in the run's folder; `tensorboard`, to event files there, or
+    /// `tensorboard:DIR`, to a folder for each run in DIR; `mlflow:URL`, to an MLflow server, or `mlflow`, to the one that
+    /// MLFLOW_TRACKING_URI names.
+    #[arg(long, value_name = "PLACE")]
+    to: Destination,
+
+    /// The experiment on the MLflow server, which is made where it is not there.
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "MLFLOW_EXPERIMENT_NAME",
+        default_value = "Default"
+    )]
+    experiment: String,
+
+    /// Deliver to MLflow also what follows the last checkpoint of a run that has not ended, though the server can take
+    /// nothing back if the run resumes.
+    #[arg(long)]
+    live: bool,
+
+    /// Say only what would be delivered.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Destination {
+    Csv,
+    TensorBoard(Option<PathBuf>),
+    /// With the server's address, where it was given.
+    Mlflow(Option<String>),
+}
+
+pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
+    let folders = match arguments.all {
+        true => {
+            let runs = arguments.place.open()?.list().map_err(failed)?;
+            runs.into_iter().map(|run| run.folder).collect()
+        }
+        false => {
+            let found = arguments.names.iter().map(|x| arguments.place.find(x));
+            found.collect::<Result<Vec<_>>>()?
+        }
+    };
+    let mut text = String::new();
+    let mut has_failed = false;
+    for folder in &folders {
+        let mut sink = arguments.sink(folder)?;
+        let (name, place) = (label(folder), sink.name());
+        if arguments.dry_run {
+            text.push_str(&format!("{name}: would be delivered to {place}\n"));
+            continue;
+        }
+        // The others are delivered all the same.
+        match deliver(folder, &mut *sink).map_err(failed) {
+            Ok(()) => text.push_str(&format!("{name}: delivered to {place}\n")),
+            Err(error) => {
+                has_failed = true;
+                note(&format!(
+                    "{name}: not delivered to {place}: {}",
+                    chain(&error)
+                ));
+            }
+        }
+    }
+    print(&text)?;
+    match has_failed {
+        true => Err(Error::system("not all runs were delivered")),
+        false => Ok(ExitCode::SUCCESS),
+    }
+}
+
+impl SyncArgs {
+    fn sink(&self, run: &Path) -> Result<Box<dyn Sink>> {
+        Ok(match &self.to {
+            Destination::Csv => Box::new(CsvFile::in_run()),
+            Destination::TensorBoard(None) => Box::new(TensorBoard::in_run()),
+            Destination::TensorBoard(Some(folder)) => {
+                Box::new(TensorBoard::new(folder.join(label(run))))
+            }
+            Destination::Mlflow(address) => self.mlflow(address.as_deref())?,
+        })
+    }
+
+    #[cfg(feature = "mlflow")]
+    fn mlflow(&self, address: Option<&str>) -> Result<Box<dyn Sink>> {
+        let server = match address {
+            Some(address) => MlflowServer::new(address),
+            None => MlflowServer::from_env(),
+        };
+        let sink = MlflowSink::new(server.map_err(failed)?, &self.experiment);
+        Ok(Box::new(if self.live { sink.live() } else { sink }))
+    }
+
+    #[cfg(not(feature = "mlflow"))]
+    fn mlflow(&self, _: Option<&str>) -> Result<Box<dyn Sink>> {
+        Err(Error::usage(
+            "this accel-launch is built without MLflow: build it with the feature `mlflow`",
+        ))
+    }
+}
+
+impl FromStr for Destination {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "csv" => Ok(Self::Csv),
+            None if text == "tensorboard" => Ok(Self::TensorBoard(None)),
+            Some(("tensorboard", folder)) if !folder.is_empty() => {
+                Ok(Self::TensorBoard(Some(folder.into())))
+            }
+            None if text == "mlflow" => Ok(Self::Mlflow(None)),
+            Some(("mlflow", address)) if !address.is_empty() => {
+                Ok(Self::Mlflow(Some(address.to_owned())))
+            }
+            _ => Err("expected csv, tensorboard, tensorboard:DIR, mlflow or mlflow:URL".to_owned()),
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! `export`, `report`, `upload` and `sync`.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use super::{builder, finished, json_of, resumed};
+use crate::support::Folder;
+
+#[test]
+fn export_writes_what_counts() {
+    let folder = Folder::new();
+    resumed(&folder, "a");
+    let table = folder.launch(["runs", "export", "a"]).expect(0).text();
+    let rows: Vec<_> = table.lines().collect();
+    assert_eq!(rows[0], "n,ms,step,epoch,key,value,count");
+    assert_eq!(rows.len(), 4);
+    assert!(rows[3].ends_with(",3,,train/loss,0.25,"), "{table}");
+    folder
+        .launch(["runs", "export", "a", "--output", "a.csv"])
+        .expect(0);
+    assert_eq!(folder.read("a.csv"), table);
+    assert!(!folder.path().join("a.csv.new").exists());
+
+    let line = ["runs", "export", "a", "--format", "jsonl", "-o", "a.jsonl"];
+    folder.launch(line).expect(0);
+    let text = folder.read("a.jsonl");
+    let points: Vec<_> = text.lines().map(json_of).collect();
+    assert_eq!(points.len(), 3);
+    assert_eq!(points[2]["key"], "train/loss");
+    assert_eq!(
+        (&points[2]["step"], &points[2]["value"]),
+        (&3.into(), &0.25.into())
+    );
+
+    let line = ["runs", "export", "a", "--format", "json"];
+    let run = json_of(&folder.launch(line).expect(0).text());
+    assert_eq!(run["status"], "failed");
+    assert_eq!(run["series"][0]["points"].as_array().unwrap().len(), 3);
+    assert_eq!(run["checkpoints"][0], 2);
+
+    let line = [
+        "runs",
+        "export",
+        "a",
+        "--format",
+        "tensorboard",
+        "-o",
+        "events",
+    ];
+    folder.launch(line).expect(0);
+    assert!(has_events(&folder, "events"));
+    folder
+        .launch(["runs", "export", "a", "--format", "tensorboard"])
+        .expect(2)
+        .says("--output");
+    folder
+        .launch(["runs", "export", "a", "-o", "no/such/a.csv"])
+        .expect(2)
+        .says("no/such/a.csv");
+}
+
+#[test]
+fn what_is_no_number_is_valid_json() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    for format in ["json", "jsonl"] {
+        let text = folder
+            .launch(["runs", "export", "a", "--format", format])
+            .expect(0)
+            .text();
+        assert_eq!(text.matches("\"value\":\"NaN\"").count(), 3, "{text}");
+        text.lines().for_each(|line| drop(json_of(line)));
+    }
+}
+
+#[test]
+fn sync_delivers_what_is_missing() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    resumed(&folder, "b");
+    let text = folder
+        .launch(["runs", "sync", "--all", "--to", "csv", "--dry-run"])
+        .expect(0)
+        .text();
+    assert_eq!(
+        text,
+        "a: would be delivered to metrics.csv\nb: would be delivered to metrics.csv\n"
+    );
+    assert!(!folder.path().join("runs/a/metrics.csv").exists());
+    folder
+        .launch(["runs", "sync", "--all", "--to", "csv"])
+        .expect(0);
+    assert_eq!(folder.read("runs/a/metrics.csv").lines().count(), 8);
+    assert_eq!(folder.read("runs/b/metrics.csv").lines().count(), 4);
+    folder
+        .launch(["runs", "sync", "b", "--to", "tensorboard"])
+        .expect(0);
+    folder
+        .launch(["runs", "sync", "a", "--to", "tensorboard:logs"])
+        .expect(0);
+    assert!(has_events(&folder, "runs/b/tensorboard") && has_events(&folder, "logs/a"));
+
+    // One that cannot be delivered does not keep the others from it.
+    folder.write("runs/empty/journal.jsonl", "");
+    fs::remove_file(folder.path().join("runs/b/metrics.csv")).unwrap();
+    folder
+        .launch(["runs", "sync", "--all", "--to", "csv"])
+        .expect(1)
+        .says("empty: not delivered to metrics.csv")
+        .says("not all runs were delivered");
+    assert!(folder.path().join("runs/b/metrics.csv").exists());
+
+    for line in [
+        &["sync", "a"][..],
+        &["sync", "--to", "csv"],
+        &["sync", "a", "--all", "--to", "csv"],
+        &["sync", "a", "--to", "somewhere"],
+    ] {
+        folder.launch([&["runs"], line].concat()).expect(2);
+    }
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_can_be_read() {
+    let folder = Folder::new();
+    let path = finished(&folder, "a", 0.1);
+    let run = builder(&folder, "b").start().unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o555)).unwrap();
+    let is_root = fs::write(path.join("probe"), "").is_ok();
+    folder.launch(["runs", "list"]).expect(0);
+    folder.launch(["runs", "show", "a"]).expect(0);
+    let synced = folder.launch(["runs", "sync", "a", "--to", "csv"]);
+    // For root nothing is read-only.
+    if !is_root {
+        synced.expect(1).says("runs/a");
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    drop(run);
+}
+
+#[test]
+fn a_report_is_one_file() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    resumed(&folder, "b");
+    folder
+        .launch(["runs", "report", "a", "b", "-o", "both.html"])
+        .expect(0);
+    let page = folder.read("both.html");
+    assert!(page.contains("train/loss") && page.contains("model.layers"));
+    assert!(!page.contains("src=\"http") && !page.contains("href=\"http"));
+    folder
+        .launch(["runs", "report", "a", "-o", "no/such/a.html"])
+        .expect(2)
+        .says("no/such/a.html");
+}
+
+#[test]
+fn an_upload_is_a_run_of_the_other_folder() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    folder
+        .launch(["runs", "upload", "a", "archive/runs"])
+        .expect(2)
+        .says("archive/runs");
+    let line = ["runs", "upload", "a", "archive/runs", "--make-folder"];
+    folder.launch(line).expect(0);
+    let text = folder.launch(line).expect(0).text();
+    assert!(text.contains(" 0 files of it copied"), "{text}");
+    let line = ["runs", "show", "a", "--runs", "archive/runs"];
+    folder.launch(line).expect(0);
+}
+
+#[test]
+fn a_server_that_is_not_there_is_told() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    // Nobody listens on a port that was just given back.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let place = format!("mlflow:http://{}", free.local_addr().unwrap());
+    drop(free);
+    folder
+        .launch(["runs", "sync", "a", "--to", &place])
+        .expect(1)
+        .says("a: not delivered to MLflow at http://127.0.0.1:");
+    folder
+        .launch(["runs", "sync", "a", "--to", "mlflow:somewhere"])
+        .expect(2)
+        .says("expected the address of an MLflow server");
+    let mut command = folder.launcher();
+    command
+        .args(["runs", "sync", "a", "--to", "mlflow"])
+        .env_remove("MLFLOW_TRACKING_URI");
+    crate::support::Run::start(command)
+        .end()
+        .expect(2)
+        .says("MLFLOW_TRACKING_URI");
+}
+
+fn has_events(folder: &Folder, path: &str) -> bool {
+    let files = fs::read_dir(folder.path().join(path)).unwrap();
+    let mut names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+    names.any(|name| name.contains("tfevents"))
+}

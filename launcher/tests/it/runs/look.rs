@@ -1,0 +1,276 @@
+//! `list`, `show`, `compare` and `diff`.
+
+use std::fs;
+
+use accelerator_track::Capture;
+use serde_json::json;
+
+use super::{builder, finished, json_of, lines, resumed};
+use crate::support::Folder;
+
+#[test]
+fn list_shows_runs_and_what_is_wrong_with_others() {
+    let folder = Folder::new();
+    finished(&folder, "first", 0.1);
+    resumed(&folder, "a/b");
+    let running = builder(&folder, "third").start().unwrap();
+    folder.write("runs/notes/readme", "");
+    folder.write("runs/empty/journal.jsonl", "");
+    let newer = fs::read_to_string(folder.path().join("runs/first/journal.jsonl")).unwrap();
+    let text = newer.replacen("\"version\":1", "\"version\":2", 1);
+    folder.write("runs/edited/journal.jsonl", &text);
+
+    let text = folder.launch(["runs", "list"]).expect(0).text();
+    let shown = lines(&text);
+    assert_eq!(
+        shown[0],
+        "name status age duration attempts ranks step train/loss train/odd test/accuracy"
+    );
+    assert_eq!(shown[1], "third running 0 s 0 s 1 1 - - - -");
+    assert_eq!(shown[2], "a%2Fb failed 0 s 0 s 2 1 3 0.25 - -");
+    assert_eq!(shown[3], "first finished 0 s 0 s 1 2 3 0.0333333 NaN 0.9");
+    assert_eq!(shown[4..6], ["edited damaged", "empty damaged"]);
+    assert!(
+        shown[6].starts_with("damaged: the line at byte 0 of "),
+        "{text}"
+    );
+    assert!(shown[7].contains("its journal is empty"), "{text}");
+
+    let names = |arguments: &[&str]| {
+        let line = [&["runs", "list", "--json"], arguments].concat();
+        let list = json_of(&folder.launch(line).expect(0).text());
+        let runs = list["runs"].as_array().unwrap().iter();
+        runs.map(|x| x["name"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(names(&["--sort", "name"]), ["a/b", "first", "third"]);
+    assert_eq!(names(&["--sort", "train/loss"]), ["first", "a/b", "third"]);
+    assert_eq!(names(&["--sort", "lr", "--reverse"])[2], "first");
+    assert_eq!(
+        names(&["--status", "failed", "--status", "running"]),
+        ["third", "a/b"]
+    );
+    assert_eq!(names(&["--tag", "group=a"]), ["first"]);
+    assert!(names(&["--tag", "group=b"]).is_empty());
+    drop(running);
+    assert_eq!(names(&["--status", "interrupted"]), ["third"]);
+
+    let list = json_of(&folder.launch(["runs", "list", "--json"]).expect(0).text());
+    assert_eq!(list["runs"][2]["series"][1]["last"], "NaN");
+    assert_eq!(list["damaged"][1]["folder"], "runs/empty");
+}
+
+#[test]
+fn show_tells_everything_about_a_run() {
+    let folder = Folder::new();
+    finished(&folder, "first", 0.1);
+    let path = resumed(&folder, "second");
+    let text = folder.launch(["runs", "show", "first"]).expect(0).text();
+    let shown = lines(&text);
+    for line in [
+        "run runs/first",
+        "status finished",
+        "ranks 2",
+        "step 3",
+        "texts 1",
+        "tag group a",
+        "lr 0.1",
+        "model.layers [32,64]",
+        "train/loss 3 1 to 3 0.0333333 0.0333333 0.1",
+        "train/odd 3 1 to 3 NaN NaN NaN",
+    ] {
+        assert!(shown.iter().any(|x| x == line), "{line} is not in {text}");
+    }
+
+    // By a path, and by the beginning of its id.
+    let id = accelerator_track::RunHistory::read(&path)
+        .unwrap()
+        .id
+        .to_string();
+    for run in ["runs/second", "second", &id, &id[..30]] {
+        let text = folder.launch(["runs", "show", run]).expect(0).text();
+        let shown = lines(&text);
+        assert!(shown.contains(&"status failed".to_owned()), "{text}");
+        assert!(
+            shown.contains(&"checkpoints 1, the last at step 2".to_owned()),
+            "{text}"
+        );
+        assert!(
+            shown
+                .iter()
+                .any(|x| x.starts_with("1 ") && x.ends_with(" 1 step 2")),
+            "{text}"
+        );
+        assert!(
+            !text.contains('\u{1b}') && text.contains("memory"),
+            "{text}"
+        );
+    }
+    // What the resume superseded is not there.
+    let points = folder
+        .launch(["runs", "show", "second", "--metric", "train/loss"])
+        .expect(0)
+        .text();
+    let values: Vec<_> = points
+        .lines()
+        .skip(1)
+        .map(|x| x.split(' ').next().unwrap())
+        .collect();
+    assert_eq!(values, ["1", "0.5", "0.25"]);
+    folder
+        .launch(["runs", "show", "second", "--metric", "loss"])
+        .expect(2)
+        .says("it has train/loss");
+
+    let line = ["runs", "show", "second", "--metric", "train/loss", "--json"];
+    let details = json_of(&folder.launch(line).expect(0).text());
+    assert_eq!(details["points"][0]["points"][2]["value"], 0.25);
+    assert_eq!(details["starts"][1]["resumed"], 2);
+    assert_eq!(details["status"], "failed");
+}
+
+#[test]
+fn compare_marks_what_differs() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    finished(&folder, "b", 0.2);
+    let text = folder
+        .launch(["runs", "compare", "a", "b"])
+        .expect(0)
+        .text();
+    let shown = lines(&text);
+    assert_eq!(shown[0], "a b");
+    assert_eq!(shown[1], "status finished finished");
+    assert_eq!(shown[2], "* lr 0.1 0.2");
+    assert_eq!(shown[3], "model.layers [32,64] [32,64]");
+    assert_eq!(shown[4], "* train/loss last 0.0333333 0.0666667");
+    assert!(
+        shown.contains(&"train/odd last NaN NaN".to_owned()),
+        "{text}"
+    );
+
+    let line = [
+        "runs",
+        "compare",
+        "a",
+        "b",
+        "--changed",
+        "--metric",
+        "test/accuracy",
+    ];
+    let text = folder.launch(line).expect(0).text();
+    assert_eq!(lines(&text)[2..], ["* lr 0.1 0.2"]);
+    let line = ["runs", "compare", "a", "b", "--json"];
+    let comparison = json_of(&folder.launch(line).expect(0).text());
+    assert_eq!(
+        comparison["rows"][0],
+        json!({ "name": "lr", "differs": true, "values": [0.1, 0.2] })
+    );
+    folder.launch(["runs", "compare", "a"]).expect(2);
+}
+
+#[test]
+fn diff_names_the_inputs_that_differ() {
+    let folder = Folder::new();
+    let captured = |name: &str, lr: f64, seed: u64| {
+        let provenance = Capture::new().seed("model", seed).take(folder.path());
+        let run = builder(&folder, name)
+            .hyperparameters(&json!({ "lr": lr }))
+            .unwrap()
+            .provenance(serde_json::to_value(provenance).unwrap())
+            .start()
+            .unwrap();
+        run.finish().unwrap();
+    };
+    captured("a", 0.1, 1);
+    captured("same", 0.1, 1);
+    captured("b", 0.2, 2);
+    let line = ["runs", "diff", "a", "same", "--exit-code"];
+    let text = folder.launch(line).expect(0).text();
+    assert_eq!(text, "the same inputs\n");
+    let text = folder.launch(["runs", "diff", "a", "b"]).expect(0).text();
+    assert_eq!(
+        lines(&text),
+        ["input a b", "seed model 1 2", "hyperparameter lr 0.1 0.2"]
+    );
+    let line = ["runs", "diff", "a", "b", "--exit-code", "--json"];
+    let diff = json_of(&folder.launch(line).expect(1).text());
+    assert_eq!(diff["differences"][1]["what"], "hyperparameter lr");
+
+    finished(&folder, "bare", 0.1);
+    folder
+        .launch(["runs", "diff", "bare", "bare"])
+        .expect(0)
+        .says("the run bare does not record where it came from");
+}
+
+#[test]
+fn wrong_places_are_told() {
+    let folder = Folder::new();
+    folder.write("notes/readme", "");
+    folder.write("file", "");
+    for place in ["missing", "file"] {
+        folder
+            .launch(["runs", "list", "--runs", place])
+            .expect(2)
+            .says("expected the folder of all runs at")
+            .says(place);
+    }
+    let listed = folder.launch(["runs", "list", "--runs", "notes"]).expect(0);
+    assert_eq!(listed.text(), "no runs in notes\n");
+    folder.launch(["runs"]).expect(2);
+    folder
+        .launch(["runs", "show", "x"])
+        .expect(2)
+        .says("the folder of all runs at runs");
+    folder
+        .launch(["runs", "show", "./notes"])
+        .expect(2)
+        .says("there is no run in ./notes");
+    finished(&folder, "a", 0.1);
+    folder
+        .launch(["runs", "show", "x"])
+        .expect(2)
+        .says("no run \"x\" in runs")
+        .says("accel-launch runs list");
+
+    // A journal that was cut is read as far as it goes; one that was changed in the middle is not.
+    let journal = folder.path().join("runs/a/journal.jsonl");
+    let good = fs::read_to_string(&journal).unwrap();
+    fs::write(&journal, &good[..good.len() - 20]).unwrap();
+    let text = folder.launch(["runs", "show", "a"]).expect(0).text();
+    assert!(
+        lines(&text).contains(&"status interrupted".to_owned()),
+        "{text}"
+    );
+    fs::write(&journal, good.replacen("\"s\":2", "\"s\":7", 1)).unwrap();
+    folder
+        .launch(["runs", "show", "a"])
+        .expect(1)
+        .says("at byte");
+
+    // The head of a later version, with a good checksum.
+    let head = good.lines().next().unwrap();
+    let covered =
+        head[..head.rfind(",\"c\"").unwrap()].replacen("\"version\":1", "\"version\":2", 1);
+    let line = format!("{covered},\"c\":\"{:08x}\"}}\n", crc32c(covered.as_bytes()));
+    fs::write(&journal, line).unwrap();
+    folder
+        .launch(["runs", "show", "a"])
+        .expect(1)
+        .says("is of format 2");
+    let text = folder.launch(["runs", "list"]).expect(0).text();
+    assert!(text.contains("is of format 2"), "{text}");
+}
+
+/// CRC-32C, bit by bit.
+fn crc32c(bytes: &[u8]) -> u32 {
+    let mut sum = !0_u32;
+    for byte in bytes {
+        sum ^= u32::from(*byte);
+        for _ in 0..8 {
+            sum = (sum >> 1) ^ (0x82f6_3b78 & (sum & 1).wrapping_neg());
+        }
+    }
+    !sum
+}

@@ -1,0 +1,138 @@
+//! `reproduce`.
+
+use std::fs;
+use std::process::Command;
+
+use accelerator_track::{Artifact, Capture, Run, Runs};
+use serde_json::json;
+
+use super::lines;
+use crate::support::Folder;
+
+/// The arguments by which this file of tests is the program below.
+const PROGRAM: [&str; 3] = [
+    "runs::reproduce::a_program_that_trains",
+    "--exact",
+    "--ignored",
+];
+
+/// The program that the other tests start: it trains by what the file `rate` says.
+#[test]
+#[ignore = "the program of other tests"]
+fn a_program_that_trains() {
+    let rate: f64 = fs::read_to_string("rate").unwrap().parse().unwrap();
+    let provenance = Capture::new().take(".");
+    let run = Run::builder("a")
+        .hyperparameters(&json!({ "rate": rate }))
+        .unwrap()
+        .provenance(serde_json::to_value(provenance).unwrap())
+        .start()
+        .unwrap();
+    let mut weight = 1.0_f64;
+    for step in 1..=20 {
+        // From step 11 on the rate counts.
+        weight -= weight.sin() * if step > 10 { rate } else { 0.1 };
+        run.log(
+            "train",
+            [("weight", weight), ("loss", 1.0 - weight.cos())],
+            step,
+            None,
+        );
+        let time = std::time::UNIX_EPOCH.elapsed().unwrap();
+        run.log("time", [("now", time.as_secs_f64())], step, None);
+    }
+    fs::write("weights.bin", weight.to_le_bytes()).unwrap();
+    let weights = Artifact::create("weights").add_file("weights.bin").unwrap();
+    run.mark_output(weights).unwrap();
+    run.finish().unwrap();
+}
+
+fn trained(folder: &Folder) {
+    folder.write("rate", "0.1");
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(PROGRAM).current_dir(folder.path());
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("ACCEL_") {
+            command.env_remove(name);
+        }
+    }
+    assert!(command.output().unwrap().status.success());
+}
+
+#[test]
+fn the_same_bits_are_told() {
+    let folder = Folder::new();
+    trained(&folder);
+    let line = ["runs", "reproduce", "a", "--ignore", "time/*"];
+    let text = folder.launch(line).expect(0).text();
+    let shown = lines(&text);
+    assert!(
+        shown.contains(&"a was run again as a-2".to_owned()),
+        "{text}"
+    );
+    let last = shown.last().unwrap();
+    assert!(
+        last.starts_with("the same bits: 40 points of 2 metrics, and the artifacts weights"),
+        "{text}"
+    );
+    let runs = Runs::open(folder.path().join("runs")).unwrap();
+    let [first, again] = ["a", "a-2"]
+        .map(|name| accelerator_track::RunSummary::read(runs.find(name).unwrap()).unwrap());
+    assert_eq!(again.tags["reproduces"], first.id.to_string());
+    let line = ["runs", "diff", "a", "a-2", "--exit-code"];
+    folder.launch(line).expect(0);
+}
+
+#[test]
+fn the_first_step_that_differs_is_named() {
+    let folder = Folder::new();
+    trained(&folder);
+    folder.write("rate", "0.2");
+    let line = ["runs", "reproduce", "a", "--ignore", "time/now"];
+    let text = folder.launch(line).expect(1).text();
+    let shown = lines(&text);
+    let different: Vec<_> = shown
+        .iter()
+        .filter(|x| x.starts_with("different: "))
+        .collect();
+    assert_eq!(different.len(), 3, "{text}");
+    assert!(
+        different[0].starts_with("different: artifact weights was "),
+        "{text}"
+    );
+    assert!(
+        different[1].starts_with("different: metric train/loss at step 11 was "),
+        "{text}"
+    );
+    assert!(
+        shown.contains(&"another input: hyperparameter rate: 0.1, 0.2".to_owned()),
+        "{text}"
+    );
+}
+
+#[test]
+fn what_cannot_be_run_again_is_told() {
+    let folder = Folder::new();
+    trained(&folder);
+    let text = folder
+        .launch(["runs", "reproduce", "a", "--dry-run"])
+        .expect(0)
+        .text();
+    assert!(text.contains(PROGRAM[0]), "{text}");
+    fs::remove_file(folder.path().join("rate")).unwrap();
+    folder
+        .launch(["runs", "reproduce", "a"])
+        .expect(2)
+        .says("the program could not be run again");
+    let run = super::builder(&folder, "b").start().unwrap();
+    folder
+        .launch(["runs", "reproduce", "b"])
+        .expect(2)
+        .says("is still being written");
+    run.finish().unwrap();
+    folder
+        .launch(["runs", "reproduce", "b"])
+        .expect(2)
+        .says("b cannot be run again")
+        .says("the command line of the run is not recorded");
+}
