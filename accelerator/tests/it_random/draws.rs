@@ -193,7 +193,6 @@ fn a_batch_that_is_asked_for_leaves_a_model_alone_that_is_being_built() {
 
 #[test]
 fn a_batcher_that_panics_is_an_error_with_and_without_workers() {
-    let _alone = alone();
     struct Panics;
     impl Batcher<usize, Drawn> for Panics {
         fn batch(&self, items: Vec<usize>, _device: &Device) -> Drawn {

@@ -14,6 +14,8 @@ pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
     RunHistory, RunStatus, Series, SystemPoint,
 };
+#[cfg(feature = "mlflow")]
+pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
 pub use provenance::{
     Capture, Commit, Difference, FolderDigest, HashedFile, HostFacts, MASK, Provenance,
     Reproduction, SourceState, diff, diff_with_git, digest_folder, mask_arguments,
@@ -34,6 +36,8 @@ mod error;
 mod folder_name;
 mod history;
 mod journal;
+#[cfg(feature = "mlflow")]
+mod mlflow;
 mod provenance;
 mod record;
 mod report;

@@ -1,5 +1,12 @@
 //! Reports and the board in a real browser.
 
+#![cfg(unix)]
+#![allow(
+    clippy::expect_used,
+    clippy::unwrap_used,
+    reason = "these are tests, helpers included"
+)]
+
 mod chromium;
 mod runs;
 

@@ -3,5 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
 mod kills;
+#[cfg(feature = "mlflow")]
+mod mlflow;
 mod tensorboard;
 mod venv;

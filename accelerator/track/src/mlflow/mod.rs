@@ -1,0 +1,365 @@
+//! The sink for an MLflow server.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::fs;
+
+use serde_json::json;
+
+use crate::error::{Error, Kind, Result};
+use crate::record::Entry;
+use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+use batch::{Batch, Content, Item, Queued};
+use client::Failure;
+pub use client::MlflowServer;
+use convert::{Converter, tag};
+use cursor::{Cursor, CursorFile};
+pub use server_run::{MlflowRun, SentFile};
+
+mod address;
+mod batch;
+mod client;
+mod convert;
+mod cursor;
+#[cfg(test)]
+mod fake;
+mod name;
+mod registry;
+mod server_run;
+#[cfg(test)]
+mod tests;
+
+/// Delivers a run to an experiment on an MLflow server.
+///
+/// Metrics, parameters and tags have the names of the journal, where MLflow takes them; the epoch is the metric `epoch`,
+/// and what a rank's host measured is `system/rank-R/NAME`. A parameter keeps its first value there; a later one is the
+/// tag `param.changed.NAME`. Texts, images, histograms and plots are artifacts, as `text/train/sample/100.md`. An artifact
+/// that the run uses is a dataset.
+///
+/// Nothing that a server has of a metric can be taken back. So points are delivered when a checkpoint or the end of the
+/// run settles them; [`live`](Self::live) delivers them at once. What was delivered is in `mlflow.json` in the run's
+/// folder. A request without an answer is sent again unchanged, which changes nothing on a server with a database; so
+/// everything is there once.
+///
+/// ```no_run
+/// use accelerator_track::{MlflowServer, MlflowSink};
+///
+/// let server = MlflowServer::new("http://127.0.0.1:5000")?;
+/// let sink = MlflowSink::new(server, "digits");
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct MlflowSink {
+    server: MlflowServer,
+    experiment: String,
+    delivery: Delivery,
+    open: Option<OpenRun>,
+}
+
+#[derive(Debug)]
+struct OpenRun {
+    info: RunInfo,
+    run: MlflowRun,
+    file: CursorFile,
+    /// What the file says.
+    cursor: Cursor,
+    /// Of all that was written.
+    written: SinkPosition,
+    converter: Converter,
+    queue: VecDeque<Queued>,
+    has_warned: Cell<bool>,
+}
+
+enum Sent {
+    /// So many are done.
+    Items(usize),
+    /// Some are others now.
+    Changed,
+    /// The server takes none of so many, as they are.
+    Refused { items: usize, error: Error },
+}
+
+impl MlflowSink {
+    /// To an experiment, which is made where it is not there.
+    ///
+    /// ```
+    /// use accelerator_track::{MlflowServer, MlflowSink, Sink};
+    ///
+    /// let sink = MlflowSink::new(MlflowServer::new("http://localhost:5000")?, "digits");
+    /// assert_eq!(sink.name(), "MLflow at http://localhost:5000");
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    #[must_use]
+    pub fn new(server: MlflowServer, experiment: impl Into<String>) -> Self {
+        Self {
+            server,
+            experiment: experiment.into(),
+            delivery: Delivery::Settled,
+            open: None,
+        }
+    }
+
+    /// To the server and the experiment that MLflow's own variables name: those of
+    /// [`MlflowServer::from_env`], and `MLFLOW_EXPERIMENT_NAME`, without which it is `Default`.
+    ///
+    /// # Errors
+    ///
+    /// If they name no server.
+    ///
+    /// ```no_run
+    /// let sink = accelerator_track::MlflowSink::from_env()?;
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn from_env() -> Result<Self> {
+        let experiment = std::env::var("MLFLOW_EXPERIMENT_NAME").ok();
+        let experiment = experiment.filter(|name| !name.is_empty());
+        let experiment = experiment.unwrap_or_else(|| "Default".to_owned());
+        Ok(Self::new(MlflowServer::from_env()?, experiment))
+    }
+
+    /// Delivers at once. Where the program resumes from a checkpoint, the server then shows points that a resume
+    /// superseded beside those that count, since it can take none back.
+    ///
+    /// ```
+    /// use accelerator_track::{Delivery, MlflowServer, MlflowSink, Sink};
+    ///
+    /// let sink = MlflowSink::new(MlflowServer::new("http://localhost:5000")?, "digits");
+    /// assert_eq!(sink.delivery(), Delivery::Settled);
+    /// assert_eq!(sink.live().delivery(), Delivery::Live);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    #[must_use]
+    pub fn live(self) -> Self {
+        let delivery = Delivery::Live;
+        Self { delivery, ..self }
+    }
+}
+
+impl Sink for MlflowSink {
+    fn name(&self) -> String {
+        format!("MLflow at {}", self.server.address())
+    }
+
+    fn delivery(&self) -> Delivery {
+        self.delivery
+    }
+
+    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
+        self.open = None;
+        let file = CursorFile::in_folder(&run.folder);
+        let server = self.server.address();
+        let known = file
+            .read()
+            .filter(|cursor| cursor.server == server && cursor.experiment == self.experiment);
+        let known_id = known.as_ref().map(|cursor| cursor.run_id.as_str());
+        let server_run = self.server.open_run_as(&self.experiment, run, known_id)?;
+        let known = known.filter(|cursor| cursor.run_id == server_run.id());
+        let cursor = known.unwrap_or_else(|| Cursor {
+            server: server.to_owned(),
+            experiment: self.experiment.clone(),
+            run_id: server_run.id().to_owned(),
+            position: SinkPosition::default(),
+        });
+        file.write(&cursor)?;
+        let position = cursor.position.clone();
+        self.open = Some(OpenRun {
+            info: run.clone(),
+            converter: Converter::new(run.folder.clone(), server_run.data()?),
+            run: server_run,
+            file,
+            cursor,
+            written: position.clone(),
+            queue: VecDeque::new(),
+            has_warned: Cell::new(false),
+        });
+        Ok(position)
+    }
+
+    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()> {
+        let open = self.open.as_mut().ok_or_else(not_open)?;
+        open.write(origin, entry);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.open.as_mut().ok_or_else(not_open)?.flush()
+    }
+}
+
+impl OpenRun {
+    fn write(&mut self, origin: Origin, entry: &Entry) {
+        if entry.n < next_of(&self.written, origin) {
+            self.converter.note(&entry.record);
+            return;
+        }
+        let items = self.converter.items(origin, entry);
+        let last = items.len();
+        for (at, item) in (1..).zip(items) {
+            self.queue.push_back(Queued {
+                item,
+                origin,
+                n: entry.n,
+                is_last: at == last,
+            });
+        }
+        advance(&mut self.written, origin, entry.n + 1);
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let mut most = usize::MAX;
+        while !self.queue.is_empty() {
+            match self.send_front(most)? {
+                Sent::Items(sent) => {
+                    self.deliver(sent)?;
+                    most = most.saturating_mul(2);
+                }
+                Sent::Changed => {}
+                // One of them is to blame.
+                Sent::Refused { items, .. } if items > 1 => most = items / 2,
+                Sent::Refused { error, .. } => {
+                    self.warn(&error);
+                    self.deliver(1)?;
+                }
+            }
+        }
+        // What is nothing on the server was not in the queue.
+        if self.cursor.position != self.written {
+            self.cursor.position = self.written.clone();
+            self.file.write(&self.cursor)?;
+        }
+        Ok(())
+    }
+
+    /// The first items of the queue are done with.
+    fn deliver(&mut self, items: usize) -> Result<()> {
+        for queued in self.queue.drain(..items) {
+            if queued.is_last {
+                advance(&mut self.cursor.position, queued.origin, queued.n + 1);
+            }
+        }
+        self.file.write(&self.cursor)
+    }
+
+    /// Sends what is first: at most so many metrics, parameters and tags.
+    fn send_front(&mut self, most: usize) -> Result<Sent> {
+        let batch = Batch::of_front(&self.queue, most);
+        let taken = batch.taken;
+        if taken > 0 {
+            return match self.run.update("runs/log-batch", batch.into_body()) {
+                Ok(()) => Ok(Sent::Items(taken)),
+                Err(failure) if failure.is(INVALID) => match self.turn_changed_params(taken)? {
+                    true => Ok(Sent::Changed),
+                    false => Ok(Sent::Refused {
+                        items: taken,
+                        error: failure.into(),
+                    }),
+                },
+                Err(failure) => Err(failure.into()),
+            };
+        }
+        let sent = match self.queue.front().map(|queued| &queued.item) {
+            Some(Item::File {
+                path,
+                mime,
+                content,
+            }) => self.send_file(path, mime, content),
+            Some(Item::Dataset(dataset)) => {
+                let body = json!({ "datasets": [dataset] });
+                self.run.update("runs/log-inputs", body)
+            }
+            Some(Item::Started) => self
+                .run
+                .update("runs/update", json!({ "status": "RUNNING" })),
+            Some(Item::Ended { status, ms }) => {
+                self.run.delete_doubles(self.info.id)?;
+                let body = json!({ "status": status, "end_time": ms });
+                self.run.update("runs/update", body)
+            }
+            // They are in the batch.
+            Some(Item::Metric { .. } | Item::Param { .. } | Item::Tag { .. }) | None => Ok(()),
+        };
+        match sent {
+            Ok(()) => Ok(Sent::Items(1)),
+            Err(failure) if failure.is(INVALID) => {
+                // That is said of a run that was deleted, too.
+                self.run.data()?;
+                let error = failure.into();
+                Ok(Sent::Refused { items: 1, error })
+            }
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
+    fn send_file(&self, path: &str, mime: &str, content: &Content) -> Result<(), Failure> {
+        let (root, bytes) = match (self.run.artifact_root(), content) {
+            (Ok(root), Content::Bytes(bytes)) => (root, Cow::Borrowed(bytes)),
+            (Ok(root), Content::File(file)) => match fs::read(file) {
+                Ok(bytes) => (root, Cow::Owned(bytes)),
+                Err(error) => {
+                    self.warn(&Error::io("read", file, error));
+                    return Ok(());
+                }
+            },
+            (Err(error), _) => {
+                self.warn(&error);
+                return Ok(());
+            }
+        };
+        let path = format!("{root}/{path}");
+        self.run.server.put_bytes(&path, mime, &bytes)
+    }
+
+    /// Says once that the server will not have everything; the rest is worth to be delivered.
+    fn warn(&self, error: &Error) {
+        if !self.has_warned.replace(true) {
+            tracing::warn!(
+                %error, run = self.info.name,
+                "a part of the run is not delivered to MLflow, the rest is; once the cause is gone, delete mlflow.json in \
+                 the run's folder and deliver it again"
+            );
+        }
+    }
+
+    /// Where somebody else set a parameter on the server to another value in between, ours becomes a tag.
+    fn turn_changed_params(&mut self, among: usize) -> Result<bool> {
+        let server = self.run.data()?;
+        let mut has_turned = false;
+        for queued in self.queue.iter_mut().take(among) {
+            if let Item::Param {
+                key,
+                value,
+                changed,
+            } = &queued.item
+                && server.params.get(key).is_some_and(|found| found != value)
+            {
+                queued.item = tag(changed.clone(), value);
+                has_turned = true;
+            }
+        }
+        Ok(has_turned)
+    }
+}
+
+fn next_of(position: &SinkPosition, origin: Origin) -> u64 {
+    match origin {
+        Origin::Run => position.next,
+        Origin::Rank(rank) => position.ranks.get(&rank).copied().unwrap_or(0),
+    }
+}
+
+fn advance(position: &mut SinkPosition, origin: Origin, next: u64) {
+    match origin {
+        Origin::Run => position.next = next,
+        Origin::Rank(rank) => {
+            position.ranks.insert(rank, next);
+        }
+    }
+}
+
+fn not_open() -> Error {
+    let message = "the sink for MLflow is not open; its `open` comes first";
+    Error::new(Kind::Misuse, message)
+}
+
+const INVALID: &str = "INVALID_PARAMETER_VALUE";

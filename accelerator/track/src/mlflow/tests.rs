@@ -1,0 +1,424 @@
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::fake::{FakeServer, Fault};
+use super::*;
+use crate::record::{EndStatus, Metrics, Number, PointValue, Record};
+use crate::run_id::RunId;
+
+struct Delivered {
+    server: FakeServer,
+    sink: MlflowSink,
+    info: RunInfo,
+    _folder: TempDir,
+}
+
+impl Delivered {
+    fn new() -> Self {
+        let server = FakeServer::start();
+        let folder = tempfile::tempdir().unwrap();
+        let client = MlflowServer::new(&server.address).unwrap();
+        Self {
+            sink: MlflowSink::new(client, "e").live(),
+            info: RunInfo {
+                id: RunId::new(),
+                name: "mnist".to_owned(),
+                folder: folder.path().to_owned(),
+                created_ms: 1_700_000_000_000,
+            },
+            server,
+            _folder: folder,
+        }
+    }
+
+    /// Opens and delivers once, as the feeder does.
+    fn deliver(&mut self, entries: &[Entry]) -> Result<()> {
+        let position = self.sink.open(&self.info)?;
+        for entry in entries {
+            if entry.n >= position.next || matches!(entry.record, Record::Series { .. }) {
+                self.sink.write(Origin::Run, entry)?;
+            }
+        }
+        self.sink.flush()
+    }
+
+    /// Delivers until it succeeds, and says how often it failed.
+    fn deliver_at_last(&mut self, entries: &[Entry]) -> usize {
+        for failures in 0..10 {
+            match self.deliver(entries) {
+                Ok(()) => return failures,
+                Err(error) => assert!(error.is_remote(), "{error}"),
+            }
+        }
+        panic!("it never succeeds");
+    }
+}
+
+fn entries(records: Vec<Record>) -> Vec<Entry> {
+    let entries = (0..).zip(records).map(|(n, record)| Entry {
+        n,
+        ms: 1_700_000_000_000 + n,
+        record,
+    });
+    entries.collect()
+}
+
+fn series(i: u32, key: &str) -> Record {
+    let key = key.to_owned();
+    Record::Series { i, key }
+}
+
+fn metrics(step: u64, values: impl IntoIterator<Item = f64>) -> Record {
+    let points = (0..).zip(values).map(|(series, value)| PointValue {
+        series,
+        value: Number(value),
+        count: None,
+    });
+    Record::Metrics(Metrics {
+        step,
+        epoch: None,
+        points: points.collect(),
+    })
+}
+
+fn end() -> Record {
+    Record::End {
+        status: EndStatus::Finished,
+        failure: None,
+    }
+}
+
+fn set_tag(key: &str, value: &str) -> Record {
+    let set = [(key.to_owned(), value.to_owned())].into();
+    Record::Tag { set }
+}
+
+fn set_param(key: &str, value: serde_json::Value) -> Record {
+    let set = [(key.to_owned(), value)].into();
+    Record::Param { set }
+}
+
+/// Three points of a series, a parameter, a tag, an end.
+fn small_run() -> Vec<Entry> {
+    entries(vec![
+        series(0, "train/loss"),
+        set_param("lr", json!(0.1)),
+        metrics(1, [1.5]),
+        metrics(2, [0.5]),
+        set_tag("note", "x"),
+        metrics(3, [f64::NAN]),
+        end(),
+    ])
+}
+
+fn assert_small_run(server: &FakeServer) {
+    let state = server.state();
+    let [run] = state.active()[..] else {
+        panic!("{} runs", state.active().len());
+    };
+    let points: Vec<_> = run
+        .metrics
+        .iter()
+        .map(|(key, ms, step, value)| (key.as_str(), *ms, *step, value.as_str()))
+        .collect();
+    assert_eq!(
+        points,
+        [
+            ("train/loss", 1_700_000_000_002, 1, "1.5"),
+            ("train/loss", 1_700_000_000_003, 2, "0.5"),
+            ("train/loss", 1_700_000_000_005, 3, "\"NaN\""),
+        ]
+    );
+    assert_eq!(run.params["lr"], "0.1");
+    assert_eq!(run.tags["note"], "x");
+    assert_eq!(run.status, "FINISHED");
+}
+
+#[test]
+fn a_run_is_delivered_once_over_each_fault() {
+    let paths = [
+        "experiments/get-by-name",
+        "experiments/create",
+        "runs/search",
+        "runs/create",
+        "runs/get",
+        "runs/log-batch",
+        "runs/update",
+    ];
+    let faults = [
+        Fault::LostAnswer,
+        Fault::LostRequest,
+        Fault::Says(
+            500,
+            "{\"error_code\": \"INTERNAL_ERROR\", \"message\": \"\"}",
+        ),
+        Fault::Says(503, "<html>busy"),
+        Fault::Says(429, ""),
+        Fault::Says(200, "<html>log in"),
+        Fault::Says(404, "<html>nothing"),
+        Fault::Says(200, "[]"),
+    ];
+    for path in paths {
+        for fault in faults {
+            let mut run = Delivered::new();
+            run.server.fail(path, fault);
+            let failures = run.deliver_at_last(&small_run());
+            let is_sent_again = !matches!(fault, Fault::Says(200 | 404, _));
+            assert_eq!(failures, usize::from(!is_sent_again), "{path} {fault:?}");
+            assert_small_run(&run.server);
+            assert_eq!(run.server.state().runs.len(), 1, "{path} {fault:?}");
+        }
+    }
+}
+
+#[test]
+fn a_server_that_stays_busy_is_said_after_a_few_requests() {
+    let mut run = Delivered::new();
+    for _ in 0..4 {
+        run.server.fail("runs/log-batch", Fault::Says(503, "busy"));
+    }
+    let error = run.deliver(&small_run()).unwrap_err();
+    assert!(error.is_remote());
+    assert!(error.to_string().contains("503: busy"), "{error}");
+    run.deliver(&small_run()).unwrap();
+    assert_small_run(&run.server);
+}
+
+#[test]
+fn a_slow_answer_makes_no_ghost_run() {
+    for fault in [
+        Fault::SlowAnswer(Duration::from_secs(3)),
+        Fault::SlowAct(Duration::from_secs(3)),
+    ] {
+        let mut run = Delivered::new();
+        let client = MlflowServer::new(&run.server.address).unwrap();
+        let client = client.with_timeout(Duration::from_millis(500));
+        run.sink = MlflowSink::new(client, "e").live();
+        run.server.fail("runs/create", fault);
+        let begun = Instant::now();
+        let mut all = small_run();
+        let last = all.pop().unwrap();
+        let error = run.deliver(&all).unwrap_err();
+        assert!(
+            error.to_string().contains("no answer within 0.5 s"),
+            "{error}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(2));
+        run.deliver(&all).unwrap();
+        // The first request has acted by now.
+        std::thread::sleep(Duration::from_secs(4).saturating_sub(begun.elapsed()));
+        run.sink.write(Origin::Run, &last).unwrap();
+        run.sink.flush().unwrap();
+        assert_small_run(&run.server);
+        let count = run.server.state().runs.len();
+        assert_eq!(
+            count,
+            if matches!(fault, Fault::SlowAct(_)) {
+                2
+            } else {
+                1
+            }
+        );
+    }
+}
+
+#[test]
+fn large_entries_are_split() {
+    let mut run = Delivered::new();
+    let mut records: Vec<_> = (0..1001)
+        .map(|i| series(i, &format!("train/{i}")))
+        .collect();
+    records.push(metrics(1, (0..1001).map(f64::from)));
+    records.push(set_tag("a", "b"));
+    // A request of 1000 metrics has no room for a tag.
+    records.push(metrics(2, (0..999).map(f64::from)));
+    records.push(set_tag("c", "d"));
+    run.deliver(&entries(records)).unwrap();
+    {
+        let state = run.server.state();
+        assert_eq!(state.active()[0].metrics.len(), 2000);
+        assert_eq!(state.active()[0].tags["c"], "d");
+        assert_eq!(state.count("log-batch"), 3);
+    }
+    // The connection breaks between the parts of an entry.
+    let mut run = Delivered::new();
+    let mut records: Vec<_> = (0..1500)
+        .map(|i| series(i, &format!("train/{i}")))
+        .collect();
+    records.push(metrics(1, (0..1500).map(f64::from)));
+    let all = entries(records);
+    run.sink.open(&run.info).unwrap();
+    for entry in &all {
+        run.sink.write(Origin::Run, entry).unwrap();
+    }
+    run.sink
+        .open
+        .as_mut()
+        .unwrap()
+        .send_front(usize::MAX)
+        .unwrap();
+    assert_eq!(run.server.state().active()[0].metrics.len(), 1000);
+    run.deliver(&all).unwrap();
+    assert_eq!(run.server.state().active()[0].metrics.len(), 1500);
+}
+
+#[test]
+fn a_lost_cursor_changes_nothing_on_the_server() {
+    let mut run = Delivered::new();
+    run.deliver(&small_run()).unwrap();
+    let cursor = run.info.folder.join("mlflow.json");
+    let requests = run.server.state().count("log-batch");
+    run.deliver(&small_run()).unwrap();
+    assert_eq!(run.server.state().count("log-batch"), requests);
+    for torn in [None, Some("{\"server\":")] {
+        match torn {
+            None => fs::remove_file(&cursor).unwrap(),
+            Some(text) => fs::write(&cursor, text).unwrap(),
+        }
+        run.deliver(&small_run()).unwrap();
+        assert_small_run(&run.server);
+    }
+    assert!(run.server.state().count("log-batch") > requests);
+    assert_eq!(run.server.state().runs.len(), 1);
+}
+
+#[test]
+fn a_server_that_lost_the_run_gets_all_of_it() {
+    let mut run = Delivered::new();
+    run.deliver(&small_run()).unwrap();
+    run.server.state().runs.clear();
+    run.deliver(&small_run()).unwrap();
+    assert_small_run(&run.server);
+}
+
+#[test]
+fn what_was_deleted_is_said_and_not_made_again() {
+    let mut run = Delivered::new();
+    run.deliver(&small_run()).unwrap();
+    run.server.state().runs[0].deleted = true;
+    let error = run.deliver(&small_run()).unwrap_err();
+    assert!(error.is_remote());
+    assert!(
+        error
+            .to_string()
+            .contains("mlflow runs restore --run-id r0"),
+        "{error}"
+    );
+    run.server.state().runs[0].deleted = false;
+
+    // While it is delivered.
+    run.sink.open(&run.info).unwrap();
+    run.server.state().runs[0].deleted = true;
+    let later = Entry {
+        n: 7,
+        ms: 0,
+        record: set_tag("k", "v"),
+    };
+    run.sink.write(Origin::Run, &later).unwrap();
+    let error = run.sink.flush().unwrap_err();
+    assert!(error.to_string().contains("was deleted"), "{error}");
+
+    run.server.state().experiments.insert("e".to_owned(), true);
+    let error = run.deliver(&small_run()).unwrap_err();
+    assert!(error.to_string().contains("experiments restore"), "{error}");
+}
+
+#[test]
+fn parameters_that_somebody_else_changed_become_tags() {
+    let mut run = Delivered::new();
+    run.sink.open(&run.info).unwrap();
+    let other = ("lr".to_owned(), "7".to_owned());
+    run.server.state().runs[0].params.extend([other]);
+    for entry in entries(vec![
+        set_param("lr", json!(0.1)),
+        set_param("lr", json!(0.2)),
+    ]) {
+        run.sink.write(Origin::Run, &entry).unwrap();
+    }
+    run.sink.flush().unwrap();
+    let state = run.server.state();
+    assert_eq!(state.runs[0].params["lr"], "7");
+    assert_eq!(state.runs[0].tags["param.changed.lr"], "0.2");
+}
+
+#[test]
+fn what_a_server_refuses_does_not_hold_the_rest_up() {
+    let mut run = Delivered::new();
+    run.server.state().longest_tag = 200;
+    let long = "x".repeat(201);
+    let mut records = vec![
+        series(0, "train/loss"),
+        set_tag("a", "1"),
+        set_tag("b", &long),
+    ];
+    records.extend((0..50).map(|step| metrics(step, [0.5])));
+    records.push(set_tag("c", "3"));
+    run.deliver(&entries(records)).unwrap();
+    let state = run.server.state();
+    assert_eq!(state.runs[0].metrics.len(), 50);
+    assert_eq!(state.runs[0].tags["c"], "3");
+    assert!(!state.runs[0].tags.contains_key("b"));
+}
+
+#[test]
+fn credentials_are_sent() {
+    let server = FakeServer::start();
+    let run = Delivered::new();
+    let address = server.address.replace("http://", "http://me:a%3Ab@");
+    let client = MlflowServer::new(&address).unwrap();
+    client.open_run("e", &run.info).unwrap();
+    let sent = server.state().authorization.take();
+    assert_eq!(sent.as_deref(), Some("Basic bWU6YTpi"));
+    client.with_token("t").open_run("e", &run.info).unwrap();
+    let sent = server.state().authorization.take();
+    assert_eq!(sent.as_deref(), Some("Bearer t"));
+}
+
+#[test]
+fn files_are_sent_once_and_models_are_registered_once() {
+    let run = Delivered::new();
+    let client = MlflowServer::new(&run.server.address).unwrap();
+    let path = run.info.folder.join("model.bin");
+    fs::write(&path, "weights").unwrap();
+    let mut opened = client.open_run("e", &run.info).unwrap();
+    run.server.fail("mlflow-artifacts", Fault::LostAnswer);
+    assert_eq!(
+        opened.put_file("m/model.bin", &path).unwrap(),
+        SentFile::Sent
+    );
+    let mut opened = client.open_run("e", &run.info).unwrap();
+    assert_eq!(
+        opened.put_file("m/model.bin", &path).unwrap(),
+        SentFile::Present
+    );
+    fs::write(&path, "other weights").unwrap();
+    assert_eq!(
+        opened.put_file("m/model.bin", &path).unwrap(),
+        SentFile::Sent
+    );
+    assert_eq!(
+        run.server.state().files["1/r0/artifacts/m/model.bin"],
+        b"other weights"
+    );
+
+    run.server
+        .fail("registered-models/create", Fault::LostAnswer);
+    run.server.fail("model-versions/create", Fault::LostAnswer);
+    assert_eq!(opened.register_model("net", "m").unwrap(), 1);
+    assert_eq!(opened.register_model("net", "m").unwrap(), 1);
+    assert_eq!(opened.register_model("net", "n").unwrap(), 2);
+}
+
+#[test]
+fn a_server_that_is_not_there_is_said() {
+    let unused = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", unused.local_addr().unwrap());
+    drop(unused);
+    let mut run = Delivered::new();
+    run.sink = MlflowSink::new(MlflowServer::new(&address).unwrap(), "e");
+    let error = run.deliver(&small_run()).unwrap_err();
+    assert!(error.is_remote());
+    assert!(error.to_string().contains(&address), "{error}");
+}
