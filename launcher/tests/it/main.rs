@@ -7,6 +7,7 @@
 )]
 
 mod bench;
+mod board;
 mod cargo;
 #[cfg(feature = "faults")]
 mod chaos;

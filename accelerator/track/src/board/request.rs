@@ -4,6 +4,8 @@ use std::io::{self, Read};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use percent_encoding::percent_decode_str;
+
 /// A `GET`, as far as the board looks at it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Request {
@@ -98,27 +100,8 @@ const MOST_HEADERS: usize = 64;
 
 /// Text from a query: `%41` is a byte, `+` a space.
 fn decoded(text: &str) -> String {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, after @ ..] = rest {
-        let hex = after.get(..2).and_then(|x| std::str::from_utf8(x).ok());
-        let escaped = hex.and_then(|x| u8::from_str_radix(x, 16).ok());
-        rest = match (first, escaped) {
-            (b'%', Some(byte)) => {
-                bytes.push(byte);
-                &after[2..]
-            }
-            (b'+', _) => {
-                bytes.push(b' ');
-                after
-            }
-            _ => {
-                bytes.push(*first);
-                after
-            }
-        };
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
+    let text = text.replace('+', " ");
+    percent_decode_str(&text).decode_utf8_lossy().into_owned()
 }
 
 #[cfg(test)]

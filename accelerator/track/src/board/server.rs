@@ -37,7 +37,7 @@ impl Server {
                 thread::sleep(Duration::from_millis(50));
                 continue;
             };
-            let place = Place::take(&self.open);
+            let place = OpenConnection::take(&self.open);
             let api = Arc::clone(&self.api);
             let connection = thread::Builder::new().name("board-connection".to_owned());
             // Without a thread the connection is closed, and the browser asks again.
@@ -57,9 +57,9 @@ const MOST: usize = 64;
 
 /// One of the connections that may be open.
 #[derive(Debug)]
-struct Place(Arc<AtomicUsize>);
+struct OpenConnection(Arc<AtomicUsize>);
 
-impl Place {
+impl OpenConnection {
     fn take(open: &Arc<AtomicUsize>) -> Option<Self> {
         let place = Self(Arc::clone(open));
         // A place that is one too many is given back as it is dropped.
@@ -67,7 +67,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }

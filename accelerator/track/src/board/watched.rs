@@ -58,11 +58,11 @@ struct Known {
     version: u64,
     reading: usize,
     /// By number; numbers are not used again.
-    slots: Vec<Slot>,
+    slots: Vec<RunSlot>,
 }
 
 #[derive(Debug)]
-struct Slot {
+struct RunSlot {
     folder: PathBuf,
     version: u64,
     content: Option<Result<Arc<WatchedRun>>>,
@@ -135,7 +135,7 @@ impl WatchedRuns {
         self.forget_all_but(&found);
         let mut due: Vec<Due> = Vec::new();
         for folder in found {
-            let stamp = Stamp::of(&folder);
+            let stamp = RunStamp::of(&folder);
             let before = seen.remove(&folder);
             match before {
                 Some(before) if before.stamp == stamp => {
@@ -201,7 +201,7 @@ impl WatchedRuns {
         match known.slots.iter().position(|slot| slot.folder == folder) {
             Some(i) => i,
             None => {
-                known.slots.push(Slot {
+                known.slots.push(RunSlot {
                     folder: folder.to_owned(),
                     version: 0,
                     content: None,
@@ -266,14 +266,14 @@ impl WatchedRun {
 /// A run as it was when it was read.
 #[derive(Debug)]
 pub(super) struct Seen {
-    stamp: Stamp,
+    stamp: RunStamp,
     /// Of a run that is being written.
     reader: Option<HistoryReader>,
 }
 
 /// What is different when a run has changed.
 #[derive(Clone, Debug, PartialEq)]
-struct Stamp {
+struct RunStamp {
     modified: Option<SystemTime>,
     lengths: Vec<u64>,
     is_written_now: bool,
@@ -282,11 +282,11 @@ struct Stamp {
 #[derive(Debug)]
 struct Due {
     folder: PathBuf,
-    stamp: Stamp,
+    stamp: RunStamp,
     reader: Option<HistoryReader>,
 }
 
-impl Stamp {
+impl RunStamp {
     fn of(folder: &Path) -> Self {
         let journal = fs::metadata(folder.join(JOURNAL)).ok();
         let mut ranks = rank_journals(folder);

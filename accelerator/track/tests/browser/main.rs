@@ -1,12 +1,19 @@
 //! Reports and the board in a real browser.
 
+#![cfg(unix)]
+#![allow(
+    clippy::expect_used,
+    clippy::unwrap_used,
+    reason = "these are tests, helpers included"
+)]
+
 mod chromium;
 mod runs;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use accelerator_track::{Board, Report, Run};
 use chromium::Chromium;
@@ -26,8 +33,9 @@ fn a_report_shows_what_was_logged_and_asks_nobody() {
     let Some(chromium) = Chromium::find("a report in a browser") else {
         return;
     };
-    let dom = chromium.dump(&url(&file), 4000);
-    let body = app_of(&dom);
+    let mut page = chromium.open(&url(&file));
+    page.wait_until(ALL_CHARTS);
+    let body = page.markup();
     let loss = histories[0].series("test/loss").unwrap();
     let last = loss.points.last().unwrap().value;
     let least = loss
@@ -63,7 +71,61 @@ fn a_report_shows_what_was_logged_and_asks_nobody() {
     }
     // As text it is all there; as markup it is not.
     assert!(body.contains("&lt;/script&gt;&lt;script&gt;document.title="));
-    assert!(!dom.contains("<title>owned") && dom.contains("<title>mnist-wide</title>"));
+    assert_eq!(page.evaluate("document.title"), "mnist-wide");
+    assert!(page.complaints.is_empty(), "{:?}", page.complaints);
+    let asked = page.requests.iter().filter(|x| !x.starts_with("data:"));
+    assert_eq!(asked.collect::<Vec<_>>(), [&url(&file)]);
+    // Nor can a script in it ask anybody.
+    let refused =
+        page.evaluate("fetch('http://127.0.0.1:1/').then(() => 'sent', (error) => String(error))");
+    assert!(refused.as_str().unwrap().contains("Failed to fetch"));
+    assert!(
+        page.complaints
+            .iter()
+            .any(|x| x.contains("Content Security Policy"))
+    );
+}
+
+#[test]
+fn charts_follow_their_controls() {
+    let folder = tempfile::tempdir().unwrap();
+    let histories = [
+        plain(folder.path(), "narrow", 2e-3),
+        plain(folder.path(), "slow", 5e-4),
+    ];
+    let file = folder.path().join("report.html");
+    Report::of(&histories).write(&file).unwrap();
+    let Some(chromium) = Chromium::find("a report's controls") else {
+        return;
+    };
+    let mut page = chromium.open(&url(&file));
+    page.wait_until(ALL_CHARTS);
+    let picture = "document.querySelector('.metric canvas').toDataURL()";
+    let mut seen = vec![page.evaluate(picture)];
+    for action in [
+        "{ const x = document.querySelector('#metrics input[type=range]'); x.value = 0.9; x.dispatchEvent(new Event('input')) }",
+        "document.querySelector('#metrics input[type=checkbox]').click()",
+        "document.querySelector('#metrics input[value=epoch]').click()",
+        "document.querySelector('#metrics input[value=time]').click()",
+        "document.querySelector('.side .list input').click()",
+    ] {
+        page.evaluate(action);
+        page.wait_until(&format!("{picture} !== {}", seen.last().unwrap()));
+        seen.push(page.evaluate(picture));
+    }
+    page.evaluate(
+        "{ const canvas = document.querySelector('.metric canvas'); const at = canvas.getBoundingClientRect();
+           canvas.dispatchEvent(new PointerEvent('pointermove', { clientX: at.left + 150, clientY: at.top + 50 })) }",
+    );
+    let tip = page.evaluate("document.querySelector('.metric .tip').innerText");
+    assert!(tip.as_str().unwrap().contains("slow"), "{tip}");
+    page.evaluate(
+        "{ const x = document.querySelector('#metrics input[type=search]'); x.value = 'accuracy'; x.dispatchEvent(new Event('input')) }",
+    );
+    let shown =
+        page.evaluate("[...document.querySelectorAll('.metric')].filter((x) => !x.hidden).length");
+    assert_eq!(shown, 1);
+    assert!(page.complaints.is_empty(), "{:?}", page.complaints);
 }
 
 #[test]
@@ -82,9 +144,14 @@ fn names_that_are_markup_stay_text() {
     };
     let file = folder.path().join("report.html");
     Report::of(&histories).write(&file).unwrap();
-    let dom = chromium.dump(&url(&file), 3000);
-    assert!(!dom.contains("<title>owned"), "a name became a script");
-    assert!(app_of(&dom).contains("\"quoted\" &amp; 'é' 😀"));
+    let mut page = chromium.open(&url(&file));
+    page.wait_until(ALL_CHARTS);
+    assert_eq!(page.evaluate("document.title"), HOSTILE);
+    assert_eq!(
+        page.evaluate("document.querySelector('h1').textContent"),
+        HOSTILE
+    );
+    assert!(page.complaints.is_empty(), "{:?}", page.complaints);
 }
 
 #[test]
@@ -100,8 +167,9 @@ fn a_comparison_shows_what_differs() {
     let Some(chromium) = Chromium::find("a comparison in a browser") else {
         return;
     };
-    let dom = chromium.dump(&url(&file), 4000);
-    let body = app_of(&dom);
+    let mut page = chromium.open(&url(&file));
+    page.wait_until(ALL_CHARTS);
+    let body = page.markup();
     for text in [
         "Comparison of 3 runs",
         "narrow",
@@ -131,32 +199,40 @@ fn the_board_shows_values_that_are_logged_while_it_is_open() {
     let Some(chromium) = Chromium::find("the board in a browser") else {
         return;
     };
-    // The browser's time runs fast: what is logged while the page is open is logged before it is dumped.
-    let logging = std::thread::spawn(move || {
-        let end = Instant::now() + Duration::from_secs(12);
-        let mut step = 2;
-        while Instant::now() < end {
-            run.log("train", [("loss", 0.25)], step, None);
-            std::thread::sleep(Duration::from_millis(50));
-            step += 1;
-        }
-        run
-    });
-    let deadline = Instant::now() + Duration::from_secs(60);
-    loop {
-        let dom = chromium.dump(&url, 8000);
-        let body = app_of(&dom);
-        let is_live = body.contains("running") && body.contains("title=\"0.25 at step");
-        if is_live
-            && body.contains("title=\"0.625 at step 1\"")
-            && body.contains("before")
-            && body.contains("api/blob?run=")
-        {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{body}");
+    let mut page = chromium.open(&url);
+    page.wait_until("document.querySelector('.badge.running') !== null");
+    page.wait_until(r#"document.querySelector("td[title='0.625 at step 1']") !== null"#);
+    page.wait_until("document.querySelector('img').naturalWidth === 28");
+    page.wait_until(ALL_CHARTS);
+    run.log("train", [("loss", 0.25), ("late", f64::NAN)], 2, None);
+    run.flush().unwrap();
+    page.wait_until(r#"document.querySelector("td[title='0.25 at step 2']") !== null"#);
+    page.wait_until("document.body.innerText.includes('train/late')");
+    let late = Run::builder("late")
+        .runs_folder(folder.path())
+        .start()
+        .unwrap();
+    page.wait_until("document.querySelector('.side').innerText.includes('late')");
+    late.finish().unwrap();
+    run.fail("out of memory").unwrap();
+    page.wait_until("document.querySelector('#overview').innerText.includes('out of memory')");
+    assert!(page.complaints.is_empty(), "{:?}", page.complaints);
+    let origin = url.split("?").next().unwrap();
+    for asked in &page.requests {
+        assert!(
+            asked.starts_with(origin) || asked.starts_with("data:"),
+            "{asked}"
+        );
     }
-    logging.join().unwrap().finish().unwrap();
+    let series = page
+        .requests
+        .iter()
+        .filter(|x| x.contains("api/series") && x.ends_with("runs=0"));
+    let unchanged = series.count();
+    assert!(
+        unchanged <= 8,
+        "the run that did not change was asked for {unchanged} times"
+    );
 }
 
 #[test]
@@ -256,24 +332,21 @@ fn a_hundred_runs_of_a_hundred_thousand_points() {
     let Some(chromium) = Chromium::find("a hundred runs in a browser") else {
         return;
     };
-    let time_in = |dom: &str| -> f64 {
-        let (_, rest) = dom
-            .split_once("data-first-chart=\"")
-            .expect("no chart was shown");
-        rest.split('"').next().unwrap().parse().unwrap()
-    };
     let url = serve(folder.path());
-    let cold = time_in(&chromium.dump(&url, 3000));
-    let deadline = Instant::now() + Duration::from_secs(120);
-    let warm = loop {
-        let dom = chromium.dump(&url, 3000);
-        if app_of(&dom).contains("run-99") && !app_of(&dom).contains("reading") {
-            break time_in(&dom);
-        }
-        assert!(Instant::now() < deadline);
+    let time = |page: &mut chromium::OpenPage| {
+        page.wait_until("document.documentElement.dataset.firstChart !== undefined");
+        let time = page.evaluate("Number(document.documentElement.dataset.firstChart)");
+        time.as_f64().unwrap()
     };
+    let start = Instant::now();
+    let mut page = chromium.open(&url);
+    let cold = time(&mut page);
+    page.wait_until("document.querySelectorAll('.side .list label').length === 100 && !document.querySelector('header').innerText.includes('reading')");
+    let all = start.elapsed();
+    drop(page);
+    let warm = time(&mut chromium.open(&url));
     println!(
-        "first chart of 100 runs of 100,000 points: {cold} ms while they are read, {warm} ms when they are"
+        "the first chart is there after {cold} ms while 100 runs of 100,000 points are read, and after {warm} ms when they are, {all:?} later"
     );
     assert!(cold <= 1000.0 && warm <= 1000.0);
 }
@@ -289,9 +362,5 @@ fn url(file: &Path) -> String {
     format!("file://{}", PathBuf::from(file).display())
 }
 
-/// What the scripts made of the data, which itself is in the page too.
-fn app_of(dom: &str) -> &str {
-    let from = dom.find("<div id=\"app\">").unwrap();
-    let to = dom.find("<noscript>").unwrap();
-    &dom[from..to]
-}
+/// All charts of the window have a line, or say that there is none.
+const ALL_CHARTS: &str = "document.documentElement.dataset.firstChart !== undefined && document.querySelector('#details').innerText !== ''";
