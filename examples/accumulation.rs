@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    CnnConfig, Course, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
+    CnnConfig, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
 };
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use clap::Parser;
@@ -46,7 +46,8 @@ fn main() -> Result<(), Report> {
     let mut builder = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .global_batch(args.global_batch, batch_size)
-        .seed(mnist.seed);
+        .seed(mnist.seed)
+        .log_with(mnist.trackers());
     if let Some(precision) = args.precision {
         builder = builder.precision(precision);
     }
@@ -83,7 +84,7 @@ fn main() -> Result<(), Report> {
         accelerator.print(format_args!("training begins at {position}"));
     }
 
-    let mut course = Course::new();
+    let mut course = mnist.course(&accelerator, "train")?;
     for epoch in start..epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;

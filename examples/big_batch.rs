@@ -9,7 +9,7 @@
 use accelerator::BatchSizeFinder;
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, Course, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
+    Cnn, CnnConfig, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
 };
 use burn::tensor::{Int, Tensor};
 use clap::Parser;
@@ -40,6 +40,7 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
+        .log_with(mnist.trackers())
         .build()?;
 
     let model = CnnConfig::new()
@@ -64,7 +65,7 @@ fn main() -> Result<(), Report> {
         .build(digits.train);
     let train = accelerator.prepare(train)?;
 
-    let mut course = Course::new();
+    let mut course = mnist.course(&accelerator, "train")?;
     let mut sizes = Vec::new();
     for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {

@@ -36,6 +36,7 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
+        .log_with(mnist.trackers())
         .build()?;
 
     let mut confusion = Confusion::new(10);
@@ -54,7 +55,7 @@ fn main() -> Result<(), Report> {
         let (mut model, mut optimizer, train, valid) =
             accelerator.prepare((model, mnist.optimizer.init(), train, valid))?;
 
-        course = Course::new();
+        course = mnist.course(&accelerator, &format!("fold-{fold}"))?;
         for epoch in 0..mnist.epochs {
             for batch in train.epoch(epoch) {
                 let batch = batch?;

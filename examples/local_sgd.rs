@@ -39,6 +39,7 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
+        .log_with(mnist.trackers())
         .build()?;
     let model = CnnConfig::new()
         .with_dropout(mnist.dropout)
@@ -70,7 +71,7 @@ fn run(
     mut local: impl LocalTraining<Cnn>,
     (mut model, mut optimizer, train): Parts,
 ) -> Result<Course> {
-    let mut course = Course::new();
+    let mut course = args.course(accelerator, "train")?;
     // Of this rank's samples since the last average.
     let mut round = Mean::new();
     for epoch in 0..args.epochs {

@@ -12,8 +12,7 @@ use std::time::{Duration, Instant};
 use accelerator::metric::{Accuracy, Confusion, Mean, TopK};
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy,
-    init_logging,
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
 };
 use clap::Parser;
 
@@ -37,6 +36,7 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
+        .log_with(mnist.trackers())
         .build()?;
 
     let model = CnnConfig::new()
@@ -55,7 +55,7 @@ fn main() -> Result<(), Report> {
 
     let limit = time_limit.map(Duration::from_secs);
     let start = Instant::now();
-    let mut course = Course::new();
+    let mut course = mnist.course(&accelerator, "train")?;
     'training: for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;

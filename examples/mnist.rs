@@ -19,6 +19,7 @@ fn main() -> Result<(), Report> {
         .device(args.device.map(Into::into))
         .dtype(args.dtype.into())
         .seed(args.seed)
+        .log_with(args.trackers())
         .build()?;
     let device = accelerator.device();
 
@@ -38,7 +39,7 @@ fn main() -> Result<(), Report> {
         accelerator.prepare((model, optimizer, train, valid, test))?;
 
     let mut samples = SampleLog::open(args.log_samples.as_deref(), accelerator.rank())?;
-    let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    let mut reporter = Reporter::tracked(&accelerator, &args, train.steps())?;
     accelerator.print(accelerator.plan(&train, args.epochs));
     if let Some(path) = &args.save_initial {
         accelerator.save_model(&model, path)?;

@@ -12,7 +12,7 @@ use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_examples::text::{TextBatcher, TextWindows};
 use accelerator_examples::{
-    Course, DeviceName, Report, TransformerConfig, cross_entropy, init_logging,
+    DeviceName, Report, TrackArgs, TransformerConfig, cross_entropy, init_logging,
 };
 use burn::module::Module;
 use burn::optim::AdamWConfig;
@@ -60,6 +60,9 @@ struct Args {
     /// The kind of device [default: the fastest that is compiled in]
     #[arg(long, value_enum)]
     device: Option<DeviceName>,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<(), Report> {
@@ -70,6 +73,7 @@ fn main() -> Result<(), Report> {
 
     let accelerator = Accelerator::builder()
         .device(args.device.map(Into::into))
+        .log_with(args.tracking.trackers())
         .build()?;
     let model = TransformerConfig::new(vocabulary.len(), length)
         .with_width(args.width)
@@ -84,7 +88,10 @@ fn main() -> Result<(), Report> {
     let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
     accelerator.print(accelerator.plan(&train, args.epochs));
 
-    let mut course = Course::new();
+    let given = serde_json::json!({
+        "batch_size": args.batch_size, "length": length, "width": args.width, "layers": args.layers, "lr": args.lr,
+    });
+    let mut course = args.tracking.course(&accelerator, "train", &given)?;
     for epoch in 0..args.epochs {
         let mut loss = Mean::new();
         for batch in train.epoch(epoch) {

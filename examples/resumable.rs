@@ -1,11 +1,11 @@
 //! The digits of `mnist.rs` in a training that can be stopped and killed: it goes on where it was. Told to leave, by
 //! SIGTERM for example, it saves at once, and ends with exit code 75, which asks for another start. Where the launcher
-//! changes the number of processes, it goes on with the others, in the same ones.
+//! changes the number of processes, it goes on with the others, in the same ones. With `--track`, all of it is one run.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
-//!     --example resumable --checkpoints runs/digits
-//! accel-launch checkpoint list runs/digits
+//!     --example resumable --checkpoints checkpoints/digits --track digits
+//! accel-launch checkpoint list checkpoints/digits
 //! ```
 //!
 //! `cargo run --release --example resumable -- --help` lists the flags.
@@ -49,6 +49,7 @@ fn main() -> Result<ExitCode, Report> {
         .device(args.training.device.map(Into::into))
         .dtype(args.training.dtype.into())
         .seed(args.training.seed)
+        .log_with(args.training.trackers())
         .build()?;
     accelerator.on_preemption(Preemption::new())?;
     loop {
@@ -96,7 +97,7 @@ fn train(
     accelerator.print(format_args!("training begins at {position}"));
 
     let mut saved = position.checkpoint().map(|_| position.step());
-    let reporter = Reporter::new(accelerator.rank(), args, train.steps())?;
+    let reporter = Reporter::tracked(accelerator, args, train.steps())?;
     let mut reporter = reporter.starting_behind(position.step());
     for epoch in position.epoch()..args.epochs {
         for batch in train.epoch(epoch) {

@@ -47,6 +47,7 @@ fn main() -> Result<(), Report> {
         .device(args.device.map(Into::into))
         .dtype(args.dtype.into())
         .seed(args.seed)
+        .log_with(args.trackers())
         .build()?;
     let device = accelerator.device();
 
@@ -64,7 +65,7 @@ fn main() -> Result<(), Report> {
     };
     let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
 
-    let mut reporter = Reporter::new(accelerator.rank(), &args, train.steps())?;
+    let mut reporter = Reporter::tracked(&accelerator, &args, train.steps())?;
     let mut course = Course::new();
     for epoch in 0..args.epochs {
         for batch in train.epoch(epoch) {

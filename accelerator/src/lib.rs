@@ -66,6 +66,7 @@
 //! | run code on one rank only, or on one rank first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
 //! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
 //! | log, warn and print with the rank | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`], [`Accelerator::in_rank_order`] |
+//! | track a run: metrics, histograms, TensorBoard | [`Accelerator::init_trackers`], [`Accelerator::log`], [`AcceleratorBuilder::log_with`] |
 //! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
 //! | stop all ranks on a condition of one | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
 //! | save and leave when the scheduler says so | [`Accelerator::on_preemption`], [`Accelerator::preempted`] |
@@ -119,11 +120,15 @@ pub mod precision;
 mod reduce;
 mod replicas;
 pub mod timeline;
+mod tracking;
 
 pub use accelerator_collective as collective;
 pub use accelerator_env::PREEMPTED_EXIT_CODE;
 pub use accelerator_plan as plan;
+pub use accelerator_track as track;
 
+#[cfg(feature = "burn-train")]
+pub use crate::accelerator::RunLogger;
 pub use crate::accelerator::{
     Accelerator, AcceleratorBuilder, BatchSizeFinder, DistributedType, PadSide, PaddedShare,
     Prepare, Tensors, kind, launch, launch_processes,
@@ -137,6 +142,7 @@ pub use crate::reduce::hook;
 pub use crate::reduce::{
     AveragedGradients, Clip, Compression, GradientReduction, Overlap, OverlapReport, OverlapState,
 };
+pub use crate::tracking::Tracker;
 
 /// What a training program usually imports.
 ///

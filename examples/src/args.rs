@@ -1,13 +1,18 @@
 use core::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use accelerator::{Accelerator, Tracker};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, FloatDType};
 use clap::{Parser, ValueEnum};
+use serde::Serialize;
+use serde_json::json;
 
+use crate::course::Course;
 use crate::device::{DeviceName, configure};
 use crate::digits::Split;
 use crate::error::{Error, Kind, Result};
+use crate::tracking::TrackArgs;
 
 /// The number of training samples that are drawn where `--limit` does not say otherwise.
 const DRAWN: usize = 3200;
@@ -73,6 +78,10 @@ pub struct MnistArgs {
     /// Write the positions of the samples of each step to this file, one JSON object a line
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
+
+    /// Where the training is recorded
+    #[command(flatten)]
+    pub tracking: TrackArgs,
 }
 
 /// The optimizers to choose from.
@@ -123,6 +132,36 @@ impl MnistArgs {
             OptimizerName::AdamW => 1e-3,
             OptimizerName::Sgd => 1e-2,
         })
+    }
+
+    /// What the training is given, for its run.
+    pub fn hyperparameters(&self) -> impl Serialize + use<> {
+        json!({
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "lr": self.learning_rate(),
+            "optimizer": format!("{:?}", self.optimizer).to_lowercase(),
+            "dropout": self.dropout,
+            "seed": self.seed,
+            "limit": self.limit,
+            "dtype": format!("{:?}", self.dtype).to_lowercase(),
+        })
+    }
+
+    /// For [`AcceleratorBuilder::log_with`](accelerator::AcceleratorBuilder::log_with).
+    pub fn trackers(&self) -> Option<Tracker> {
+        self.tracking.trackers()
+    }
+
+    /// A course whose figures are `kind/loss` of a run, where one is asked for.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Accelerator::init_trackers`].
+    #[track_caller]
+    pub fn course(&self, accelerator: &Accelerator, kind: &str) -> accelerator::Result<Course> {
+        let given = self.hyperparameters();
+        self.tracking.course(accelerator, kind, &given)
     }
 
     /// Opens the device of `--device`, or Burn's default one, with the dtype and the seed asked
@@ -208,7 +247,7 @@ mod tests {
         let args = parse(
             "--data-dir d --epochs 2 --batch-size 32 --lr 0.5 --optimizer sgd --dropout 0 \
              --seed 7 --limit 100 --dtype f64 --device cuda --metrics m --save s \
-             --save-initial i --log-samples l",
+             --save-initial i --log-samples l --track t --log-dir e",
         )
         .unwrap();
         assert_eq!((args.epochs, args.batch_size.get(), args.seed), (2, 32, 7));

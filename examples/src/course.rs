@@ -1,8 +1,13 @@
 use core::fmt;
 
+use accelerator::Accelerator;
+
 /// A figure that is to fall in training, step by step.
 #[derive(Clone, Debug, Default)]
-pub struct Course(Vec<f64>);
+pub struct Course {
+    figures: Vec<f64>,
+    run: Option<(Accelerator, String)>,
+}
 
 impl Course {
     /// Nothing yet.
@@ -11,9 +16,25 @@ impl Course {
         Self::default()
     }
 
+    /// One that logs each figure as `kind/loss`, where there is a run.
+    #[must_use]
+    pub fn tracked(accelerator: &Accelerator, kind: &str) -> Self {
+        Self {
+            figures: Vec::new(),
+            run: Some((accelerator.clone(), kind.to_owned())),
+        }
+    }
+
     /// Notes the figure of a step, where there was one.
     pub fn note(&mut self, figure: impl Into<Option<f64>>) {
-        self.0.extend(figure.into());
+        let Some(figure) = figure.into() else {
+            return;
+        };
+        self.figures.push(figure);
+        if let Some((accelerator, kind)) = &self.run {
+            let step = self.figures.len() as u64;
+            accelerator.log(kind, [("loss", figure)], step, None);
+        }
     }
 
     /// The means over the first and the last tenth of the steps; `None` before the first step.
@@ -29,9 +50,10 @@ impl Course {
     /// ```
     #[must_use]
     pub fn tenths(&self) -> Option<(f64, f64)> {
-        let count = self.0.len().div_ceil(10);
+        let count = self.figures.len().div_ceil(10);
         let mean = |figures: &[f64]| figures.iter().sum::<f64>() / count as f64;
-        let (first, last) = (self.0.get(..count)?, &self.0[self.0.len() - count..]);
+        let first = self.figures.get(..count)?;
+        let last = &self.figures[self.figures.len() - count..];
         (count > 0).then(|| (mean(first), mean(last)))
     }
 }

@@ -2,7 +2,8 @@
 //! handwritten digits (read or drawn), the network, the command line, and what is printed and
 //! logged.
 //!
-//! Nothing here knows how many processes train together; the programs bring that in.
+//! Nothing here knows how many processes train together; the programs bring that in. A run of all of them is told
+//! to an [`Accelerator`](accelerator::Accelerator).
 
 mod args;
 mod cnn;
@@ -18,6 +19,7 @@ mod samples;
 mod save;
 mod score;
 pub mod text;
+mod tracking;
 mod transformer;
 
 pub use crate::args::{Dtype, MnistArgs, OptimizerName};
@@ -32,4 +34,5 @@ pub use crate::reporter::Reporter;
 pub use crate::samples::SampleLog;
 pub use crate::save::save_model;
 pub use crate::score::Score;
+pub use crate::tracking::TrackArgs;
 pub use crate::transformer::{Transformer, TransformerConfig};

@@ -3,8 +3,10 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::Instant;
 
+use accelerator::Accelerator;
+
 use crate::args::MnistArgs;
-use crate::error::{Error, Result};
+use crate::error::{Error, Report, Result};
 use crate::metrics::{EpochRecord, Metrics, StepRecord, TestRecord};
 use crate::save::check_target;
 
@@ -17,6 +19,8 @@ const LINES: u64 = 10;
 pub struct Reporter {
     /// Nothing on a rank that is silent.
     output: Option<Output>,
+    run: Option<Accelerator>,
+    steps_per_epoch: Option<u64>,
     epoch_step: u64,
     step: usize,
 }
@@ -46,8 +50,11 @@ impl Reporter {
         args: &MnistArgs,
         steps_per_epoch: impl Into<Option<u64>>,
     ) -> Result<Self> {
+        let steps_per_epoch = steps_per_epoch.into();
         let mut reporter = Self {
             output: None,
+            run: None,
+            steps_per_epoch,
             epoch_step: 0,
             step: 0,
         };
@@ -57,13 +64,33 @@ impl Reporter {
             }
             reporter.output = Some(Output {
                 metrics: args.metrics.as_deref().map(Metrics::create).transpose()?,
-                steps_per_epoch: steps_per_epoch.into().unwrap_or(0),
+                steps_per_epoch: steps_per_epoch.unwrap_or(0),
                 last_step: Instant::now(),
                 seconds: 0.0,
                 samples: 0.0,
             });
         }
         Ok(reporter)
+    }
+
+    /// A reporter that tells a run, too, where the arguments ask for one: `train/loss` and `train/lr`, `valid/loss` and
+    /// `valid/accuracy`, `test/loss` and `test/accuracy`. Every rank makes one.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`new`](Self::new), and of [`Accelerator::init_trackers`].
+    pub fn tracked(
+        accelerator: &Accelerator,
+        args: &MnistArgs,
+        steps_per_epoch: impl Into<Option<u64>>,
+    ) -> Result<Self, Report> {
+        let reporter = Self::new(accelerator.rank(), args, steps_per_epoch)?;
+        let given = args.hyperparameters();
+        args.tracking.begin(accelerator, &given)?;
+        Ok(Self {
+            run: Some(accelerator.clone()),
+            ..reporter
+        })
     }
 
     /// Goes on behind so many optimizer steps of a training that was resumed.
@@ -96,6 +123,10 @@ impl Reporter {
         };
         self.step += 1;
         self.epoch_step += 1;
+        let fraction = self
+            .steps_per_epoch
+            .map(|steps| epoch as f64 + self.epoch_step as f64 / steps as f64);
+        self.log("train", [("loss", loss), ("lr", lr)], fraction);
         let Some(output) = &mut self.output else {
             return Ok(());
         };
@@ -131,6 +162,8 @@ impl Reporter {
     /// [`Error::is_io`] when the console or the metrics file cannot be written.
     pub fn validated(&mut self, epoch: u64, loss: f64, accuracy: f64) -> Result<()> {
         self.epoch_step = 0;
+        let figures = [("loss", loss), ("accuracy", accuracy)];
+        self.log("valid", figures, Some((epoch + 1) as f64));
         let Some(output) = &mut self.output else {
             return Ok(());
         };
@@ -154,6 +187,7 @@ impl Reporter {
     ///
     /// [`Error::is_io`] when the console or the metrics file cannot be written.
     pub fn tested(&mut self, loss: f64, accuracy: f64) -> Result<()> {
+        self.log("test", [("loss", loss), ("accuracy", accuracy)], None);
         let Some(output) = &mut self.output else {
             return Ok(());
         };
@@ -163,6 +197,12 @@ impl Reporter {
         })?;
         print(format_args!("test loss {loss:.4}"))?;
         print(format_args!("test accuracy {:.1} %", 100.0 * accuracy))
+    }
+
+    fn log<const N: usize>(&self, kind: &str, figures: [(&str, f64); N], epoch: Option<f64>) {
+        if let Some(accelerator) = &self.run {
+            accelerator.log(kind, figures, self.step as u64, epoch);
+        }
     }
 }
 

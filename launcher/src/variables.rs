@@ -4,8 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::time::Duration;
 
 use accelerator_env::{
-    DEFAULT_LIVENESS, FAULTS, JOB, LAUNCH_COMMAND, LIVENESS_TIMEOUT, Reader, SET_BY_LAUNCHER,
-    TOKEN_FILE, Variable, find, variable,
+    DEFAULT_LIVENESS, FAULTS, JOB, LAUNCH_COMMAND, LAUNCH_ID, LIVENESS_TIMEOUT, Reader,
+    SET_BY_LAUNCHER, TOKEN_FILE, Variable, find, variable,
 };
 use accelerator_fault::FaultPlan;
 
@@ -69,7 +69,12 @@ pub(crate) fn of_outer_launcher() -> impl Iterator<Item = String> {
 }
 
 /// What a launcher makes anew for each job.
-const OF_A_JOB: [&str; 3] = [JOB.name, LAUNCH_COMMAND.name, TOKEN_FILE.name];
+const OF_A_JOB: [&str; 4] = [
+    JOB.name,
+    LAUNCH_COMMAND.name,
+    LAUNCH_ID.name,
+    TOKEN_FILE.name,
+];
 
 /// The variables by which another launcher tells a process its place, such as `mpirun` around this one: a rank of this
 /// launcher has its place from here.

@@ -47,6 +47,8 @@ pub struct TrainingJob {
     pub notices: Vec<Notice>,
     /// A file that preempts the job.
     pub leave: Option<PathBuf>,
+    /// The name of its run, where it has one.
+    pub run: Option<String>,
     /// A deadline that preempts the job, in seconds from now.
     pub seconds: Option<u64>,
 }
@@ -147,6 +149,9 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
         loader(job.samples / 4, None),
     ))?;
 
+    if let Some(name) = &job.run {
+        accelerator.init_trackers(name, &serde_json::json!({ "epochs": job.epochs }))?;
+    }
     let saves = AtomicU64::new(0);
     let in_save = notifier.clone();
     let checkpoints = Checkpoints::new(&job.checkpoints)
@@ -181,6 +186,7 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
             if gradients.is_accumulating() {
                 continue;
             }
+            let trained = gradients.loss();
             model = optimizer.step(model, gradients);
             let step = StepRecord {
                 restart: accelerator.restarts(),
@@ -190,6 +196,9 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
                 world_size: accelerator.world_size(),
                 samples: std::mem::take(&mut window),
             };
+            if let Some(loss) = trained {
+                accelerator.log("train", [("loss", loss)], step.step, epoch as f64);
+            }
             let line = serde_json::to_string(&step).expect("plain data");
             writeln!(log, "{line}").expect("a writable folder");
             let preempted = accelerator.preempted()?;
@@ -209,7 +218,11 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
             let loss = loss(&model, &batch);
             seen.update(loss.into_scalar::<f64>(), batch.real());
         }
-        history.push(accelerator.reduce_metric(seen)?.samples() as u64);
+        let seen = accelerator.reduce_metric(seen)?;
+        let samples = seen.samples() as u64;
+        let means = [("loss", seen.value(), samples)];
+        accelerator.log_means("valid", means, optimizer.steps(), (epoch + 1) as f64);
+        history.push(samples);
         if accelerator.preempted()? {
             let parts = (&model, &optimizer, &train, &valid, Object(&history));
             accelerator.save_state(&checkpoints, parts)?;

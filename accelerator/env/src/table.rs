@@ -44,6 +44,8 @@ variables! {
         "the name of the job; ranks of another job are refused";
     LAUNCH_COMMAND, SetByLauncher, Text("a JSON array of words"), default "none", code "":
         "what the launcher was called with, without secrets";
+    LAUNCH_ID, SetByLauncher, Text("an identity"), default "a new one for every launch", code "":
+        "the launch that a rank belongs to, the same for all restarts; a run that is restarted without a checkpoint starts over";
     LIVENESS_TIMEOUT, LauncherAndRanks, Seconds, default "5", code "liveness_timeout":
         "after how much silence a rank or a host is considered lost";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":

@@ -2,13 +2,15 @@ use super::Accelerator;
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 use crate::reduce::SeenUpdates;
+use crate::tracking::RunEnding;
 
 /// The end of a job.
 impl Accelerator {
     /// Ends the job: waits for all ranks, and closes the group. Call it at the end of the program: ranks that still
     /// communicate when another has left without it get an error that says so. With several ranks, it warns of
     /// prepared models for which [`backward`](Self::backward) was never called, and of gradients that no optimizer
-    /// stepped with. Micro-steps of an open window are lost, with a warning of rank 0.
+    /// stepped with. Micro-steps of an open window are lost, with a warning of rank 0. The [run](Self::init_trackers), if
+    /// there is one, ends, too.
     ///
     /// How often the ranks have updated each model, with which learning rates and clips, is compared: some 60 bytes a
     /// a model travel. The values of parameters are not compared, so another kind of optimizer on some rank is not
@@ -26,6 +28,12 @@ impl Accelerator {
     /// checkpoint, with the other one as its [source](Error::collective).
     #[track_caller]
     pub fn finish(&self) -> Result<()> {
+        self.leave(RunEnding::Finished)
+    }
+
+    /// The same, with another word for the run.
+    #[track_caller]
+    pub(super) fn leave(&self, ending: RunEnding) -> Result<()> {
         let (timeline, group) = (&self.shared.context.timeline, &self.shared.context.group);
         if self.world_size() > 1 {
             group.check_allowed("`finish`")?;
@@ -49,7 +57,7 @@ impl Accelerator {
         }
         let met = self.shared.context.group.barrier();
         self.shared.context.group.close()?;
-        match (saved, met) {
+        let left = match (saved, met) {
             (saved, Ok(())) => saved,
             (Ok(()), Err(lost)) => Err(lost.into()),
             (Err(error), Err(_)) if error.is_collective() => Err(error),
@@ -57,7 +65,10 @@ impl Accelerator {
                 let message = format!("{error:?}; and the ranks did not finish together: {lost}");
                 Err(Error::with_source(error.kind(), message, lost))
             }
-        }
+        };
+        let failure = left.as_ref().err().map(|error| format!("{error:?}"));
+        self.shared.tracking.end(ending, failure.as_deref());
+        left
     }
 
     /// Whether all ranks have updated their models alike.

@@ -76,13 +76,13 @@ impl AcceleratorBuilder {
         let is_ours =
             accelerator_env::variable(accelerator_env::JOB.name).is_some_and(|job| job == JOB);
         if is_one_of_several() || (is_rank && !is_ours) {
-            return self.build().and_then(body);
+            return self.build()?.run(body);
         }
         if is_rank {
             end_with_parent();
             let ended = self.build().and_then(|accelerator| {
                 let trigger = accelerator.shared.reduction.trigger.clone();
-                body(accelerator)?;
+                accelerator.run(body)?;
                 Ok(trigger.has_told_of_preemption())
             });
             std::process::exit(match ended {

@@ -7,6 +7,8 @@ mod finish;
 mod launch_processes;
 mod launch_threads;
 mod log;
+#[cfg(feature = "burn-train")]
+mod metric_logger;
 mod model_files;
 mod padding;
 mod plan;
@@ -21,6 +23,7 @@ mod regroup;
 mod replicas;
 mod split;
 mod tensors;
+mod trackers;
 mod training;
 mod trigger;
 mod validate;
@@ -40,6 +43,8 @@ pub use self::builder::AcceleratorBuilder;
 pub use self::distributed_type::DistributedType;
 pub use self::launch_processes::launch_processes;
 pub use self::launch_threads::launch;
+#[cfg(feature = "burn-train")]
+pub use self::metric_logger::RunLogger;
 pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
 pub use self::split::PaddedShare;
@@ -55,6 +60,7 @@ use crate::optim::OptimizerCount;
 use crate::precision::Precision;
 use crate::reduce::{ReduceContext, ReduceSettings};
 use crate::timeline::{ProfilerSchedule, Recording};
+use crate::tracking::{RunEnding, TrackerSettings, Tracking};
 
 /// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
 /// a job, with everything a training loop needs of it.
@@ -88,6 +94,8 @@ pub(crate) struct Shared {
     pub(crate) reduction: Arc<ReduceContext>,
     restarts: Restarts,
     trace: TraceSettings,
+    tracker_settings: TrackerSettings,
+    tracking: Arc<Tracking>,
     uncounted: UncountedPadding,
     warned: WarnedTexts,
 }
@@ -103,6 +111,13 @@ impl Drop for Shared {
                 "inputs were cast by `to_working`, and no model was: where the panic is about types, write \
                  `accelerator.forward(&model, |model| …)` around the forward pass",
             );
+        }
+        let failure = match std::thread::panicking() {
+            true => Some(ProcessGroup::last_panic()),
+            false => self.context.group.failure(),
+        };
+        if let Some(failure) = failure {
+            self.tracking.end(RunEnding::Finished, Some(&failure));
         }
         let (rank, world_size) = (self.context.rank(), self.context.world_size());
         let timeline = &self.context.timeline;

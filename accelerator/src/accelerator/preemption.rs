@@ -6,6 +6,7 @@ use super::Accelerator;
 use crate::core::error::Result;
 use crate::core::preemption::Preemption;
 use crate::reduce::ReduceContext;
+use crate::tracking::RunEnding;
 
 /// A program that leaves its place when it is told to, and loses nothing.
 impl Accelerator {
@@ -143,7 +144,7 @@ impl Accelerator {
     /// Those of [`finish`](Self::finish): the job has failed then, and must not end with this code.
     #[track_caller]
     pub fn finish_preempted(&self) -> Result<ExitCode> {
-        self.finish()?;
+        self.leave(RunEnding::Preempted)?;
         Ok(ExitCode::from(PREEMPTED_EXIT_CODE))
     }
 }

@@ -5,6 +5,7 @@ use accelerator_collective::NextPlace;
 use super::Accelerator;
 use crate::checkpoint::{self, Save};
 use crate::core::error::{Error, Kind, Result};
+use crate::tracking::RunEnding;
 
 /// A job whose number of ranks changes while it runs.
 impl Accelerator {
@@ -50,6 +51,7 @@ impl Accelerator {
     ///   more, the value is lost; a new rank keeps what it passes.
     /// - Hooks of [`Checkpoints`](crate::checkpoint::Checkpoints) do not run, neither here nor when it is resumed. The
     ///   accumulation steps are the builder's again. A trace is that of the last group.
+    /// - The [run](Self::init_trackers) goes on, with the new number of ranks as its tag `world`.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -142,13 +144,16 @@ impl Accelerator {
                 "rank 0 holds the state of the training, and the launcher has not made it rank 0 of the next group",
             ));
         }
-        self.finish()?;
+        self.leave(RunEnding::Regrouped)?;
         let NextPlace::Join(launch) = place else {
             return Ok(None);
         };
         let next = self.shared.builder.clone().launched_as(*launch).build()?;
         let trigger = &self.shared.reduction.trigger;
         trigger.hand_over_to(&next.shared.reduction.trigger);
+        self.shared.tracking.hand_over_to(&next.shared.tracking);
+        let ranks = next.world_size().to_string();
+        next.tracker(|run| run.set_tag("world", &ranks));
         next.shared.checkpoints.go_on_from(live);
         tracing::info!(before = %self.topology(), now = %next.topology(), "joined the next group");
         Ok(Some(next))

@@ -5,6 +5,7 @@ use super::background::Ongoing;
 use super::source::LiveState;
 use crate::core::error::Result;
 use crate::reduce::ReduceContext;
+use crate::tracking::Tracking;
 
 /// A rank that saves checkpoints: its [`ReduceContext`], with what it keeps between saves.
 #[derive(Debug)]
@@ -13,14 +14,16 @@ pub(crate) struct CheckpointContext {
     live: Mutex<Option<Arc<LiveState>>>,
     pub(super) ongoing: Ongoing,
     pub(super) reduction: Arc<ReduceContext>,
+    pub(super) tracking: Arc<Tracking>,
 }
 
 impl CheckpointContext {
-    pub(crate) fn new(reduction: Arc<ReduceContext>) -> Self {
+    pub(crate) fn new(reduction: Arc<ReduceContext>, tracking: Arc<Tracking>) -> Self {
         Self {
             live: Mutex::default(),
             ongoing: Ongoing::default(),
             reduction,
+            tracking,
         }
     }
 

@@ -66,18 +66,24 @@ pub(crate) fn resume<K, P: Resume<K>>(
     let parts = parts.restore(&mut restorer)?;
     restorer.check_rates()?;
     context.ongoing.set_factor(factor);
-    from_main(context, "resume", || {
+    let is_checkpoint = matches!(found.origin, Origin::Checkpoint(_));
+    let run = from_main(context, "resume", || {
         let Origin::Checkpoint(number) = found.origin else {
             settings.pass_over_after_resume();
-            return Ok(());
+            return Ok(None);
         };
         let _busy = context.group().activity().busy();
         settings.run_after_resume(&Resumed {
             number,
             path: found.path.clone(),
             step: found.step,
-        })
+        })?;
+        Ok(context.tracking.resume(found.state.run.clone()))
     })?;
+    // What comes from the group before is in its run, which goes on.
+    if is_checkpoint {
+        context.tracking.join(run);
+    }
     if context.is_main_process() {
         let pause = context.live().map(|live| live.since.elapsed());
         let pause = pause.map(tracing::field::debug);

@@ -208,7 +208,9 @@ fn job(context: &CheckpointContext, mode: SnapshotMode) -> JobInfo {
         activity: context.group().activity(),
         factor: context.ongoing.factor(),
         mode,
+        run: context.tracking.mark(),
         seed: context.seed,
+        tracking: context.tracking.clone(),
         world_size: NonZeroUsize::new(context.world_size()).unwrap_or(NonZeroUsize::MIN),
     }
 }

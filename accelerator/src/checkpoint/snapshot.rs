@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
+use accelerator_track::RunMark;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
@@ -363,7 +364,7 @@ impl TakenSnapshot {
     }
 
     /// What the learning rates of the job are multiplied by.
-    pub(super) fn state(&self, factor: f64) -> StateFile {
+    pub(super) fn state(&self, factor: f64, run: Option<RunMark>) -> StateFile {
         let parts = self.parts.iter().map(|part| match part {
             SnapshotPart::Loader(loader_state) => PartState::Loader(loader_state.clone()),
             SnapshotPart::Model { state, .. } => PartState::Model(state.clone()),
@@ -374,6 +375,7 @@ impl TakenSnapshot {
         StateFile {
             factor,
             parts: parts.collect(),
+            run,
         }
     }
 

@@ -2,6 +2,7 @@ use core::cmp::Reverse;
 use std::collections::HashSet;
 
 use accelerator_manifest::FileName;
+use accelerator_track::RunMark;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,9 @@ pub(super) struct StateFile {
     /// What the learning rates of the job are multiplied by.
     pub(super) factor: f64,
     pub(super) parts: Vec<PartState>,
+    /// Where its run was, in a training that is tracked.
+    #[serde(default)]
+    pub(super) run: Option<RunMark>,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]

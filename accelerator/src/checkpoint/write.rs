@@ -9,6 +9,7 @@ use accelerator_collective::Activity;
 use accelerator_manifest::{
     self as manifest, CheckpointKind, FileName, Folder, Metadata, Role, VerifyLevel,
 };
+use accelerator_track::RunMark;
 
 use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
@@ -20,6 +21,7 @@ use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
+use crate::tracking::Tracking;
 
 /// What the job is, at the time of a save.
 #[derive(Clone, Debug)]
@@ -28,7 +30,10 @@ pub(super) struct JobInfo {
     pub(super) activity: Activity,
     pub(super) factor: f64,
     pub(super) mode: SnapshotMode,
+    /// Where its run is.
+    pub(super) run: Option<RunMark>,
     pub(super) seed: u64,
+    pub(super) tracking: Arc<Tracking>,
     pub(super) world_size: NonZeroUsize,
 }
 
@@ -60,7 +65,7 @@ pub(super) fn write(
     job: JobInfo,
 ) -> Result<Saved> {
     let step = taken.step();
-    let state = taken.state(job.factor);
+    let state = taken.state(job.factor, job.run.clone());
     let options = SaveOptions::new().with_max_shard_size(settings.max_shard_size);
     write_files(taken, &state, &options, &mut |name, role, content| {
         draft.write(name, role, |file| content(file))?;
@@ -77,6 +82,9 @@ pub(super) fn write(
         draft.adopt(Role::Other)?;
     }
     let checkpoint = draft.commit(metadata(taken, &state, &job))?;
+    if let Some(mark) = &job.run {
+        job.tracking.checkpoint_saved(mark);
+    }
     if let Some(limit) = settings.limit()? {
         prune(settings, limit, job.activity);
     }
@@ -89,7 +97,7 @@ pub(super) fn write(
 
 /// The same in memory.
 pub(super) fn keep(taken: &TakenSnapshot, job: &JobInfo, since: Instant) -> Result<LiveState> {
-    let state = taken.state(job.factor);
+    let state = taken.state(job.factor, job.run.clone());
     let mut files = HashMap::new();
     write_files(
         taken,

@@ -405,6 +405,16 @@ impl From<accelerator_manifest::Error> for Error {
     }
 }
 
+impl From<accelerator_track::Error> for Error {
+    fn from(error: accelerator_track::Error) -> Self {
+        let message = error.to_string();
+        match error.is_misuse() {
+            true => Self::with_source(Kind::Misuse, message, error),
+            false => Self::with_source(Kind::Io, message, error),
+        }
+    }
+}
+
 impl From<accelerator_plan::Error> for Error {
     fn from(error: accelerator_plan::Error) -> Self {
         Self::with_source(

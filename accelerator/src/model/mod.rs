@@ -19,6 +19,7 @@ mod replicate;
 mod snapshot;
 mod staged;
 mod tied;
+mod values;
 mod write;
 
 use burn::module::Module;
@@ -37,6 +38,7 @@ pub(crate) use self::replicate::from_rank_zero;
 pub(crate) use self::snapshot::ModelSnapshot;
 pub(crate) use self::tied::TiedParameters;
 pub use self::tied::retie_parameters;
+pub(crate) use self::values::float_values;
 pub(crate) use self::write::FileNames;
 
 /// Makes the model draw what it would draw lazily, in the order in which Burn visits it.

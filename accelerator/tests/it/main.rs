@@ -35,4 +35,5 @@ mod statistics;
 mod streams;
 mod tied_parameters;
 mod timeline;
+mod tracking;
 mod training;

@@ -9,6 +9,7 @@ use crate::common::{Column, ColumnBatcher, columns, linear};
 use accelerator::collective::Launch;
 use accelerator::collective::rendezvous::StoreServer;
 use accelerator::prelude::*;
+use accelerator::track::{RunHistory, RunStatus};
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::nn::Linear;
 use burn::nn::loss::{MseLoss, Reduction};
@@ -56,7 +57,9 @@ impl Job {
     fn build(&self, group: usize, rank: usize) -> Result<Accelerator> {
         let variables = self.variables(group, rank);
         let launch = Launch::from_vars(|name| variables.get(name).cloned())?;
-        let builder = Accelerator::builder().dtype(FloatDType::F64);
+        let builder = Accelerator::builder()
+            .dtype(FloatDType::F64)
+            .runs_folder(self.folder.path().join("runs"));
         builder.launched_as(launch).build()
     }
 
@@ -317,6 +320,47 @@ fn a_watched_preemption_moves_to_the_next_group() {
         Ok(state)
     });
     assert_eq!(states, ["live", "live"]);
+}
+
+#[test]
+fn a_run_goes_on_in_the_next_group() {
+    let job = Job::new(&[1, 3, 2]);
+    let log = |accelerator: &Accelerator, step| {
+        accelerator.init_trackers("a", &serde_json::json!({ "lr": 0.1 }))?;
+        accelerator.log("train", [("loss", step as f64)], step, None);
+        accelerator.wait_for_everyone()
+    };
+    job.run(|mut accelerator, first| {
+        for group in first.. {
+            let parts = Object(group);
+            let (_, position) = accelerator.resume(job.folder.path().join("none"), parts)?;
+            assert_eq!(position.is_start(), group == 0);
+            log(&accelerator, group as u64)?;
+            if group == 2 {
+                return accelerator.finish();
+            }
+            if accelerator.is_main_process() {
+                job.tell(group, &accelerator);
+            }
+            while !accelerator.regroup_pending()? {}
+            match accelerator.regroup(Object(&group))? {
+                Some(next) => accelerator = next,
+                None => break,
+            }
+        }
+        Ok(())
+    });
+    let run = RunHistory::read(job.folder.path().join("runs/a")).unwrap();
+    let points = run.series("train/loss").unwrap().points.iter();
+    assert_eq!(
+        points.map(|point| point.step).collect::<Vec<_>>(),
+        [0, 1, 2]
+    );
+    assert_eq!((run.status(), run.attempts.len()), (RunStatus::Finished, 1));
+    assert_eq!(run.tags["world"], "2");
+    if cfg!(target_os = "linux") {
+        assert_eq!(run.system.keys().copied().collect::<Vec<_>>(), [0, 1, 2]);
+    }
 }
 
 #[test]

@@ -27,6 +27,7 @@ pub use run_id::RunId;
 pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use system::SystemSampler;
 pub use tensorboard::TensorBoard;
 pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
 
@@ -46,5 +47,6 @@ mod run;
 mod run_id;
 mod runs;
 mod sink;
+mod system;
 mod tensorboard;
 mod upload;

@@ -155,7 +155,8 @@ pub enum Record {
     },
     /// What a rank's host measured, in the journal of that rank.
     System {
-        /// Values by name, as `cpu` (of all cores, 0 to 1) and `memory` (bytes of the process).
+        /// Values by name, as `cpu` (cores in use by the process) and `memory` (its bytes); see
+        /// [`SystemSampler`](crate::SystemSampler).
         values: BTreeMap<String, Number>,
     },
     /// Entries were lost: the disk was full, or slower than the program.

@@ -73,6 +73,8 @@ pub(crate) struct Settings {
     pub(crate) job: String,
     /// What the launcher was called with, which ranks record.
     pub(crate) command: Vec<String>,
+    /// The identity of the launch, the same for all its restarts.
+    pub(crate) launch: String,
     /// The variables of thread pools.
     pub(crate) threads: Vec<(&'static str, Threads)>,
     /// What ranks see of the GPUs.
@@ -270,6 +272,7 @@ impl Settings {
             network_interface: options.network_interface.clone(),
             job,
             command: Vec::new(),
+            launch: new_job(),
             threads: threads.to_vec(),
             gpus,
             grace,
@@ -312,6 +315,7 @@ impl Settings {
             prefix: self.prefix,
             log_dir: self.log_dir.clone(),
             command: self.command.clone(),
+            launch: self.launch.clone(),
             // A process of the attempt before cannot join this one.
             job: format!("{}-restart-{restart}", self.job),
             ..Self::resolve(&options, self.gpus.clone(), lookup)

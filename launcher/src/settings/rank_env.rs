@@ -47,6 +47,7 @@ impl RankEnv {
             (env::PORT.name, port),
             (env::STORE.name, "launcher".into()),
             (env::JOB.name, settings.job.clone().into()),
+            (env::LAUNCH_ID.name, settings.launch.clone().into()),
             (env::RESTART.name, settings.restart.to_string().into()),
             (
                 env::MAX_RESTARTS.name,

@@ -86,6 +86,25 @@ fn ranks_are_told_what_the_launcher_was_called_with() {
 }
 
 #[test]
+fn restarts_have_the_identity_of_their_launch() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo \"$ACCEL_LAUNCH_ID\"; [ \"$ACCEL_RESTART\" = 1 ]",
+    );
+    let launch = || {
+        let options = ["-n", "1", "--max-restarts", "1", "--restart-delay", "0"];
+        let text = folder.launch([&options[..], &["show.sh"]].concat());
+        let text = text.expect(0).text();
+        let ids: Vec<_> = text.lines().map(str::to_owned).collect();
+        assert_eq!(ids.len(), 2, "{text}");
+        assert_eq!(ids[0], ids[1]);
+        ids[0].clone()
+    };
+    assert_ne!(launch(), launch());
+}
+
+#[test]
 fn variables_of_a_newer_launcher_are_ignored_and_not_inherited() {
     let folder = Folder::new();
     folder.script("show.sh", "echo ${ACCEL_FUTURE-none}");

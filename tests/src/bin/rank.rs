@@ -9,6 +9,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use accelerator::Tracker;
 use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::Training;
@@ -88,8 +89,11 @@ fn main() -> Result<ExitCode> {
             print(&outcomes);
         }
         ["train-resumable", job] => {
-            let job = serde_json::from_str(job).expect("a job");
+            let job: accelerator_tests::resumable::TrainingJob =
+                serde_json::from_str(job).expect("a job");
             let accelerator = Accelerator::builder()
+                .runs_folder(job.result.with_file_name("runs"))
+                .log_with([Tracker::Csv])
                 .device(BackendKind::Flex)
                 .accumulation_steps(2)
                 .seed(5)

@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{
     Ended, example, launcher, run_all, run_ranks, run_with, wait_until,
 };
@@ -296,8 +297,9 @@ fn resumable_goes_on_live_when_a_process_is_back() {
     command
         .args(["-n", "2:3", "--restart-delay", "0", "--regrow-after", "1"])
         .arg(example("resumable"))
-        .args(["--limit", "800", "--batch-size", "8", "--checkpoints"])
-        .arg(folder.path())
+        .args(["--limit", "800", "--batch-size", "8", "--track", "digits"])
+        .args(["--checkpoints", "checkpoints"])
+        .current_dir(folder.path())
         .env(
             "ACCEL_FAULTS",
             "rank=2 step=3 kill; rank=2 restart=1 step=5 kill",
@@ -311,4 +313,51 @@ fn resumable_goes_on_live_when_a_process_is_back() {
     assert!(stdout.contains("by the group before"), "{stdout}\n{stderr}");
     assert!(stdout.contains("epoch 2 validation"), "{stdout}");
     assert!(!stderr.contains("restart 3"), "{stderr}");
+
+    let run = RunHistory::read(folder.path().join("runs/digits")).unwrap();
+    let steps = run.series("train/loss").unwrap().points.iter();
+    let steps: Vec<_> = steps.map(|point| point.step).collect();
+    // Each once: three epochs in steps of 16 samples, those of the two ranks that began anew.
+    assert_eq!(steps, (1..=150).collect::<Vec<_>>());
+    assert_eq!(run.status(), RunStatus::Finished);
+    assert_eq!((run.attempts.len(), &*run.tags["world"]), (3, "3"));
+    assert_eq!(run.system.len(), 3);
+}
+
+/// Without the flags, nothing is written.
+#[test]
+fn mnist_is_recorded_where_it_is_told_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = ["--limit", "80", "--batch-size", "8", "--epochs", "1"];
+    let run = |ranks, args: &[&str]| {
+        let args = [&small[..], args].concat();
+        let ended = run_ranks(&example("mnist"), &args, ranks, |_, command| {
+            command.current_dir(folder.path());
+        });
+        assert!(
+            ended.iter().all(|ended| ended.status.success()),
+            "{ended:?}"
+        );
+    };
+    run(2, &[]);
+    assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+    run(2, &["--log-dir", "logs"]);
+    run(1, &["--track", "alone"]);
+    let events = folder.path().join("logs").read_dir().unwrap();
+    let names = events.map(|event| event.unwrap().file_name().into_string().unwrap());
+    let names: Vec<_> = names.collect();
+    assert!(
+        names.iter().any(|name| name.contains("tfevents")),
+        "{names:?}"
+    );
+    for (name, ranks, steps) in [("mnist", 2, 5), ("alone", 1, 10)] {
+        let run = RunHistory::read(folder.path().join("runs").join(name)).unwrap();
+        let points = |key: &str| run.series(key).unwrap().points.len();
+        let found = ["train/loss", "valid/accuracy", "test/loss", "test/accuracy"].map(points);
+        assert_eq!(found, [steps, 1, 1, 1]);
+        assert_eq!(run.attempts[0].world, ranks);
+        assert_eq!(run.hyperparameters["batch_size"].value, 8);
+        let provenance = &run.attempts[0].provenance;
+        assert!(provenance["arguments"][1] == "--limit", "{provenance}");
+    }
 }

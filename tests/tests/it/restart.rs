@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
+use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{Ended, launcher, run_all};
 use accelerator_tests::resumable::{OptimizerKind, StepRecord, TrainingJob, TrainingResult};
 
@@ -19,6 +20,7 @@ fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
         dropout,
         optimizer,
         pause_ms: 0,
+        run: Some("digits".to_owned()),
         ..TrainingJob::default()
     }
 }
@@ -107,6 +109,70 @@ fn a_job_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     assert_eq!(disturbed.steps, undisturbed.steps);
     assert_exact(killed.path(), &killed_job);
     assert_only_checkpoints(&killed_job.checkpoints);
+
+    let (whole, run) = (run(reference.path()), run(killed.path()));
+    assert_eq!(points(&run), points(&whole));
+    assert_eq!(table(killed.path()), table(reference.path()));
+    assert_eq!(run.status(), RunStatus::Finished);
+    // One of them ended before there was an accelerator.
+    assert_eq!((whole.attempts.len(), run.attempts.len()), (1, 10));
+    let launches: BTreeSet<_> = run.attempts.iter().map(|attempt| &attempt.launch).collect();
+    assert_eq!(launches.len(), 1);
+    assert_eq!(run.checkpoints.last(), whole.checkpoints.last());
+}
+
+/// Before there is a checkpoint, and with one of which only the name is missing.
+#[test]
+fn a_job_that_is_restarted_without_a_checkpoint_is_one_run() {
+    let reference = tempfile::tempdir().unwrap();
+    let reference_job = TrainingJob {
+        save_every: 100,
+        ..job(reference.path(), 0.2, OptimizerKind::AdamW)
+    };
+    result(&reference_job, &launch(&["-n", "2"], &reference_job, ""));
+    let killed = tempfile::tempdir().unwrap();
+    let killed_job = TrainingJob {
+        save_every: 100,
+        ..job(killed.path(), 0.2, OptimizerKind::AdamW)
+    };
+    let faults = "rank=0 step=5 kill; rank=1 restart=1 step=3 kill; rank=1 restart=2 step=0 kill";
+    let options = ["-n", "2", "--max-restarts", "3", "--restart-delay", "0"];
+    result(&killed_job, &launch(&options, &killed_job, faults));
+    let (whole, disturbed) = (run(reference.path()), run(killed.path()));
+    assert_eq!(points(&disturbed), points(&whole));
+    assert_eq!(table(killed.path()), table(reference.path()));
+    assert_eq!(disturbed.attempts.len(), 4);
+    assert!(disturbed.attempts[3].resumed == Some(None));
+
+    // Another launch is another run: the second is told from the first by its name.
+    result(&killed_job, &launch(&["-n", "1"], &killed_job, ""));
+    let runs = std::fs::read_dir(killed.path().join("runs")).unwrap();
+    assert_eq!(runs.count(), 2);
+}
+
+/// The run of a job, which has only one.
+fn run(folder: &Path) -> RunHistory {
+    let runs = folder.join("runs");
+    assert_eq!(std::fs::read_dir(&runs).unwrap().count(), 1);
+    RunHistory::read(runs.join("digits")).unwrap()
+}
+
+/// What was logged, in order, with its bits.
+fn points(run: &RunHistory) -> Vec<(&str, u64, u64, Option<u64>)> {
+    let series = run.series.iter().flat_map(|series| {
+        let points = series.points.iter();
+        points.map(|point| (&*series.key, point.step, point.value.to_bits(), point.count))
+    });
+    let points: Vec<_> = series.collect();
+    assert!(points.len() > 10);
+    points
+}
+
+/// What is in the table of the run: all but numbers of entries and times.
+fn table(folder: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(folder.join("runs/digits/metrics.csv")).unwrap();
+    let rows = text.lines().map(|row| row.splitn(3, ',').skip(2).collect());
+    rows.collect()
 }
 
 /// Rank 2 fails in two attempts: the job goes on from the checkpoint with two ranks.

@@ -65,6 +65,23 @@ impl ProcessGroup {
         self.0.rank_state.abort(&panics::last_panic());
     }
 
+    /// What the latest panic of this thread said, and where it was, for a thread that unwinds. It is known in a
+    /// program with a group of several ranks.
+    ///
+    /// ```
+    /// use accelerator_collective::{GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let _ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// std::panic::catch_unwind(|| panic!("its data set is empty")).unwrap_err();
+    /// assert!(ProcessGroup::last_panic().starts_with("it panicked: its data set is empty (at "));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn last_panic() -> String {
+        panics::last_panic()
+    }
+
     /// Why collectives of this group fail, or the next one that needs all ranks will, as far as this rank
     /// knows at this moment; `None` while all is well, and where ranks left in good order. Nothing is sent or
     /// awaited, so it can be asked often: by what waits for other ranks by other means, such as a GPU.

@@ -20,6 +20,7 @@ use crate::logging::WarnedTexts;
 use crate::optim::OptimizerCount;
 use crate::reduce::{DeviceReducer, OverlapSwitch, ReduceContext};
 use crate::timeline::{Output, Timeline, TraceFile, check_cycles, clear_traces};
+use crate::tracking::Tracking;
 
 impl AcceleratorBuilder {
     /// Finds this process's place, connects it with the others, and opens the device.
@@ -129,14 +130,15 @@ impl AcceleratorBuilder {
                 agreement::check_all(&group, &[hook_term(&settings)])?;
             }
             let device_reducer = device_reducer(&settings, kind, &device);
-            body(self.join(
+            let accelerator = self.join(
                 group,
                 settings.clone(),
                 switch,
                 restarts,
                 device_reducer,
                 device,
-            )?)
+            )?;
+            accelerator.run(&body)
         })
     }
 
@@ -175,16 +177,19 @@ impl AcceleratorBuilder {
         let reduction =
             ReduceContext::new(context.clone(), device_reducer, overlap, settings.reduce);
         let reduction = Arc::new(reduction);
+        let tracking = Arc::new(Tracking::new(context.rank()));
         Ok(Accelerator {
             shared: Arc::new(Shared {
                 accumulates: AtomicBool::new(false),
                 builder: self.clone(),
-                checkpoints: Arc::new(CheckpointContext::new(reduction.clone())),
+                checkpoints: Arc::new(CheckpointContext::new(reduction.clone(), tracking.clone())),
                 context,
                 optimizers: OptimizerCount::default(),
                 reduction,
                 restarts,
                 trace: settings.trace,
+                tracker_settings: self.trackers.clone(),
+                tracking,
                 uncounted: UncountedPadding::default(),
                 warned: WarnedTexts::default(),
             }),

@@ -14,6 +14,7 @@ use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
 use crate::reduce::{Compression, GradientReduction, OnNonFiniteLoss, Overlap, SameBatches};
 use crate::timeline::{ProfilerSchedule, Recording};
+use crate::tracking::{Tracker, TrackerSettings};
 
 /// Settings for an [`Accelerator`](crate::Accelerator); begin with
 /// [`Accelerator::builder`](crate::Accelerator::builder).
@@ -70,6 +71,7 @@ pub struct AcceleratorBuilder {
     recording: Recording,
     same_batches: SameBatches,
     seed: u64,
+    trackers: TrackerSettings,
     trace: Option<PathBuf>,
     trace_schedule: Option<ProfilerSchedule>,
     transport: Option<TransportKind>,
@@ -105,6 +107,7 @@ impl AcceleratorBuilder {
             recording: Recording::Nothing,
             same_batches: SameBatches::Unexpected,
             seed: 0,
+            trackers: TrackerSettings::default(),
             trace: None,
             trace_schedule: None,
             transport: None,
@@ -523,6 +526,48 @@ impl AcceleratorBuilder {
     /// ```
     pub fn trace_schedule(mut self, schedule: ProfilerSchedule) -> Self {
         self.trace_schedule = Some(schedule);
+        self
+    }
+
+    /// Where runs go beside their journals, on rank 0: trackers that [`Accelerator::init_trackers`] feeds. What a second
+    /// call names is added.
+    ///
+    /// A tracker that is slow or gone never stops the training: threads feed it from the journal.
+    ///
+    /// ```
+    /// use accelerator::{Accelerator, Tracker};
+    ///
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    /// let accelerator = Accelerator::builder()
+    ///     .log_with([Tracker::TensorBoard, Tracker::Csv])
+    ///     .runs_folder(runs)
+    ///     .build()?;
+    /// accelerator.init_trackers("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
+    /// accelerator.log("train", [("loss", 0.5)], 1, None);
+    /// accelerator.finish()?;
+    /// assert!(runs.join("mnist/tensorboard").is_dir());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    ///
+    /// [`Accelerator::init_trackers`]: crate::Accelerator::init_trackers
+    pub fn log_with(mut self, trackers: impl IntoIterator<Item = Tracker>) -> Self {
+        self.trackers.trackers.extend(trackers);
+        self
+    }
+
+    /// The folder of all runs, on the host of rank 0. Default: `runs`.
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// let accelerator = accelerator::Accelerator::builder().runs_folder(folder).build()?;
+    /// accelerator.init_trackers("mnist", &())?;
+    /// assert!(folder.join("mnist").is_dir());
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.trackers.runs_folder = Some(folder.into());
         self
     }
 

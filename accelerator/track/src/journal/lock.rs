@@ -12,7 +12,15 @@ use crate::folder_name::folder_name;
 /// Held by the one process that writes a run, or delivers it to a sink, until it ends.
 #[derive(Debug)]
 pub(crate) struct RunLock {
-    _file: File,
+    file: File,
+}
+
+impl Drop for RunLock {
+    fn drop(&mut self) {
+        // Closing the file is not enough: a process that another thread starts has it open, too, until it has become
+        // another program.
+        let _ = self.file.unlock();
+    }
 }
 
 impl RunLock {
@@ -75,7 +83,7 @@ impl RunLock {
             .set_len(0)
             .and_then(|()| file.rewind())
             .and_then(|()| file.write_all(owner.as_bytes()));
-        Ok(Self { _file: file })
+        Ok(Self { file })
     }
 
     /// Whether a process writes the run now.

@@ -13,6 +13,8 @@ use crate::record::{Entry, Record};
 pub(crate) struct Supersession {
     /// Number of the entry, and the step of the checkpoint.
     rewinds: Vec<(u64, Option<u64>)>,
+    /// Whether something was logged since the last of them.
+    has_logged: bool,
     /// The last entry that logged a step once more.
     relogged: HashMap<Slot, u64>,
 }
@@ -29,9 +31,14 @@ impl Supersession {
             return false;
         };
         if let Record::Rewind { to } = entry.record {
+            // A program that starts over, and then finds its checkpoint, went back once.
+            if !std::mem::take(&mut self.has_logged) {
+                self.rewinds.pop();
+            }
             self.rewinds.push((entry.n, to));
             return true;
         }
+        self.has_logged |= is_logged(&entry.record);
         let latest = self.rewinds.iter().filter_map(|&(_, to)| to).max();
         for slot in slots(&entry.record).filter(|slot| Some(slot.step) <= latest) {
             self.relogged.insert(slot, entry.n);
@@ -62,6 +69,11 @@ impl Supersession {
         };
         still_counts.then_some(entry)
     }
+}
+
+/// Whether a record belongs to a step.
+fn is_logged(record: &Record) -> bool {
+    matches!(record, Record::Checkpoint { .. }) || slots(record).next().is_some()
 }
 
 /// What holds one value for each step.

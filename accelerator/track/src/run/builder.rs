@@ -17,6 +17,7 @@ use crate::error::{Error, Kind, Result};
 use crate::folder_name::folder_name;
 use crate::history::HistoryReader;
 use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
+use crate::provenance::Capture;
 use crate::record::Record;
 use crate::run_id::RunId;
 use crate::sink::Sink;
@@ -51,6 +52,7 @@ pub(super) struct Settings {
     world: usize,
     launch: Option<String>,
     provenance: Value,
+    capture: Option<Capture>,
 }
 
 impl RunBuilder {
@@ -63,6 +65,7 @@ impl RunBuilder {
             world: 1,
             launch: None,
             provenance: Value::Null,
+            capture: None,
         };
         Self::of(settings, Vec::new())
     }
@@ -118,6 +121,23 @@ impl RunBuilder {
         self
     }
 
+    /// Records where the program comes from and what it runs on, as [`Capture`] finds it.
+    ///
+    /// ```
+    /// use accelerator_track::{Capture, Run};
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let capture = Capture::new().seed("model", 42);
+    /// let run = Run::builder("mnist").runs_folder(temporary.path()).capture(capture).start()?;
+    /// # let history = accelerator_track::RunHistory::read(run.folder())?;
+    /// # assert_eq!(history.attempts[0].provenance["seeds"]["model"], 42);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn capture(mut self, capture: Capture) -> Self {
+        self.settings.capture = Some(capture);
+        self
+    }
+
     /// Delivers the run to a sink while it is written.
     pub fn sink(self, sink: impl Sink + 'static) -> Self {
         self.sinks([Box::new(sink) as Box<dyn Sink>])
@@ -164,16 +184,14 @@ impl RunBuilder {
             None => settings.create()?,
         };
         let attempt = journal.attempts;
+        let begins = Record::Attempt {
+            attempt,
+            world: settings.world,
+            launch: settings.launch.clone(),
+            provenance: settings.provenance(&journal.folder),
+        };
         let now = now_ms();
-        journal.append(
-            now,
-            Record::Attempt {
-                attempt,
-                world: settings.world,
-                launch: settings.launch.clone(),
-                provenance: settings.provenance.clone(),
-            },
-        );
+        journal.append(now, begins);
         if attempt > 0 {
             journal.append(now, Record::Rewind { to });
         }
@@ -213,6 +231,14 @@ impl Settings {
         let folder = self.runs.join(&mark.folder);
         let found = HistoryReader::open(&folder);
         found.is_ok_and(|found| found.history().id == mark.run) && !RunLock::is_held(&folder)
+    }
+
+    /// Where the program comes from, with the files that this takes in the folder of the run.
+    fn provenance(&self, folder: &Path) -> Value {
+        let captured = self.capture.clone().map(|capture| capture.take(folder));
+        // What is captured is a map of JSON.
+        let captured = captured.and_then(|captured| serde_json::to_value(captured).ok());
+        captured.unwrap_or_else(|| self.provenance.clone())
     }
 
     /// The first of `name`, `name-2`, `name-3`… that is not there.

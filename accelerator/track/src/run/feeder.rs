@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, btree_map};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,8 @@ pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
 pub(super) struct Feeder {
     name: String,
     stop: mpsc::Sender<Stop>,
-    done: mpsc::Receiver<Fed>,
+    /// Behind a lock, so that a run can be shared by threads.
+    done: Mutex<mpsc::Receiver<Fed>>,
 }
 
 /// How a feeder ends.
@@ -70,7 +72,11 @@ impl Feeder {
                 let _ = ended.send((fed, sink));
             })
             .map_err(|error| Error::new(Kind::Io, format!("no thread for {name}: {error}")))?;
-        Ok(Self { name, stop, done })
+        Ok(Self {
+            name,
+            stop,
+            done: Mutex::new(done),
+        })
     }
 
     /// Waits until everything is delivered, for a limited time.
@@ -98,7 +104,8 @@ impl Feeder {
     fn end(&self, stop: Stop) -> Option<Fed> {
         // The thread may have ended.
         let _ = self.stop.send(stop);
-        self.done.recv_timeout(LAST_DELIVERY).ok()
+        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        done.recv_timeout(LAST_DELIVERY).ok()
     }
 }
 

@@ -212,6 +212,37 @@ fn a_restart_of_the_same_launch_starts_the_run_over() {
 }
 
 #[test]
+fn threads_share_a_run() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Run>();
+}
+
+#[test]
+fn a_restart_that_finds_its_checkpoint_late_keeps_what_was_logged_before() {
+    let runs = tempfile::tempdir().unwrap();
+    let start = || {
+        let builder = Run::builder("a").runs_folder(runs.path()).launch("x");
+        builder.sink(CsvFile::in_run()).start().unwrap()
+    };
+    let run = start();
+    run.log("train", [("loss", 1.0)], 1, None);
+    let mark = run.mark().unwrap();
+    run.log("train", [("loss", 2.0)], 2, None);
+    let folder = run.folder().to_owned();
+    drop(run);
+    for value in [3.0, 4.0] {
+        let run = start().resume(&mark).unwrap();
+        run.log("train", [("loss", value)], 2, None);
+        drop(run);
+        assert_eq!(losses(&folder), [(1, 1.0), (2, value)]);
+    }
+    let table = fs::read_to_string(folder.join("metrics.csv")).unwrap();
+    assert_eq!(table.lines().count(), 3, "{table}");
+    drop(start());
+    assert!(RunHistory::read(&folder).unwrap().last_step().is_none());
+}
+
+#[test]
 fn sinks_get_what_counts_though_they_fail_at_first() {
     let runs = tempfile::tempdir().unwrap();
     let failures = Arc::new(AtomicUsize::new(2));

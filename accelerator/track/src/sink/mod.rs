@@ -75,6 +75,28 @@ pub trait Sink: Send {
     fn flush(&mut self) -> Result<()>;
 }
 
+impl Sink for Box<dyn Sink> {
+    fn name(&self) -> String {
+        (**self).name()
+    }
+
+    fn delivery(&self) -> Delivery {
+        (**self).delivery()
+    }
+
+    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
+        (**self).open(run)
+    }
+
+    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()> {
+        (**self).write(origin, entry)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        (**self).flush()
+    }
+}
+
 /// When entries are delivered to a sink.
 ///
 /// ```

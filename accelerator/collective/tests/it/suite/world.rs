@@ -112,8 +112,11 @@ pub(crate) fn run_with<R: Send + 'static>(
     all.into_iter().map(|(_, result)| result).collect()
 }
 
+/// The name of a case, its world size, and what it does.
+pub(crate) type SizedCase<'a> = (&'a str, usize, fn(Means, usize));
+
 /// Runs cases at the same time, each at its world size, on a thread that has the case's name.
-pub(crate) fn side_by_side(means: Means, cases: &[(&str, usize, fn(Means, usize))]) {
+pub(crate) fn side_by_side(means: Means, cases: &[SizedCase<'_>]) {
     thread::scope(|scope| {
         for &(name, world_size, case) in cases {
             thread::Builder::new()

@@ -1,0 +1,264 @@
+use accelerator_env::{LAUNCH_ID, variable};
+use accelerator_track::{Capture, Histogram, Run, RunMark};
+use burn::module::Module;
+use serde::Serialize;
+
+use super::Accelerator;
+use crate::core::error::Result;
+use crate::model;
+use crate::tracking::{RunEnding, untracked};
+
+/// The run that a training is recorded as. Rank 0 writes it; every rank makes the same calls.
+impl Accelerator {
+    /// Begins a run in `runs/<name>`, with its hyperparameters: a struct or a map, which may be nested. Every rank must
+    /// call it, beside [`prepare`](Self::prepare): in a job whose [number of ranks changes](Self::regroup), in what each
+    /// group runs from its beginning.
+    ///
+    /// The run is a folder with a journal, where rank 0 sees it, and whatever
+    /// [`log_with`](crate::AcceleratorBuilder::log_with) says; each rank whose host sees the folder adds what it uses of
+    /// the system, every ten seconds. Without this call, [`log`](Self::log) does nothing, and nothing is written.
+    ///
+    /// It is one run through kills and restarts: a checkpoint knows its run, and [`resume`](Self::resume) goes on with
+    /// it, before or after this call, from where it was; a job that the launcher restarts without a checkpoint starts its
+    /// run over. Elsewhere, a name that is there already gets a number. A second call ends the run before, unless it has
+    /// that name.
+    ///
+    /// No failure of a disk or a server stops the training after this call, or in a job that was restarted or resumed:
+    /// it is said once.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use accelerator::track::RunHistory;
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    ///
+    /// #[derive(serde::Serialize)]
+    /// struct Hyperparameters { lr: f64 }
+    ///
+    /// let accelerator = Accelerator::builder().runs_folder(runs).build()?;
+    /// accelerator.init_trackers("mnist", &Hyperparameters { lr: 1e-3 })?;
+    /// for step in 1..=3 {
+    ///     accelerator.log("train", [("loss", 1.0 / step as f64)], step, None);
+    /// }
+    /// accelerator.finish()?;
+    /// let run = RunHistory::read(runs.join("mnist")).unwrap();
+    /// assert_eq!(run.series("train/loss").unwrap().points.len(), 3);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) for a name that is empty, or hyperparameters
+    /// that are no map of JSON; [`Error::is_io`](crate::Error::is_io) where rank 0 cannot write the folder at the start of
+    /// a job; [`Error::is_collective`](crate::Error::is_collective) when a rank is lost.
+    #[track_caller]
+    pub fn init_trackers(&self, name: &str, hyperparameters: &impl Serialize) -> Result<()> {
+        let (context, tracking) = (&self.shared.context, &self.shared.tracking);
+        let begun = context.on_main("begin the run", || {
+            let goes_on = self.restarts() > 0 || tracking.resumed().is_some();
+            match tracking.begin(name, |mark| self.start_run(name, hyperparameters, mark)) {
+                Ok(place) => Ok(place),
+                Err(error) if goes_on && !error.is_misuse() => {
+                    untracked(&error);
+                    Ok(None)
+                }
+                Err(error) => Err(error.into()),
+            }
+        })?;
+        let group = self.group().for_purpose("begin the run");
+        tracking.join(group.broadcast_object(begun.as_ref(), 0)?);
+        Ok(())
+    }
+
+    /// Logs metrics of one kind (`train`, `test`) at a step: the series `train/loss` of `[("loss", 0.5)]`. The epoch may be
+    /// a fraction, or `None`.
+    ///
+    /// Rank 0's values count; call it on every rank all the same, so that each knows the steps for an
+    /// [emergency](Self::save_emergency). Nothing is communicated: what is to be said of all ranks is
+    /// [reduced](Self::reduce_metric) before. It takes some microseconds; a thread writes. Without
+    /// [`init_trackers`](Self::init_trackers) it does nothing, so a program needs no branch.
+    ///
+    /// ```
+    /// let accelerator = accelerator::Accelerator::new()?;
+    /// accelerator.log("train", [("loss", 0.5), ("lr", 1e-3)], 100, 0.1);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn log<'a>(
+        &self,
+        kind: &str,
+        metrics: impl IntoIterator<Item = (&'a str, f64)>,
+        step: u64,
+        epoch: impl Into<Option<f64>>,
+    ) {
+        self.shared.tracking.note(step);
+        self.tracker(|run| run.log(kind, metrics, step, epoch));
+    }
+
+    /// Logs means, each with the number of samples that it is of: of a [metric](crate::metric::Mean) over all ranks.
+    ///
+    /// ```
+    /// use accelerator::metric::Mean;
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    ///
+    /// accelerator::Accelerator::builder().runs_folder(runs).launch(2, |accelerator| {
+    ///     accelerator.init_trackers("mnist", &())?;
+    ///     let mut loss = Mean::new();
+    ///     // Three samples of rank 0, one of rank 1.
+    ///     let (mean, samples) = [(1.0, 3), (5.0, 1)][accelerator.rank()];
+    ///     loss.update(mean, samples);
+    ///     let loss = accelerator.reduce_metric(loss)?;
+    ///     accelerator.log_means("test", [("loss", loss.value(), loss.samples() as u64)], 1, None);
+    ///     accelerator.finish()
+    /// })?;
+    /// let run = accelerator::track::RunHistory::read(runs.join("mnist")).unwrap();
+    /// let point = run.series("test/loss").unwrap().points[0];
+    /// assert_eq!((point.value, point.count), (2.0, Some(4)));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn log_means<'a>(
+        &self,
+        kind: &str,
+        means: impl IntoIterator<Item = (&'a str, f64, u64)>,
+        step: u64,
+        epoch: impl Into<Option<f64>>,
+    ) {
+        self.shared.tracking.note(step);
+        self.tracker(|run| run.log_means(kind, means, step, epoch));
+    }
+
+    /// Logs a histogram of each parameter of a model: `parameters/layer.weight`. Rank 0 alone reads its own, which are
+    /// those of all ranks. It waits for the device and copies the model to memory: call it every some hundred steps.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    ///
+    /// let accelerator = Accelerator::builder().runs_folder(runs).build()?;
+    /// accelerator.init_trackers("linear", &())?;
+    /// let model: Linear = LinearConfig::new(2, 3).init(&accelerator.device());
+    /// accelerator.log_histograms(&model, 1);
+    /// accelerator.finish()?;
+    /// let run = accelerator::track::RunHistory::read(runs.join("linear")).unwrap();
+    /// let keys: Vec<_> = run.media.iter().map(|medium| medium.key.as_str()).collect();
+    /// assert_eq!(keys, ["parameters/weight", "parameters/bias"]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn log_histograms<M: Module>(&self, model: &M, step: u64) {
+        self.shared.tracking.note(step);
+        self.tracker(|run| {
+            for (path, values) in model::float_values(model) {
+                let values = values.iter().map(|&value| f64::from(value));
+                let histogram = Histogram::of(values, HISTOGRAM_BINS);
+                run.log_histogram(&format!("parameters/{path}"), &histogram, step);
+            }
+        });
+    }
+
+    /// Does something with the run that is being written: tags, texts, images, artifacts. `None` without calling it on
+    /// the ranks that do not write, and where no run was begun.
+    ///
+    /// ```
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    /// accelerator::Accelerator::builder().runs_folder(runs).launch(2, |accelerator| {
+    ///     accelerator.init_trackers("mnist", &())?;
+    ///     let folder = accelerator.tracker(|run| {
+    ///         run.set_tag("data", "digits");
+    ///         run.folder().to_owned()
+    ///     });
+    ///     assert_eq!(folder.is_some(), accelerator.is_main_process());
+    ///     accelerator.finish()
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn tracker<T>(&self, work: impl FnOnce(&Run) -> T) -> Option<T> {
+        self.shared.tracking.with(work)
+    }
+
+    /// Ends the run as finished: what is left is written and delivered, for at most half a minute a
+    /// [tracker](crate::Tracker). [`finish`](Self::finish) does so, too, and a job that fails or is preempted ends its
+    /// run as such. This is for a program that has several runs, one after the other. Nothing is communicated.
+    ///
+    /// ```
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    /// let accelerator = accelerator::Accelerator::builder().runs_folder(runs).build()?;
+    /// for fold in 0..3 {
+    ///     accelerator.init_trackers(&format!("fold-{fold}"), &())?;
+    ///     accelerator.log("test", [("accuracy", 0.9)], 1, None);
+    ///     accelerator.end_training();
+    /// }
+    /// assert_eq!(std::fs::read_dir(runs)?.count(), 3);
+    /// # accelerator.finish()?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn end_training(&self) {
+        self.shared.tracking.end(RunEnding::Finished, None);
+    }
+
+    /// Runs a program that gets its accelerator, and ends its run as failed where the program fails.
+    pub(super) fn run<T>(self, program: impl FnOnce(Self) -> Result<T>) -> Result<T> {
+        let tracking = self.shared.tracking.clone();
+        program(self).inspect_err(|error| {
+            tracking.end(RunEnding::Finished, Some(&format!("{error:?}")));
+        })
+    }
+
+    fn start_run(
+        &self,
+        name: &str,
+        hyperparameters: &impl Serialize,
+        mark: Option<RunMark>,
+    ) -> accelerator_track::Result<Run> {
+        let settings = &self.shared.tracker_settings;
+        let mut run = Run::builder(name)
+            .world(self.world_size())
+            .hyperparameters(hyperparameters)?
+            .capture(self.capture());
+        if let Some(folder) = &settings.runs_folder {
+            run = run.runs_folder(folder);
+        }
+        // Ranks that are threads are started by the program, which the launcher may have started for something else.
+        if let Some(launch) = variable(LAUNCH_ID.name) {
+            run = run.launch(launch.to_string_lossy());
+        }
+        if let Some(mark) = mark {
+            run = run.resume(&mark);
+        }
+        for tracker in &settings.trackers {
+            run = tracker.attach(run)?;
+        }
+        run.start()
+    }
+
+    /// What the program alone can tell of itself.
+    fn capture(&self) -> Capture {
+        let features = [
+            ("autotune", cfg!(feature = "autotune")),
+            ("cuda", cfg!(feature = "cuda")),
+            ("faults", cfg!(feature = "faults")),
+            ("flex", cfg!(feature = "flex")),
+            ("fusion", cfg!(feature = "fusion")),
+            ("ndarray", cfg!(feature = "ndarray")),
+            ("wgpu", cfg!(feature = "wgpu")),
+        ];
+        let features = features.into_iter().filter(|(_, is_on)| *is_on);
+        Capture::new()
+            .features(features.map(|(name, _)| name))
+            .devices([self.backend_kind().to_string()])
+            .seed("accelerator", self.seed())
+            .plan(serde_json::json!({
+                "accumulation_steps": self.accumulation_steps(),
+                "precision": self.precision().to_string(),
+                "topology": self.topology().to_string(),
+                "transport": self.group().transport().to_string(),
+            }))
+            .world(self.world_size())
+    }
+}
+
+/// As TensorBoard shows them.
+const HISTOGRAM_BINS: usize = 30;

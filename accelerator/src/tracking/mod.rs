@@ -1,0 +1,223 @@
+//! The run that this rank's training belongs to.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use accelerator_track::{Run, RunMark, SystemSampler};
+use serde::{Deserialize, Serialize};
+
+pub use self::tracker::Tracker;
+use crate::core::user_message;
+
+mod tracker;
+
+/// What a rank knows of the run. Rank 0 writes it; the others know which one it is.
+#[derive(Debug)]
+pub(crate) struct Tracking {
+    rank: usize,
+    state: RwLock<TrackingState>,
+    /// The greatest step that this rank has logged, and 1; 0 where it has logged none.
+    steps: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct TrackingState {
+    place: Option<RunPlace>,
+    /// On rank 0.
+    run: Option<Run>,
+    sampler: Option<SystemSampler>,
+    /// The mark of the checkpoint that was resumed before there was a run.
+    resumed: Option<RunMark>,
+}
+
+/// Which run it is, as rank 0 tells the others.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct RunPlace {
+    folder: PathBuf,
+    mark: RunMark,
+}
+
+/// How a training leaves its run.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum RunEnding {
+    Finished,
+    Preempted,
+    /// It goes on in the next group.
+    Regrouped,
+}
+
+impl Tracking {
+    pub(crate) fn new(rank: usize) -> Self {
+        Self {
+            rank,
+            state: RwLock::default(),
+            steps: AtomicU64::new(0),
+        }
+    }
+
+    /// The mark from which a run is to go on that is begun now.
+    pub(crate) fn resumed(&self) -> Option<RunMark> {
+        self.read().resumed.clone()
+    }
+
+    /// The run that rank 0 writes, in place of the one before; gives what the others must know. One of the same name
+    /// goes on.
+    pub(crate) fn begin<E>(
+        &self,
+        name: &str,
+        start: impl FnOnce(Option<RunMark>) -> Result<Run, E>,
+    ) -> Result<Option<RunPlace>, E> {
+        let mut state = self.write();
+        let resumed = state.resumed.take();
+        let run = match state.run.take_if(|run| run.name() == name) {
+            Some(run) => run,
+            None => {
+                finish(&mut state, Run::finish);
+                start(resumed)?
+            }
+        };
+        let place = RunPlace::of(&run);
+        state.run = Some(run);
+        Ok(place)
+    }
+
+    /// Takes part in the run of rank 0, or in none.
+    pub(crate) fn join(&self, place: Option<RunPlace>) {
+        let mut state = self.write();
+        let folder = place.as_ref().map(|place| &place.folder);
+        if state.place.as_ref().map(|place| &place.folder) != folder {
+            state.sampler = None;
+        }
+        if state.sampler.is_none()
+            && let Some(folder) = folder
+        {
+            match SystemSampler::start(folder, self.rank, SAMPLE_EVERY) {
+                Ok(sampler) => state.sampler = Some(sampler),
+                // On another host, which does not share the folder.
+                Err(error) if error.is_not_found() => tracing::debug!(%error, "no system metrics"),
+                Err(error) => tracing::warn!(%error, "no system metrics"),
+            }
+        }
+        let step = place.as_ref().and_then(|place| place.mark.step);
+        let steps = step.map_or(0, |step| step + 1);
+        self.steps.store(steps, Ordering::Relaxed);
+        state.place = place;
+    }
+
+    /// Does something with the run, on rank 0.
+    pub(crate) fn with<T>(&self, work: impl FnOnce(&Run) -> T) -> Option<T> {
+        self.read().run.as_ref().map(work)
+    }
+
+    /// Notes that this rank logs something for a step.
+    pub(crate) fn note(&self, step: u64) {
+        self.steps
+            .fetch_max(step.saturating_add(1), Ordering::Relaxed);
+    }
+
+    /// Where the run is, for a checkpoint that is saved now. A rank that does not write the run knows the steps alone.
+    pub(crate) fn mark(&self) -> Option<RunMark> {
+        let state = self.read();
+        if let Some(run) = &state.run {
+            return run
+                .mark()
+                .inspect_err(|error| {
+                    user_message::warn(&format!("the checkpoint does not know its run: {error}"));
+                })
+                .ok();
+        }
+        let place = state.place.as_ref()?;
+        Some(RunMark {
+            step: self.steps.load(Ordering::Relaxed).checked_sub(1),
+            ..place.mark.clone()
+        })
+    }
+
+    /// Says in the run that the checkpoint with that mark is on the disk.
+    pub(crate) fn checkpoint_saved(&self, mark: &RunMark) {
+        self.with(|run| run.checkpoint_saved(mark));
+    }
+
+    /// Goes on from a checkpoint with that mark, on rank 0; gives what the others must know.
+    pub(crate) fn resume(&self, mark: Option<RunMark>) -> Option<RunPlace> {
+        let mut state = self.write();
+        let mark = match (mark, &state.run) {
+            (Some(mark), Some(_)) => mark,
+            (mark, None) => {
+                state.resumed = mark;
+                return None;
+            }
+            (None, Some(run)) => return RunPlace::of(run),
+        };
+        let run = state.run.take()?;
+        match run.resume(&mark) {
+            Ok(run) => state.run = Some(run),
+            Err(error) => untracked(&error),
+        }
+        state.run.as_ref().and_then(RunPlace::of)
+    }
+
+    /// Ends the run, as one that failed where there is a failure.
+    pub(crate) fn end(&self, ending: RunEnding, failure: Option<&str>) {
+        let mut state = self.write();
+        state.sampler = None;
+        match (failure, ending) {
+            (Some(failure), _) => finish(&mut state, |run| run.fail(failure)),
+            (None, RunEnding::Finished) => finish(&mut state, Run::finish),
+            (None, RunEnding::Preempted) => finish(&mut state, Run::preempted),
+            (None, RunEnding::Regrouped) => {}
+        }
+        state.place = None;
+    }
+
+    /// Lets a run that was [left](RunEnding::Regrouped) go on in another group.
+    pub(crate) fn hand_over_to(&self, next: &Self) {
+        next.write().run = self.write().run.take();
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, TrackingState> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, TrackingState> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RunPlace {
+    /// None where the disk does not take the run now.
+    fn of(run: &Run) -> Option<Self> {
+        let folder = run.folder();
+        Some(Self {
+            folder: std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()),
+            mark: run.mark().ok()?,
+        })
+    }
+}
+
+/// Says that the training goes on without a run.
+pub(crate) fn untracked(error: &accelerator_track::Error) {
+    user_message::warn(&format!("the training goes on and is not tracked: {error}"));
+}
+
+fn finish(
+    state: &mut TrackingState,
+    end: impl FnOnce(Run) -> Result<(), accelerator_track::Error>,
+) {
+    if let Some(run) = state.run.take()
+        && let Err(error) = end(run)
+    {
+        user_message::warn(&format!("the end of the run is not written: {error}"));
+    }
+}
+
+/// What the builder was told of runs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct TrackerSettings {
+    pub(crate) runs_folder: Option<PathBuf>,
+    pub(crate) trackers: Vec<Tracker>,
+}
+
+const SAMPLE_EVERY: Duration = Duration::from_secs(10);

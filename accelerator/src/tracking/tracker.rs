@@ -1,0 +1,87 @@
+use core::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use accelerator_track::{CsvFile, RunBuilder, Sink, TensorBoard};
+
+/// Where a run goes beside its journal; for [`AcceleratorBuilder::log_with`](crate::AcceleratorBuilder::log_with).
+///
+/// ```
+/// use accelerator::Tracker;
+/// use accelerator::prelude::*;
+/// # let runs = tempfile::tempdir().unwrap();
+/// # let runs = runs.path();
+///
+/// let accelerator = Accelerator::builder().log_with([Tracker::Csv]).runs_folder(runs).build()?;
+/// accelerator.init_trackers("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
+/// accelerator.log("train", [("loss", 0.5)], 1, None);
+/// accelerator.finish()?;
+/// let table = std::fs::read_to_string(runs.join("mnist/metrics.csv"))?;
+/// assert!(table.contains("train/loss,0.5"));
+///
+/// let trackers = [Tracker::TensorBoard, Tracker::TensorBoardIn("logs/mnist".into())];
+/// #[cfg(feature = "mlflow")]
+/// let trackers = trackers.into_iter().chain([Tracker::Mlflow]);
+/// # drop(trackers);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Tracker {
+    /// A table of the metrics, `metrics.csv` in the folder of the run.
+    Csv,
+    /// Event files of TensorBoard, in `tensorboard` in the folder of the run: `tensorboard --logdir runs` shows all runs.
+    TensorBoard,
+    /// Event files of TensorBoard in that folder, directly.
+    TensorBoardIn(PathBuf),
+    /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME`. With the
+    /// feature `mlflow`; another server is a [`Tracker::sink`].
+    #[cfg(feature = "mlflow")]
+    Mlflow,
+    /// Another sink, made anew for each run; see [`Tracker::sink`].
+    Sink(Arc<dyn Fn() -> Box<dyn Sink> + Send + Sync>),
+}
+
+impl Tracker {
+    /// A sink of the program's own, or one with settings: what makes it, on rank 0.
+    ///
+    /// ```
+    /// use accelerator::Tracker;
+    /// use accelerator::track::CsvFile;
+    ///
+    /// let tracker = Tracker::sink(|| CsvFile::at("mnist.csv"));
+    /// assert!(matches!(tracker, Tracker::Sink(_)));
+    /// ```
+    pub fn sink<S: Sink + 'static>(make: impl Fn() -> S + Send + Sync + 'static) -> Self {
+        Self::Sink(Arc::new(move || Box::new(make())))
+    }
+
+    /// Delivers a run to it.
+    ///
+    /// # Errors
+    ///
+    /// Where variables that it needs are not set.
+    pub(crate) fn attach(&self, run: RunBuilder) -> accelerator_track::Result<RunBuilder> {
+        Ok(match self {
+            Self::Csv => run.sink(CsvFile::in_run()),
+            Self::TensorBoard => run.sink(TensorBoard::in_run()),
+            Self::TensorBoardIn(folder) => run.sink(TensorBoard::new(folder)),
+            #[cfg(feature = "mlflow")]
+            Self::Mlflow => run.sink(accelerator_track::MlflowSink::from_env()?),
+            Self::Sink(make) => run.sink(make()),
+        })
+    }
+}
+
+impl fmt::Debug for Tracker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Csv => f.write_str("Csv"),
+            Self::TensorBoard => f.write_str("TensorBoard"),
+            Self::TensorBoardIn(folder) => f.debug_tuple("TensorBoardIn").field(folder).finish(),
+            #[cfg(feature = "mlflow")]
+            Self::Mlflow => f.write_str("Mlflow"),
+            Self::Sink(_) => f.debug_tuple("Sink").finish_non_exhaustive(),
+        }
+    }
+}

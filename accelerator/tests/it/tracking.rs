@@ -1,0 +1,237 @@
+//! One run for all ranks, through checkpoints, failures and changes.
+
+use std::path::Path;
+
+use accelerator::Tracker;
+use accelerator::collective::Launch;
+use accelerator::prelude::*;
+use accelerator::track::{RunHistory, RunStatus};
+
+use crate::common::checkpoints::{batch_is_cursed, prepared, train};
+
+fn builder(folder: &Path) -> accelerator::AcceleratorBuilder {
+    Accelerator::builder().runs_folder(folder.join("runs"))
+}
+
+fn run(folder: &Path, name: &str) -> RunHistory {
+    RunHistory::read(folder.join("runs").join(name)).unwrap()
+}
+
+fn runs(folder: &Path) -> usize {
+    std::fs::read_dir(folder.join("runs")).unwrap().count()
+}
+
+fn losses(run: &RunHistory) -> Vec<(u64, f64)> {
+    let series = run.series("train/loss").unwrap();
+    series.points.iter().map(|x| (x.step, x.value)).collect()
+}
+
+#[test]
+fn ranks_write_one_run_and_measure_each_its_own_system() {
+    let folder = tempfile::tempdir().unwrap();
+    let builder = builder(folder.path()).seed(7).log_with([Tracker::Csv]);
+    builder
+        .launch(3, |accelerator| {
+            accelerator.init_trackers("a", &serde_json::json!({ "lr": 0.1 }))?;
+            let value = 1.0 + accelerator.rank() as f64;
+            accelerator.log("train", [("loss", value)], 1, 0.5);
+            accelerator.tracker(|run| run.set_tag("rank", &accelerator.rank().to_string()));
+            accelerator.finish()
+        })
+        .unwrap();
+    assert_eq!(runs(folder.path()), 1);
+    let run = run(folder.path(), "a");
+    assert_eq!(losses(&run), [(1, 1.0)]);
+    assert_eq!(run.tags["rank"], "0");
+    assert_eq!(run.hyperparameters["lr"].value, 0.1);
+    assert_eq!(run.status(), RunStatus::Finished);
+    let attempt = &run.attempts[0];
+    assert_eq!(attempt.world, 3);
+    assert_eq!(attempt.provenance["seeds"]["accelerator"], 7);
+    assert_eq!(attempt.provenance["plan"]["accumulation_steps"], 1);
+    if cfg!(target_os = "linux") {
+        let ranks: Vec<_> = run.system.keys().copied().collect();
+        assert_eq!(ranks, [0, 1, 2]);
+        assert!(run.system[&2]["memory"].len() >= 2);
+    }
+    assert!(run.folder.join("metrics.csv").exists());
+}
+
+#[test]
+fn without_a_run_nothing_is_written_and_nothing_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = builder(folder.path()).build().unwrap();
+    accelerator.log("train", [("loss", 1.0)], 1, None);
+    accelerator.log_means("train", [("loss", 1.0, 2)], 1, None);
+    assert_eq!(accelerator.tracker(|_| ()), None);
+    accelerator.end_training();
+    accelerator.finish().unwrap();
+    assert!(!folder.path().join("runs").exists());
+}
+
+/// Whether the program begins the run before or after it resumes.
+#[test]
+fn a_checkpoint_knows_its_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = folder.path().join("checkpoints");
+    let live = |begins_first: bool, in_background: bool, steps: u64| {
+        let life = builder(folder.path()).launch(2, |accelerator| {
+            if begins_first {
+                accelerator.init_trackers("a", &())?;
+            }
+            let (Object(done), _) = accelerator.resume(&checkpoints, Object(0))?;
+            if !begins_first {
+                accelerator.init_trackers("a", &())?;
+            }
+            for step in done + 1..=steps {
+                accelerator.log("train", [("loss", step as f64)], step, None);
+                if step % 2 == 1 {
+                    continue;
+                }
+                match in_background {
+                    true => drop(accelerator.save_state_async(&checkpoints, Object(&step))?),
+                    false => drop(accelerator.save_state(&checkpoints, Object(&step))?),
+                }
+            }
+            // It ends without `finish`, and what came after the last checkpoint comes again.
+            Ok(())
+        });
+        life.unwrap();
+    };
+    let lives = [(true, false), (false, false), (true, true), (false, true)];
+    for (life, (begins_first, in_background)) in lives.into_iter().enumerate() {
+        let steps = 3 + 2 * life as u64;
+        live(begins_first, in_background, steps);
+        let run = run(folder.path(), "a");
+        assert_ne!(run.status(), RunStatus::Finished);
+        let expected: Vec<_> = (1..=steps).map(|step| (step, step as f64)).collect();
+        assert_eq!(losses(&run), expected, "life {life}");
+        assert_eq!((run.attempts.len(), runs(folder.path())), (life + 1, 1));
+        assert_eq!(run.checkpoints.last(), Some(&Some(steps - 1)));
+    }
+}
+
+#[test]
+fn what_survivors_save_knows_the_run_that_rank_0_wrote() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = folder.path().join("checkpoints");
+    let lost = builder(folder.path()).launch(2, |accelerator| {
+        accelerator.init_trackers("a", &())?;
+        let mut parts = train(&accelerator, prepared(&accelerator), 2);
+        for step in 1..=2 {
+            accelerator.log("train", [("loss", 1.0)], step, None);
+        }
+        if accelerator.is_main_process() {
+            // Logged, and in no checkpoint.
+            accelerator.log("train", [("loss", 1.0)], 3, None);
+            accelerator.tracker(|run| run.flush()).transpose().unwrap();
+            return Err(batch_is_cursed());
+        }
+        let error = accelerator.wait_for_everyone().unwrap_err();
+        let (model, optimizer, train) = &mut parts;
+        let saved = accelerator.save_emergency(&checkpoints, (&*model, &*optimizer, &*train))?;
+        assert!(saved.is_some());
+        Err::<(), _>(error)
+    });
+    lost.unwrap_err();
+    let run_before = run(folder.path(), "a");
+
+    let accelerator = builder(folder.path()).build().unwrap();
+    accelerator.init_trackers("a", &()).unwrap();
+    accelerator
+        .resume(&checkpoints, prepared(&accelerator))
+        .unwrap();
+    accelerator.log("train", [("loss", 2.0)], 3, None);
+    accelerator.finish().unwrap();
+    let run = run(folder.path(), "a");
+    assert_eq!(run.id, run_before.id);
+    assert_eq!(losses(&run), [(1, 1.0), (2, 1.0), (3, 2.0)]);
+    assert_eq!(runs(folder.path()), 1);
+}
+
+#[test]
+fn a_job_that_fails_or_is_preempted_ends_its_run_as_such() {
+    let folder = tempfile::tempdir().unwrap();
+    let failed = builder(folder.path()).launch(2, |accelerator| {
+        accelerator.init_trackers("a", &())?;
+        if accelerator.rank() == 1 {
+            return Err(batch_is_cursed());
+        }
+        accelerator.wait_for_everyone()
+    });
+    failed.unwrap_err();
+    let run_a = run(folder.path(), "a");
+    assert_eq!(run_a.status(), RunStatus::Failed);
+    let why = run_a.end.unwrap().failure.unwrap().to_string();
+    assert!(why.contains("rank 1"), "{why}");
+
+    let failed = builder(folder.path()).launch(1, |accelerator| {
+        accelerator.init_trackers("d", &())?;
+        Err::<(), _>(batch_is_cursed())
+    });
+    let why = failed.unwrap_err().to_string();
+    let end = run(folder.path(), "d").end.unwrap();
+    assert!(end.failure.unwrap().to_string().contains(&why), "{why}");
+
+    let panicked = builder(folder.path()).launch(2, |accelerator| {
+        accelerator.init_trackers("b", &())?;
+        assert!(!accelerator.is_main_process(), "no labels");
+        accelerator.wait_for_everyone()
+    });
+    panicked.unwrap_err();
+    let why = run(folder.path(), "b").end.unwrap().failure.unwrap();
+    assert!(why.to_string().contains("no labels"), "{why}");
+
+    let accelerator = builder(folder.path()).build().unwrap();
+    accelerator.init_trackers("c", &()).unwrap();
+    accelerator.finish_preempted().unwrap();
+    assert_eq!(run(folder.path(), "c").status(), RunStatus::Preempted);
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_warning_in_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("runs"), "no folder").unwrap();
+    let errors = builder(folder.path()).launch(2, |accelerator| {
+        let error = accelerator.init_trackers("a", &()).unwrap_err();
+        accelerator.finish()?;
+        Ok(error)
+    });
+    for error in errors.unwrap() {
+        assert!(
+            error.is_io() && error.to_string().contains("runs"),
+            "{error}"
+        );
+    }
+    let launch = Launch::from_vars(|name| (name == "ACCEL_RESTART").then(|| "1".to_owned()));
+    let restarted = builder(folder.path()).launched_as(launch.unwrap());
+    let accelerator = restarted.build().unwrap();
+    accelerator.init_trackers("a", &()).unwrap();
+    accelerator.log("train", [("loss", 1.0)], 1, None);
+    accelerator
+        .save_state(folder.path().join("checkpoints"), Object(&1))
+        .unwrap();
+    accelerator.finish().unwrap();
+
+    let accelerator = builder(folder.path()).build().unwrap();
+    let error = accelerator.init_trackers("", &()).unwrap_err();
+    assert!(error.is_misuse(), "{error}");
+    let error = accelerator.init_trackers("a", &[1]).unwrap_err();
+    assert!(error.is_misuse(), "{error}");
+}
+
+#[test]
+fn runs_of_a_program_follow_one_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = builder(folder.path()).build().unwrap();
+    for name in ["a", "b", "b"] {
+        accelerator.init_trackers(name, &()).unwrap();
+        accelerator.log("train", [("loss", 1.0)], 1, None);
+    }
+    accelerator.finish().unwrap();
+    assert_eq!(runs(folder.path()), 2);
+    for name in ["a", "b"] {
+        let run = run(folder.path(), name);
+        assert_eq!((run.status(), run.attempts.len()), (RunStatus::Finished, 1));
+    }
+}
