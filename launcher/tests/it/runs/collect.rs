@@ -49,7 +49,7 @@ fn gc_removes_what_was_selected_and_nothing_else() {
         .says("damaged is left alone")
         .text();
     assert!(
-        lines(&text)[0].starts_with("run killed interrupted 0 s "),
+        lines(&text)[0].starts_with("run killed interrupted "),
         "{text}"
     );
     assert_eq!(left(&folder), ["a", "b", "damaged", "kept", "running"]);
