@@ -3,26 +3,28 @@
 //!
 //! `cargo bench -p burn-accelerate-track --bench log -- [--rounds N] [--json]`
 
+use std::error::Error;
 use std::time::{Duration, Instant};
 
 use accelerator_track::{Run, RunHistory};
 
-fn main() {
+fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let (mut rounds, mut is_json) = (5, false);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--rounds" => {
-                let number = arguments.next().and_then(|x| x.parse().ok());
-                rounds = number.expect("--rounds needs a number");
+                let number = arguments.next().ok_or("--rounds needs a number")?;
+                rounds = number.parse()?;
             }
             "--json" => is_json = true,
             // What `cargo bench` adds.
             "--bench" => {}
-            other => panic!("expected --rounds N or --json, found {other}"),
+            other => return Err(format!("expected --rounds N or --json, found {other}").into()),
         }
     }
-    let mut measured: Vec<_> = (0..rounds).map(|_| measure()).collect();
+    let measured = (0..rounds).map(|_| measure());
+    let mut measured = measured.collect::<Result<Vec<_>, _>>()?;
     let log = median(&mut measured, |x| x.log) / STEPS;
     let write = median(&mut measured, |x| x.write);
     let read = median(&mut measured, |x| x.read);
@@ -40,6 +42,7 @@ fn main() {
         println!("  all of it, until the journal is synced   {write:>10.2?}");
         println!("  reading the run                          {read:>10.2?}");
     }
+    Ok(())
 }
 
 struct Measured {
@@ -48,10 +51,10 @@ struct Measured {
     read: Duration,
 }
 
-fn measure() -> Measured {
-    let runs = tempfile::tempdir().expect("a temporary folder");
+fn measure() -> Result<Measured, Box<dyn Error>> {
+    let runs = tempfile::tempdir()?;
     let run = Run::builder("bench").runs_folder(runs.path()).start();
-    let run = run.expect("a run in a temporary folder");
+    let run = run?;
     let names: Vec<_> = (0..SCALARS).map(|x| format!("metric-{x}")).collect();
     let started = Instant::now();
     for step in 0..STEPS {
@@ -61,17 +64,17 @@ fn measure() -> Measured {
     }
     let log = started.elapsed();
     let folder = run.folder().to_owned();
-    run.finish().expect("the disk takes it");
+    run.finish()?;
     let write = started.elapsed();
     let started = Instant::now();
-    let history = RunHistory::read(folder).expect("a whole run");
+    let history = RunHistory::read(folder)?;
     let read = started.elapsed();
     let points: usize = history.series.iter().map(|x| x.points.len()).sum();
     assert_eq!(
         (points, history.lost_entries),
         (STEPS as usize * SCALARS, 0)
     );
-    Measured { log, write, read }
+    Ok(Measured { log, write, read })
 }
 
 fn median(measured: &mut [Measured], of: impl Fn(&Measured) -> Duration) -> Duration {

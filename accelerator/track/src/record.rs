@@ -259,6 +259,20 @@ pub enum EndStatus {
     Preempted,
 }
 
+impl Record {
+    /// The step of what was logged.
+    pub(crate) fn step(&self) -> Option<u64> {
+        match self {
+            Self::Metrics(metrics) => Some(metrics.step),
+            Self::Text { step, .. }
+            | Self::Histogram { step, .. }
+            | Self::Image { step, .. }
+            | Self::Plot { step, .. } => Some(*step),
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for ArtifactRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

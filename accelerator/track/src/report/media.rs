@@ -26,8 +26,8 @@ pub(crate) struct KeyMedia {
 pub(crate) enum ImageSource<'a> {
     /// From itself.
     Inline,
-    #[cfg(feature = "board")]
     /// From an address, to which the image's hash is appended.
+    #[cfg_attr(not(feature = "board"), allow(dead_code))]
     Address(&'a str),
 }
 

@@ -138,6 +138,20 @@ fn a_run_goes_on_where_its_checkpoint_was() {
 }
 
 #[test]
+fn texts_count_as_steps_too() {
+    let runs = tempfile::tempdir().unwrap();
+    let run = start(runs.path(), "a");
+    run.log_text("note/a", "kept", 3);
+    let mark = run.mark().unwrap();
+    assert_eq!(mark.step, Some(3));
+    run.log_text("note/a", "superseded", 4);
+    let folder = run.folder().to_owned();
+    run.resume(&mark).unwrap().finish().unwrap();
+    let media = RunHistory::read(folder).unwrap().media;
+    assert_eq!(media.iter().map(|x| x.step).collect::<Vec<_>>(), [3]);
+}
+
+#[test]
 fn the_mark_of_a_run_that_is_gone_starts_a_new_one() {
     let runs = tempfile::tempdir().unwrap();
     let run = start(runs.path(), "a");

@@ -119,9 +119,8 @@ impl Journal {
             Record::Series { i, key } => {
                 series.insert(key, i);
             }
-            Record::Metrics(metrics) => last_step = last_step.max(Some(metrics.step)),
             Record::Rewind { to } => last_step = to,
-            _ => {}
+            record => last_step = last_step.max(record.step()),
         })?;
         let Some((version, run, name)) = head else {
             return Err(Error::new(
@@ -154,9 +153,10 @@ impl Journal {
     }
 
     pub(super) fn append(&mut self, ms: u64, record: Record) {
-        if let Record::Rewind { to } = record {
-            self.last_step = to;
-        }
+        self.last_step = match record {
+            Record::Rewind { to } => to,
+            _ => self.last_step.max(record.step()),
+        };
         self.writer.append(ms, record);
     }
 
