@@ -22,10 +22,14 @@ const DEADLINE: Duration = Duration::from_secs(300);
 fn fifty_kills_leave_each_step_once() {
     let folder = tempfile::tempdir().unwrap();
     let steps = run_with_kills(folder.path(), |_| {});
+    assert_has_each_step_once(folder.path(), steps);
+}
 
-    let runs: Vec<_> = fs::read_dir(folder.path().join("runs")).unwrap().collect();
+/// Says it of the journal, and of the files that it is delivered to.
+pub(crate) fn assert_has_each_step_once(folder: &Path, steps: u64) {
+    let runs: Vec<_> = fs::read_dir(folder.join("runs")).unwrap().collect();
     assert_eq!(runs.len(), 1, "one run, and no ghost: {runs:?}");
-    let history = RunHistory::read(run_folder(folder.path())).unwrap();
+    let history = RunHistory::read(run_folder(folder)).unwrap();
     assert_eq!(history.status(), RunStatus::Finished);
     assert!(
         history.attempts.len() > 10,
@@ -36,11 +40,8 @@ fn fifty_kills_leave_each_step_once() {
     let points = &history.series("train/loss").unwrap().points;
     let found: Vec<_> = points.iter().map(|x| (x.step, x.value)).collect();
     assert_eq!(found, expected);
-    assert_eq!(
-        csv(&run_folder(folder.path()).join("metrics.csv")),
-        expected
-    );
-    let events = run_folder(folder.path()).join("tensorboard");
+    assert_eq!(csv(&run_folder(folder).join("metrics.csv")), expected);
+    let events = run_folder(folder).join("tensorboard");
     tensorboard::assert_shows(&events, "train/loss", &expected);
 }
 
@@ -142,7 +143,7 @@ fn program(folder: &Path, steps: u64) {
     }
     let run = builder.start().unwrap();
     for step in from + 1..=steps {
-        run.log("train", [("loss", loss(step))], step, None);
+        run.log("train", [("loss", loss(step))], step, Some(epoch(step)));
         if step % CHECKPOINT_EVERY == 0 {
             let mark = run.mark().unwrap();
             let staged = path.with_extension("new");
@@ -199,6 +200,10 @@ fn sinks(folder: &Path) -> Vec<Box<dyn Sink>> {
 
 pub(crate) fn loss(step: u64) -> f64 {
     1.0 / step as f64
+}
+
+pub(crate) fn epoch(step: u64) -> f64 {
+    step as f64 / 100.0
 }
 
 fn csv(path: &Path) -> Vec<(u64, f64)> {
