@@ -1,3 +1,4 @@
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -476,6 +477,20 @@ fn credentials_are_sent() {
     client.with_token("t").open_run("e", &run.info).unwrap();
     let sent = server.state().authorization.take();
     assert_eq!(sent.as_deref(), Some("Bearer t"));
+}
+
+#[test]
+fn no_proxy_is_asked_for_a_server_on_this_host() {
+    let mut test = Command::new(std::env::current_exe().unwrap());
+    test.args(["--exact", "mlflow::tests::credentials_are_sent"]);
+    test.env("HTTP_PROXY", "http://127.0.0.1:1")
+        .env("NO_PROXY", "");
+    let ran = test.output().unwrap();
+    let printed = String::from_utf8_lossy(&ran.stdout);
+    assert!(
+        ran.status.success() && printed.contains("1 passed"),
+        "{printed}"
+    );
 }
 
 #[test]

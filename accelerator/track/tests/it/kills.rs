@@ -15,6 +15,7 @@ use crate::tensorboard;
 const ROLE: &str = "TRACK_TEST_ROLE";
 const FOLDER: &str = "TRACK_TEST_FOLDER";
 const STEPS: &str = "TRACK_TEST_STEPS";
+const LIMIT: &str = "limit";
 const CHECKPOINT_EVERY: u64 = 7;
 const DEADLINE: Duration = Duration::from_secs(300);
 
@@ -77,11 +78,12 @@ fn a_disk_that_is_full_does_not_stop_the_program() {
 pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64 {
     let mut random = Random(0x5eed);
     let kills = 50;
-    // More than it can take before the last kill.
-    let steps = kills * 100;
+    let steps = (kills + 1) * 100;
     let mut program = child("program", folder, steps);
     let mut sync: Option<Child> = None;
     for kill in 0..kills {
+        // However long this takes, the program does not end.
+        fs::write(folder.join(LIMIT), (100 * (kill + 1)).to_string()).unwrap();
         at_kill(kill);
         thread::sleep(Duration::from_millis(random.below(100)));
         match (kill % 3, sync.take()) {
@@ -98,6 +100,7 @@ pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64
     }
     end(&mut program);
     sync.iter_mut().for_each(end);
+    fs::write(folder.join(LIMIT), steps.to_string()).unwrap();
     at_kill(kills);
     finish(child("program", folder, steps));
     finish(child("sync", folder, 0));
@@ -151,9 +154,18 @@ fn program(folder: &Path, steps: u64) {
             fs::write(&staged, serde_json::to_vec(&checkpoint).unwrap()).unwrap();
             fs::rename(&staged, &path).unwrap();
             run.checkpoint_saved(&checkpoint.mark);
+            while step > limit(folder) {
+                thread::sleep(Duration::from_millis(2));
+            }
         }
     }
     run.finish().unwrap();
+}
+
+/// Up to which step the program may go now, about.
+fn limit(folder: &Path) -> u64 {
+    let text = fs::read_to_string(folder.join(LIMIT)).unwrap_or_default();
+    text.parse().unwrap_or(0)
 }
 
 /// Delivers the run, as `accel-launch runs sync` does.
