@@ -305,6 +305,18 @@ impl StoredArtifact {
         Ok(true)
     }
 
+    /// Where the content of a file lies, which is what was stored.
+    #[cfg(feature = "mlflow")]
+    pub(crate) fn verified_path(&self, file: &ArtifactFile) -> Result<PathBuf> {
+        self.object(file).map(|_| self.path_of(file))
+    }
+
+    /// The manifest, as the store has it.
+    #[cfg(feature = "mlflow")]
+    pub(crate) fn manifest(&self) -> Result<Vec<u8>> {
+        self.version.to_bytes()
+    }
+
     fn path_of(&self, file: &ArtifactFile) -> PathBuf {
         Objects::new(self.store.folder()).path(file.hash)
     }

@@ -21,6 +21,8 @@ pub(crate) struct Follower {
     lines: LineReader,
     /// The first entry that may not be given yet.
     until: u64,
+    /// How many lines the journal has.
+    lines_seen: u64,
 }
 
 /// What [`Follower::poll`] gives.
@@ -41,6 +43,7 @@ impl Follower {
             supersession: Supersession::default(),
             lines: LineReader::open(path)?,
             until: 0,
+            lines_seen: 0,
         };
         this.look_ahead()?;
         Ok(this)
@@ -71,9 +74,15 @@ impl Follower {
         Ok(Followed::Entries(entries))
     }
 
+    /// How many entries the journal has, those included that are not given.
+    pub(crate) fn journal_length(&self) -> u64 {
+        self.lines_seen
+    }
+
     fn look_ahead(&mut self) -> Result<Found> {
         let mut found = Found::Nothing;
         while let Some(line) = self.scout.next()? {
+            self.lines_seen += 1;
             if self.supersession.note(line) {
                 found = Found::Rewind;
             }

@@ -1,5 +1,7 @@
 //! Addresses of servers.
 
+use std::net::IpAddr;
+
 use percent_encoding::percent_decode_str;
 
 use crate::error::{Error, Kind, Result};
@@ -9,6 +11,8 @@ use crate::error::{Error, Kind, Result};
 pub(super) struct Address {
     /// Without a slash at its end.
     pub(super) without_user: String,
+    /// Whether it is a loopback address.
+    pub(super) is_this_host: bool,
     /// With a password.
     pub(super) user: Option<(String, String)>,
 }
@@ -22,6 +26,8 @@ impl Address {
             ));
         };
         let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+        // The page of a browser is not part of it.
+        let path = path.split(['?', '#']).next().unwrap_or_default();
         let (user, host) = match authority.rsplit_once('@') {
             Some((user, host)) => (Some(user), host),
             None => (None, authority),
@@ -44,17 +50,26 @@ impl Address {
                 ));
             }
         }
-        if host.is_empty() || without_user.parse::<ureq::http::Uri>().is_err() {
+        let uri = without_user.parse::<ureq::http::Uri>().ok();
+        let Some(uri) = uri.filter(|_| !host.is_empty()) else {
             return misuse(format!(
                 "expected the address of an MLflow server, as http://127.0.0.1:5000, found {without_user:?}"
             ));
-        }
+        };
+        let name = uri.host().unwrap_or_default();
+        let ip = name.trim_matches(['[', ']']).parse::<IpAddr>();
+        let is_this_host =
+            name.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.is_loopback());
         let decoded = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
         let user = user.map(|user| {
             let (user, password) = user.split_once(':').unwrap_or((user, ""));
             (decoded(user), decoded(password))
         });
-        Ok(Self { without_user, user })
+        Ok(Self {
+            without_user,
+            is_this_host,
+            user,
+        })
     }
 }
 
@@ -67,6 +82,16 @@ mod tests {
         let address = Address::parse(" HTTP://a%40b:p%3Aw@host:1/x/ ").unwrap();
         assert_eq!(address.without_user, "http://host:1/x");
         assert_eq!(address.user, Some(("a@b".to_owned(), "p:w".to_owned())));
+        assert!(!address.is_this_host);
+        let page = Address::parse("http://[::1]:5000/x/#/experiments/1").unwrap();
+        assert_eq!(page.without_user, "http://[::1]:5000/x");
+        for this in [
+            "http://[::1]:5000",
+            "http://LOCALHOST",
+            "http://127.0.0.2:1/x",
+        ] {
+            assert!(Address::parse(this).unwrap().is_this_host, "{this}");
+        }
         for wrong in ["", "databricks", "file:///tmp/x", "http://", "http://a b"] {
             assert!(Address::parse(wrong).unwrap_err().is_misuse(), "{wrong}");
         }

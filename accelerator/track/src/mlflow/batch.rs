@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
+use super::artifacts::MadeArtifact;
 use crate::record::Number;
 use crate::sink::Origin;
 
@@ -43,6 +44,7 @@ pub(super) enum Item {
         content: Content,
     },
     Dataset(Value),
+    Artifact(MadeArtifact),
     Started,
     Ended {
         status: &'static str,

@@ -57,7 +57,7 @@ impl MlflowServer {
             address: parsed.without_user,
             authorization: None,
             timeout: REQUEST_TIMEOUT,
-            agent: agent(),
+            agent: agent(parsed.is_this_host),
         };
         Ok(match parsed.user {
             Some((user, password)) => server.with_password(&user, &password),
@@ -280,16 +280,18 @@ impl MlflowServer {
         let (cause, said) = match (code, &parsed) {
             (Some(code), Some(value)) => {
                 let message = text(value, "message").unwrap_or_default();
-                let said = format!("{code}: {}", beginning(message));
+                let said = format!("{}{code}: {}", advice(status), beginning(message));
                 (Cause::Refused(code.to_owned()), said)
             }
             _ => {
                 let begins = beginning(&String::from_utf8_lossy(&body));
                 let said = match status {
-                    StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => format!(
-                        "it does not let this user in; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or \
-                         MLFLOW_TRACKING_TOKEN: {begins}"
-                    ),
+                    StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                        format!("{}{begins}", advice(status))
+                    }
+                    StatusCode::PAYLOAD_TOO_LARGE => {
+                        format!("it, or a proxy before it, takes no file of this size: {begins}")
+                    }
                     _ if status.is_redirection() => {
                         let to = answer.headers().get("location");
                         let to = to.and_then(|to| to.to_str().ok()).unwrap_or("elsewhere");
@@ -303,9 +305,10 @@ impl MlflowServer {
                 (Cause::Nonsense, said)
             }
         };
-        let cause = match BUSY.contains(&shown) {
-            true => Cause::Busy,
-            false => cause,
+        let cause = match status {
+            StatusCode::PAYLOAD_TOO_LARGE => Cause::TooLarge,
+            _ if BUSY.contains(&shown) => Cause::Busy,
+            _ => cause,
         };
         let message = format!("MLflow at {address} answers {asked} with {shown}: {said}");
         Err(Failure {
@@ -370,6 +373,16 @@ impl Failure {
     pub(super) fn is(&self, code: &str) -> bool {
         matches!(&self.cause, Cause::Refused(found) if found == code)
     }
+
+    /// Whether the server, or a proxy before it, does not take what was sent, as it is.
+    pub(super) fn is_of_content(&self) -> bool {
+        self.cause == Cause::TooLarge || self.is("INVALID_PARAMETER_VALUE")
+    }
+
+    /// Whether it is not the server's: a file cannot be read.
+    pub(super) fn is_here(&self) -> bool {
+        self.cause == Cause::Here
+    }
 }
 
 impl From<Failure> for Error {
@@ -417,6 +430,8 @@ fn again_while_busy<T>(mut ask: impl FnMut() -> Result<T, Failure>) -> Result<T,
 enum Cause {
     /// The server did not act, and says why.
     Refused(String),
+    /// It takes no body of this length.
+    TooLarge,
     /// It may act when it is asked again.
     Busy,
     /// The connection broke; the server may have acted.
@@ -429,8 +444,14 @@ enum Cause {
     Here,
 }
 
-fn agent() -> Agent {
-    Agent::config_builder()
+/// Proxies are those of the environment. None leads to a server on this host.
+fn agent(is_this_host: bool) -> Agent {
+    let config = Agent::config_builder();
+    let config = match is_this_host {
+        true => config.proxy(None),
+        false => config,
+    };
+    config
         .http_status_as_error(false)
         // A request with a body is not sent elsewhere, and a token is not either.
         .max_redirects(0)
@@ -442,6 +463,17 @@ fn agent() -> Agent {
         .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
         .build()
         .new_agent()
+}
+
+/// What to do about a status, before what the server says.
+fn advice(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            "it does not let this user in; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or \
+             MLFLOW_TRACKING_TOKEN: "
+        }
+        _ => "",
+    }
 }
 
 fn unsendable(error: &ureq::http::Error) -> Failure {

@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::artifacts::MadeArtifact;
 use super::batch::{Content, Item};
 use super::name::{cut, hashed, server_name};
-use super::server_run::{RUN_ID, ServerData};
+use super::server_run::{EPOCH, RUN_ID, ServerData};
 use crate::provenance::{Commit, Provenance};
 use crate::record::{ArtifactRole, EndStatus, Entry, Metrics, Record};
 use crate::sink::Origin;
@@ -22,6 +23,7 @@ pub(super) struct Converter {
     params: HashMap<String, String>,
     /// Tags that hold values of parameters that changed.
     changed: HashSet<String>,
+    epoch_at: Option<u64>,
 }
 
 impl Converter {
@@ -31,6 +33,7 @@ impl Converter {
             series: HashMap::new(),
             params: server.params,
             changed: server.tags,
+            epoch_at: server.epoch_at,
         }
     }
 
@@ -120,7 +123,7 @@ impl Converter {
                 name,
                 version,
                 digest,
-            } => vec![artifact(*role, name, *version, digest)],
+            } => artifact(*role, name, *version, digest),
             Record::End { status, failure } => {
                 let failure = failure
                     .as_ref()
@@ -140,7 +143,7 @@ impl Converter {
         }
     }
 
-    fn metrics(&self, ms: u64, metrics: &Metrics) -> Vec<Item> {
+    fn metrics(&mut self, ms: u64, metrics: &Metrics) -> Vec<Item> {
         let step = metrics.step;
         let points = metrics.points.iter().filter_map(|point| {
             Some(Item::Metric {
@@ -150,14 +153,21 @@ impl Converter {
                 step,
             })
         });
-        // MLflow has no place for it beside a step.
-        let epoch = metrics.epoch.map(|epoch| Item::Metric {
+        // MLflow has no place for it beside a step. Several calls may log one step, each with the epoch.
+        let epoch = metrics
+            .epoch
+            .filter(|_| self.epoch_at.is_none_or(|at| at < step));
+        let epoch = epoch.map(|epoch| Item::Metric {
             key: EPOCH.to_owned(),
             value: crate::record::Number(epoch),
             ms,
             step,
         });
-        points.chain(epoch).collect()
+        let items = points.chain(epoch).collect();
+        if metrics.epoch.is_some() {
+            self.epoch_at = self.epoch_at.max(Some(step));
+        }
+        items
     }
 
     fn param(&mut self, key: &str, value: &Value) -> Vec<Item> {
@@ -244,15 +254,22 @@ fn attempt_items(attempt: u32, world: usize, provenance: &Value) -> Vec<Item> {
     items
 }
 
-fn artifact(role: ArtifactRole, name: &str, version: u32, digest: &str) -> Item {
+fn artifact(role: ArtifactRole, name: &str, version: u32, digest: &str) -> Vec<Item> {
     match role {
-        ArtifactRole::Output => tag(
-            server_name(&format!("accel.output.{name}")),
-            &format!("v{version} {digest}"),
-        ),
+        ArtifactRole::Output => vec![
+            Item::Artifact(MadeArtifact {
+                name: name.to_owned(),
+                version,
+                digest: digest.to_owned(),
+            }),
+            tag(
+                server_name(&format!("accel.output.{name}")),
+                &format!("v{version} {digest}"),
+            ),
+        ],
         ArtifactRole::Input => {
             let source = json!({ "artifact": name, "version": version, "digest": digest });
-            dataset(name, digest, "accel-artifact", &source)
+            vec![dataset(name, digest, "accel-artifact", &source)]
         }
     }
 }
@@ -305,7 +322,6 @@ fn plain(value: &Value) -> String {
     }
 }
 
-const EPOCH: &str = "epoch";
 const LONGEST_PARAM: usize = 6000;
 /// Newer versions take 8000.
 const LONGEST_TAG: usize = 5000;
@@ -340,12 +356,36 @@ mod tests {
         let server = ServerData {
             params: [("lr".to_owned(), "0.1".to_owned())].into(),
             tags: ["param.changed.lr".to_owned()].into(),
+            epoch_at: None,
         };
         let mut converter = Converter::new(PathBuf::new(), server);
         assert_eq!(
             shown(converter.param("lr", &json!(0.1))),
             ["tag param.changed.lr=0.1"]
         );
+    }
+
+    #[test]
+    fn each_step_has_one_epoch() {
+        let epochs = |server: ServerData, steps: &[u64]| {
+            let mut converter = Converter::new(PathBuf::new(), server);
+            let items = steps.iter().zip(0..).flat_map(|(step, ms)| {
+                let metrics = Metrics {
+                    step: *step,
+                    epoch: Some(*step as f64),
+                    points: Vec::new(),
+                };
+                converter.metrics(ms, &metrics)
+            });
+            items.count()
+        };
+        // An evaluation comes after later steps, too.
+        assert_eq!(epochs(ServerData::default(), &[1, 1, 2, 3, 2, 3]), 3);
+        let known = ServerData {
+            epoch_at: Some(2),
+            ..ServerData::default()
+        };
+        assert_eq!(epochs(known, &[1, 2, 3]), 1);
     }
 
     #[test]

@@ -238,6 +238,7 @@ impl FakeState {
             }
             "artifacts/list" => {
                 let folder = query.split_once("path=").map_or("", |(_, path)| path);
+                let folder = folder.replace("%2F", "/");
                 let files = self.files.iter().filter_map(|(path, bytes)| {
                     let (_, path) = path.split_once("/artifacts/")?;
                     let (found, _) = path.rsplit_once('/').unwrap_or(("", path));
@@ -287,7 +288,7 @@ impl FakeRun {
         let metrics: Value = self
             .metrics
             .iter()
-            .map(|metric| json!({ "key": metric.0 }))
+            .map(|metric| json!({ "key": metric.0, "step": metric.2 }))
             .collect();
         json!({
             "info": {

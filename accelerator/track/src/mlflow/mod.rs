@@ -8,7 +8,7 @@ use std::fs;
 use serde_json::json;
 
 use crate::error::{Error, Kind, Result};
-use crate::record::Entry;
+use crate::record::{Entry, Record};
 use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 use batch::{Batch, Content, Item, Queued};
 use client::Failure;
@@ -18,6 +18,7 @@ use cursor::{Cursor, CursorFile};
 pub use server_run::{MlflowRun, SentFile};
 
 mod address;
+mod artifacts;
 mod batch;
 mod client;
 mod convert;
@@ -35,7 +36,8 @@ mod tests;
 /// Metrics, parameters and tags have the names of the journal, where MLflow takes them; the epoch is the metric `epoch`,
 /// and what a rank's host measured is `system/rank-R/NAME`. A parameter keeps its first value there; a later one is the
 /// tag `param.changed.NAME`. Texts, images, histograms and plots are artifacts, as `text/train/sample/100.md`. An artifact
-/// that the run uses is a dataset.
+/// that the run uses is a dataset; the files of one that it makes are in `artifacts/NAME/vN`, with its manifest, in which
+/// references are, beside as `artifacts/NAME/vN.json`.
 ///
 /// Nothing that a server has of a metric can be taken back. So points are delivered when a checkpoint or the end of the
 /// run settles them; [`live`](Self::live) delivers them at once. What was delivered is in `mlflow.json` in the run's
@@ -189,7 +191,8 @@ impl Sink for MlflowSink {
 
 impl OpenRun {
     fn write(&mut self, origin: Origin, entry: &Entry) {
-        if entry.n < next_of(&self.written, origin) {
+        let is_known = entry.n < next_of(&self.written, origin);
+        if is_known && matches!(entry.record, Record::Series { .. }) {
             self.converter.note(&entry.record);
             return;
         }
@@ -248,7 +251,7 @@ impl OpenRun {
         if taken > 0 {
             return match self.run.update("runs/log-batch", batch.into_body()) {
                 Ok(()) => Ok(Sent::Items(taken)),
-                Err(failure) if failure.is(INVALID) => match self.turn_changed_params(taken)? {
+                Err(failure) if failure.is_of_content() => match self.turn_changed_params(taken)? {
                     true => Ok(Sent::Changed),
                     false => Ok(Sent::Refused {
                         items: taken,
@@ -263,7 +266,11 @@ impl OpenRun {
                 path,
                 mime,
                 content,
-            }) => self.send_file(path, mime, content),
+            }) => self.send_content(path, mime, content),
+            Some(Item::Artifact(made)) => {
+                let made = made.clone();
+                self.send_artifact(&made)
+            }
             Some(Item::Dataset(dataset)) => {
                 let body = json!({ "datasets": [dataset] });
                 self.run.update("runs/log-inputs", body)
@@ -281,7 +288,7 @@ impl OpenRun {
         };
         match sent {
             Ok(()) => Ok(Sent::Items(1)),
-            Err(failure) if failure.is(INVALID) => {
+            Err(failure) if failure.is_of_content() => {
                 // That is said of a run that was deleted, too.
                 self.run.data()?;
                 let error = failure.into();
@@ -291,7 +298,7 @@ impl OpenRun {
         }
     }
 
-    fn send_file(&self, path: &str, mime: &str, content: &Content) -> Result<(), Failure> {
+    fn send_content(&self, path: &str, mime: &str, content: &Content) -> Result<(), Failure> {
         let (root, bytes) = match (self.run.artifact_root(), content) {
             (Ok(root), Content::Bytes(bytes)) => (root, Cow::Borrowed(bytes)),
             (Ok(root), Content::File(file)) => match fs::read(file) {
@@ -361,5 +368,3 @@ fn not_open() -> Error {
     let message = "the sink for MLflow is not open; its `open` comes first";
     Error::new(Kind::Misuse, message)
 }
-
-const INVALID: &str = "INVALID_PARAMETER_VALUE";

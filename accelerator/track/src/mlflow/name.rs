@@ -35,6 +35,19 @@ pub(super) fn hashed(name: &str) -> String {
     format!("{shown}{MARK}{}", &hash[..HASH])
 }
 
+/// The path of a file on the server, which decodes a path until it stays the same and cuts what URLs have behind one.
+pub(super) fn server_path(path: &str) -> String {
+    const SPECIAL: [char; 4] = ['%', '#', '?', ';'];
+    if !path.contains(SPECIAL) {
+        return path.to_owned();
+    }
+    let hash = ContentHash::of(path.as_bytes()).to_string();
+    let plain = path.replace(SPECIAL, "_");
+    let (folder, name) = plain.split_at(plain.rfind('/').map_or(0, |at| at + 1));
+    // Before the name, behind which is what says what it is.
+    format!("{folder}{} {name}", &hash[..HASH])
+}
+
 /// A value of at most `limit` characters.
 pub(super) fn cut(value: &str, limit: usize) -> String {
     let length = value.chars().count();
@@ -130,6 +143,20 @@ mod tests {
             assert!(seen.insert(mapped));
         }
         assert!(server_name("é%").starts_with("é_ -"));
+    }
+
+    #[test]
+    fn paths_that_the_server_would_decode_stay_apart() {
+        assert_eq!(server_path("a b/é=1.bin"), "a b/é=1.bin");
+        let paths = ["x%41.bin", "x#41.bin", "d%/x.bin", "d?/x.bin"].map(server_path);
+        for path in &paths {
+            assert!(
+                path.ends_with(".bin") && !path.contains(['%', '#', '?']),
+                "{path}"
+            );
+        }
+        assert!(paths[2].starts_with("d_/") && paths[2] != paths[3]);
+        assert_ne!(paths[0], paths[1]);
     }
 
     #[test]

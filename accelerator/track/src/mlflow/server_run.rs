@@ -57,6 +57,8 @@ pub enum SentFile {
 pub(super) struct ServerData {
     pub(super) params: HashMap<String, String>,
     pub(super) tags: HashSet<String>,
+    /// The greatest step with an epoch.
+    pub(super) epoch_at: Option<u64>,
 }
 
 impl MlflowServer {
@@ -225,7 +227,10 @@ impl MlflowRun {
     ///
     /// See [`MlflowRun`] for an example.
     pub fn put_file(&mut self, path: &str, file: impl AsRef<Path>) -> Result<SentFile> {
-        let file = file.as_ref();
+        Ok(self.send_file(path, file.as_ref())?)
+    }
+
+    pub(super) fn send_file(&mut self, path: &str, file: &Path) -> Result<SentFile, Failure> {
         let root = self.artifact_root()?;
         let read = file.metadata();
         let size = read.map_err(|error| Error::io("read", file, error))?.len();
@@ -282,6 +287,11 @@ impl MlflowRun {
         for tag in entries(&answer, "/run/data/tags") {
             data.tags.insert(member(tag, "/key")?.to_owned());
         }
+        for metric in entries(&answer, "/run/data/metrics") {
+            if member(metric, "/key")? == EPOCH {
+                data.epoch_at = metric.get("step").and_then(integer);
+            }
+        }
         Ok(data)
     }
 
@@ -308,12 +318,7 @@ impl MlflowRun {
             for file in entries(&answer, "/files") {
                 let path = member(file, "/path")?;
                 let name = path.rsplit('/').next().unwrap_or(path);
-                // An integer of 64 bits is a string in the JSON of some versions.
-                let size = file.get("file_size").and_then(|size| match size {
-                    Value::String(size) => size.parse().ok(),
-                    size => size.as_u64(),
-                });
-                if let Some(size) = size {
+                if let Some(size) = file.get("file_size").and_then(integer) {
                     files.insert(name.to_owned(), size);
                 }
             }
@@ -322,6 +327,14 @@ impl MlflowRun {
                 _ => return Ok(files),
             }
         }
+    }
+}
+
+/// One of 64 bits is a string in the JSON of some versions.
+fn integer(value: &Value) -> Option<u64> {
+    match value {
+        Value::String(text) => text.parse().ok(),
+        value => value.as_u64(),
     }
 }
 
@@ -334,6 +347,8 @@ fn has_data(run: &Value) -> bool {
     entries(run, "/data/metrics").next().is_some() || entries(run, "/data/params").next().is_some()
 }
 
+/// The metric that tells the epoch of each step.
+pub(super) const EPOCH: &str = "epoch";
 pub(super) const RUN_ID: &str = "accel.run_id";
 const DOES_NOT_EXIST: &str = "RESOURCE_DOES_NOT_EXIST";
 const DELETED: &str = "deleted";

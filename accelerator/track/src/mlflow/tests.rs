@@ -1,3 +1,4 @@
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -5,7 +6,9 @@ use tempfile::TempDir;
 
 use super::fake::{FakeServer, Fault};
 use super::*;
+use crate::artifact::Artifact;
 use crate::record::{EndStatus, Metrics, Number, PointValue, Record};
+use crate::run::Run;
 use crate::run_id::RunId;
 
 struct Delivered {
@@ -363,6 +366,106 @@ fn what_a_server_refuses_does_not_hold_the_rest_up() {
 }
 
 #[test]
+fn a_journal_that_is_shorter_than_what_was_delivered_is_delivered_again() {
+    let runs = tempfile::tempdir().unwrap();
+    let run = Run::builder("mnist").runs_folder(runs.path()).launch("x");
+    let run = run.start().unwrap();
+    run.log("train", [("loss", 0.5)], 1, None);
+    let folder = run.folder().to_owned();
+    run.flush().unwrap();
+    let journal = folder.join("journal.jsonl");
+    let before = fs::read(&journal).unwrap();
+    run.finish().unwrap();
+    let server = FakeServer::start();
+    let deliver = || {
+        let client = MlflowServer::new(&server.address).unwrap();
+        crate::deliver(&folder, &mut MlflowSink::new(client, "e").live()).unwrap();
+    };
+    deliver();
+    assert_eq!(server.state().runs[0].metrics.len(), 1);
+    // An older copy of it, with which the program went on.
+    fs::write(&journal, before).unwrap();
+    deliver();
+    let run = Run::builder("mnist").runs_folder(runs.path()).launch("x");
+    let run = run.start().unwrap();
+    assert_eq!(run.folder(), folder);
+    run.log("train", [("loss", 0.25)], 2, None);
+    run.finish().unwrap();
+    deliver();
+    let state = server.state();
+    let steps: Vec<_> = state.runs[0].metrics.iter().map(|x| x.2).collect();
+    assert_eq!((state.runs.len(), steps), (1, vec![1, 2]));
+}
+
+#[test]
+fn an_artifact_survives_faults_and_what_is_not_taken() {
+    let runs = tempfile::tempdir().unwrap();
+    let at = |name: &str| runs.path().join(name);
+    for name in ["a", "b", "c"] {
+        fs::write(at(name), name).unwrap();
+    }
+    let run = Run::builder("mnist").runs_folder(runs.path());
+    let run = run.start().unwrap();
+    let mut made = Artifact::create("m");
+    for name in ["a", "b", "c"] {
+        made = made.add_file(at(name)).unwrap();
+    }
+    run.mark_output(made).unwrap();
+    let folder = run.folder().to_owned();
+    run.finish().unwrap();
+
+    let server = FakeServer::start();
+    let deliver = || {
+        let client = MlflowServer::new(&server.address).unwrap();
+        crate::deliver(&folder, &mut MlflowSink::new(client, "e"))
+    };
+    server.fail("mlflow-artifacts", Fault::LostAnswer);
+    // The connection is down in the middle.
+    for _ in 0..4 {
+        server.fail(
+            "mlflow-artifacts/artifacts/1/r0/artifacts/artifacts/m/v1/b",
+            Fault::LostRequest,
+        );
+    }
+    server.fail(
+        "mlflow-artifacts/artifacts/1/r0/artifacts/artifacts/m/v1/c",
+        Fault::Says(413, "<html>"),
+    );
+    assert!(deliver().unwrap_err().is_remote());
+    deliver().unwrap();
+    let state = server.state();
+    let root = "1/r0/artifacts/artifacts/m";
+    let files: Vec<_> = state
+        .files
+        .keys()
+        .filter_map(|path| path.strip_prefix(root))
+        .collect();
+    assert_eq!(files, ["/v1.json", "/v1/a", "/v1/b"]);
+    // The first file was sent with its lost answer, and once more.
+    assert_eq!(state.count("artifacts/m/v1/a"), 2);
+    assert_eq!(state.runs[0].status, "FINISHED");
+}
+
+#[test]
+fn who_is_not_let_in_reads_which_variables_to_set() {
+    for (status, said) in [
+        (401, "You are not authenticated."),
+        (
+            403,
+            "{\"error_code\": \"PERMISSION_DENIED\", \"message\": \"no\"}",
+        ),
+    ] {
+        let mut run = Delivered::new();
+        run.server
+            .fail("experiments/get-by-name", Fault::Says(status, said));
+        let error = run.deliver(&small_run()).unwrap_err().to_string();
+        for expected in ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_TOKEN"] {
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}
+
+#[test]
 fn credentials_are_sent() {
     let server = FakeServer::start();
     let run = Delivered::new();
@@ -374,6 +477,20 @@ fn credentials_are_sent() {
     client.with_token("t").open_run("e", &run.info).unwrap();
     let sent = server.state().authorization.take();
     assert_eq!(sent.as_deref(), Some("Bearer t"));
+}
+
+#[test]
+fn no_proxy_is_asked_for_a_server_on_this_host() {
+    let mut test = Command::new(std::env::current_exe().unwrap());
+    test.args(["--exact", "mlflow::tests::credentials_are_sent"]);
+    test.env("HTTP_PROXY", "http://127.0.0.1:1")
+        .env("NO_PROXY", "");
+    let ran = test.output().unwrap();
+    let printed = String::from_utf8_lossy(&ran.stdout);
+    assert!(
+        ran.status.success() && printed.contains("1 passed"),
+        "{printed}"
+    );
 }
 
 #[test]

@@ -194,7 +194,18 @@ impl OpenSink {
         };
         let journal = Follower::open(&folder.join(JOURNAL), sink.delivery())?;
         let lock = RunLock::take_for_sink(folder, &sink.name())?;
-        let position = sink.open(&run)?;
+        let mut position = sink.open(&run)?;
+        let length = journal.journal_length();
+        if position.next > length {
+            tracing::warn!(
+                sink = sink.name(),
+                run = run.name,
+                "the journal has {length} entries, and {} were delivered: it lost its end, or is an older copy; all of it is \
+                 delivered again",
+                position.next
+            );
+            position.next = 0;
+        }
         Ok(Self {
             folder: folder.to_owned(),
             run,

@@ -53,7 +53,7 @@ pub trait Sink: Send {
     }
 
     /// Begins a run, and says from where on it is to be delivered: from the start where the sink has nothing, or writes
-    /// everything anew.
+    /// everything anew. Where the journal ends before, entries come from its start again.
     ///
     /// # Errors
     ///

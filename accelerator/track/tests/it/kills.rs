@@ -15,6 +15,7 @@ use crate::tensorboard;
 const ROLE: &str = "TRACK_TEST_ROLE";
 const FOLDER: &str = "TRACK_TEST_FOLDER";
 const STEPS: &str = "TRACK_TEST_STEPS";
+const LIMIT: &str = "limit";
 const CHECKPOINT_EVERY: u64 = 7;
 const DEADLINE: Duration = Duration::from_secs(300);
 
@@ -22,10 +23,14 @@ const DEADLINE: Duration = Duration::from_secs(300);
 fn fifty_kills_leave_each_step_once() {
     let folder = tempfile::tempdir().unwrap();
     let steps = run_with_kills(folder.path(), |_| {});
+    assert_has_each_step_once(folder.path(), steps);
+}
 
-    let runs: Vec<_> = fs::read_dir(folder.path().join("runs")).unwrap().collect();
+/// Says it of the journal, and of the files that it is delivered to.
+pub(crate) fn assert_has_each_step_once(folder: &Path, steps: u64) {
+    let runs: Vec<_> = fs::read_dir(folder.join("runs")).unwrap().collect();
     assert_eq!(runs.len(), 1, "one run, and no ghost: {runs:?}");
-    let history = RunHistory::read(run_folder(folder.path())).unwrap();
+    let history = RunHistory::read(run_folder(folder)).unwrap();
     assert_eq!(history.status(), RunStatus::Finished);
     assert!(
         history.attempts.len() > 10,
@@ -36,11 +41,8 @@ fn fifty_kills_leave_each_step_once() {
     let points = &history.series("train/loss").unwrap().points;
     let found: Vec<_> = points.iter().map(|x| (x.step, x.value)).collect();
     assert_eq!(found, expected);
-    assert_eq!(
-        csv(&run_folder(folder.path()).join("metrics.csv")),
-        expected
-    );
-    let events = run_folder(folder.path()).join("tensorboard");
+    assert_eq!(csv(&run_folder(folder).join("metrics.csv")), expected);
+    let events = run_folder(folder).join("tensorboard");
     tensorboard::assert_shows(&events, "train/loss", &expected);
 }
 
@@ -76,11 +78,12 @@ fn a_disk_that_is_full_does_not_stop_the_program() {
 pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64 {
     let mut random = Random(0x5eed);
     let kills = 50;
-    // More than it can take before the last kill.
-    let steps = kills * 100;
+    let steps = (kills + 1) * 100;
     let mut program = child("program", folder, steps);
     let mut sync: Option<Child> = None;
     for kill in 0..kills {
+        // However long this takes, the program does not end.
+        fs::write(folder.join(LIMIT), (100 * (kill + 1)).to_string()).unwrap();
         at_kill(kill);
         thread::sleep(Duration::from_millis(random.below(100)));
         match (kill % 3, sync.take()) {
@@ -97,6 +100,7 @@ pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64
     }
     end(&mut program);
     sync.iter_mut().for_each(end);
+    fs::write(folder.join(LIMIT), steps.to_string()).unwrap();
     at_kill(kills);
     finish(child("program", folder, steps));
     finish(child("sync", folder, 0));
@@ -142,7 +146,7 @@ fn program(folder: &Path, steps: u64) {
     }
     let run = builder.start().unwrap();
     for step in from + 1..=steps {
-        run.log("train", [("loss", loss(step))], step, None);
+        run.log("train", [("loss", loss(step))], step, Some(epoch(step)));
         if step % CHECKPOINT_EVERY == 0 {
             let mark = run.mark().unwrap();
             let staged = path.with_extension("new");
@@ -150,9 +154,18 @@ fn program(folder: &Path, steps: u64) {
             fs::write(&staged, serde_json::to_vec(&checkpoint).unwrap()).unwrap();
             fs::rename(&staged, &path).unwrap();
             run.checkpoint_saved(&checkpoint.mark);
+            while step > limit(folder) {
+                thread::sleep(Duration::from_millis(2));
+            }
         }
     }
     run.finish().unwrap();
+}
+
+/// Up to which step the program may go now, about.
+fn limit(folder: &Path) -> u64 {
+    let text = fs::read_to_string(folder.join(LIMIT)).unwrap_or_default();
+    text.parse().unwrap_or(0)
 }
 
 /// Delivers the run, as `accel-launch runs sync` does.
@@ -199,6 +212,10 @@ fn sinks(folder: &Path) -> Vec<Box<dyn Sink>> {
 
 pub(crate) fn loss(step: u64) -> f64 {
     1.0 / step as f64
+}
+
+pub(crate) fn epoch(step: u64) -> f64 {
+    step as f64 / 100.0
 }
 
 fn csv(path: &Path) -> Vec<(u64, f64)> {

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_track::{
-    ArtifactRole, EndStatus, Entry, Metrics, MlflowServer, MlflowSink, Number, Origin, PointValue,
-    Record, RunId, RunInfo, SentFile, Sink,
+    Artifact, ArtifactRole, EndStatus, Entry, Metrics, MlflowServer, MlflowSink, Number, Origin,
+    PointValue, Record, Run, RunId, RunInfo, SentFile, Sink,
 };
 use serde_json::{Value, json};
 use server::Server;
@@ -133,12 +133,27 @@ fn fifty_kills_of_program_and_sync_and_some_of_the_server_leave_each_step_once()
     };
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join(ADDRESS), &server.address).unwrap();
+    let run = folder.path().join("runs/killed");
+    let mut had = 0;
     let steps = kills::run_with_kills(folder.path(), |kill| match kill % 10 {
-        4 => server.kill(),
+        // It is killed with more on it than the time before.
+        4 => {
+            let begun = Instant::now();
+            while delivered(&run) <= had {
+                assert!(
+                    begun.elapsed() < Duration::from_secs(60),
+                    "nothing is delivered"
+                );
+                thread::sleep(Duration::from_millis(2));
+            }
+            server.kill();
+            had = delivered(&run);
+        }
         5 => server.restart_soon(),
         0 => server.wait(),
         _ => {}
     });
+    kills::assert_has_each_step_once(folder.path(), steps);
     let expected: Vec<_> = (1..=steps).map(|step| (step, kills::loss(step))).collect();
     let search = json!({ "experiment_ids": server.experiments(), "run_view_type": "ACTIVE_ONLY" });
     let found = server.post("runs/search", &search);
@@ -149,8 +164,83 @@ fn fifty_kills_of_program_and_sync_and_some_of_the_server_leave_each_step_once()
     );
     let run = &found["runs"][0]["info"];
     assert_eq!(run["status"], "FINISHED");
-    let points = server.points(run["run_id"].as_str().unwrap(), "train/loss");
+    let id = run["run_id"].as_str().unwrap();
+    let points = server.points(id, "train/loss");
     assert!(points == expected, "{} points of {steps}", points.len());
+    // Each call of `log` has the epoch.
+    let epochs = server.points(id, "epoch");
+    let expected: Vec<_> = (1..=steps).map(|step| (step, kills::epoch(step))).collect();
+    assert!(epochs == expected, "{} epochs of {steps}", epochs.len());
+}
+
+#[test]
+fn artifacts_are_on_the_server_with_their_files() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    // It is longer than what the server takes at once.
+    let large: Vec<u8> = (0_u32..6 << 20)
+        .flat_map(|x| (x.wrapping_mul(2_654_435_761) as u16).to_le_bytes())
+        .collect();
+    fs::write(at("large.bin"), &large).unwrap();
+    fs::write(at("empty"), "").unwrap();
+    // The server would decode its name.
+    fs::write(at("%41#"), "decoded").unwrap();
+    let run = Run::builder("mnist")
+        .runs_folder(at("runs"))
+        .start()
+        .unwrap();
+    let model = Artifact::create("model")
+        .add_file_as(at("large.bin"), "weights/é=1.bin")
+        .unwrap()
+        .add_file(at("empty"))
+        .unwrap()
+        .add_file(at("%41#"))
+        .unwrap()
+        .add_reference("s3://bucket/data")
+        .unwrap();
+    let model = run.mark_output(model).unwrap();
+    let lost = run
+        .mark_output(Artifact::create("lost").add_file(at("empty")).unwrap())
+        .unwrap();
+    run.use_input("model:v1").unwrap();
+    let (run_folder, id) = (run.folder().to_owned(), run.id());
+    run.finish().unwrap();
+    fs::remove_file(at("runs/.artifacts/names/lost/v1.json")).unwrap();
+
+    let client = MlflowServer::new(&format!("{}/", server.address)).unwrap();
+    // The second time without knowledge of the first.
+    for _ in 0..2 {
+        let mut sink = MlflowSink::new(client.clone(), "digits");
+        accelerator_track::deliver(&run_folder, &mut sink).unwrap();
+        let run = only_run(&server);
+        let on_server = run["info"]["run_id"].as_str().unwrap();
+        assert_eq!(run["info"]["status"], "FINISHED");
+        let file = |path: &str| server.file(on_server, &format!("artifacts/model/{path}"));
+        assert!(file("v1/weights/é=1.bin") == large);
+        assert_eq!(file("v1/empty"), b"");
+        let query = [("run_id", on_server), ("path", "artifacts/model/v1")];
+        let files = server.get("artifacts/list", &query)["files"].clone();
+        let named = |file: &&Value| file["path"].as_str().unwrap().ends_with(" _41_");
+        let decoded = files.as_array().unwrap().iter().find(named).unwrap();
+        assert_eq!(
+            server.file(on_server, decoded["path"].as_str().unwrap()),
+            b"decoded"
+        );
+        let manifest: Value = serde_json::from_slice(&file("v1.json")).unwrap();
+        assert_eq!(manifest["references"][0]["url"], "s3://bucket/data");
+        assert_eq!(manifest["run"], id.to_string());
+        assert_eq!(manifest["digest"], model.digest().to_string());
+        let inputs = &run["inputs"]["dataset_inputs"];
+        assert_eq!(inputs[0]["dataset"]["name"], "model", "{inputs}");
+        assert_eq!(
+            pairs(&run, "tags")["accel.output.lost"],
+            format!("v1 {}", lost.digest())
+        );
+        fs::remove_file(run_folder.join("mlflow.json")).unwrap();
+    }
 }
 
 /// Of a test with a server.

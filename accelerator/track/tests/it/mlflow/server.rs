@@ -84,14 +84,28 @@ impl Server {
     pub(super) fn file(&self, run: &str, path: &str) -> Vec<u8> {
         let request = ureq::get(format!("{}/get-artifact", self.address));
         let answer = request.query("run_uuid", run).query("path", path).call();
-        answer.unwrap().body_mut().read_to_vec().unwrap()
+        let mut answer = answer.unwrap();
+        let body = answer.body_mut().with_config().limit(1 << 26);
+        body.read_to_vec().unwrap()
     }
 
     /// Step and value of each point of a metric.
     pub(super) fn points(&self, run: &str, metric: &str) -> Vec<(u64, f64)> {
-        let query = [("run_id", run), ("metric_key", metric)];
-        let answer = self.get("metrics/get-history", &query);
-        let points = answer["metrics"].as_array().cloned().unwrap_or_default();
+        let mut points = Vec::new();
+        let mut page = String::new();
+        loop {
+            let mut query = vec![("run_id", run), ("metric_key", metric)];
+            query.push(("max_results", "7000"));
+            if !page.is_empty() {
+                query.push(("page_token", &page));
+            }
+            let answer = self.get("metrics/get-history", &query);
+            points.extend(answer["metrics"].as_array().cloned().unwrap_or_default());
+            match answer["next_page_token"].as_str() {
+                Some(next) if !next.is_empty() => page = next.to_owned(),
+                _ => break,
+            }
+        }
         let points = points.iter().map(|point| {
             let value = match &point["value"] {
                 Value::String(text) => text.parse().unwrap(),
