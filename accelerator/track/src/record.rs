@@ -273,6 +273,13 @@ impl Record {
     }
 }
 
+impl EndStatus {
+    /// Whether the run does not go on from an earlier checkpoint, which one does that failed or was preempted.
+    pub(crate) fn is_final(self) -> bool {
+        self == Self::Finished
+    }
+}
+
 impl fmt::Display for ArtifactRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

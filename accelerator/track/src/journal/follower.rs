@@ -21,6 +21,8 @@ pub(crate) struct Follower {
     lines: LineReader,
     /// The first entry that may not be given yet.
     until: u64,
+    /// The end of an attempt that may go on, with what a resume may supersede before it.
+    open_end: Option<Entry>,
     /// How many lines the journal has.
     lines_seen: u64,
 }
@@ -43,6 +45,7 @@ impl Follower {
             supersession: Supersession::default(),
             lines: LineReader::open(path)?,
             until: 0,
+            open_end: None,
             lines_seen: 0,
         };
         this.look_ahead()?;
@@ -71,6 +74,9 @@ impl Follower {
             }
             entries.extend(self.supersession.filter(entry));
         }
+        if entries.is_empty() {
+            entries.extend(self.open_end.take());
+        }
         Ok(Followed::Entries(entries))
     }
 
@@ -86,21 +92,31 @@ impl Follower {
             if self.supersession.note(line) {
                 found = Found::Rewind;
             }
-            let settles = ["checkpoint", "end"].iter().any(|x| line::starts(line, x));
-            self.until = match self.delivery {
-                Delivery::Live => u64::MAX,
-                Delivery::Settled if settles => match line::parse(line) {
-                    Some(Entry {
-                        record: Record::Checkpoint { covers, .. },
-                        ..
-                    }) => self.until.max(covers),
-                    Some(end) => end.n + 1,
-                    None => self.until,
-                },
-                Delivery::Settled => self.until,
-            };
+            match self.delivery {
+                Delivery::Live => self.until = u64::MAX,
+                Delivery::Settled => {
+                    let settles = ["checkpoint", "attempt", "end"];
+                    if settles.iter().any(|tag| line::starts(line, tag)) {
+                        let entry = line::parse(line);
+                        self.settle(entry);
+                    }
+                }
+            }
         }
         Ok(found)
+    }
+
+    fn settle(&mut self, entry: Option<Entry>) {
+        let Some(entry) = entry else {
+            return;
+        };
+        self.open_end = None;
+        match entry.record {
+            Record::Checkpoint { covers, .. } => self.until = self.until.max(covers),
+            Record::End { status, .. } if status.is_final() => self.until = entry.n + 1,
+            Record::End { .. } => self.open_end = Some(entry),
+            _ => {}
+        }
     }
 }
 

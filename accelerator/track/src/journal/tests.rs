@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::Result;
-use crate::record::{Entry, Metrics, Number, PointValue, Record};
+use crate::record::{EndStatus, Entry, Metrics, Number, PointValue, Record};
 use crate::sink::Delivery;
 
 fn metrics(step: u64, value: f64) -> Record {
@@ -112,6 +112,34 @@ fn a_resume_supersedes_greater_steps_and_repeated_ones() {
     // Over from the start.
     write(&path, [Record::Rewind { to: None }, metrics(1, 3.0)]);
     assert_eq!(points(&path, Delivery::Live), [(1, 3.0)]);
+}
+
+#[test]
+fn the_end_of_a_run_that_may_go_on_settles_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("j");
+    let checkpoint = |step, covers| Record::Checkpoint {
+        step: Some(step),
+        covers,
+    };
+    let end = |status| Record::End {
+        status,
+        failure: None,
+    };
+    write(&path, [metrics(1, 1.0), checkpoint(1, 1), metrics(2, 1.0)]);
+    write(&path, [end(EndStatus::Failed)]);
+    let mut follower = Follower::open(&path, Delivery::Settled).unwrap();
+    let mut numbers = || match follower.poll(usize::MAX).unwrap() {
+        Followed::Entries(entries) => Some(entries.iter().map(|x| x.n).collect::<Vec<_>>()),
+        Followed::Superseded => None,
+    };
+    assert_eq!(numbers().unwrap(), [0]);
+    assert_eq!(numbers().unwrap(), [3]);
+    assert!(numbers().unwrap().is_empty());
+    write(&path, [Record::Rewind { to: Some(1) }, metrics(2, 2.0)]);
+    write(&path, [end(EndStatus::Finished)]);
+    assert!(numbers().is_none());
+    assert_eq!(numbers().unwrap(), [0, 1, 3, 4, 5, 6]);
 }
 
 #[test]

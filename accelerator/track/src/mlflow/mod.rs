@@ -198,15 +198,19 @@ impl OpenRun {
         }
         let items = self.converter.items(origin, entry);
         let last = items.len();
+        // The end of a run that may go on comes before what it follows, which is still to come.
+        let is_ahead = matches!(entry.record, Record::End { status, .. } if !status.is_final());
         for (at, item) in (1..).zip(items) {
             self.queue.push_back(Queued {
                 item,
                 origin,
                 n: entry.n,
-                is_last: at == last,
+                is_last: at == last && !is_ahead,
             });
         }
-        advance(&mut self.written, origin, entry.n + 1);
+        if !is_ahead {
+            advance(&mut self.written, origin, entry.n + 1);
+        }
     }
 
     fn flush(&mut self) -> Result<()> {

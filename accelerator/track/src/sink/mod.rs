@@ -107,7 +107,8 @@ pub enum Delivery {
     /// At once. What a resume supersedes must be taken back.
     #[default]
     Live,
-    /// When nothing can supersede them any more: a checkpoint was written behind them, or the run ended.
+    /// When nothing can supersede them any more: a checkpoint was written behind them, or the run finished. The end of
+    /// one that failed or was preempted is delivered without what goes before it and may be superseded.
     Settled,
 }
 
