@@ -1,11 +1,13 @@
 use accelerator_env::{LAUNCH_ID, variable};
 use accelerator_track::{Capture, Histogram, Run, RunMark};
 use burn::module::Module;
+use burn::tensor::DType;
 use serde::Serialize;
 
 use super::Accelerator;
 use crate::core::error::Result;
 use crate::model;
+use crate::reduce::AveragedGradients;
 use crate::tracking::{RunEnding, untracked};
 
 /// The run that a training is recorded as. Rank 0 writes it; every rank makes the same calls.
@@ -150,10 +152,54 @@ impl Accelerator {
         self.shared.tracking.note(step);
         self.tracker(|run| {
             for (path, values) in model::float_values(model) {
-                let values = values.iter().map(|&value| f64::from(value));
-                let histogram = Histogram::of(values, HISTOGRAM_BINS);
-                run.log_histogram(&format!("parameters/{path}"), &histogram, step);
+                run.log_histogram(&format!("parameters/{path}"), &histogram(&values), step);
             }
+        });
+    }
+
+    /// Logs a histogram of each gradient as the optimizer gets it, averaged over all ranks and clipped if that was asked
+    /// for: `gradients/layer.weight`. Call it on every rank, before the optimizer's step. Rank 0 alone reads; nothing
+    /// is communicated. It waits for the device and copies the gradients to memory: call it every some hundred steps.
+    ///
+    /// It does nothing while a window is open, and where the step is skipped. Of
+    /// [local training](crate::local) the gradients are those of rank 0. With a [`Sharded`](crate::optim::Sharded)
+    /// optimizer, whose ranks have a part of the gradient each, nothing is logged from the second window on, and a
+    /// warning says so once.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::Tensor;
+    /// # let runs = tempfile::tempdir().unwrap();
+    /// # let runs = runs.path();
+    ///
+    /// let accelerator = Accelerator::builder().runs_folder(runs).build()?;
+    /// accelerator.init_trackers("linear", &())?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 3).init(&device);
+    /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+    ///
+    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// accelerator.log_gradient_histograms(&gradients, 1);
+    /// model = optimizer.step(0.1, model, gradients);
+    /// # let _: Linear = model;
+    /// accelerator.finish()?;
+    /// let run = accelerator::track::RunHistory::read(runs.join("linear")).unwrap();
+    /// let keys: Vec<_> = run.media.iter().map(|medium| medium.key.as_str()).collect();
+    /// assert_eq!(keys, ["gradients/bias", "gradients/weight"]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn log_gradient_histograms(&self, gradients: &AveragedGradients, step: u64) {
+        self.shared.tracking.note(step);
+        self.tracker(|run| {
+            gradients.read_each(|path, data| {
+                let values = data.convert_dtype(DType::F32);
+                // It is of that type now.
+                let values = values.try_to_vec().unwrap_or_default();
+                run.log_histogram(&format!("gradients/{path}"), &histogram(&values), step);
+            });
         });
     }
 
@@ -258,6 +304,10 @@ impl Accelerator {
             }))
             .world(self.world_size())
     }
+}
+
+fn histogram(values: &[f32]) -> Histogram {
+    Histogram::of(values.iter().map(|&value| f64::from(value)), HISTOGRAM_BINS)
 }
 
 /// As TensorBoard shows them.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use accelerator_collective::{BufferSlice, ProcessGroup, ReduceOp};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket::{self, BLOCK};
 use super::bucket_layout::BucketRange;
@@ -124,6 +124,25 @@ impl BucketSums {
             powers[at] = bucket::joined(blocks, self.divisor, order);
         }
         Ok(powers)
+    }
+
+    /// Shows the gradients, in path order, and leaves the sums as they are.
+    pub(super) fn read_each(&self, factors: &[f64], mut read: impl FnMut(&Trainable, TensorData)) {
+        for (index, parameter, store, range) in self.with_gradients() {
+            let factor = factor(factors, index);
+            let (float, shape) = (parameter.float, &parameter.shape);
+            let data = match store {
+                BucketStorage::Host(buffer) => {
+                    bucket::read(buffer, range, float, shape, self.divisor, factor)
+                }
+                BucketStorage::Device(_) if range.is_empty() => continue,
+                BucketStorage::Device(flat) => {
+                    let mean = divided(flat.tensor().slice(range.clone()), self.divisor);
+                    multiplied(mean, factor).cast(float.dtype()).into_data()
+                }
+            };
+            read(parameter, data);
+        }
     }
 
     /// What the other ranks wait for does not come: they are told, and no step takes place.
@@ -316,10 +335,7 @@ impl BucketSums {
                     continue;
                 }
                 let gradient = mean.clone().slice(layout.place(index).range.clone());
-                let gradient = match factor(factors, index) {
-                    Some(factor) => gradient.mul_scalar(factor),
-                    None => gradient,
-                };
+                let gradient = multiplied(gradient, factor(factors, index));
                 let gradient = gradient.cast(parameter.float.dtype());
                 with_rank!(parameter.shape.len(), D => {
                     let mut shape = [1; D];
@@ -355,10 +371,7 @@ impl MeanChange<'_> {
         match self {
             Self::Clamp { max, chosen } if chosen[index] => values.clamp(-max, *max),
             Self::Clamp { .. } => values,
-            Self::Multiply(factors) => match factor(factors, index) {
-                Some(factor) => values.mul_scalar(factor),
-                None => values,
-            },
+            Self::Multiply(factors) => multiplied(values, factor(factors, index)),
         }
     }
 }
@@ -367,6 +380,14 @@ fn divided(sums: Tensor<1>, divisor: f64) -> Tensor<1> {
     match divisor == 1.0 {
         true => sums,
         false => sums.div_scalar(divisor),
+    }
+}
+
+/// As [`factor`] returns it.
+pub(super) fn multiplied(values: Tensor<1>, factor: Option<f64>) -> Tensor<1> {
+    match factor {
+        Some(factor) => values.mul_scalar(factor),
+        None => values,
     }
 }
 

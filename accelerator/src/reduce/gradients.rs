@@ -3,7 +3,7 @@ use std::sync::{Arc, OnceLock};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket_sums::BucketSums;
 use super::clip::{Clip, Limit};
@@ -564,6 +564,16 @@ impl AveragedGradients {
             }),
             GradientStorage::Untouched { gradients, .. } => GradientMean::Untouched(gradients),
         })
+    }
+
+    /// Shows each gradient as a step would take it, with its parameter's path: none where there is no step to take, or
+    /// this rank has a part of them alone.
+    pub(crate) fn read_each(&self, mut read: impl FnMut(&str, TensorData)) {
+        if let Some(closed) = self.closed_ref()
+            && !closed.lost
+        {
+            closed.read_each(|parameter, data| read(&parameter.path, data));
+        }
     }
 
     /// Whether each rank has a part of them alone.

@@ -94,6 +94,8 @@ struct ModelWarnings {
     range: Once,
     /// That a clip covers nothing.
     unclipped: Once,
+    /// That gradients are not read, of which this rank has a part alone.
+    unread: Once,
 }
 
 /// Tells models apart, on all ranks alike.
@@ -396,6 +398,16 @@ impl ModelState {
                 self.parameters.len(),
                 first.path
             ));
+        }
+    }
+
+    /// Says once that gradients are not logged where each rank has a part of them.
+    pub(super) fn warn_unread(&self) {
+        if self.said.unread.first() {
+            user_message::warn(
+                "no histograms of gradients are logged: with a `Sharded` optimizer each rank has a part of them alone \
+                 (said once a model)",
+            );
         }
     }
 

@@ -3,10 +3,10 @@ use std::sync::{Arc, OnceLock};
 use accelerator_collective::ProcessGroup;
 use burn::backend::DispatchTensorKind;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket;
-use super::bucket_sums::{BucketSums, MeanChange};
+use super::bucket_sums::{self, BucketSums, MeanChange};
 use super::clip::Clip;
 use super::device_bucket;
 use super::element_values::{self, ElementValues as Elements};
@@ -15,6 +15,7 @@ use super::step_commit::StepCommit;
 use crate::core::error::{Error, Result};
 use crate::core::scalar::Scalar;
 use crate::core::tensor_rank::{from_data, register, with_rank};
+use crate::model::Trainable;
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct ReducedGradients {
@@ -68,6 +69,27 @@ pub(super) enum GradientStorage {
 }
 
 impl ReducedGradients {
+    /// Shows the gradients as a step would take them, in path order. Where this rank has a part of them alone it shows
+    /// none, and says so once.
+    pub(super) fn read_each(&self, mut read: impl FnMut(&Trainable, TensorData)) {
+        match &self.values {
+            GradientStorage::Sums(sums) if sums.is_sharded() => self.model_state.warn_unread(),
+            GradientStorage::Sums(sums) => sums.read_each(&self.factors, read),
+            GradientStorage::Untouched { gradients, .. } => {
+                for (index, parameter) in self.model_state.parameters().iter().enumerate() {
+                    if let Some(gradient) = element_values::peek(gradients, parameter) {
+                        let factor = bucket_sums::factor(&self.factors, index);
+                        let gradient = Tensor::<1>::from_dispatch(gradient);
+                        read(
+                            parameter,
+                            bucket_sums::multiplied(gradient, factor).into_data(),
+                        );
+                    }
+                }
+            }
+        }
+    }
+
     /// By parameter: whether it is clipped.
     pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
         let parameters = self.model_state.parameters().iter();

@@ -5,7 +5,10 @@ use std::path::Path;
 use accelerator::Tracker;
 use accelerator::collective::Launch;
 use accelerator::prelude::*;
-use accelerator::track::{RunHistory, RunStatus};
+use accelerator::track::{MediaContent, RunHistory, RunStatus};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::Tensor;
 
 use crate::common::checkpoints::{batch_is_cursed, prepared, train};
 
@@ -67,6 +70,82 @@ fn without_a_run_nothing_is_written_and_nothing_fails() {
     accelerator.end_training();
     accelerator.finish().unwrap();
     assert!(!folder.path().join("runs").exists());
+}
+
+/// Step, elements, least and greatest of the histograms of a parameter's gradient.
+fn gradients(run: &RunHistory, path: &str) -> Vec<(u64, f64, f64, f64)> {
+    let key = format!("gradients/{path}");
+    let media = run.media.iter().filter(|media| media.key == key);
+    let found = media.map(|media| {
+        let MediaContent::Histogram(bins) = &media.content else {
+            panic!("{media:?}");
+        };
+        let count = bins.iter().map(|bin| bin[2]).sum();
+        (media.step, count, bins[0][0], bins[bins.len() - 1][1])
+    });
+    found.collect()
+}
+
+#[test]
+fn histograms_of_gradients_are_of_what_the_optimizer_gets() {
+    // On one rank alone, summed where they lie, and summed on the device.
+    let auto = GradientReduction::Auto;
+    for (ranks, reduction) in [(1, auto), (2, auto), (2, GradientReduction::Staged)] {
+        let folder = tempfile::tempdir().unwrap();
+        let builder = builder(folder.path()).gradient_reduction(reduction);
+        let clipped = builder.launch(ranks, |accelerator| {
+            accelerator.init_trackers("a", &())?;
+            let device = accelerator.device();
+            let model: Linear = accelerator.prepare(LinearConfig::new(3, 1).init(&device))?;
+            // The mean over both ranks' samples: 2, 3, 5.
+            let (samples, input) = match (accelerator.world_size(), accelerator.rank()) {
+                (1, _) => (4, [2.0, 3.0, 5.0]),
+                (_, 0) => (4, [1.0, 2.0, 4.0]),
+                _ => (2, [4.0, 5.0, 7.0]),
+            };
+            let input = Tensor::<2>::from_floats([input], &device).repeat_dim(0, samples);
+            let loss = model.forward(input).mean();
+            let gradients = accelerator.backward(loss, &model, samples)?;
+            accelerator.log_gradient_histograms(&gradients, 1);
+            let gradients = gradients.clip_norm(1.0);
+            accelerator.log_gradient_histograms(&gradients, 2);
+            let gradients = gradients.into_params().unwrap();
+            let mean = gradients.get::<2>(model.weight.id).unwrap();
+            accelerator.finish()?;
+            Ok(mean.into_data().try_to_vec::<f32>().unwrap())
+        });
+        let clipped = &clipped.unwrap()[0];
+        let run = run(folder.path(), "a");
+        let (least, greatest) = (f64::from(clipped[0]), f64::from(clipped[2]));
+        let weight = [(1, 3.0, 2.0, 5.0), (2, 3.0, least, greatest)];
+        assert!(greatest < 1.0);
+        assert_eq!(gradients(&run, "weight"), weight, "{ranks} {reduction:?}");
+        assert_eq!(gradients(&run, "bias")[0], (1, 1.0, 1.0, 1.0));
+    }
+}
+
+#[test]
+fn parts_of_gradients_are_not_logged() {
+    let folder = tempfile::tempdir().unwrap();
+    let outcome = builder(folder.path()).launch(2, |accelerator| {
+        accelerator.init_trackers("a", &())?;
+        let device = accelerator.device();
+        let parts = (
+            LinearConfig::new(3, 1).init(&device),
+            Sharded(SgdConfig::new().init()),
+        );
+        let (mut model, mut optimizer): (Linear, _) = accelerator.prepare(parts)?;
+        for step in 1..=3 {
+            let loss = model.forward(Tensor::<2>::ones([2, 3], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 2)?;
+            accelerator.log_gradient_histograms(&gradients, step);
+            model = optimizer.step(0.1, model, gradients);
+        }
+        accelerator.finish()
+    });
+    outcome.unwrap();
+    let run = run(folder.path(), "a");
+    assert_eq!(gradients(&run, "weight"), [(1, 3.0, 1.0, 1.0)]);
 }
 
 /// Whether the program begins the run before or after it resumes.

@@ -32,6 +32,7 @@ pub use tensorboard::TensorBoard;
 pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
 
 mod artifact;
+mod blob;
 #[cfg(feature = "board")]
 mod board;
 mod error;

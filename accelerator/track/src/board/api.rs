@@ -7,9 +7,8 @@ use std::sync::Arc;
 use super::request::Request;
 use super::response::Response;
 use super::watched::{RunChanges, WatchedRuns};
-use crate::report::{
-    MOST_POINTS, Page, PageColumns, image_type, is_hash, page, points_of, read_image,
-};
+use crate::blob::blob_path;
+use crate::report::{MOST_POINTS, Page, PageColumns, image_type, page, points_of, read_image};
 
 /// Routes requests, of which only those with the token are answered.
 #[derive(Debug)]
@@ -102,8 +101,7 @@ impl Api {
 
     fn blob(&self, request: &Request) -> Option<Response> {
         let run = self.runs.get(request.query("run")?.parse().ok()?)?;
-        let hash = request.query("hash").filter(|hash| is_hash(hash))?;
-        let bytes = read_image(&run.folder().join("blobs").join(hash))?;
+        let bytes = read_image(&blob_path(run.folder(), request.query("hash")?)?)?;
         Some(Response::image(image_type(&bytes)?, bytes))
     }
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use crate::blob::blob_path;
 use crate::error::{Error, Kind, Result};
 use crate::journal;
 use crate::record::{EndStatus, Entry, Number, Record};
@@ -248,13 +249,15 @@ impl RunHistory {
                 width,
                 height,
             } => {
-                let image = MediaContent::Image {
-                    file: self.folder.join("blobs").join(hash),
-                    mime,
-                    width,
-                    height,
-                };
-                medium(key, step, image);
+                if let Some(file) = blob_path(&self.folder, &hash) {
+                    let image = MediaContent::Image {
+                        file,
+                        mime,
+                        width,
+                        height,
+                    };
+                    medium(key, step, image);
+                }
             }
             Record::Plot {
                 key,

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use crate::error::Result;
-use crate::record::Entry;
+use crate::record::{Entry, Record};
+use reader::LineReader;
 
 pub(crate) use follower::{Followed, Follower};
 pub(crate) use lock::RunLock;
-use reader::LineReader;
 pub(crate) use writer::{JournalWriter, now_ms};
 
 mod follower;
@@ -24,6 +24,23 @@ pub(crate) const JOURNAL: &str = "journal.jsonl";
 
 /// The version of the format, in the head of each journal.
 pub(crate) const VERSION: u32 = 1;
+
+/// The launch of a run's last attempt, unless that finished.
+pub(crate) fn unfinished_launch(path: &Path) -> Result<Option<String>> {
+    let mut lines = LineReader::open(path)?;
+    let mut of = None;
+    while let Some(line) = lines.next()? {
+        if !["attempt", "end"].iter().any(|tag| line::starts(line, tag)) {
+            continue;
+        }
+        match line::parse(line).map(|entry| entry.record) {
+            Some(Record::Attempt { launch, .. }) => of = launch,
+            Some(Record::End { status, .. }) if status.is_final() => of = None,
+            _ => {}
+        }
+    }
+    Ok(of)
+}
 
 /// The journal of what the host of a rank measured.
 pub(crate) fn rank_journal(folder: &Path, rank: usize) -> PathBuf {

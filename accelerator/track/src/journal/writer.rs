@@ -67,7 +67,8 @@ impl JournalWriter {
 
     /// Takes an entry, to be written by the next [`flush`](Self::flush).
     pub(crate) fn append(&mut self, ms: u64, record: Record) {
-        if self.waiting.len() >= MOST_WAITING_BYTES {
+        // Without another record, the metrics that are kept would mean something else.
+        if self.waiting.len() >= MOST_WAITING_BYTES && matches!(record, Record::Metrics(_)) {
             self.lost += 1;
             return;
         }

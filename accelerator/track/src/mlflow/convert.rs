@@ -10,6 +10,7 @@ use super::artifacts::MadeArtifact;
 use super::batch::{Content, Item};
 use super::name::{cut, hashed, server_name};
 use super::server_run::{EPOCH, RUN_ID, ServerData};
+use crate::blob::blob_path;
 use crate::provenance::{Commit, Provenance};
 use crate::record::{ArtifactRole, EndStatus, Entry, Metrics, Record};
 use crate::sink::Origin;
@@ -115,8 +116,17 @@ impl Converter {
                     "image/jpeg" => "jpg",
                     _ => "png",
                 };
-                let content = Content::File(self.folder.join("blobs").join(hash));
-                vec![file("images", key, *step, extension, mime, content)]
+                let Some(blob) = blob_path(&self.folder, hash) else {
+                    return Vec::new();
+                };
+                vec![file(
+                    "images",
+                    key,
+                    *step,
+                    extension,
+                    mime,
+                    Content::File(blob),
+                )]
             }
             Record::Artifact {
                 role,

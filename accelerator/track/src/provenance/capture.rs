@@ -1,7 +1,6 @@
 //! Records where this process comes from.
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,6 +12,7 @@ use super::files::{FolderDigest, hash_file, hash_opened};
 use super::git::{Repository, State};
 use super::mask::mask_arguments;
 use super::{environment, host};
+use crate::blob::write_blob;
 
 /// For how long the program's file is read; one that is built without optimization hashes 20 MB a second.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -124,8 +124,8 @@ impl Capture {
         }) = state
         {
             provenance.notes.extend(notes);
-            if let (Some(hash), Some(diff)) = (&commit.diff, diff)
-                && let Err(error) = write_blob(run_folder.as_ref(), hash, &diff)
+            if let (Some(_), Some(diff)) = (&commit.diff, diff)
+                && let Err(error) = write_blob(run_folder.as_ref(), &diff)
             {
                 let folder = run_folder.as_ref().display();
                 tracing::warn!(
@@ -170,22 +170,10 @@ fn binary(path: &Path) -> Option<HashedFile> {
     hash_opened(file, shown, Some(PATIENCE)).ok()
 }
 
-/// Writes `blobs/HASH`, whole or not at all.
-fn write_blob(run_folder: &Path, hash: &str, bytes: &[u8]) -> std::io::Result<()> {
-    let blobs = run_folder.join("blobs");
-    let path = blobs.join(hash);
-    if path.exists() {
-        return Ok(());
-    }
-    fs::create_dir_all(&blobs)?;
-    let mut file = tempfile::NamedTempFile::new_in(&blobs)?;
-    file.write_all(bytes)?;
-    file.persist(path)?;
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -228,7 +216,7 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let file = temporary.path().join("file");
         fs::write(&file, "").unwrap();
-        assert!(write_blob(&file, "1a", b"x").is_err());
+        assert!(write_blob(&file, b"x").is_err());
         assert!(
             Capture::new()
                 .take(&file)

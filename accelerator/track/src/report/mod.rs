@@ -12,7 +12,7 @@ use crate::journal::now_ms;
 pub(crate) use downsample::Columns;
 pub(crate) use media::ImageSource;
 #[cfg(feature = "board")]
-pub(crate) use media::{image_type, is_hash, read_image};
+pub(crate) use media::{image_type, read_image};
 pub(crate) use model::{PageDetail, PageRun};
 pub(crate) use page::{Page, page};
 

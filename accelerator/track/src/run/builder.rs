@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use accelerator_env::RUN_TAGS;
@@ -228,9 +228,21 @@ impl Settings {
 
     /// Whether the run of a mark is there, and no other process writes it.
     pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
-        let folder = self.runs.join(&mark.folder);
+        let Some(folder) = self.folder_of(mark) else {
+            return false;
+        };
         let found = HistoryReader::open(&folder);
         found.is_ok_and(|found| found.history().id == mark.run) && !RunLock::is_held(&folder)
+    }
+
+    /// The folder of a mark's run; none where a checkpoint names something else.
+    fn folder_of(&self, mark: &RunMark) -> Option<PathBuf> {
+        let mut parts = Path::new(&mark.folder).components();
+        let is_name = matches!(
+            (parts.next(), parts.next()),
+            (Some(Component::Normal(_)), None)
+        );
+        is_name.then(|| self.runs.join(&mark.folder))
     }
 
     /// Where the program comes from, with the files that this takes in the folder of the run.
@@ -278,22 +290,24 @@ impl Settings {
         unreachable!("there are more numbers than folders")
     }
 
-    /// The run in a folder, where its last attempt was of this launch.
+    /// The run in a folder, where its last attempt was of this launch and did not finish.
     fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
-        if self.launch.is_none() || !folder.join(JOURNAL).exists() || RunLock::is_held(folder) {
+        // A run of somebody else that cannot be read is not this one.
+        let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
+        if self.launch.is_none() || of != self.launch || RunLock::is_held(folder) {
             return Ok(None);
         }
         let lock = RunLock::take(folder)?;
         let (journal, head) = Journal::reopen(folder.to_owned(), lock)?;
-        Ok((journal.launch == self.launch && head.1 == self.name).then_some((journal, head)))
+        Ok((head.1 == self.name).then_some((journal, head)))
     }
 
     /// The run of a mark, where it is there.
     fn reopen(&self, mark: &RunMark) -> Result<Option<(Journal, (RunId, String))>> {
-        let folder = self.runs.join(&mark.folder);
-        if !folder.join(JOURNAL).exists() {
+        let folder = self.folder_of(mark);
+        let Some(folder) = folder.filter(|folder| folder.join(JOURNAL).exists()) else {
             return Ok(None);
-        }
+        };
         let lock = RunLock::take(&folder)?;
         let (journal, head) = Journal::reopen(folder, lock)?;
         if head.0 != mark.run {

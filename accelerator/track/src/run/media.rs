@@ -1,9 +1,7 @@
 //! Logging what is no metric.
 
-use std::fs;
-use std::path::Path;
-
 use super::Run;
+use crate::blob::write_blob;
 use crate::error::{Error, Kind, Result};
 use crate::record::{Number, Record};
 
@@ -162,24 +160,6 @@ impl Run {
         });
         Ok(())
     }
-}
-
-/// Writes bytes to `blobs/<hash>` in a run's folder, and gives the hash.
-pub(crate) fn write_blob(folder: &Path, bytes: &[u8]) -> Result<String> {
-    let hash = accelerator_manifest::ContentHash::of(bytes).to_string();
-    let blobs = folder.join("blobs");
-    let path = blobs.join(&hash);
-    if path.exists() {
-        return Ok(hash);
-    }
-    let written = fs::create_dir_all(&blobs)
-        .and_then(|()| tempfile::NamedTempFile::new_in(&blobs))
-        .and_then(|mut file| {
-            std::io::Write::write_all(&mut file, bytes)?;
-            file.persist(&path).map_err(|error| error.error)
-        });
-    written.map_err(|error| Error::io("write", &path, error))?;
-    Ok(hash)
 }
 
 /// The type of an image and its width and height, from its header.

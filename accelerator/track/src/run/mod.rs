@@ -223,7 +223,7 @@ impl Run {
         })
     }
 
-    /// Says that the checkpoint with a mark is on the disk: what went before it will not be superseded by a resume.
+    /// Says that the checkpoint with a mark is on the disk: a resume from it supersedes nothing that went before.
     pub fn checkpoint_saved(&self, mark: &RunMark) {
         self.record(Record::Checkpoint {
             step: mark.step,

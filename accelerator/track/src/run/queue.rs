@@ -1,6 +1,7 @@
 //! What was logged and is not in the journal yet.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
@@ -109,18 +110,20 @@ impl Queue {
         }
     }
 
-    /// Waits until what was pushed before is on the disk.
+    /// Waits until what was pushed before is on the disk, for a limited time.
     pub(super) fn sync(&self) -> Synced {
         let (answer, synced) = mpsc::channel();
         self.lock().syncs.push(answer);
         self.urgent.notify_one();
-        let closed = |_| {
-            Error::new(
-                Kind::Io,
-                "the thread that writes the run's journal has ended",
-            )
-        };
-        synced.recv().map_err(closed)?
+        synced.recv_timeout(LONGEST_SYNC).map_err(|error| {
+            let why = match error {
+                RecvTimeoutError::Timeout => "the disk does not take the run's journal",
+                RecvTimeoutError::Disconnected => {
+                    "the thread that writes the run's journal has ended"
+                }
+            };
+            Error::new(Kind::Io, why)
+        })?
     }
 
     pub(super) fn close(&self) {
@@ -162,6 +165,9 @@ impl Queue {
 
 /// In points: some 40 bytes each.
 const MOST_WEIGHT: usize = 1 << 20;
+
+/// How long a checkpoint is held up by one.
+const LONGEST_SYNC: Duration = Duration::from_secs(30);
 
 /// How long a step is held up by a disk that hangs, in all.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);

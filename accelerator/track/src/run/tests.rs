@@ -223,6 +223,11 @@ fn a_restart_of_the_same_launch_starts_the_run_over() {
     drop(run);
     assert_eq!(losses(&folder), [(1, 2.0)]);
     assert_ne!(start("y").id(), id);
+
+    // A run that finished is not started over by the next one of that name, and one that cannot be read stops none.
+    start("z").finish().unwrap();
+    fs::write(runs.path().join("a/journal.jsonl"), "?\n?\n").unwrap();
+    assert_eq!(start("z").attempt(), 0);
 }
 
 #[test]

@@ -77,8 +77,6 @@ impl Drop for Worker {
 pub(super) struct Journal {
     pub(super) folder: PathBuf,
     pub(super) attempts: u32,
-    /// The launch of the last attempt.
-    pub(super) launch: Option<String>,
     writer: JournalWriter,
     series: HashMap<String, u32>,
     /// That of a point, made in place.
@@ -93,7 +91,6 @@ impl Journal {
         Self {
             folder,
             attempts: 0,
-            launch: None,
             writer,
             series: HashMap::new(),
             key: String::new(),
@@ -105,17 +102,12 @@ impl Journal {
 
     /// That of a run that goes on, and the run's identity and name.
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
-        let (mut head, mut attempts, mut of_launch, mut last_step) = (None, 0, None, None);
+        let (mut head, mut attempts, mut last_step) = (None, 0, None);
         let mut series = HashMap::new();
         let path = folder.join(JOURNAL);
         let writer = JournalWriter::open(&path, |entry| match entry.record {
             Record::Head { version, run, name } => head = Some((version, run, name)),
-            Record::Attempt {
-                attempt, launch, ..
-            } => {
-                attempts = attempt + 1;
-                of_launch = launch;
-            }
+            Record::Attempt { attempt, .. } => attempts = attempt + 1,
             Record::Series { i, key } => {
                 series.insert(key, i);
             }
@@ -140,7 +132,6 @@ impl Journal {
         }
         let this = Self {
             attempts,
-            launch: of_launch,
             series,
             last_step,
             ..Self::new(folder, lock, writer)

@@ -76,7 +76,9 @@ impl Sink for CsvFile {
 
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
         let path = self.path.clone().unwrap_or_else(|| run.folder.join(FILE));
-        let staged = path.with_extension("csv.new");
+        let mut staged = path.clone().into_os_string();
+        staged.push(".new");
+        let staged = PathBuf::from(staged);
         let file = File::create(&staged).map_err(|error| Error::io("create", &staged, error))?;
         let mut file = BufWriter::new(file);
         file.write_all(b"n,ms,step,epoch,key,value,count\n")

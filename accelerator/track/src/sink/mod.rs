@@ -107,8 +107,9 @@ pub enum Delivery {
     /// At once. What a resume supersedes must be taken back.
     #[default]
     Live,
-    /// When nothing can supersede them any more: a checkpoint was written behind them, or the run finished. The end of
-    /// one that failed or was preempted is delivered without what goes before it and may be superseded.
+    /// When a resume from the latest checkpoint does not supersede them any more: a checkpoint covers them, or the run
+    /// finished. A resume from an earlier checkpoint still does. The end of a run that failed or was preempted is
+    /// delivered before entries that may still be superseded.
     Settled,
 }
 

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::{fs, io, mem};
 
-use accelerator_manifest::ContentHash;
 use serde_json::Value;
 
 use super::event::{END, EventKind, HYPERPARAMETERS, SummaryData, SummaryValue};
 use super::event_files::EventFiles;
+use crate::blob::blob_path;
 use crate::error::{Error, Kind, Result};
 use crate::record::{EndStatus, Entry, Metrics, Number, Record};
 use crate::sink::{Origin, RunInfo};
@@ -200,11 +200,9 @@ impl Replay {
     }
 
     fn read_blob(&self, hash: &str) -> Result<Option<Vec<u8>>> {
-        // A hash, so that nothing outside the folder is read.
-        if hash.parse::<ContentHash>().is_err() {
+        let Some(path) = blob_path(&self.run.folder, hash) else {
             return Ok(None);
-        }
-        let path = self.run.folder.join("blobs").join(hash);
+        };
         match fs::read(&path) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -31,7 +31,7 @@ pub(crate) struct OpenPage {
 }
 
 impl Chromium {
-    /// None where there is none, which is said, and is a failure where `ACCEL_TRACK_REQUIRE` is 1.
+    /// None where there is none, which is said, and is a failure where `TRACK_TESTS_REQUIRE` is 1.
     pub(crate) fn find(test: &str) -> Option<Self> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let program = std::env::split_paths(&path)
@@ -41,7 +41,7 @@ impl Chromium {
             let words = format!(
                 "SKIPPED: {test}: there is no `chromium` in PATH; tests/track/install chromium brings it"
             );
-            let is_required = std::env::var("ACCEL_TRACK_REQUIRE").as_deref() == Ok("1");
+            let is_required = std::env::var("TRACK_TESTS_REQUIRE").as_deref() == Ok("1");
             assert!(!is_required, "{words}");
             // Not captured, unlike the output of macros.
             let _ = writeln!(std::io::stderr(), "{words}");

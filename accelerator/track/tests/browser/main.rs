@@ -282,9 +282,9 @@ fn the_board_answers_those_with_the_token_on_this_machine() {
 }
 
 #[test]
-#[ignore = "makes pictures, in the folder that ACCEL_TRACK_PICTURES names, for someone to look at"]
+#[ignore = "makes pictures, in the folder that TRACK_TESTS_PICTURES names, for someone to look at"]
 fn pictures() {
-    let folder = PathBuf::from(std::env::var_os("ACCEL_TRACK_PICTURES").unwrap());
+    let folder = PathBuf::from(std::env::var_os("TRACK_TESTS_PICTURES").unwrap());
     let chromium = Chromium::find("pictures").unwrap();
     let runs = tempfile::tempdir().unwrap();
     let histories = [

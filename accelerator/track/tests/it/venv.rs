@@ -4,11 +4,11 @@ use std::env;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The environment `name`. Where it is not installed, the test that asks has nothing to do, unless `ACCEL_TRACK_REQUIRE`
+/// The environment `name`. Where it is not installed, the test that asks has nothing to do, unless `TRACK_TESTS_REQUIRE`
 /// is 1.
 pub(crate) fn find(name: &str) -> Option<PathBuf> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let folder = env::var_os("ACCEL_TRACK_VENVS").map_or_else(
+    let folder = env::var_os("TRACK_TESTS_VENVS").map_or_else(
         || workspace.join("target/track-venvs"),
         // As the script that installs them, which runs in the workspace's folder.
         |folder| workspace.join(folder),
@@ -17,7 +17,7 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
     if venv.join("installed").is_file() {
         return Some(venv);
     }
-    let required = env::var("ACCEL_TRACK_REQUIRE").is_ok_and(|value| value == "1");
+    let required = env::var("TRACK_TESTS_REQUIRE").is_ok_and(|value| value == "1");
     let advice = format!(
         "{} is not there; tests/track/install {name} makes it",
         venv.display()

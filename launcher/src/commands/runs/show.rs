@@ -140,7 +140,7 @@ impl<'a> RunDetails<'a> {
             provenance.map(facts).unwrap_or_default(),
         );
         if run.status == RunStatus::Interrupted {
-            text.push_str("\nIt ended without a word: it was killed, or its host went away.\n");
+            text.push_str("\nIt ended without saying how: it was killed, or its host was lost.\n");
         }
         text
     }
