@@ -194,12 +194,18 @@ impl Accelerator {
     pub fn log_gradient_histograms(&self, gradients: &AveragedGradients, step: u64) {
         self.shared.tracking.note(step);
         self.tracker(|run| {
+            let mut histograms = Vec::new();
             gradients.read_each(|path, data| {
                 let values = data.convert_dtype(DType::F32);
                 // It is of that type now.
                 let values = values.try_to_vec().unwrap_or_default();
-                run.log_histogram(&format!("gradients/{path}"), &histogram(&values), step);
+                histograms.push((format!("gradients/{path}"), histogram(&values)));
             });
+            // Buckets have them in the order in which backward got to them.
+            histograms.sort_by(|a, b| a.0.cmp(&b.0));
+            for (key, histogram) in histograms {
+                run.log_histogram(&key, &histogram, step);
+            }
         });
     }
 

@@ -325,7 +325,7 @@ fn tags<const N: usize>(tags: [(&str, &str); N]) -> Record {
 /// One of everything, and names that MLflow refuses.
 fn whole_run(folder: &Path) -> Vec<Entry> {
     fs::create_dir(folder.join("blobs")).unwrap();
-    fs::write(folder.join("blobs/abc"), b"an image").unwrap();
+    fs::write(folder.join("blobs").join("ab".repeat(32)), b"an image").unwrap();
     let mut records = vec![
         Record::Head {
             version: 1,
@@ -391,7 +391,7 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
         Record::Image {
             key: "test/digit".to_owned(),
             step: 3,
-            hash: "abc".to_owned(),
+            hash: "ab".repeat(32),
             mime: "image/png".to_owned(),
             width: 1,
             height: 1,
@@ -399,7 +399,7 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
         Record::Image {
             key: "test/lost".to_owned(),
             step: 3,
-            hash: "not there".to_owned(),
+            hash: "cd".repeat(32),
             mime: "image/png".to_owned(),
             width: 1,
             height: 1,
