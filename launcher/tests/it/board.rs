@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::support::Folder;
 
 #[test]
-fn the_board_prints_its_address_and_shows_runs_until_it_is_interrupted() {
+fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
     let folder = Folder::new();
     let run = Run::builder("mnist").runs_folder(folder.path().join("runs"));
     let run = run.start().unwrap();
@@ -41,7 +41,7 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_interrupted() {
         (runs.contains("train/loss") && runs.contains("\"finished\"")).then_some(())
     });
     let pid = Pid::from_child(&board);
-    kill_process(pid, Signal::INT).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
     let status = board.wait().unwrap();
     assert!(!status.success());
     let mut rest = String::new();
