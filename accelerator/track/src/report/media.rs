@@ -162,7 +162,6 @@ fn content(
         } => ItemContent::Image {
             src: match images {
                 ImageSource::Inline => inline(&run.folder, file, budget),
-                #[cfg(feature = "board")]
                 ImageSource::Address(address) => file
                     .file_name()
                     .and_then(|name| name.to_str())
