@@ -183,3 +183,8 @@ pub mod prelude {
         Overlap, Oversubscription, PadSide, Preemption, Result, launch,
     };
 }
+
+/// The program of `docs/tracking.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/tracking.md")]
+mod tracking_guide {}
