@@ -121,6 +121,7 @@ mod reduce;
 mod replicas;
 pub mod timeline;
 mod tracking;
+pub mod train;
 
 pub use accelerator_collective as collective;
 pub use accelerator_env::PREEMPTED_EXIT_CODE;

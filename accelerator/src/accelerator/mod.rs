@@ -48,6 +48,7 @@ pub use self::metric_logger::RunLogger;
 pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
 pub use self::split::PaddedShare;
+pub(crate) use self::tensors::TensorMap;
 pub use self::tensors::Tensors;
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Context, WindowSize};

@@ -40,6 +40,12 @@ impl<const D: usize, K: Basic> Tensors for Tensor<D, K> {
     }
 }
 
+impl Tensors for () {
+    fn map_tensors(self, _: &mut impl TensorMap) -> Result<Self> {
+        Ok(())
+    }
+}
+
 impl<T: Tensors, const N: usize> Tensors for [T; N] {
     #[track_caller]
     fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {

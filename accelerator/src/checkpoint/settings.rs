@@ -20,6 +20,7 @@ use crate::core::user_message;
 pub struct Checkpoints {
     path: PathBuf,
     total_limit: Option<usize>,
+    protected: Vec<PathBuf>,
     pub(super) max_shard_size: u64,
     before_save: Vec<Arc<Callback<Draft>>>,
     after_resume: Vec<Arc<Callback<Resumed>>>,
@@ -88,6 +89,7 @@ impl Checkpoints {
         Self {
             path: path.into(),
             total_limit: None,
+            protected: Vec::new(),
             max_shard_size: 0,
             before_save: Vec::new(),
             after_resume: Vec::new(),
@@ -117,6 +119,31 @@ impl Checkpoints {
     pub fn with_total_limit(mut self, checkpoints: usize) -> Self {
         self.total_limit = Some(checkpoints);
         self
+    }
+
+    /// Keeps the checkpoint at that path, such as the best one, beside the newest: it counts, and is never removed by
+    /// [the limit](Self::with_total_limit).
+    ///
+    /// ```
+    /// # use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    /// # let accelerator = Accelerator::new()?;
+    /// let best = accelerator.save_state(folder, Object(&1))?;
+    /// let checkpoints = Checkpoints::new(folder).with_total_limit(2).with_protected(best.path());
+    /// for state in 2..=4 {
+    ///     accelerator.save_state(&checkpoints, Object(&state))?;
+    /// }
+    /// assert!(best.path().exists());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn with_protected(mut self, path: impl Into<PathBuf>) -> Self {
+        self.protected.push(path.into());
+        self
+    }
+
+    pub(super) fn is_protected(&self, path: &Path) -> bool {
+        self.protected.iter().any(|protected| protected == path)
     }
 
     /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools

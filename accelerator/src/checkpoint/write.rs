@@ -175,7 +175,10 @@ fn put(sink: &mut FileSink<'_>, name: &FileName, role: Role, bytes: &[u8]) -> Re
 fn prune(settings: &Checkpoints, limit: NonZeroUsize, activity: Activity) {
     let pruned = Folder::open(settings.path()).and_then(|folder| {
         let folder = folder.with_progress(move || activity.keep_alive());
-        folder.prune(limit, VerifyLevel::Sizes, &[])
+        let protected = folder.checkpoints()?.into_iter();
+        let protected = protected.filter(|x| settings.is_protected(x.path()));
+        let protected: Vec<_> = protected.map(|x| x.number()).collect();
+        folder.prune(limit, VerifyLevel::Sizes, &protected)
     });
     match pruned {
         Ok(numbers) if !numbers.is_empty() => tracing::debug!(?numbers, "removed old checkpoints"),

@@ -8,3 +8,4 @@ mod common;
 mod local_sgd;
 mod regroup;
 mod sync_batch_norm;
+mod trainer;

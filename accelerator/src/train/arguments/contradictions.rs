@@ -1,0 +1,297 @@
+//! What arguments contradict, said before the first step.
+
+use super::{IntervalStrategy, OptimizerName, ReportTo, SaveStrategy, TrainingArguments};
+use crate::core::error::{Error, Result};
+use crate::train::rates::LrSchedulerType;
+use accelerator_plan::TailPolicy;
+
+/// Whether there is something to evaluate on.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(in crate::train) enum EvalData {
+    Absent,
+    Present,
+}
+
+/// All contradictions at once.
+pub(in crate::train) fn check(arguments: &TrainingArguments, eval: EvalData) -> Result<()> {
+    let mut found = Contradictions(Vec::new());
+    found.numbers(arguments);
+    found.intervals(arguments);
+    found.evaluation(arguments, eval);
+    found.others(arguments);
+    match &*found.0 {
+        [] => Ok(()),
+        [one] => Err(Error::config(format!("training arguments: {one}"))),
+        several => Err(Error::config(format!(
+            "training arguments: {} contradictions:\n- {}",
+            several.len(),
+            several.join("\n- ")
+        ))),
+    }
+}
+
+struct Contradictions(Vec<String>);
+
+impl Contradictions {
+    fn expect(&mut self, holds: bool, text: impl FnOnce() -> String) {
+        if !holds {
+            self.0.push(text());
+        }
+    }
+
+    fn numbers(&mut self, a: &TrainingArguments) {
+        let counts = [
+            ("per_device_train_batch_size", a.per_device_train_batch_size),
+            ("per_device_eval_batch_size", a.per_device_eval_batch_size),
+            ("gradient_accumulation_steps", a.gradient_accumulation_steps),
+            ("save_total_limit", a.save_total_limit.unwrap_or(1)),
+        ];
+        for (name, count) in counts {
+            self.expect(count > 0, || format!("{name} is 0; expected at least 1"));
+        }
+        let at_least_zero = [
+            ("learning_rate", a.learning_rate),
+            ("weight_decay", a.weight_decay),
+            ("adam_epsilon", a.adam_epsilon),
+            ("max_grad_norm", a.max_grad_norm),
+            ("num_train_epochs", a.num_train_epochs),
+            ("warmup_steps", a.warmup_steps),
+            ("eval_delay", a.eval_delay),
+            ("early_stopping_threshold", a.early_stopping_threshold),
+        ];
+        for (name, number) in at_least_zero {
+            let holds = number.is_finite() && number >= 0.0;
+            self.expect(holds, || format!("{name} is {number}; expected 0 or more"));
+        }
+        for (name, rate) in [
+            ("adam_beta1", a.adam_beta1),
+            ("adam_beta2", a.adam_beta2),
+            ("momentum", a.momentum),
+            ("ema_decay", a.ema_decay.unwrap_or(0.0)),
+        ] {
+            let holds = (0.0..1.0).contains(&rate);
+            self.expect(holds, || {
+                format!("{name} is {rate}; expected 0 to less than 1")
+            });
+        }
+        let (steps, ratio) = (a.max_steps, a.warmup_ratio);
+        self.expect(steps >= -1, || {
+            format!("max_steps is {steps}; expected a number of updates, or -1 to go by epochs")
+        });
+        self.expect((0.0..=1.0).contains(&ratio), || {
+            format!("warmup_ratio is {ratio}; expected 0 to 1, or warmup_steps")
+        });
+        let warmup = a.warmup_steps;
+        self.expect(warmup < 1.0 || warmup.fract() == 0.0, || {
+            format!("warmup_steps is {warmup}; expected a whole number, or a share below 1")
+        });
+        for (name, every) in [
+            ("early_stopping_patience", a.early_stopping_patience),
+            ("check_replicas_steps", a.check_replicas_steps),
+        ] {
+            self.expect(every != Some(0), || {
+                format!("{name} is 0; expected at least 1")
+            });
+        }
+    }
+
+    fn intervals(&mut self, a: &TrainingArguments) {
+        for (name, is_used, steps) in [
+            (
+                "logging_steps",
+                a.logging_strategy == IntervalStrategy::Steps,
+                a.logging_steps,
+            ),
+            (
+                "eval_steps",
+                a.eval_strategy == IntervalStrategy::Steps,
+                a.eval_steps.unwrap_or(1.0),
+            ),
+            (
+                "save_steps",
+                a.save_strategy == SaveStrategy::Steps,
+                a.save_steps,
+            ),
+        ] {
+            let is_whole = steps >= 1.0 && steps.fract() == 0.0 && steps.is_finite();
+            let is_share = steps > 0.0 && steps < 1.0;
+            self.expect(!is_used || is_whole || is_share, || {
+                format!(
+                    "{name} is {steps}; expected a whole number of updates, a share of all below 1, or another \
+                     {}_strategy",
+                    name.trim_end_matches("_steps")
+                )
+            });
+        }
+    }
+
+    fn evaluation(&mut self, a: &TrainingArguments, eval: EvalData) {
+        let evaluates = a.eval_strategy != IntervalStrategy::No;
+        if eval == EvalData::Absent {
+            for (name, is_on) in [
+                ("eval_strategy", evaluates),
+                ("eval_on_start", a.eval_on_start),
+            ] {
+                self.expect(!is_on, || {
+                    format!("{name} is set, and there is no evaluation data: pass `eval_dataset`")
+                });
+            }
+        }
+        for (name, is_on) in [
+            ("load_best_model_at_end", a.load_best_model_at_end),
+            (
+                "save_strategy \"best\"",
+                a.save_strategy == SaveStrategy::Best,
+            ),
+            (
+                "early_stopping_patience",
+                a.early_stopping_patience.is_some(),
+            ),
+        ] {
+            self.expect(!is_on || evaluates, || {
+                format!("{name} needs evaluations: set eval_strategy to steps or epoch")
+            });
+        }
+        if a.load_best_model_at_end && evaluates {
+            self.checkpoint_of_each_evaluation(a);
+        }
+    }
+
+    /// The best weights are those of a checkpoint.
+    fn checkpoint_of_each_evaluation(&mut self, a: &TrainingArguments) {
+        match (a.eval_strategy, a.save_strategy) {
+            (_, SaveStrategy::Best) | (IntervalStrategy::Epoch, SaveStrategy::Epoch) => {}
+            (IntervalStrategy::Steps, SaveStrategy::Steps) => {
+                let (save, eval) = (a.save_steps, a.eval_steps.unwrap_or(a.logging_steps));
+                let times = save / eval;
+                // Shares come to whole numbers of updates later.
+                let is_multiple = match save < 1.0 || eval < 1.0 {
+                    true => (times - times.round()).abs() < 1e-9 && (save < 1.0) == (eval < 1.0),
+                    false => save % eval == 0.0,
+                };
+                self.expect(is_multiple, || {
+                    format!(
+                        "load_best_model_at_end needs a checkpoint at evaluations, and save_steps {save} is no \
+                         multiple of eval_steps {eval}: set save_steps to one, or save_strategy to best"
+                    )
+                });
+            }
+            (eval, save) => self.0.push(format!(
+                "load_best_model_at_end needs a checkpoint at each evaluation, and eval_strategy is {eval} with \
+                 save_strategy {save}: set both alike, or save_strategy to best"
+            )),
+        }
+    }
+
+    fn others(&mut self, a: &TrainingArguments) {
+        self.expect(!(a.bf16 && a.fp16), || {
+            "bf16 and fp16 are both set: choose one".to_owned()
+        });
+        self.expect(
+            !a.dataloader_drop_last || a.tail == TailPolicy::Exact,
+            || {
+                format!(
+                    "dataloader_drop_last is set with tail {}: leave one of them out",
+                    a.tail
+                )
+            },
+        );
+        self.expect(a.tail != TailPolicy::Uneven, || {
+            "tail is uneven, which is for evaluation: choose exact, pad or drop".to_owned()
+        });
+        let kwargs = a.lr_scheduler_kwargs;
+        if let (LrSchedulerType::Polynomial, Some(end)) = (a.lr_scheduler_type, kwargs.lr_end) {
+            let rate = a.learning_rate;
+            self.expect(end < rate, || {
+                format!(
+                    "lr_scheduler_kwargs.lr_end is {end}; expected less than learning_rate {rate}"
+                )
+            });
+        }
+        self.expect(a.momentum == 0.0 || a.optim == OptimizerName::Sgd, || {
+            format!("momentum is set with optim {}: it is for sgd", a.optim)
+        });
+        let has_mlflow = cfg!(feature = "mlflow");
+        self.expect(
+            has_mlflow || !a.report_to.contains(&ReportTo::Mlflow),
+            || "report_to has mlflow: build burn-accelerate with its feature `mlflow`".to_owned(),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut TrainingArguments)) -> String {
+        let mut arguments = TrainingArguments::default();
+        change(&mut arguments);
+        check(&arguments, EvalData::Present)
+            .unwrap_err()
+            .to_string()
+    }
+
+    #[test]
+    fn defaults_contradict_nothing() {
+        for eval in [EvalData::Absent, EvalData::Present] {
+            check(&TrainingArguments::default(), eval).unwrap();
+        }
+    }
+
+    #[test]
+    fn all_contradictions_are_said_at_once() {
+        let text = refused(|a| {
+            (a.bf16, a.fp16) = (true, true);
+            a.logging_steps = 2.5;
+            a.gradient_accumulation_steps = 0;
+        });
+        for part in [
+            "3 contradictions",
+            "bf16 and fp16",
+            "logging_steps is 2.5",
+            "accumulation_steps is 0",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    #[test]
+    fn evaluations_need_data_and_the_best_needs_evaluations() {
+        let arguments = TrainingArguments {
+            eval_strategy: IntervalStrategy::Epoch,
+            ..TrainingArguments::default()
+        };
+        let error = check(&arguments, EvalData::Absent).unwrap_err();
+        assert!(error.to_string().contains("`eval_dataset`"), "{error}");
+        check(&arguments, EvalData::Present).unwrap();
+
+        assert!(refused(|a| a.load_best_model_at_end = true).contains("eval_strategy"));
+        assert!(refused(|a| a.early_stopping_patience = Some(2)).contains("eval_strategy"));
+        let text = refused(|a| {
+            a.load_best_model_at_end = true;
+            a.eval_strategy = IntervalStrategy::Epoch;
+        });
+        assert!(text.contains("set both alike"), "{text}");
+        let text = refused(|a| {
+            a.load_best_model_at_end = true;
+            a.eval_strategy = IntervalStrategy::Steps;
+            a.eval_steps = Some(3.0);
+            a.save_steps = 4.0;
+        });
+        assert!(text.contains("no multiple of eval_steps 3"), "{text}");
+    }
+
+    #[test]
+    fn numbers_have_bounds() {
+        assert!(refused(|a| a.warmup_steps = -1.0).contains("warmup_steps is -1"));
+        assert!(refused(|a| a.learning_rate = f64::NAN).contains("learning_rate is NaN"));
+        assert!(refused(|a| a.logging_steps = 0.0).contains("logging_steps is 0"));
+        assert!(refused(|a| a.save_total_limit = Some(0)).contains("save_total_limit is 0"));
+        assert!(refused(|a| a.max_steps = -2).contains("max_steps is -2"));
+        let text = refused(|a| {
+            a.lr_scheduler_type = LrSchedulerType::Polynomial;
+            a.lr_scheduler_kwargs.lr_end = Some(1.0);
+        });
+        assert!(text.contains("lr_end is 1"), "{text}");
+    }
+}

@@ -1,0 +1,298 @@
+//! What a program does beside the loop.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::arguments::{BestMetric, TrainingArguments};
+use super::state::{Figures, LogEntry, TrainerState};
+use crate::accelerator::Accelerator;
+use crate::checkpoint::Saved;
+use crate::core::error::{Error, Result};
+
+/// Hooks into the loop of a [`Trainer`](super::Trainer), by Hugging Face's names. Each is called on every rank, in the
+/// order in which callbacks were given. What they ask of [`TrainerControl`] is done if one rank asks for it.
+///
+/// ```
+/// use accelerator::train::{CallbackContext, TrainerCallback, TrainerControl};
+/// use accelerator::Result;
+///
+/// /// Stops at a loss that is good enough.
+/// struct GoodEnough(f64);
+///
+/// impl<M> TrainerCallback<M> for GoodEnough {
+///     fn on_step_end(&mut self, at: &CallbackContext<'_, M>, control: &mut TrainerControl) -> Result<()> {
+///         let last = at.state.log_history.last();
+///         let loss = last.and_then(|entry| entry.figures.value("loss"));
+///         control.should_training_stop |= loss.is_some_and(|loss| loss < self.0);
+///         Ok(())
+///     }
+/// }
+/// ```
+#[expect(unused_variables, reason = "most callbacks use some of it")]
+pub trait TrainerCallback<M> {
+    /// Before the first update, and before the first one after a resume.
+    fn on_train_begin(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// Before the first batch of an epoch, or the first one after a resume.
+    fn on_epoch_begin(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// After an update, before what is due is logged, evaluated and saved.
+    fn on_step_end(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// After the last batch of an epoch.
+    fn on_epoch_end(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// After something was logged.
+    fn on_log(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        entry: &LogEntry,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// After an evaluation, before its metric is compared with the best.
+    fn on_evaluate(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        metrics: &Figures,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// After a checkpoint was saved.
+    fn on_save(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        saved: &Saved,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// After the last update.
+    fn on_train_end(&mut self, at: &CallbackContext<'_, M>) -> Result<()> {
+        Ok(())
+    }
+
+    /// What it has to remember, with a name that no other callback has: it is saved in checkpoints.
+    fn state(&self) -> Option<(String, Value)> {
+        None
+    }
+
+    /// Takes back what it remembered in the checkpoint that training goes on from.
+    fn restore(&mut self, state: &Value) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Where a callback is called.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct CallbackContext<'a, M> {
+    /// The ranks.
+    pub accelerator: &'a Accelerator,
+    /// The arguments of the training.
+    pub arguments: &'a TrainingArguments,
+    /// Where it stands.
+    pub state: &'a TrainerState,
+    /// The model.
+    pub model: &'a M,
+}
+
+/// What a callback may ask for.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct TrainerControl {
+    /// End the training after this update.
+    pub should_training_stop: bool,
+    /// End the epoch after this update.
+    pub should_epoch_stop: bool,
+    /// Log now.
+    pub should_log: bool,
+    /// Evaluate now.
+    pub should_evaluate: bool,
+    /// Save a checkpoint now.
+    pub should_save: bool,
+}
+
+impl TrainerControl {
+    /// What one of both asks for.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            should_training_stop: self.should_training_stop || other.should_training_stop,
+            should_epoch_stop: self.should_epoch_stop || other.should_epoch_stop,
+            should_log: self.should_log || other.should_log,
+            should_evaluate: self.should_evaluate || other.should_evaluate,
+            should_save: self.should_save || other.should_save,
+        }
+    }
+
+    /// What some rank asks for, on every rank.
+    pub(super) fn agreed(self, accelerator: &Accelerator) -> Result<Self> {
+        if accelerator.world_size() == 1 {
+            return Ok(self);
+        }
+        let mine = [
+            self.should_training_stop,
+            self.should_epoch_stop,
+            self.should_log,
+            self.should_evaluate,
+            self.should_save,
+        ];
+        let all = accelerator.gather_object(&mine)?;
+        let some = |at: usize| all.iter().any(|asked| asked[at]);
+        Ok(Self {
+            should_training_stop: some(0),
+            should_epoch_stop: some(1),
+            should_log: some(2),
+            should_evaluate: some(3),
+            should_save: some(4),
+        })
+    }
+}
+
+/// Stops when so many evaluations in a row have not improved the metric of `metric_for_best_model`. The argument
+/// `early_stopping_patience` adds one.
+///
+/// An improvement is more than the threshold better than the last one that counted, so that many small steps add up:
+/// Hugging Face compares with the best of all, which moves without the threshold. What it remembers is saved in
+/// checkpoints.
+#[derive(Clone, Debug)]
+pub(super) struct EarlyStopping {
+    metric: BestMetric,
+    patience: u64,
+    threshold: f64,
+    remembered: EarlyStoppingState,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+struct EarlyStoppingState {
+    best: Option<f64>,
+    /// Evaluations since then.
+    waited: u64,
+}
+
+impl EarlyStopping {
+    pub(super) fn new(metric: BestMetric, patience: u64, threshold: f64) -> Self {
+        Self {
+            metric,
+            patience,
+            threshold,
+            remembered: EarlyStoppingState::default(),
+        }
+    }
+
+    /// Whether the training is to stop after an evaluation with that value.
+    fn note(&mut self, value: f64) -> bool {
+        let Self {
+            metric, threshold, ..
+        } = self;
+        let remembered = &mut self.remembered;
+        let improves = match remembered.best {
+            Some(best) => metric.improves(value, best, *threshold),
+            None => !value.is_nan(),
+        };
+        if improves {
+            *remembered = EarlyStoppingState {
+                best: Some(value),
+                waited: 0,
+            };
+        } else {
+            remembered.waited += 1;
+        }
+        remembered.waited >= self.patience
+    }
+}
+
+impl<M> TrainerCallback<M> for EarlyStopping {
+    /// A training that has stopped is not taken up again.
+    fn on_train_begin(
+        &mut self,
+        _: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        control.should_training_stop |= self.remembered.waited >= self.patience;
+        Ok(())
+    }
+
+    fn on_evaluate(
+        &mut self,
+        _: &CallbackContext<'_, M>,
+        metrics: &Figures,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        if let Some(value) = metrics.value(&self.metric.key) {
+            control.should_training_stop |= self.note(value);
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> Option<(String, Value)> {
+        let remembered = serde_json::to_value(self.remembered).ok()?;
+        Some(("early_stopping".to_owned(), remembered))
+    }
+
+    fn restore(&mut self, state: &Value) -> Result<()> {
+        self.remembered = serde_json::from_value(state.clone()).map_err(Error::other)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stops_at(patience: u64, threshold: f64, values: &[f64]) -> Option<usize> {
+        let arguments = TrainingArguments {
+            metric_for_best_model: Some("accuracy".to_owned()),
+            ..TrainingArguments::default()
+        };
+        let metric = arguments.best_metric().unwrap();
+        let mut stopping = EarlyStopping::new(metric, patience, threshold);
+        let stopped = values.iter().position(|&value| stopping.note(value));
+        stopped.map(|at| at + 1)
+    }
+
+    #[test]
+    fn it_stops_after_that_many_evaluations_without_improvement() {
+        assert_eq!(
+            stops_at(2, 0.0, &[0.1, 0.5, 0.5, 0.6, 0.59, 0.58, 0.57]),
+            Some(6)
+        );
+        assert_eq!(stops_at(2, 0.0, &[0.1, f64::NAN, 0.2, 0.3]), None);
+    }
+
+    /// Hugging Face stops at 5 here.
+    #[test]
+    fn small_steps_add_up_to_an_improvement() {
+        let values = [0.1, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8];
+        assert_eq!(stops_at(3, 0.1, &values), None);
+    }
+}

@@ -1,0 +1,108 @@
+//! What a program says of a batch: its loss, and what metrics are made of.
+
+use core::ops::Deref;
+
+use burn::tensor::Tensor;
+
+use crate::accelerator::{Accelerator, Tensors};
+use crate::data::Batch;
+
+/// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch.
+#[derive(Debug)]
+pub struct Inputs<'a, O> {
+    pub(super) accelerator: &'a Accelerator,
+    pub(super) batch: &'a Batch<O>,
+}
+
+impl<O> Inputs<'_, O> {
+    /// In the type in which the model computes: with `bf16` and `fp16`, what goes into the model must be in it.
+    pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.accelerator.to_working(tensor)
+    }
+
+    /// In the type of the weights: what comes out of the model, before the loss.
+    pub fn to_full<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.accelerator.to_full(tensor)
+    }
+}
+
+impl<O> Deref for Inputs<'_, O> {
+    type Target = Batch<O>;
+
+    fn deref(&self) -> &Batch<O> {
+        self.batch
+    }
+}
+
+/// The loss of a batch, with what a program makes metrics of.
+#[derive(Clone, Debug)]
+pub struct LossOutput<P = ()> {
+    pub(super) loss: Tensor<1>,
+    pub(super) outputs: P,
+    pub(super) items: Option<usize>,
+}
+
+impl LossOutput {
+    /// The mean loss of the batch.
+    pub fn new(loss: Tensor<1>) -> Self {
+        Self {
+            loss,
+            outputs: (),
+            items: None,
+        }
+    }
+}
+
+impl<P> LossOutput<P> {
+    /// Over how many items the loss is the mean, where they are not its samples: tokens with a label. Gradients and
+    /// losses are then averaged over the items of all ranks and batches: Hugging Face's `num_items_in_batch`.
+    #[must_use]
+    pub fn over(self, items: usize) -> Self {
+        Self {
+            items: Some(items),
+            ..self
+        }
+    }
+
+    /// What metrics are made of, with a row for each sample: logits and labels, usually.
+    pub fn with_outputs<Q>(self, outputs: Q) -> LossOutput<Q> {
+        LossOutput {
+            loss: self.loss,
+            outputs,
+            items: self.items,
+        }
+    }
+}
+
+/// What a function of losses may return: a loss, a loss with outputs, or a [`LossOutput`].
+pub trait IntoLossOutput {
+    /// What metrics are made of.
+    type Outputs: Tensors + Clone + 'static;
+
+    /// The same, in full.
+    fn into_loss_output(self) -> LossOutput<Self::Outputs>;
+}
+
+impl IntoLossOutput for Tensor<1> {
+    type Outputs = ();
+
+    fn into_loss_output(self) -> LossOutput {
+        LossOutput::new(self)
+    }
+}
+
+impl<P: Tensors + Clone + 'static> IntoLossOutput for (Tensor<1>, P) {
+    type Outputs = P;
+
+    fn into_loss_output(self) -> LossOutput<P> {
+        LossOutput::new(self.0).with_outputs(self.1)
+    }
+}
+
+impl<P: Tensors + Clone + 'static> IntoLossOutput for LossOutput<P> {
+    type Outputs = P;
+
+    fn into_loss_output(self) -> Self {
+        self
+    }
+}

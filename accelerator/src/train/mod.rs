@@ -1,0 +1,20 @@
+//! Training by arguments instead of a loop.
+mod arguments;
+mod callback;
+mod console;
+mod flow;
+mod loss;
+mod rates;
+mod state;
+mod trainer;
+mod words;
+
+pub use self::arguments::{
+    IntervalStrategy, OptimizerName, ReportTo, ResumeFrom, SaveStrategy, TrainSamplingStrategy,
+    TrainingArguments,
+};
+pub use self::callback::{CallbackContext, TrainerCallback, TrainerControl};
+pub use self::loss::{Inputs, IntoLossOutput, LossOutput};
+pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
+pub use self::state::{Figures, LogEntry, TrainerState};
+pub use self::trainer::{PredictionOutput, TrainOutput, Trainer, TrainerBuilder};

@@ -1,0 +1,168 @@
+//! Where a training stands, and what it has logged.
+
+use core::fmt;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Figures by name, in the order in which they came: `loss`, `eval_accuracy`.
+///
+/// ```
+/// use accelerator::train::Figures;
+///
+/// let figures: Figures = [("loss", 0.5), ("learning_rate", 1e-3)].into_iter().collect();
+/// assert_eq!(figures.value("loss"), Some(0.5));
+/// assert_eq!(figures.to_string(), "{'loss': 0.5, 'learning_rate': 0.001}");
+/// ```
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct Figures(Vec<(String, f64)>);
+
+impl Figures {
+    /// The figure of that name.
+    pub fn value(&self, name: &str) -> Option<f64> {
+        let found = self.0.iter().find(|(known, _)| known == name);
+        found.map(|(_, value)| *value)
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.0.iter().map(|(name, value)| (name.as_str(), *value))
+    }
+
+    pub(super) fn push(&mut self, name: impl Into<String>, value: f64) {
+        self.0.push((name.into(), value));
+    }
+}
+
+impl<N: Into<String>> FromIterator<(N, f64)> for Figures {
+    fn from_iter<I: IntoIterator<Item = (N, f64)>>(figures: I) -> Self {
+        Self(
+            figures
+                .into_iter()
+                .map(|(name, value)| (name.into(), value))
+                .collect(),
+        )
+    }
+}
+
+/// As Hugging Face prints them: four digits each.
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("{")?;
+        for (at, (name, value)) in self.iter().enumerate() {
+            let comma = if at == 0 { "" } else { ", " };
+            write!(f, "{comma}'{name}': {}", four_digits(value))?;
+        }
+        f.write_str("}")
+    }
+}
+
+/// C's `%.4g`, as far as figures of a training need it.
+fn four_digits(value: f64) -> String {
+    if value == 0.0 || !value.is_finite() {
+        return value.to_string();
+    }
+    let rounded: f64 = format!("{value:.3e}").parse().unwrap_or(value);
+    match rounded.abs() {
+        size if !(1e-4..1e16).contains(&size) => format!("{rounded:e}"),
+        _ => rounded.to_string(),
+    }
+}
+
+/// What was logged or evaluated after an update.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct LogEntry {
+    /// The number of updates so far.
+    pub step: u64,
+    /// The epochs so far, with their fraction.
+    pub epoch: f64,
+    /// `loss`, `grad_norm` and `learning_rate` of training, `eval_loss` and so on of an evaluation.
+    pub figures: Figures,
+}
+
+/// Where a training stands; it is saved in checkpoints.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct TrainerState {
+    /// The number of updates so far, with those that were skipped in half precision.
+    pub global_step: u64,
+    /// The epochs so far, with their fraction.
+    pub epoch: f64,
+    /// What was logged and evaluated so far.
+    pub log_history: Vec<LogEntry>,
+    /// The best value of the metric of `metric_for_best_model` so far.
+    pub best_metric: Option<f64>,
+    /// The number of updates at which it was found.
+    pub best_global_step: Option<u64>,
+    /// The checkpoint of that update; known to rank 0 alone.
+    pub best_model_checkpoint: Option<PathBuf>,
+    /// Of the last update, where it was computed: the norm of its gradients before clipping, and its learning rate.
+    pub(super) grad_norm: Option<f64>,
+    pub(super) learning_rate: Option<f64>,
+    /// How many epochs have been ended, with their logs and evaluations.
+    pub(super) ended_epochs: u64,
+    pub(super) window: LossMean,
+    pub(super) whole: LossMean,
+    pub(super) callbacks: BTreeMap<String, serde_json::Value>,
+}
+
+impl TrainerState {
+    /// Notes the loss of an update.
+    pub(super) fn add_loss(&mut self, loss: Option<f64>) {
+        if let Some(loss) = loss {
+            self.window.add(loss);
+            self.whole.add(loss);
+        }
+    }
+
+    /// The last training loss that was logged.
+    pub(super) fn last_loss(&self) -> Option<f64> {
+        let entries = self.log_history.iter().rev();
+        entries
+            .filter_map(|entry| entry.figures.value("loss"))
+            .next()
+    }
+}
+
+/// The losses of some updates.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub(super) struct LossMean {
+    sum: f64,
+    updates: u64,
+}
+
+impl LossMean {
+    fn add(&mut self, loss: f64) {
+        self.sum += loss;
+        self.updates += 1;
+    }
+
+    /// The mean; `None` of none.
+    pub(super) fn mean(self) -> Option<f64> {
+        (self.updates > 0).then(|| self.sum / self.updates as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::four_digits;
+
+    #[test]
+    fn figures_have_four_digits() {
+        for (value, expected) in [
+            (1.69837, "1.698"),
+            (0.0155217, "0.01552"),
+            (0.067, "0.067"),
+            (1.0049e-5, "1.005e-5"),
+            (4583.25, "4583"),
+            (0.0, "0"),
+            (1.0, "1"),
+            (f64::NAN, "NaN"),
+        ] {
+            assert_eq!(four_digits(value), expected);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+use core::fmt;
+use std::sync::Arc;
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::Dataset;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+
+use super::{Callbacks, ComputeLoss, ComputeMetrics, Held, TrainData, Trainer, optimizer};
+use crate::accelerator::{Accelerator, Tensors};
+use crate::core::agreement;
+use crate::core::error::{Error, Result};
+use crate::data::{Loader, LoaderBuilder};
+use crate::ema::Ema;
+use crate::optim::{Manual, PreparedOptimizer, Sharded};
+use crate::train::arguments::{EvalData, TrainSamplingStrategy, TrainingArguments, check};
+use crate::train::callback::{EarlyStopping, TrainerCallback};
+use crate::train::console::{Console, TableRows};
+use crate::train::flow::Flow;
+use crate::train::state::{Figures, TrainerState};
+use accelerator_plan::TailPolicy;
+
+/// Builds a [`Trainer`]; see [`Trainer::builder`].
+#[must_use]
+pub struct TrainerBuilder<F, M, I, O, P> {
+    accelerator: Option<Accelerator>,
+    arguments: TrainingArguments,
+    callbacks: Vec<Box<dyn TrainerCallback<M>>>,
+    collator: Arc<dyn Batcher<I, O>>,
+    compute_loss: Arc<ComputeLoss<M, O, P>>,
+    compute_metrics: Option<Arc<ComputeMetrics<P>>>,
+    eval: Option<Arc<dyn Dataset<I>>>,
+    model_init: F,
+    optimizer: Option<ModuleOptimizer>,
+    train: Option<Arc<dyn Dataset<I>>>,
+}
+
+impl<F, M, I, O, P> TrainerBuilder<F, M, I, O, P>
+where
+    F: FnOnce(&Device) -> M,
+    M: Module + fmt::Display + 'static,
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+    P: Tensors + Clone + 'static,
+{
+    pub(super) fn new(
+        arguments: TrainingArguments,
+        model_init: F,
+        collator: Arc<dyn Batcher<I, O>>,
+        compute_loss: Arc<ComputeLoss<M, O, P>>,
+    ) -> Self {
+        Self {
+            accelerator: None,
+            arguments,
+            callbacks: Vec::new(),
+            collator,
+            compute_loss,
+            compute_metrics: None,
+            eval: None,
+            model_init,
+            optimizer: None,
+            train: None,
+        }
+    }
+
+    /// What to train on.
+    pub fn train_dataset(mut self, dataset: impl Dataset<I> + 'static) -> Self {
+        self.train = Some(Arc::new(dataset));
+        self
+    }
+
+    /// What to evaluate on.
+    pub fn eval_dataset(mut self, dataset: impl Dataset<I> + 'static) -> Self {
+        self.eval = Some(Arc::new(dataset));
+        self
+    }
+
+    /// Metrics by name, of the outputs of all samples: on rank 0, of all ranks together, in the order of the data set,
+    /// each sample once.
+    pub fn compute_metrics<N: Into<String>, R: IntoIterator<Item = (N, f64)>>(
+        mut self,
+        metrics: impl Fn(P) -> R + 'static,
+    ) -> Self {
+        self.compute_metrics = Some(Arc::new(move |outputs| {
+            Ok(Figures::from_iter(metrics(outputs)))
+        }));
+        self
+    }
+
+    /// Adds hooks into the loop; each rank gives the same ones in the same order.
+    pub fn callback(mut self, callback: impl TrainerCallback<M> + 'static) -> Self {
+        self.callbacks.push(Box::new(callback));
+        self
+    }
+
+    /// Another optimizer than that of the arguments, which then say its rates alone.
+    pub fn optimizer(mut self, optimizer: impl Into<ModuleOptimizer>) -> Self {
+        self.optimizer = Some(optimizer.into());
+        self
+    }
+
+    /// An accelerator that the program has built, usually of [`TrainingArguments::accelerator`], in place of one that
+    /// the trainer makes. Its accumulation becomes that of the arguments.
+    pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
+        self.accelerator = Some(accelerator);
+        self
+    }
+
+    /// Checks the arguments, makes the model, prepares everything, and goes on from a checkpoint where the arguments
+    /// say so, or the job was restarted. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: [`Error::is_config`] for arguments that contradict, all at once, or a checkpoint to go on
+    /// from that is not there; [`Error::is_misuse`] where ranks have other arguments; those of
+    /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build), [`Accelerator::prepare`] and
+    /// [`Accelerator::resume`].
+    pub fn build(self) -> Result<Trainer<M, I, O, P>> {
+        let Self {
+            arguments,
+            compute_loss,
+            collator,
+            compute_metrics,
+            ..
+        } = self;
+        let eval = match self.eval {
+            Some(_) => EvalData::Present,
+            None => EvalData::Absent,
+        };
+        check(&arguments, eval)?;
+        let accelerator = match self.accelerator {
+            Some(accelerator) => accelerator,
+            None => arguments.accelerator().build()?,
+        };
+        agreement::check(
+            accelerator.group(),
+            "the arguments of a trainer",
+            &serde_json::to_string(&arguments).map_err(Error::other)?,
+        )?;
+        accelerator.set_accumulation_steps(arguments.gradient_accumulation_steps)?;
+        let stopping = arguments
+            .best_metric()
+            .zip(arguments.early_stopping_patience);
+        let threshold = arguments.early_stopping_threshold;
+        let callbacks = Callbacks {
+            early_stopping: stopping
+                .map(|(metric, patience)| EarlyStopping::new(metric, patience, threshold)),
+            of_program: self.callbacks,
+        };
+
+        let model = accelerator.prepare(accelerator.init(self.model_init))?;
+        let of_arguments = || optimizer::of(&arguments);
+        let optimizer = self.optimizer.unwrap_or_else(of_arguments);
+        let optimizer: PreparedOptimizer<Manual> = match arguments.sharded_optimizer {
+            true => accelerator.prepare(Sharded(optimizer))?,
+            false => accelerator.prepare(optimizer)?,
+        };
+        let train = match self.train {
+            Some(dataset) => {
+                let loader = accelerator.prepare(train_loader(&arguments, &collator, dataset))?;
+                let batches = loader.steps().unwrap_or(0);
+                let flow = Flow::new(&arguments, batches);
+                Some(TrainData { flow, loader })
+            }
+            None => None,
+        };
+        let eval = match self.eval {
+            Some(dataset) => {
+                Some(accelerator.prepare(eval_loader(&arguments, &collator, dataset))?)
+            }
+            None => None,
+        };
+        let ema = arguments.ema_decay.map(|decay| Ema::new(&model, decay));
+        let rows = train
+            .as_ref()
+            .map_or(TableRows::Evaluations, |train| train.flow.rows());
+        let trainer = Trainer {
+            accelerator,
+            arguments,
+            callbacks,
+            collator,
+            compute_loss,
+            compute_metrics,
+            console: Console::new(rows),
+            ema,
+            eval,
+            model: Held::new(model),
+            optimizer,
+            saved_at: None,
+            state: TrainerState::default(),
+            train,
+            was_preempted: false,
+        };
+        let trainer = trainer.resumed()?;
+        trainer.check_metric()?;
+        Ok(trainer)
+    }
+}
+
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+{
+    pub(super) fn eval_loader(&self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
+        eval_loader(&self.arguments, &self.collator, dataset)
+    }
+}
+
+fn train_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
+    arguments: &TrainingArguments,
+    collator: &Arc<dyn Batcher<I, O>>,
+    dataset: Arc<dyn Dataset<I>>,
+) -> Loader<O> {
+    let tail = match arguments.dataloader_drop_last {
+        true => TailPolicy::Drop,
+        false => arguments.tail,
+    };
+    let loader = batches(arguments, collator, arguments.per_device_train_batch_size).tail(tail);
+    let loader = match arguments.train_sampling_strategy {
+        TrainSamplingStrategy::Random => {
+            loader.shuffle(arguments.data_seed.unwrap_or(arguments.seed))
+        }
+        TrainSamplingStrategy::Sequential => loader,
+    };
+    loader.build(dataset)
+}
+
+fn eval_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
+    arguments: &TrainingArguments,
+    collator: &Arc<dyn Batcher<I, O>>,
+    dataset: impl Dataset<I> + 'static,
+) -> Loader<O> {
+    batches(arguments, collator, arguments.per_device_eval_batch_size).build(dataset)
+}
+
+fn batches<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
+    arguments: &TrainingArguments,
+    collator: &Arc<dyn Batcher<I, O>>,
+    size: usize,
+) -> LoaderBuilder<I, O> {
+    let collator = collator.clone();
+    LoaderBuilder::from_fn(move |items, device: &Device| collator.batch(items, device))
+        .batch_size(size)
+        .num_workers(arguments.dataloader_num_workers)
+}
+
+impl<F, M, I, O, P> fmt::Debug for TrainerBuilder<F, M, I, O, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrainerBuilder")
+            .field("arguments", &self.arguments)
+            .finish_non_exhaustive()
+    }
+}

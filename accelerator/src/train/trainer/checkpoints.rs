@@ -1,0 +1,171 @@
+use core::fmt;
+use std::path::{Path, PathBuf};
+
+use accelerator_manifest::Folder;
+use burn::module::Module;
+
+use super::{Held, TrainData, Trainer};
+use crate::accelerator::Tensors;
+use crate::checkpoint::{Checkpoints, Object, Position, Saved};
+use crate::core::error::{Error, Result};
+use crate::ema::Ema;
+use crate::train::arguments::ResumeFrom;
+use crate::train::callback::TrainerCallback;
+
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    M: Module + fmt::Display + 'static,
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+    P: Tensors + Clone + 'static,
+{
+    /// Goes on from the checkpoint that the arguments or a restart ask for.
+    pub(super) fn resumed(self) -> Result<Self> {
+        let folder = match &self.arguments.resume_from_checkpoint {
+            ResumeFrom::Path(path) => path.clone(),
+            ResumeFrom::Newest => self.arguments.output_dir.clone(),
+            ResumeFrom::No if self.accelerator.restarts() > 0 => self.arguments.output_dir.clone(),
+            ResumeFrom::No => return Ok(self),
+        };
+        let model = self.model.get().clone();
+        let Self {
+            accelerator,
+            ema,
+            optimizer,
+            state,
+            train,
+            ..
+        } = self;
+        let Some(train) = train else {
+            return Err(Error::config(
+                "resume_from_checkpoint: there is no training data to go on with; pass `train_dataset`",
+            ));
+        };
+        let parts = (model, optimizer, train.loader, Object(state));
+        let (parts, ema, position) = match ema {
+            Some(ema) => {
+                let (model, optimizer, loader, state) = parts;
+                let parts = (model, optimizer, loader, state, ema);
+                let ((model, optimizer, loader, state, ema), position) =
+                    accelerator.resume(&folder, parts)?;
+                ((model, optimizer, loader, state), Some(ema), position)
+            }
+            None => {
+                let (parts, position) = accelerator.resume(&folder, parts)?;
+                (parts, None, position)
+            }
+        };
+        let (model, optimizer, loader, Object(state)) = parts;
+        let is_asked = self.arguments.resume_from_checkpoint != ResumeFrom::No;
+        if position.is_start() && is_asked {
+            return Err(Error::config(format!(
+                "resume_from_checkpoint: there is no checkpoint in `{}`; leave the argument out to begin anew",
+                folder.display()
+            )));
+        }
+        let mut trainer = Self {
+            accelerator,
+            ema,
+            model: Held::new(model),
+            optimizer,
+            state,
+            train: Some(TrainData { loader, ..train }),
+            ..self
+        };
+        trainer.take_up(&folder, &position)?;
+        Ok(trainer)
+    }
+
+    /// What the checkpoint did not know of itself, and what callbacks remember.
+    fn take_up(&mut self, folder: &Path, position: &Position) -> Result<()> {
+        let state = &mut self.state;
+        if let Some(number) = position.checkpoint()
+            && state.best_global_step == Some(state.global_step)
+            && self.accelerator.is_main_process()
+        {
+            state.best_model_checkpoint = path_of(folder, number);
+        }
+        let callbacks = self
+            .callbacks
+            .of_program
+            .iter_mut()
+            .map(|callback| &mut **callback);
+        let own = self.callbacks.early_stopping.as_mut();
+        let own = own.map(|callback| callback as &mut dyn TrainerCallback<M>);
+        for callback in callbacks.chain(own) {
+            let name = callback.state().map(|(name, _)| name);
+            if let Some(remembered) = name.and_then(|name| state.callbacks.get(&name)) {
+                callback.restore(remembered)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn save_checkpoint(&mut self, data: &TrainData<O>) -> Result<Saved> {
+        let callbacks = self.callbacks.of_program.iter();
+        let states = callbacks.filter_map(|callback| callback.state());
+        let own = self.callbacks.early_stopping.as_ref();
+        let own = own.and_then(|callback| TrainerCallback::<M>::state(callback));
+        self.state.callbacks = states.chain(own).collect();
+
+        let mut checkpoints = Checkpoints::new(&self.arguments.output_dir);
+        if let Some(limit) = self.arguments.save_total_limit {
+            checkpoints = checkpoints.with_total_limit(limit);
+        }
+        if let Some(best) = &self.state.best_model_checkpoint
+            && self.state.best_global_step != Some(self.state.global_step)
+        {
+            checkpoints = checkpoints.with_protected(best);
+        }
+        let (model, state) = (self.model.get(), Object(&self.state));
+        let saved = match &self.ema {
+            Some(ema) => {
+                let parts = (model, &self.optimizer, &data.loader, state, ema);
+                self.accelerator.save_state(&checkpoints, parts)?
+            }
+            None => {
+                let parts = (model, &self.optimizer, &data.loader, state);
+                self.accelerator.save_state(&checkpoints, parts)?
+            }
+        };
+        let state = &mut self.state;
+        if state.best_global_step == Some(state.global_step) {
+            state.best_model_checkpoint = Some(saved.path().to_owned());
+        }
+        self.saved_at = Some(state.global_step);
+        Ok(saved)
+    }
+
+    /// The weights of the best checkpoint, where the arguments ask for them and there is one.
+    pub(super) fn load_best(&mut self) -> Result<()> {
+        if !self.arguments.load_best_model_at_end {
+            return Ok(());
+        }
+        // Rank 0 knows where it is.
+        let best = self.state.best_model_checkpoint.clone();
+        let Some(best) = self.accelerator.broadcast_object(&best, 0)? else {
+            return Ok(());
+        };
+        let accelerator = &self.accelerator;
+        let loaded = accelerator.load_model(self.model.get().clone(), &best)?;
+        self.model = Held::new(loaded);
+        if let (Some(ema), Some(decay)) = (&self.ema, self.arguments.ema_decay) {
+            let averaged = accelerator.load_model(ema.model().clone(), best.join("model-2"))?;
+            self.ema = Some(Ema::new(&averaged, decay));
+        }
+        Ok(())
+    }
+}
+
+/// The checkpoint of that number: `folder` itself, or one in it.
+fn path_of(folder: &Path, number: u64) -> Option<PathBuf> {
+    let folder = match folder.join("manifest.json").exists() {
+        true => folder.parent()?,
+        false => folder,
+    };
+    let checkpoints = Folder::open(folder).ok()?.checkpoints().ok()?;
+    let found = checkpoints
+        .iter()
+        .find(|checkpoint| checkpoint.number() == number);
+    found.map(|checkpoint| checkpoint.path().to_owned())
+}

@@ -1,0 +1,254 @@
+use core::fmt;
+use std::time::Instant;
+
+use burn::module::Module;
+use burn::tensor::kind::Basic;
+use burn::tensor::{DType, Shape, Tensor, TensorData};
+
+use super::{PredictionOutput, Trainer};
+use crate::accelerator::{TensorMap, Tensors};
+use crate::core::error::{Error, Result};
+use crate::data::PreparedLoader;
+use crate::metric::Mean;
+use crate::train::loss::{Inputs, LossOutput};
+use crate::train::state::Figures;
+
+/// Whether outputs are gathered, for the program rather than for its metrics.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Predictions {
+    Dropped,
+    Kept,
+}
+
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    M: Module + fmt::Display + 'static,
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+    P: Tensors + Clone + 'static,
+{
+    pub(super) fn evaluate_as(&self, kind: &str) -> Result<Figures> {
+        let Some(loader) = &self.eval else {
+            return Err(Error::config(
+                "there is no evaluation data: pass `eval_dataset` to the builder of the trainer",
+            ));
+        };
+        let mut metrics = self.evaluation(loader, kind, Predictions::Dropped)?.metrics;
+        metrics.push("epoch", self.state.epoch);
+        Ok(metrics)
+    }
+
+    /// The mean loss over all samples of all ranks, and the program's metrics.
+    pub(super) fn evaluation(
+        &self,
+        loader: &PreparedLoader<O>,
+        kind: &str,
+        predictions: Predictions,
+    ) -> Result<PredictionOutput<P>> {
+        let since = Instant::now();
+        let gathers = predictions == Predictions::Kept || self.compute_metrics.is_some();
+        let accelerator = &self.accelerator;
+        let valid = match &self.ema {
+            Some(ema) => ema.model().clone(),
+            None => accelerator.valid(self.model.get())?,
+        };
+        let mut loss = Mean::new();
+        let mut outputs = OutputRows::default();
+        let mut batches = 0_u64;
+        for batch in loader.eval() {
+            let batch = batch?;
+            let inputs = Inputs {
+                accelerator,
+                batch: &batch,
+            };
+            let output = accelerator.forward(&valid, |model| (self.compute_loss)(model, &inputs));
+            loss.update_with(output.loss.clone(), items(&output, &inputs));
+            if gathers {
+                outputs.add(accelerator.gather_for_metrics(output.outputs, &batch)?)?;
+            }
+            batches += 1;
+        }
+        let loss = accelerator.reduce_metric(loss)?;
+        let outputs = outputs.joined()?;
+        let mut metrics = Figures::default();
+        metrics.push(format!("{kind}_loss"), loss.value());
+        if let Some(outputs) = &outputs {
+            for (name, value) in self.program_metrics(outputs)?.iter() {
+                metrics.push(prefixed(kind, name), value);
+            }
+        }
+        let seconds = since.elapsed().as_secs_f64();
+        let samples = loader.known_samples().unwrap_or(0);
+        for (name, value) in [
+            ("runtime", seconds),
+            ("samples_per_second", samples as f64 / seconds),
+            ("steps_per_second", batches as f64 / seconds),
+        ] {
+            metrics.push(format!("{kind}_{name}"), value);
+        }
+        Ok(PredictionOutput {
+            predictions: outputs,
+            metrics,
+        })
+    }
+
+    /// Fails where there is no metric of the name by which checkpoints are compared: a batch is evaluated to know them.
+    pub(super) fn check_metric(&self) -> Result<()> {
+        let (Some(best), Some(loader)) = (self.arguments.best_metric(), &self.eval) else {
+            return Ok(());
+        };
+        if best.key == "eval_loss" {
+            return Ok(());
+        }
+        let Some(batch) = loader.eval().next() else {
+            return Ok(());
+        };
+        let batch = batch?;
+        let valid = self.accelerator.valid(self.model.get())?;
+        let inputs = Inputs {
+            accelerator: &self.accelerator,
+            batch: &batch,
+        };
+        let output = self
+            .accelerator
+            .forward(&valid, |model| (self.compute_loss)(model, &inputs));
+        let outputs = self
+            .accelerator
+            .gather_for_metrics(output.outputs, &batch)?;
+        let metrics = self.program_metrics(&outputs)?;
+        let known: Vec<_> = metrics
+            .iter()
+            .map(|(name, _)| prefixed("eval", name))
+            .collect();
+        if known.contains(&best.key) {
+            return Ok(());
+        }
+        let nearest = crate::train::words::nearest(&best.key, known.iter().map(String::as_str));
+        Err(Error::config(format!(
+            "metric_for_best_model: there is no metric {:?}{nearest}; evaluations have eval_loss{}",
+            best.key,
+            known
+                .iter()
+                .map(|name| format!(", {name}"))
+                .collect::<String>()
+        )))
+    }
+
+    /// Rank 0's, on every rank.
+    fn program_metrics(&self, outputs: &P) -> Result<Figures> {
+        let Some(compute) = &self.compute_metrics else {
+            return Ok(Figures::default());
+        };
+        let context = &self.accelerator.shared.context;
+        let mine = context.on_main("compute metrics", || compute(outputs.clone()))?;
+        let group = self.accelerator.group().for_purpose("tell the metrics");
+        let told = group.broadcast_object(mine.as_ref(), 0)?;
+        Ok(told)
+    }
+}
+
+/// Over how many of this rank's items the loss of a batch is a mean; none of an idle one.
+fn items<O, P>(output: &LossOutput<P>, inputs: &Inputs<'_, O>) -> usize {
+    match output.items {
+        Some(items) if !inputs.is_idle() => items,
+        Some(_) => 0,
+        None => inputs.real(),
+    }
+}
+
+/// `accuracy` of an evaluation is `eval_accuracy`, and so is `eval_accuracy`.
+fn prefixed(kind: &str, name: &str) -> String {
+    match name
+        .strip_prefix(kind)
+        .is_some_and(|rest| rest.starts_with('_'))
+    {
+        true => name.to_owned(),
+        false => format!("{kind}_{name}"),
+    }
+}
+
+/// Outputs of one batch after the other, which are joined by rows; in memory, since those of a data set may be more than
+/// a device holds beside a training.
+struct OutputRows<P> {
+    /// Those of the first batch, for their structure.
+    first: Option<P>,
+    /// What is in the place of each of its tensors.
+    places: Vec<Place>,
+}
+
+/// The rows of one tensor.
+struct Place {
+    bytes: Vec<u8>,
+    dtype: DType,
+    shape: Shape,
+}
+
+impl<P> Default for OutputRows<P> {
+    fn default() -> Self {
+        Self {
+            first: None,
+            places: Vec::new(),
+        }
+    }
+}
+
+impl<P: Tensors> OutputRows<P> {
+    fn add(&mut self, outputs: P) -> Result<()> {
+        let mut taken = Taken(Vec::new());
+        let outputs = outputs.map_tensors(&mut taken)?;
+        if self.first.is_none() {
+            self.first = Some(outputs);
+            self.places = taken.0;
+            return Ok(());
+        }
+        if taken.0.len() != self.places.len() {
+            return Err(Error::misuse(
+                "batches have other numbers of outputs: `compute_loss` must return the same structure for each",
+            ));
+        }
+        for (place, more) in self.places.iter_mut().zip(taken.0) {
+            place.bytes.extend(more.bytes);
+            place.shape[0] += more.shape[0];
+        }
+        Ok(())
+    }
+
+    fn joined(self) -> Result<Option<P>> {
+        let mut joined = Joined(self.places.into_iter());
+        let first = self.first.map(|first| first.map_tensors(&mut joined));
+        first.transpose()
+    }
+}
+
+struct Taken(Vec<Place>);
+
+impl TensorMap for Taken {
+    fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let (bytes, shape, dtype) = tensor.to_data().into_parts();
+        self.0.push(Place {
+            bytes: bytes.to_vec(),
+            dtype,
+            shape,
+        });
+        Ok(tensor)
+    }
+}
+
+struct Joined(std::vec::IntoIter<Place>);
+
+impl TensorMap for Joined {
+    fn map<const D: usize, K: Basic>(&mut self, first: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let device = first.device();
+        Ok(match self.0.next() {
+            Some(Place {
+                bytes,
+                dtype,
+                shape,
+            }) => {
+                let data = TensorData::from_bytes_vec(bytes, shape, dtype);
+                Tensor::from_data(data, (&device, dtype))
+            }
+            None => first,
+        })
+    }
+}

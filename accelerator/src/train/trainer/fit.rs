@@ -1,0 +1,298 @@
+use core::fmt;
+use std::time::Instant;
+
+use burn::module::Module;
+
+use super::{TrainData, TrainOutput, Trainer};
+use crate::accelerator::Tensors;
+use crate::core::error::{Error, Result};
+use crate::data::Batch;
+use crate::optim::StepOutcome;
+use crate::train::arguments::SaveStrategy;
+use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
+use crate::train::flow::Due;
+use crate::train::loss::Inputs;
+use crate::train::state::{Figures, LogEntry};
+
+/// Whether something was done, or is to be done.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum EpochEnd {
+    /// With this training: its last update is done, or something asked for the end.
+    EndsTraining,
+    /// Another one may follow.
+    GoesOn,
+}
+
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    M: Module + fmt::Display + 'static,
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+    P: Tensors + Clone + 'static,
+{
+    /// Trains until the last update, or until a callback or a notice to leave ends it. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`] without training data; those of [`Accelerator::backward`](crate::Accelerator::backward),
+    /// of evaluations, of checkpoints and of callbacks; [`Error::is_collective`] when a rank is lost.
+    pub fn train(&mut self) -> Result<TrainOutput> {
+        let Some(data) = self.train.take() else {
+            return Err(Error::config(
+                "there is no training data: pass `train_dataset` to the builder of the trainer",
+            ));
+        };
+        let trained = self.train_on(&data);
+        self.train = Some(data);
+        trained
+    }
+
+    fn train_on(&mut self, data: &TrainData<O>) -> Result<TrainOutput> {
+        let since = Instant::now();
+        let before = self.state.global_step;
+        self.begin_run()?;
+        self.print_banner(data);
+        let begun = self.hook(|callback, at, control| callback.on_train_begin(at, control))?;
+        let mut stops = begun.should_training_stop;
+        if self.arguments.eval_on_start && before == 0 {
+            stops |= self.evaluate_now()?.should_training_stop;
+        }
+        while !stops && self.state.ended_epochs < data.flow.epochs {
+            let end = match self.state.global_step < data.flow.updates {
+                true => self.train_epoch(data)?,
+                // It ended between the last update and the end of its epoch.
+                false => EpochEnd::GoesOn,
+            };
+            if self.was_preempted {
+                break;
+            }
+            let control = self.hook(|callback, at, control| callback.on_epoch_end(at, control))?;
+            let due = data.flow.after_epoch(self.state.epoch);
+            let control = self.log_and_evaluate(due, control)?;
+            self.state.ended_epochs += 1;
+            let control = self.save_if_due(data, due, control)?;
+            stops = end == EpochEnd::EndsTraining || control.should_training_stop;
+        }
+        if !self.was_preempted {
+            self.load_best()?;
+        }
+        let output = self.output(data, since, before);
+        self.hook(|callback, at, _| callback.on_train_end(at))?;
+        self.console.ended(&self.accelerator, &output);
+        Ok(output)
+    }
+
+    fn train_epoch(&mut self, data: &TrainData<O>) -> Result<EpochEnd> {
+        self.hook(|callback, at, control| callback.on_epoch_begin(at, control))?;
+        for batch in data.loader.epoch(self.state.ended_epochs) {
+            self.micro_step(data, &batch?)?;
+            if !self.accelerator.sync_gradients() {
+                continue;
+            }
+            self.console.stepped(&self.state);
+            let control = self.hook(|callback, at, control| callback.on_step_end(at, control))?;
+            let due = data.flow.after_update(self.state.global_step);
+            let control = self.log_and_evaluate(due, control)?;
+            let control = self.save_if_due(data, due, control)?;
+            if self.accelerator.preempted()? {
+                self.was_preempted = true;
+                if self.saved_at != Some(self.state.global_step) {
+                    self.save(data)?;
+                }
+                return Ok(EpochEnd::EndsTraining);
+            }
+            if control.should_training_stop {
+                return Ok(EpochEnd::EndsTraining);
+            }
+            if control.should_epoch_stop || self.state.global_step >= data.flow.updates {
+                break;
+            }
+        }
+        Ok(EpochEnd::GoesOn)
+    }
+
+    /// Forward and backward of a batch, and the optimizer's step at the end of a window.
+    fn micro_step(&mut self, data: &TrainData<O>, batch: &Batch<O>) -> Result<()> {
+        let Self {
+            accelerator,
+            arguments,
+            compute_loss,
+            optimizer,
+            state,
+            ..
+        } = self;
+        let inputs = Inputs { accelerator, batch };
+        let output = accelerator.forward(self.model.get(), |model| compute_loss(model, &inputs));
+        let weight = match output.items {
+            Some(items) => batch.with_weight(items as f64),
+            None => batch.weight(),
+        };
+        let mut gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
+        let rate = data.flow.schedule.rate(optimizer.steps());
+        if !gradients.is_accumulating() {
+            state.global_step += 1;
+            state.epoch =
+                batch.epoch() as f64 + (batch.step() + 1) as f64 / data.flow.batches as f64;
+            state.learning_rate = Some(rate);
+            state.add_loss(gradients.loss());
+            // A norm that is not clipped to is computed for logs alone.
+            let logs = data.flow.may_log(state.global_step, batch.is_last());
+            state.grad_norm = if logs { gradients.norm() } else { None };
+            if arguments.max_grad_norm > 0.0 {
+                gradients = gradients.clip_norm(arguments.max_grad_norm);
+            }
+        }
+        self.model
+            .replace(|model| optimizer.step(rate, model, gradients));
+        if let (Some(ema), StepOutcome::Stepped { .. }) = (&mut self.ema, optimizer.outcome()) {
+            ema.update(self.model.get());
+        }
+        Ok(())
+    }
+
+    /// Does what is due or asked for, as far as it does not need the checkpoint.
+    fn log_and_evaluate(&mut self, due: Due, control: TrainerControl) -> Result<TrainerControl> {
+        let mut control = control;
+        if due.log || control.should_log {
+            control = control.and(self.log_losses()?);
+        }
+        if due.evaluate || control.should_evaluate {
+            control = control.and(self.evaluate_now()?);
+        }
+        Ok(control)
+    }
+
+    fn save_if_due(
+        &mut self,
+        data: &TrainData<O>,
+        due: Due,
+        control: TrainerControl,
+    ) -> Result<TrainerControl> {
+        match due.save || control.should_save {
+            true => Ok(control.and(self.save(data)?)),
+            false => Ok(control),
+        }
+    }
+
+    /// Logs the mean loss of the updates since the last time.
+    fn log_losses(&mut self) -> Result<TrainerControl> {
+        let window = core::mem::take(&mut self.state.window);
+        let Some(loss) = window.mean() else {
+            return Ok(TrainerControl::default());
+        };
+        let mut figures = Figures::default();
+        figures.push("loss", loss);
+        for (name, figure) in [
+            ("grad_norm", self.state.grad_norm),
+            ("learning_rate", self.state.learning_rate),
+        ] {
+            if let Some(figure) = figure {
+                figures.push(name, figure);
+            }
+        }
+        let entry = self.note("train", figures);
+        self.console.logged(&self.accelerator, &entry);
+        self.hook(|callback, at, control| callback.on_log(at, &entry, control))
+    }
+
+    /// Evaluates, and finds whether it is the best so far.
+    fn evaluate_now(&mut self) -> Result<TrainerControl> {
+        let metrics = self.evaluate_as("eval")?;
+        let entry = self.note("eval", metrics);
+        let metrics = &entry.figures;
+        let loss = self.state.last_loss();
+        self.console.evaluated(&self.accelerator, &entry, loss);
+        let mut control =
+            self.hook(|callback, at, control| callback.on_evaluate(at, metrics, control))?;
+        let Some(metric) = self.arguments.best_metric() else {
+            return Ok(control);
+        };
+        let Some(value) = metrics.value(&metric.key).filter(|value| !value.is_nan()) else {
+            return Ok(control);
+        };
+        let best = self.state.best_metric;
+        if best.is_none_or(|best| metric.improves(value, best, 0.0)) {
+            self.state.best_metric = Some(value);
+            self.state.best_global_step = Some(self.state.global_step);
+            control.should_save |= self.arguments.save_strategy == SaveStrategy::Best;
+        }
+        Ok(control)
+    }
+
+    fn save(&mut self, data: &TrainData<O>) -> Result<TrainerControl> {
+        let saved = self.save_checkpoint(data)?;
+        self.hook(|callback, at, control| callback.on_save(at, &saved, control))
+    }
+
+    /// Keeps figures in the state, and sends them to the run.
+    pub(super) fn note(&mut self, kind: &str, figures: Figures) -> LogEntry {
+        let entry = LogEntry {
+            step: self.state.global_step,
+            epoch: self.state.epoch,
+            figures,
+        };
+        let prefix = format!("{kind}_");
+        let named = entry.figures.iter();
+        let named = named.map(|(name, value)| (name.strip_prefix(&prefix).unwrap_or(name), value));
+        self.accelerator.log(kind, named, entry.step, entry.epoch);
+        self.state.log_history.push(entry.clone());
+        entry
+    }
+
+    /// Calls a hook of each callback: what they ask for, if one rank does.
+    fn hook(
+        &mut self,
+        mut call: impl FnMut(
+            &mut dyn TrainerCallback<M>,
+            &CallbackContext<'_, M>,
+            &mut TrainerControl,
+        ) -> Result<()>,
+    ) -> Result<TrainerControl> {
+        let mut control = TrainerControl::default();
+        let at = CallbackContext {
+            accelerator: &self.accelerator,
+            arguments: &self.arguments,
+            state: &self.state,
+            model: self.model.get(),
+        };
+        for callback in &mut self.callbacks.of_program {
+            call(callback.as_mut(), &at, &mut control)?;
+        }
+        if !self.callbacks.of_program.is_empty() {
+            control = control.agreed(&self.accelerator)?;
+        }
+        // It sees the same metrics on every rank.
+        if let Some(callback) = &mut self.callbacks.early_stopping {
+            call(callback, &at, &mut control)?;
+        }
+        Ok(control)
+    }
+
+    fn output(&mut self, data: &TrainData<O>, since: Instant, before: u64) -> TrainOutput {
+        let seconds = since.elapsed().as_secs_f64();
+        let updates = self.state.global_step - before;
+        let arguments = &self.arguments;
+        let of_all = match u64::try_from(arguments.max_steps) {
+            Ok(steps) => steps as f64 * self.batch_of_update() as f64,
+            Err(_) => data.loader.samples() as f64 * arguments.num_train_epochs,
+        };
+        let share = updates as f64 / data.flow.updates.max(1) as f64;
+        let training_loss = self.state.whole.mean().unwrap_or(0.0);
+        let mut metrics = Figures::default();
+        for (name, value) in [
+            ("train_runtime", seconds),
+            ("train_samples_per_second", of_all * share / seconds),
+            ("train_steps_per_second", updates as f64 / seconds),
+            ("train_loss", training_loss),
+            ("epoch", self.state.epoch),
+        ] {
+            metrics.push(name, value);
+        }
+        self.note("train", metrics.clone());
+        TrainOutput {
+            global_step: self.state.global_step,
+            training_loss,
+            metrics,
+        }
+    }
+}

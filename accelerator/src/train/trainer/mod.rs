@@ -1,0 +1,302 @@
+//! The trainer, in Hugging Face's manner.
+
+mod build;
+mod checkpoints;
+mod evaluation;
+mod fit;
+mod optimizer;
+
+use core::fmt;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::Dataset;
+use burn::module::Module;
+use serde::Serialize;
+
+pub use self::build::TrainerBuilder;
+use super::arguments::TrainingArguments;
+use super::callback::{EarlyStopping, TrainerCallback};
+use super::console::{Banner, Console};
+use super::flow::Flow;
+use super::loss::{Inputs, IntoLossOutput, LossOutput};
+use super::state::{Figures, TrainerState};
+use crate::accelerator::{Accelerator, Tensors};
+use crate::core::error::{Error, Result};
+use crate::data::PreparedLoader;
+use crate::ema::Ema;
+use crate::optim::{Manual, PreparedOptimizer};
+
+/// Trains a model by [arguments](TrainingArguments) instead of a loop, as Hugging Face's `Trainer` does, on as many
+/// processes as the program is started on.
+///
+/// See the [module](super) for an example.
+pub struct Trainer<M, I, O, P> {
+    accelerator: Accelerator,
+    arguments: TrainingArguments,
+    callbacks: Callbacks<M>,
+    collator: Arc<dyn Batcher<I, O>>,
+    compute_loss: Arc<ComputeLoss<M, O, P>>,
+    compute_metrics: Option<Arc<ComputeMetrics<P>>>,
+    console: Console,
+    ema: Option<Ema<M>>,
+    eval: Option<PreparedLoader<O>>,
+    model: Held<M>,
+    optimizer: PreparedOptimizer<Manual>,
+    /// The update after which the last checkpoint was saved.
+    saved_at: Option<u64>,
+    state: TrainerState,
+    train: Option<TrainData<O>>,
+    was_preempted: bool,
+}
+
+/// What is trained on, and how.
+struct TrainData<O> {
+    flow: Flow,
+    loader: PreparedLoader<O>,
+}
+
+type ComputeLoss<M, O, P> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<P>;
+type ComputeMetrics<P> = dyn Fn(P) -> Result<Figures>;
+
+struct Callbacks<M> {
+    early_stopping: Option<EarlyStopping>,
+    of_program: Vec<Box<dyn TrainerCallback<M>>>,
+}
+
+/// What a training came to.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct TrainOutput {
+    /// The number of updates.
+    pub global_step: u64,
+    /// The mean of their losses.
+    pub training_loss: f64,
+    /// `train_runtime` in seconds, `train_samples_per_second`, `train_steps_per_second`, `train_loss`, `epoch`.
+    pub metrics: Figures,
+}
+
+/// What a model says of a data set.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PredictionOutput<P> {
+    /// The outputs of all samples of all ranks, in the order of the data set, each once: the same on every rank.
+    /// `None` for a data set without samples.
+    pub predictions: Option<P>,
+    /// `test_loss` and the program's own metrics, with `test_` before their names.
+    pub metrics: Figures,
+}
+
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    M: Module + fmt::Display + 'static,
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+    P: Tensors + Clone + 'static,
+{
+    /// A trainer of the model that `model_init` makes on the device of its rank, from the arguments' seed.
+    ///
+    /// `data_collator` makes batches of items. `compute_loss` gives the mean loss of a batch: alone, as `(loss, outputs)`
+    /// where metrics are made of outputs, or as a [`LossOutput`] where it is a mean over tokens. It is called for
+    /// training and for evaluation, with the model that records gradients and the one that does not.
+    pub fn builder<L>(
+        arguments: TrainingArguments,
+        model_init: impl FnOnce(&burn::tensor::Device) -> M,
+        data_collator: impl Batcher<I, O> + 'static,
+        compute_loss: impl Fn(&M, &Inputs<'_, O>) -> L + 'static,
+    ) -> TrainerBuilder<impl FnOnce(&burn::tensor::Device) -> M, M, I, O, P>
+    where
+        L: IntoLossOutput<Outputs = P>,
+    {
+        TrainerBuilder::new(
+            arguments,
+            model_init,
+            Arc::new(data_collator),
+            Arc::new(move |model, inputs| compute_loss(model, inputs).into_loss_output()),
+        )
+    }
+
+    /// The ranks.
+    pub fn accelerator(&self) -> &Accelerator {
+        &self.accelerator
+    }
+
+    /// The arguments.
+    pub fn arguments(&self) -> &TrainingArguments {
+        &self.arguments
+    }
+
+    /// The model, as it is trained. With `ema_decay`, evaluations and [`save_model`](Self::save_model) use the
+    /// [averaged](Self::averaged_model) one.
+    pub fn model(&self) -> &M {
+        self.model.get()
+    }
+
+    /// The average of the weights over the last steps, with `ema_decay`.
+    pub fn averaged_model(&self) -> Option<&M> {
+        self.ema.as_ref().map(Ema::model)
+    }
+
+    /// Where the training stands.
+    pub fn state(&self) -> &TrainerState {
+        &self.state
+    }
+
+    /// Evaluates the model on the data of [`eval_dataset`](TrainerBuilder::eval_dataset): `eval_loss`, the mean over all
+    /// samples of all ranks, each once, the program's own metrics, and `eval_runtime`, `eval_samples_per_second`,
+    /// `eval_steps_per_second`, `epoch`. Every rank calls it, and gets the same.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`] without evaluation data; those of the program's metrics and its data;
+    /// [`Error::is_collective`] when a rank is lost.
+    pub fn evaluate(&mut self) -> Result<Figures> {
+        let metrics = self.evaluate_as("eval")?;
+        Ok(self.note("eval", metrics).figures)
+    }
+
+    /// What the model says of each sample of a data set. Every rank calls it, with the same data, and gets the same.
+    ///
+    /// # Errors
+    ///
+    /// Those of the program's metrics and its data; [`Error::is_collective`] when a rank is lost.
+    pub fn predict(&self, dataset: impl Dataset<I> + 'static) -> Result<PredictionOutput<P>> {
+        let loader = self.accelerator.prepare(self.eval_loader(dataset))?;
+        self.evaluation(&loader, "test", evaluation::Predictions::Kept)
+    }
+
+    /// Saves the model's weights, as [`Accelerator::save_model`] does: the averaged ones with `ema_decay`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Accelerator::save_model`].
+    pub fn save_model(&self, path: impl AsRef<Path>) -> Result<()> {
+        let model = self.averaged_model().unwrap_or(self.model());
+        self.accelerator.save_model(model, path)
+    }
+
+    /// Writes what the training came to into a folder for others: `model.safetensors`, `training_arguments.json`, which
+    /// [`TrainingArguments::from_file`] reads, and `trainer_state.json`, with what was logged.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`save_model`](Self::save_model); [`Error::is_io`] where rank 0 cannot write.
+    pub fn push(&self, folder: impl AsRef<Path>) -> Result<()> {
+        let folder = folder.as_ref();
+        let context = &self.accelerator.shared.context;
+        context.on_main("make the folder", || {
+            std::fs::create_dir_all(folder).map_err(|error| Error::io("make", folder, error))
+        })?;
+        self.save_model(folder.join("model.safetensors"))?;
+        context.on_main("write what the training came to", || {
+            write_json(&folder.join("training_arguments.json"), &self.arguments)?;
+            write_json(&folder.join("trainer_state.json"), &self.state)
+        })?;
+        Ok(())
+    }
+
+    /// Ends the job, as [`Accelerator::finish`] does, and gives the exit code for `main` to return: success, or 75 where
+    /// the job was told to leave, so that it is started again.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Accelerator::finish`].
+    pub fn finish(self) -> Result<ExitCode> {
+        match self.was_preempted {
+            true => self.accelerator.finish_preempted(),
+            false => self.accelerator.finish().map(|()| ExitCode::SUCCESS),
+        }
+    }
+}
+
+impl<M, I, O, P> fmt::Debug for Trainer<M, I, O, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trainer")
+            .field("arguments", &self.arguments)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    M: Module,
+    O: Send + 'static,
+{
+    fn print_banner(&mut self, data: &TrainData<O>) {
+        let arguments = &self.arguments;
+        let banner = Banner {
+            samples: data.loader.samples(),
+            epochs: data.flow.epochs,
+            batch: arguments.per_device_train_batch_size,
+            total_batch: self.batch_of_update(),
+            accumulation: arguments.gradient_accumulation_steps,
+            updates: data.flow.updates,
+            parameters: self.model.get().num_params(),
+        };
+        self.console
+            .begun(&self.accelerator, arguments, banner, &self.state);
+    }
+
+    /// Samples of an update, over all ranks.
+    fn batch_of_update(&self) -> u64 {
+        let arguments = &self.arguments;
+        let of_rank = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps;
+        (of_rank * self.accelerator.world_size()) as u64
+    }
+
+    /// Begins the run that the arguments ask for, or goes on with it.
+    fn begin_run(&self) -> Result<()> {
+        let arguments = &self.arguments;
+        if arguments.report_to.is_empty() {
+            return Ok(());
+        }
+        let of_folder = || {
+            arguments
+                .output_dir
+                .file_name()
+                .map(|name| name.to_string_lossy())
+        };
+        let name = arguments
+            .run_name
+            .as_deref()
+            .map(Into::into)
+            .or_else(of_folder);
+        self.accelerator
+            .init_trackers(name.as_deref().unwrap_or("trainer"), arguments)
+    }
+}
+
+/// Infinities and NaN become `null`.
+fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).map_err(Error::other)?;
+    std::fs::write(path, text + "\n").map_err(|error| Error::io("write", path, error))
+}
+
+/// A model that steps replace: they take it, so that the optimizer updates it where it lies.
+struct Held<M>(Option<M>);
+
+impl<M> Held<M> {
+    fn new(model: M) -> Self {
+        Self(Some(model))
+    }
+
+    #[expect(
+        clippy::expect_used,
+        reason = "`replace` alone takes it, and puts one back unless it panics"
+    )]
+    fn get(&self) -> &M {
+        self.0.as_ref().expect("a model")
+    }
+
+    #[expect(
+        clippy::expect_used,
+        reason = "`replace` alone takes it, and puts one back unless it panics"
+    )]
+    fn replace(&mut self, by: impl FnOnce(M) -> M) {
+        let model = self.0.take().expect("a model");
+        self.0 = Some(by(model));
+    }
+}
