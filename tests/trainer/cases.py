@@ -25,8 +25,8 @@ class Case:
         return {name: value for name, value in vars(self).items() if value not in (None, [])}
 
     def is_biased(self):
-        """Whether Hugging Face reads samples twice, leaves some out of an evaluation, lets those of a short batch weigh more,
-        or rounds: it smooths labels in f32."""
+        """Whether Hugging Face reads samples twice, leaves some out of an evaluation, lets those of a short batch weigh
+        more, or rounds: it smooths labels in f32."""
         arguments = self.arguments
         batch = arguments["per_device_train_batch_size"] * self.world_size
         drop_last = arguments.get("dataloader_drop_last")
