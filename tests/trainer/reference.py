@@ -74,14 +74,11 @@ def write(path, fixture):
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-# Cases
-
-
 def recorded(problem, case):
     """The case, what Hugging Face's Trainer gave, and where that is not exact, what is."""
     with tempfile.TemporaryDirectory() as folder:
         given = (on_ranks if case.world_size > 1 else train)(problem, case, folder)
-    result = case.described() | {"huggingface": given}
+    result = case.described() | {"huggingface": rounded(given)}
     verdict = "not compared"
     if case.resume is None and not isinstance(problem, Tokens):
         ours = exact(problem, case, given)
@@ -89,10 +86,10 @@ def recorded(problem, case):
         if distance > TOLERANCES[case.precision]:
             if not case.is_biased():
                 raise SystemExit(f"{problem.name} {case.name}: the plain loop is {distance:.1e} from Hugging Face's Trainer")
-            result["exact"] = ours
+            result["exact"] = rounded(ours)
         verdict = f"{distance:.1e} from the plain loop"
     print(f"{problem.name:<12} {case.name:<28} {given['steps']:4} steps, {verdict}", flush=True)
-    return result | {"huggingface": rounded(given)} | ({"exact": rounded(result["exact"])} if "exact" in result else {})
+    return result
 
 
 def difference(one, other):
@@ -119,9 +116,6 @@ def shortened(weights):
     """Nine decimals, where there are many."""
     decimals = 9 if sum(map(len, weights.values())) > 100 else 16
     return {path: [round(value, decimals) for value in values] for path, values in weights.items()}
-
-
-# Hugging Face's Trainer
 
 
 class Recorder(Trainer):
@@ -272,9 +266,6 @@ def rank_of(rank, problem, case, port, folder, result):
     if rank == 0:
         result.write_text(json.dumps(given))
     torch.distributed.destroy_process_group()
-
-
-# The plain loop
 
 
 def exact(problem, case, given):
