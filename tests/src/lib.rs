@@ -17,4 +17,5 @@ pub mod matrix;
 pub mod problems;
 pub mod processes;
 pub mod resumable;
+pub mod trainers;
 pub mod trajectory;

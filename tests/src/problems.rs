@@ -182,14 +182,14 @@ fn fit<M: Module + std::fmt::Display>(
 }
 
 #[derive(Debug, Module)]
-struct Cnn {
+pub(crate) struct Cnn {
     first: Conv2d,
     second: Conv2d,
     output: Linear,
 }
 
 impl Cnn {
-    fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         Self {
             first: Conv2dConfig::new([1, 3], [3, 3]).init(device),
             second: Conv2dConfig::new([3, 4], [3, 3]).init(device),
@@ -197,7 +197,7 @@ impl Cnn {
         }
     }
 
-    fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
+    pub(crate) fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
         let x = tanh(self.first.forward(pictures));
         let x = relu(self.second.forward(x));
         self.output.forward(x.flatten(1, 3))
@@ -205,7 +205,7 @@ impl Cnn {
 }
 
 #[derive(Debug, Module)]
-struct Mlp {
+pub(crate) struct Mlp {
     hidden: Linear,
     dropout: Dropout,
     output: Linear,
@@ -214,7 +214,7 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn new(device: &Device, width: usize, dropout: f64) -> Self {
+    pub(crate) fn new(device: &Device, width: usize, dropout: f64) -> Self {
         Self {
             hidden: LinearConfig::new(64, width).init(device),
             dropout: DropoutConfig::new(dropout).init(),
@@ -223,7 +223,7 @@ impl Mlp {
         }
     }
 
-    fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
+    pub(crate) fn forward(&self, pictures: Tensor<4>) -> Tensor<2> {
         let hidden = tanh(self.hidden.forward(pictures.flatten(1, 3)));
         self.output.forward(self.dropout.forward(hidden))
     }
@@ -259,12 +259,12 @@ impl Transformer {
 
 /// 8 × 8 values and a class, made from the sample's number.
 #[derive(Clone, Debug)]
-struct Pictures {
-    pictures: Tensor<4>,
-    targets: Tensor<1, Int>,
+pub(crate) struct Pictures {
+    pub(crate) pictures: Tensor<4>,
+    pub(crate) targets: Tensor<1, Int>,
 }
 
-struct PictureBatcher;
+pub(crate) struct PictureBatcher;
 
 impl Batcher<usize, Pictures> for PictureBatcher {
     fn batch(&self, items: Vec<usize>, device: &Device) -> Pictures {
@@ -289,7 +289,7 @@ pub(crate) fn noise(number: usize) -> f64 {
 }
 
 /// Weights that do not depend on the generator of the process, which threads share.
-fn with_fixed_weights<M: Module>(model: M) -> M {
+pub(crate) fn with_fixed_weights<M: Module>(model: M) -> M {
     struct Fixed(usize);
     impl burn::module::ModuleMapper for Fixed {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

@@ -14,4 +14,5 @@ mod preemption;
 mod progress;
 mod restart;
 mod traces;
+mod trainers;
 mod vectors;

@@ -1,0 +1,121 @@
+//! A trainer comes to what a loop by hand comes to, and to the same where it is killed.
+
+use std::path::Path;
+use std::process::Command;
+
+use accelerator::prelude::*;
+use accelerator_tests::problems::{self, Clipping, Outcome, Rule, Setting, State, Which};
+use accelerator_tests::processes::{Ended, launcher, run_all};
+use accelerator_tests::trainers;
+use serde_json::Value;
+
+/// Accumulation, clipping, and a last batch that two ranks share unevenly, the last one of its window.
+#[test]
+fn it_has_the_bits_of_a_loop_by_hand() {
+    let setting = Setting {
+        net: Which::Cnn,
+        optimizer: Rule::Sgd,
+        clipping: Clipping::Norm,
+        samples: 45,
+        global_batch: 8,
+        epochs: 2,
+        seed: 42,
+        dropout: 0.0,
+        state: State::Whole,
+    };
+    for ranks in [1, 2] {
+        let run = |fit: fn(&Accelerator, &Setting) -> Result<Outcome>| {
+            let builder = Accelerator::builder()
+                .device(BackendKind::Flex)
+                .accumulation_steps(2);
+            builder
+                .launch(ranks, |accelerator| fit(&accelerator, &setting))
+                .unwrap()
+        };
+        let (by_hand, by_arguments) = (run(problems::train), run(trainers::fit_cnn));
+        for (by_hand, by_arguments) in by_hand.iter().zip(&by_arguments) {
+            assert_eq!(by_arguments.steps, 6);
+            assert_eq!(by_arguments.steps, by_hand.steps, "{ranks} ranks");
+            assert_eq!(by_arguments.losses, by_hand.losses, "{ranks} ranks");
+            assert_eq!(by_arguments.parameters, by_hand.parameters, "{ranks} ranks");
+        }
+    }
+}
+
+/// Weights, averages, logs, the table and the best model.
+#[test]
+fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
+    let undisturbed = tempfile::tempdir().unwrap();
+    let ended = launch(undisturbed.path(), &["-n", "2"], "");
+    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+    let table = rows(&ended.stdout);
+    assert_eq!(table.len(), 1 + 10, "{}", ended.stdout);
+
+    let killed = tempfile::tempdir().unwrap();
+    let faults = "rank=1 step=1 kill; rank=0 restart=1 step=5 kill; rank=0 restart=2 save=2 written kill; \
+                  rank=1 restart=3 rendezvous exit 9; rank=1 restart=4 step=10 panic; \
+                  rank=0 restart=5 save=4 data kill; rank=1 restart=6 step=16 segv; \
+                  rank=0 restart=7 save=6 renamed kill; rank=1 restart=8 step=22 kill; \
+                  rank=0 restart=9 step=28 exit 4";
+    let options = ["-n", "2", "--max-restarts", "20", "--restart-delay", "0"];
+    let ended = launch(killed.path(), &options, faults);
+    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+    assert!(ended.stdout.contains("after 10 restarts"), "{}\n{}", ended.stdout, ended.stderr);
+
+    let model = |folder: &Path| std::fs::read(folder.join("pushed/model.safetensors")).unwrap();
+    assert_eq!(model(killed.path()), model(undisturbed.path()));
+    assert_eq!(state(killed.path()), state(undisturbed.path()));
+    // A row that was printed before a kill is printed again.
+    let mut printed = rows(&ended.stdout);
+    let last = printed.pop();
+    assert_eq!(last.as_ref(), table.last());
+    assert!(
+        printed.iter().all(|row| table.contains(row)),
+        "{printed:?}\n{table:?}"
+    );
+}
+
+fn launch(folder: &Path, options: &[&str], faults: &str) -> Ended {
+    let arguments = format!(
+        "output_dir = {:?}\n\
+         ema_decay = 0.8\neval_steps = 3\neval_strategy = \"steps\"\ngradient_accumulation_steps = 2\n\
+         learning_rate = 0.01\nload_best_model_at_end = true\nlogging_steps = 2\n\
+         metric_for_best_model = \"accuracy\"\nnum_train_epochs = 10\nper_device_eval_batch_size = 5\n\
+         per_device_train_batch_size = 16\nsave_steps = 3\nsave_total_limit = 2\nwarmup_ratio = 0.1\n\
+         weight_decay = 0.01\ntrain_sampling_strategy = \"random\"\nmax_steps = 29\n",
+        folder.join("checkpoints")
+    );
+    let file = folder.join("arguments.toml");
+    std::fs::write(&file, arguments).unwrap();
+    let mut command = Command::new(launcher());
+    command
+        .args(options)
+        .arg(env!("CARGO_BIN_EXE_rank"))
+        .arg("train-by-arguments")
+        .args([&file, &folder.join("pushed")])
+        .env("ACCEL_FAULTS", faults)
+        .env("ACCEL_LIVENESS_TIMEOUT", "2");
+    run_all(std::iter::once(command)).remove(0)
+}
+
+/// What was logged, but for times and paths.
+fn state(folder: &Path) -> Value {
+    let text = std::fs::read(folder.join("pushed/trainer_state.json")).unwrap();
+    let mut state: Value = serde_json::from_slice(&text).unwrap();
+    let best = state["best_model_checkpoint"].take();
+    assert!(best.is_string(), "{state}");
+    for entry in state["log_history"].as_array_mut().unwrap() {
+        let figures = entry["figures"].as_array_mut().unwrap();
+        figures.retain(|figure| {
+            let name = figure[0].as_str().unwrap();
+            !name.ends_with("runtime") && !name.ends_with("per_second")
+        });
+    }
+    state
+}
+
+fn rows(printed: &str) -> Vec<String> {
+    let rows = printed.lines().filter(|line| line.contains(" | "));
+    rows.map(|row| row.trim_start_matches("[0] ").to_owned())
+        .collect()
+}
