@@ -10,20 +10,20 @@ use serde_json::Value;
 use super::environment::Meaning;
 use super::facts::{Commit, HashedFile, Provenance, SourceState};
 use super::git::Repository;
+use crate::history::RunHistory;
+use crate::record::ArtifactRole;
 
 /// Something that two runs were given differently.
 ///
 /// ```
-/// use accelerator_track::{Difference, Provenance, diff};
+/// use accelerator_track::Difference;
 ///
-/// let seeded = |seed| Provenance { seeds: [("model".into(), seed)].into(), ..Provenance::default() };
-/// let found: Vec<Difference> = diff(&seeded(1), &seeded(2));
-/// assert_eq!((found[0].what.as_str(), found[0].b.as_deref()), ("seed model", Some("2")));
-/// assert_eq!(found[0].to_string(), "seed model: 1, 2");
+/// let seed = Difference { what: "seed model".into(), a: Some("1".into()), b: None };
+/// assert_eq!(seed.to_string(), "seed model: 1, none");
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Difference {
-    /// What differs, as `source src/main.rs`, `binary`, `argument 3` or `environment RAYON_NUM_THREADS`.
+    /// What differs, as `source src/main.rs`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.
     pub what: String,
     /// What the first run had; none where it had no such thing.
     pub a: Option<String>,
@@ -31,47 +31,45 @@ pub struct Difference {
     pub b: Option<String>,
 }
 
-/// How two runs differ in what they were given, from what is recorded alone; the most important first: sources,
-/// commit, lock file, features, binary, arguments, data, seeds, plan, environment, devices and host.
+/// How two runs differ in what their last attempts were given, the most important first: sources, commit, lock file,
+/// features, binary, arguments, data, seeds, plan, environment, devices and host; then hyperparameters, and the artifacts
+/// that they used.
 ///
-/// Where the commits differ, only those source files can be named that differ from their commit;
-/// [`diff_with_git`] names them all.
+/// Where the commits differ, the git repository that had the sources of one run, or the one around the working directory,
+/// knows which files do. Without it, only those files are named that a run had changed.
 ///
 /// ```
-/// use accelerator_track::{Commit, Provenance, SourceState, diff};
+/// use accelerator_track::{Run, RunHistory, diff};
 ///
-/// let changed = [("src/main.rs".to_owned(), SourceState::Hash("1a2b".into()))];
-/// let commit = Commit { hash: Some("3c4d".into()), ..Commit::default() };
-/// let clean = Provenance { commit: Some(commit.clone()), ..Provenance::default() };
-/// let dirty = Provenance { commit: Some(Commit { changed: changed.into(), ..commit }), ..Provenance::default() };
-/// assert!(diff(&clean, &clean).is_empty());
-/// assert_eq!(diff(&clean, &dirty)[0].what, "source src/main.rs");
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let folder = temporary.path();
+/// let trained = |lr: f64| {
+///     let run = Run::builder("mnist").runs_folder(folder).hyperparameters(&serde_json::json!({ "lr": lr }))?.start()?;
+///     RunHistory::read(run.folder())
+/// };
+/// let found = diff(&trained(0.1)?, &trained(0.2)?);
+/// assert_eq!(found[0].to_string(), "hyperparameter lr: 0.1, 0.2");
+/// # Ok::<(), accelerator_track::Error>(())
 /// ```
 #[must_use]
-pub fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
-    all(a, b, None)
+pub fn diff(a: &RunHistory, b: &RunHistory) -> Vec<Difference> {
+    let [of_a, of_b] = [a, b].map(Provenance::of);
+    let roots = [&of_b, &of_a].map(|x| x.commit.as_ref().map(|x| Path::new(&x.root)));
+    let mut roots = roots.into_iter().flatten();
+    let repository = roots.find(|x| x.is_dir()).unwrap_or(Path::new("."));
+    let mut found = Differences(diff_provenance(&of_a, &of_b, repository));
+    let [a_given, b_given] = [a, b].map(hyperparameters);
+    found.maps("hyperparameter", &a_given, &b_given);
+    let [a_used, b_used] = [a, b].map(used_artifacts);
+    found.maps("artifact", &a_used, &b_used);
+    found.0
 }
 
-/// The same, with the git repository that has `folder`: it knows which files differ between commits. Where it is not
-/// there or has not got the commits, this is [`diff`].
-///
-/// ```
-/// use accelerator_track::{Provenance, diff_with_git};
-///
-/// let a = Provenance { world: Some(2), ..Provenance::default() };
-/// let b = Provenance { world: Some(4), ..Provenance::default() };
-/// assert_eq!(diff_with_git(&a, &b, ".")[0].to_string(), "world: 2, 4");
-/// ```
-#[must_use]
-pub fn diff_with_git(a: &Provenance, b: &Provenance, folder: impl AsRef<Path>) -> Vec<Difference> {
-    let folder = folder.as_ref().canonicalize().ok();
-    all(
-        a,
-        b,
-        folder
-            .and_then(|folder| Repository::around(&folder))
-            .as_ref(),
-    )
+/// How what is recorded of two runs differs. The git repository that has `folder` knows which files differ between commits.
+pub(super) fn diff_provenance(a: &Provenance, b: &Provenance, folder: &Path) -> Vec<Difference> {
+    let folder = folder.canonicalize().ok();
+    let repository = folder.and_then(|folder| Repository::around(&folder));
+    all(a, b, repository.as_ref())
 }
 
 impl fmt::Display for Difference {
@@ -100,8 +98,10 @@ fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<D
     if let [Some(a), Some(b)] = [a, b].map(|side| hash(&side.binary)) {
         found.compare("binary", Some(a), Some(b));
     }
-    found.words("argument", &a.arguments, &b.arguments);
-    found.words("argument of accel-launch", &a.launched_by, &b.launched_by);
+    let [of_a, of_b] = [a, b].map(|side| by_option(side.arguments.iter().skip(1)));
+    found.maps("argument", &of_a, &of_b);
+    let [of_a, of_b] = [a, b].map(|side| by_option(launcher_words(side)));
+    found.maps("argument of accel-launch", &of_a, &of_b);
     let data = |side: &Provenance| -> BTreeMap<String, String> {
         side.data
             .iter()
@@ -173,13 +173,6 @@ impl Differences {
         }
     }
 
-    /// Arguments by their position; the program's name is not one.
-    fn words(&mut self, kind: &str, a: &[String], b: &[String]) {
-        for at in 1..a.len().max(b.len()) {
-            self.compare(format!("{kind} {at}"), a.get(at), b.get(at));
-        }
-    }
-
     /// The leaves of nested objects.
     fn values(&mut self, what: &str, a: Option<&Value>, b: Option<&Value>) {
         if let (Some(Value::Object(a)), Some(Value::Object(b))) = (a, b) {
@@ -226,6 +219,64 @@ impl Differences {
     }
 }
 
+/// Arguments by the option that they are, a repeated one with its number; the others by their place among themselves. An
+/// option without a value has itself for one.
+fn by_option<'a>(words: impl Iterator<Item = &'a String>) -> BTreeMap<String, &'a str> {
+    let is_option = |word: &str| {
+        let rest = word.strip_prefix('-');
+        rest.is_some_and(|rest| rest.starts_with(|c: char| c == '-' || c.is_alphabetic()))
+    };
+    let mut found = BTreeMap::new();
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut words = words.map(String::as_str).peekable();
+    while let Some(word) = words.next() {
+        let (name, value) = match word.split_once('=') {
+            _ if !is_option(word) => ("", word),
+            Some(pair) => pair,
+            None if word == "--" => (word, word),
+            None => (word, words.next_if(|next| !is_option(next)).unwrap_or(word)),
+        };
+        let count = counts.entry(name).or_default();
+        *count += 1;
+        let key = match (name, *count) {
+            ("", place) => place.to_string(),
+            (name, 1) => name.to_owned(),
+            (name, place) => format!("{name} ({place})"),
+        };
+        found.insert(key, value);
+    }
+    found
+}
+
+/// What `accel-launch` was called with, without the program and its arguments, where it ends with those.
+fn launcher_words(side: &Provenance) -> impl Iterator<Item = &String> {
+    let (program, arguments) = side.arguments.split_at(side.arguments.len().min(1));
+    let words = side.launched_by.as_slice();
+    let options = match words.strip_suffix(arguments) {
+        Some(options) => options.strip_suffix(program).unwrap_or(options),
+        None => words,
+    };
+    options.iter().skip(1)
+}
+
+fn hyperparameters(run: &RunHistory) -> BTreeMap<String, String> {
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let parameters = run.hyperparameters.iter();
+    let texts = parameters.map(|(key, parameter)| (key.clone(), text(&parameter.value)));
+    texts.collect()
+}
+
+/// By name.
+fn used_artifacts(run: &RunHistory) -> BTreeMap<String, String> {
+    let used = run.artifacts.iter();
+    let used = used.filter(|x| x.role == ArtifactRole::Input);
+    used.map(|x| (x.name.clone(), format!("v{} {}", x.version, x.digest)))
+        .collect()
+}
+
 fn state<'a>(commit: &'a Commit, path: &str) -> Option<&'a SourceState> {
     commit
         .changed
@@ -258,6 +309,10 @@ fn differs(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
+        all(a, b, None)
+    }
 
     fn whats(a: &Provenance, b: &Provenance) -> Vec<String> {
         diff(a, b)
@@ -317,8 +372,8 @@ mod tests {
             "commit",
             "lock file",
             "binary",
-            "argument 2",
-            "argument 3",
+            "argument --lr",
+            "argument --x",
             "seed model",
             "plan batch size",
             "world",
@@ -330,6 +385,39 @@ mod tests {
             threads.to_string(),
             "environment RAYON_NUM_THREADS: 2, none"
         );
+    }
+
+    #[test]
+    fn arguments_are_compared_by_option_and_those_of_the_launcher_without_the_programs() {
+        let side = |launcher: &str, program: &str| {
+            let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+            Provenance {
+                arguments: words(program),
+                launched_by: words(&format!("{launcher} {program}")),
+                ..Provenance::default()
+            }
+        };
+        let differing = |a: &Provenance, b: &Provenance| -> Vec<String> {
+            diff(a, b).iter().map(ToString::to_string).collect()
+        };
+        let line = "train data --lr 1 --tag a --tag b -n -1 out";
+        let a = side("accel-launch -n 2", line);
+        assert_eq!(differing(&a, &a), [""; 0]);
+        let same = "/x/train data --tag=a --lr=1 --tag b -n -1 out";
+        assert_eq!(differing(&a, &side("accel-launch -n 2", same)), [""; 0]);
+        let b = side(
+            "/bin/accel-launch --log-dir logs -n 4",
+            "train --quiet --epochs 2 data --lr 2 --tag a --tag c -n -1 out",
+        );
+        let expected = [
+            "argument --epochs: none, 2",
+            "argument --lr: 1, 2",
+            "argument --quiet: none, --quiet",
+            "argument --tag (2): b, c",
+            "argument of accel-launch --log-dir: none, logs",
+            "argument of accel-launch -n: 2, 4",
+        ];
+        assert_eq!(differing(&a, &b), expected);
     }
 
     #[test]
