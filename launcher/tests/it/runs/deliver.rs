@@ -1,7 +1,9 @@
 //! `export`, `report`, `upload` and `sync`.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
 
 use super::{builder, finished, json_of, resumed};
 use crate::support::Folder;
@@ -166,7 +168,7 @@ fn a_report_that_cannot_be_written_leaves_what_was_there() {
         // No file may be longer than a block.
         let launcher = env!("CARGO_BIN_EXE_accel-launch");
         let line = format!("trap '' XFSZ; ulimit -f 1; exec {launcher} runs report a -o {file}");
-        let mut command = std::process::Command::new("sh");
+        let mut command = Command::new("sh");
         command.args(["-c", &line]).current_dir(folder.path());
         let ended = crate::support::Run::start(command).end();
         ended.expect(1).says(file);
@@ -176,9 +178,35 @@ fn a_report_that_cannot_be_written_leaves_what_was_there() {
     let mut names: Vec<_> = files.map(|x| x.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["old.html", "runs"]);
-    // What is no file is written, not replaced.
-    let line = ["runs", "report", "a", "-o", "/dev/stdout"];
-    assert!(folder.launch(line).expect(0).text().contains("<!DOCTYPE"));
+}
+
+#[test]
+fn what_is_no_file_is_written_to_and_files_are_as_others() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    let pipe = folder.path().join("pipe");
+    let made = Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
+    let usual = mode(&folder.write("usual", ""));
+    for (line, beginning) in [
+        (&["report", "a", "-o"][..], "<!DOCTYPE"),
+        (&["export", "a", "--format", "json", "-o"], "{"),
+    ] {
+        let line = [&["runs"], line].concat();
+        let mut reader = Command::new("sh");
+        reader.args(["-c", "exec cat pipe > copy"]);
+        let mut reader = reader.current_dir(folder.path()).spawn().unwrap();
+        folder.launch([&line[..], &["pipe"]].concat()).expect(0);
+        let is_pipe = fs::metadata(&pipe).unwrap().file_type().is_fifo();
+        if !is_pipe {
+            reader.kill().unwrap();
+        }
+        assert!(reader.wait().unwrap().success() && is_pipe, "{line:?}");
+        assert!(folder.read("copy").starts_with(beginning), "{line:?}");
+        folder.launch([&line[..], &["file"]].concat()).expect(0);
+        assert_eq!(mode(&folder.path().join("file")), usual, "{line:?}");
+    }
 }
 
 #[test]
