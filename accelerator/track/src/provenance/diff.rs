@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::arguments::{by_option, launcher_words};
 use super::environment::Meaning;
 use super::facts::{Commit, HashedFile, Provenance, SourceState};
 use super::git::Repository;
@@ -219,46 +220,6 @@ impl Differences {
     }
 }
 
-/// Arguments by the option that they are, a repeated one with its number; the others by their place among themselves. An
-/// option without a value has itself for one.
-fn by_option<'a>(words: impl Iterator<Item = &'a String>) -> BTreeMap<String, &'a str> {
-    let is_option = |word: &str| {
-        let rest = word.strip_prefix('-');
-        rest.is_some_and(|rest| rest.starts_with(|c: char| c == '-' || c.is_alphabetic()))
-    };
-    let mut found = BTreeMap::new();
-    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut words = words.map(String::as_str).peekable();
-    while let Some(word) = words.next() {
-        let (name, value) = match word.split_once('=') {
-            _ if !is_option(word) => ("", word),
-            Some(pair) => pair,
-            None if word == "--" => (word, word),
-            None => (word, words.next_if(|next| !is_option(next)).unwrap_or(word)),
-        };
-        let count = counts.entry(name).or_default();
-        *count += 1;
-        let key = match (name, *count) {
-            ("", place) => place.to_string(),
-            (name, 1) => name.to_owned(),
-            (name, place) => format!("{name} ({place})"),
-        };
-        found.insert(key, value);
-    }
-    found
-}
-
-/// What `accel-launch` was called with, without the program and its arguments, where it ends with those.
-fn launcher_words(side: &Provenance) -> impl Iterator<Item = &String> {
-    let (program, arguments) = side.arguments.split_at(side.arguments.len().min(1));
-    let words = side.launched_by.as_slice();
-    let options = match words.strip_suffix(arguments) {
-        Some(options) => options.strip_suffix(program).unwrap_or(options),
-        None => words,
-    };
-    options.iter().skip(1)
-}
-
 fn hyperparameters(run: &RunHistory) -> BTreeMap<String, String> {
     let text = |value: &Value| match value {
         Value::String(text) => text.clone(),
@@ -385,39 +346,6 @@ mod tests {
             threads.to_string(),
             "environment RAYON_NUM_THREADS: 2, none"
         );
-    }
-
-    #[test]
-    fn arguments_are_compared_by_option_and_those_of_the_launcher_without_the_programs() {
-        let side = |launcher: &str, program: &str| {
-            let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
-            Provenance {
-                arguments: words(program),
-                launched_by: words(&format!("{launcher} {program}")),
-                ..Provenance::default()
-            }
-        };
-        let differing = |a: &Provenance, b: &Provenance| -> Vec<String> {
-            diff(a, b).iter().map(ToString::to_string).collect()
-        };
-        let line = "train data --lr 1 --tag a --tag b -n -1 out";
-        let a = side("accel-launch -n 2", line);
-        assert_eq!(differing(&a, &a), [""; 0]);
-        let same = "/x/train data --tag=a --lr=1 --tag b -n -1 out";
-        assert_eq!(differing(&a, &side("accel-launch -n 2", same)), [""; 0]);
-        let b = side(
-            "/bin/accel-launch --log-dir logs -n 4",
-            "train --quiet --epochs 2 data --lr 2 --tag a --tag c -n -1 out",
-        );
-        let expected = [
-            "argument --epochs: none, 2",
-            "argument --lr: 1, 2",
-            "argument --quiet: none, --quiet",
-            "argument --tag (2): b, c",
-            "argument of accel-launch --log-dir: none, logs",
-            "argument of accel-launch -n: 2, 4",
-        ];
-        assert_eq!(differing(&a, &b), expected);
     }
 
     #[test]

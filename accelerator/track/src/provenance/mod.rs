@@ -7,6 +7,7 @@ pub use files::{FolderDigest, digest_folder};
 pub use mask::{MASK, mask_arguments};
 pub use reproduce::Reproduction;
 
+mod arguments;
 mod bounded;
 mod capture;
 mod diff;
