@@ -18,7 +18,7 @@ pub use history::{
 pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
 pub use provenance::{
     Capture, Commit, Difference, FolderDigest, HashedFile, HostFacts, MASK, Provenance,
-    Reproduction, SourceState, diff, diff_with_git, digest_folder, mask_arguments,
+    Reproduction, SourceState, diff, digest_folder, mask_arguments,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use report::Report;

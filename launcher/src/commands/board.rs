@@ -1,6 +1,5 @@
 //! `accel-launch board`: runs in a browser while they are written.
 
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -8,6 +7,7 @@ use accelerator_track::Board;
 use clap::Args;
 
 use crate::error::{Error, Result};
+use crate::text::{note, plain, print};
 
 /// Shows the runs of a folder in a browser, and follows them while they are written.
 ///
@@ -30,8 +30,11 @@ pub(crate) struct BoardArgs {
 /// When there is no such folder, or the port is taken.
 pub(crate) fn run(arguments: &BoardArgs) -> Result<ExitCode> {
     let board = Board::bind(&arguments.runs, arguments.port).map_err(of_track)?;
-    writeln!(io::stdout(), "{}", board.url())
-        .map_err(|error| Error::system(format!("standard output cannot be written: {error}")))?;
+    print(&format!("{}\n", board.url()))?;
+    note(&format!(
+        "open this address in a browser to see the runs in {}; Ctrl-C ends the board",
+        plain(&arguments.runs.display().to_string())
+    ));
     board.serve().map_err(of_track)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -6,11 +6,10 @@ use std::time::SystemTime;
 
 use signal_hook::consts::signal;
 
-use super::{FailureRecord, FirstFailure, FirstText, OtherRank, parts, words};
+use super::{FailureRecord, FirstFailure, FirstText, OtherRank, command_line, parts, words};
 use crate::error::START_AGAIN;
 use crate::process::End;
-use crate::text::{shell_line, utc};
-use crate::variables;
+use crate::text::utc;
 
 /// What a host other than host 0 knows of a job whose host 0 was lost.
 #[derive(Clone, Copy, Debug)]
@@ -81,8 +80,8 @@ impl FailureRecord {
             restarts: lost.restarts,
             world_size: lost.world_size,
             job: lost.job.to_owned(),
+            command_line: command_line(&words(command)),
             command: words(command),
-            command_line: variables::assignments(&variables::set()) + &shell_line(command),
             log_files: Vec::new(),
             time: utc(SystemTime::now()),
         }

@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::SystemTime;
 
+use accelerator_track::mask_arguments;
 use serde::Serialize;
 use signal_hook::low_level::signal_name;
 
@@ -153,8 +154,8 @@ impl FailureRecord {
             restarts: finished.settings.restart,
             world_size: finished.processes.len(),
             job: finished.settings.job.clone(),
+            command_line: command_line(&words(command)),
             command: words(command),
-            command_line: variables::assignments(&variables::set()) + &shell_line(command),
             log_files: ranks.filter_map(log).collect(),
             time: utc(SystemTime::now()),
         })
@@ -283,9 +284,16 @@ impl FirstFailure {
     }
 }
 
+/// Without secrets: the report is kept.
 fn words(command: &[OsString]) -> Vec<String> {
-    let words = command.iter().map(|word| word.to_string_lossy());
-    words.map(|word| word.into_owned()).collect()
+    let words: Vec<_> = command.iter().map(|word| word.to_string_lossy()).collect();
+    mask_arguments(&words)
+}
+
+/// As a shell reads it, with the variables that are set.
+fn command_line(words: &[String]) -> String {
+    let words: Vec<OsString> = words.iter().map(OsString::from).collect();
+    variables::assignments(&variables::set()) + &shell_line(&words)
 }
 
 fn shown(end: Option<End>) -> String {

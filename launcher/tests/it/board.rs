@@ -18,6 +18,7 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
     run.finish().unwrap();
     let mut command = folder.launcher();
     command.arg("board").stdout(Stdio::piped());
+    command.stderr(Stdio::piped());
     let mut board = command.spawn().unwrap();
     let mut line = String::new();
     let mut output = BufReader::new(board.stdout.take().unwrap());
@@ -47,6 +48,15 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
     let mut rest = String::new();
     output.read_to_string(&mut rest).unwrap();
     assert_eq!(rest, "", "the address is printed once");
+    let mut said = String::new();
+    let mut errors = board.stderr.take().unwrap();
+    errors.read_to_string(&mut said).unwrap();
+    assert!(
+        said.contains(
+            "open this address in a browser to see the runs in runs; Ctrl-C ends the board"
+        ),
+        "{said}"
+    );
 }
 
 #[test]

@@ -33,6 +33,27 @@ fn one_failure_ends_the_others_and_gives_the_code() {
 }
 
 #[test]
+fn a_report_holds_no_secret_of_the_command_line() {
+    let folder = Folder::new();
+    folder.script("fail.sh", "exit 7");
+    let secret = "correct-horse-battery-staple";
+    let line = [
+        "-n",
+        "1",
+        "--log-dir",
+        "logs",
+        "fail.sh",
+        "--api-token",
+        secret,
+    ];
+    let ended = folder.launch(line).expect(7);
+    let ended = ended.says("fail.sh --api-token '***'");
+    let report = folder.read("logs/latest/failure.json");
+    assert!(report.contains("--api-token"), "{report}");
+    assert!(!report.contains(secret) && !ended.stderr.contains(secret));
+}
+
+#[test]
 fn a_report_that_cannot_be_written_is_not_named_as_written() {
     let folder = Folder::new();
     folder.script("fail.sh", "mkdir -p logs/latest/failure.json; exit 7");

@@ -7,23 +7,24 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::arguments::{by_option, launcher_words};
 use super::environment::Meaning;
 use super::facts::{Commit, HashedFile, Provenance, SourceState};
 use super::git::Repository;
+use crate::history::RunHistory;
+use crate::record::ArtifactRole;
 
 /// Something that two runs were given differently.
 ///
 /// ```
-/// use accelerator_track::{Difference, Provenance, diff};
+/// use accelerator_track::Difference;
 ///
-/// let seeded = |seed| Provenance { seeds: [("model".into(), seed)].into(), ..Provenance::default() };
-/// let found: Vec<Difference> = diff(&seeded(1), &seeded(2));
-/// assert_eq!((found[0].what.as_str(), found[0].b.as_deref()), ("seed model", Some("2")));
-/// assert_eq!(found[0].to_string(), "seed model: 1, 2");
+/// let seed = Difference { what: "seed model".into(), a: Some("1".into()), b: None };
+/// assert_eq!(seed.to_string(), "seed model: 1, none");
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Difference {
-    /// What differs, as `source src/main.rs`, `binary`, `argument 3` or `environment RAYON_NUM_THREADS`.
+    /// What differs, as `source src/main.rs`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.
     pub what: String,
     /// What the first run had; none where it had no such thing.
     pub a: Option<String>,
@@ -31,47 +32,45 @@ pub struct Difference {
     pub b: Option<String>,
 }
 
-/// How two runs differ in what they were given, from what is recorded alone; the most important first: sources,
-/// commit, lock file, features, binary, arguments, data, seeds, plan, environment, devices and host.
+/// How two runs differ in what their last attempts were given, the most important first: sources, commit, lock file,
+/// features, binary, arguments, data, seeds, plan, environment, devices and host; then hyperparameters, and the artifacts
+/// that they used.
 ///
-/// Where the commits differ, only those source files can be named that differ from their commit;
-/// [`diff_with_git`] names them all.
+/// Where the commits differ, the git repository that had the sources of one run, or the one around the working directory,
+/// knows which files do. Without it, only those files are named that a run had changed.
 ///
 /// ```
-/// use accelerator_track::{Commit, Provenance, SourceState, diff};
+/// use accelerator_track::{Run, RunHistory, diff};
 ///
-/// let changed = [("src/main.rs".to_owned(), SourceState::Hash("1a2b".into()))];
-/// let commit = Commit { hash: Some("3c4d".into()), ..Commit::default() };
-/// let clean = Provenance { commit: Some(commit.clone()), ..Provenance::default() };
-/// let dirty = Provenance { commit: Some(Commit { changed: changed.into(), ..commit }), ..Provenance::default() };
-/// assert!(diff(&clean, &clean).is_empty());
-/// assert_eq!(diff(&clean, &dirty)[0].what, "source src/main.rs");
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let folder = temporary.path();
+/// let trained = |lr: f64| {
+///     let run = Run::builder("mnist").runs_folder(folder).hyperparameters(&serde_json::json!({ "lr": lr }))?.start()?;
+///     RunHistory::read(run.folder())
+/// };
+/// let found = diff(&trained(0.1)?, &trained(0.2)?);
+/// assert_eq!(found[0].to_string(), "hyperparameter lr: 0.1, 0.2");
+/// # Ok::<(), accelerator_track::Error>(())
 /// ```
 #[must_use]
-pub fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
-    all(a, b, None)
+pub fn diff(a: &RunHistory, b: &RunHistory) -> Vec<Difference> {
+    let [of_a, of_b] = [a, b].map(Provenance::of);
+    let roots = [&of_b, &of_a].map(|x| x.commit.as_ref().map(|x| Path::new(&x.root)));
+    let mut roots = roots.into_iter().flatten();
+    let repository = roots.find(|x| x.is_dir()).unwrap_or(Path::new("."));
+    let mut found = Differences(diff_provenance(&of_a, &of_b, repository));
+    let [a_given, b_given] = [a, b].map(hyperparameters);
+    found.maps("hyperparameter", &a_given, &b_given);
+    let [a_used, b_used] = [a, b].map(used_artifacts);
+    found.maps("artifact", &a_used, &b_used);
+    found.0
 }
 
-/// The same, with the git repository that has `folder`: it knows which files differ between commits. Where it is not
-/// there or has not got the commits, this is [`diff`].
-///
-/// ```
-/// use accelerator_track::{Provenance, diff_with_git};
-///
-/// let a = Provenance { world: Some(2), ..Provenance::default() };
-/// let b = Provenance { world: Some(4), ..Provenance::default() };
-/// assert_eq!(diff_with_git(&a, &b, ".")[0].to_string(), "world: 2, 4");
-/// ```
-#[must_use]
-pub fn diff_with_git(a: &Provenance, b: &Provenance, folder: impl AsRef<Path>) -> Vec<Difference> {
-    let folder = folder.as_ref().canonicalize().ok();
-    all(
-        a,
-        b,
-        folder
-            .and_then(|folder| Repository::around(&folder))
-            .as_ref(),
-    )
+/// How what is recorded of two runs differs. The git repository that has `folder` knows which files differ between commits.
+pub(super) fn diff_provenance(a: &Provenance, b: &Provenance, folder: &Path) -> Vec<Difference> {
+    let folder = folder.canonicalize().ok();
+    let repository = folder.and_then(|folder| Repository::around(&folder));
+    all(a, b, repository.as_ref())
 }
 
 impl fmt::Display for Difference {
@@ -100,8 +99,10 @@ fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<D
     if let [Some(a), Some(b)] = [a, b].map(|side| hash(&side.binary)) {
         found.compare("binary", Some(a), Some(b));
     }
-    found.words("argument", &a.arguments, &b.arguments);
-    found.words("argument of accel-launch", &a.launched_by, &b.launched_by);
+    let [of_a, of_b] = [a, b].map(|side| by_option(side.arguments.iter().skip(1)));
+    found.maps("argument", &of_a, &of_b);
+    let [of_a, of_b] = [a, b].map(|side| by_option(launcher_words(side)));
+    found.maps("argument of accel-launch", &of_a, &of_b);
     let data = |side: &Provenance| -> BTreeMap<String, String> {
         side.data
             .iter()
@@ -173,13 +174,6 @@ impl Differences {
         }
     }
 
-    /// Arguments by their position; the program's name is not one.
-    fn words(&mut self, kind: &str, a: &[String], b: &[String]) {
-        for at in 1..a.len().max(b.len()) {
-            self.compare(format!("{kind} {at}"), a.get(at), b.get(at));
-        }
-    }
-
     /// The leaves of nested objects.
     fn values(&mut self, what: &str, a: Option<&Value>, b: Option<&Value>) {
         if let (Some(Value::Object(a)), Some(Value::Object(b))) = (a, b) {
@@ -226,6 +220,24 @@ impl Differences {
     }
 }
 
+fn hyperparameters(run: &RunHistory) -> BTreeMap<String, String> {
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let parameters = run.hyperparameters.iter();
+    let texts = parameters.map(|(key, parameter)| (key.clone(), text(&parameter.value)));
+    texts.collect()
+}
+
+/// By name.
+fn used_artifacts(run: &RunHistory) -> BTreeMap<String, String> {
+    let used = run.artifacts.iter();
+    let used = used.filter(|x| x.role == ArtifactRole::Input);
+    used.map(|x| (x.name.clone(), format!("v{} {}", x.version, x.digest)))
+        .collect()
+}
+
 fn state<'a>(commit: &'a Commit, path: &str) -> Option<&'a SourceState> {
     commit
         .changed
@@ -258,6 +270,10 @@ fn differs(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
+        all(a, b, None)
+    }
 
     fn whats(a: &Provenance, b: &Provenance) -> Vec<String> {
         diff(a, b)
@@ -317,8 +333,8 @@ mod tests {
             "commit",
             "lock file",
             "binary",
-            "argument 2",
-            "argument 3",
+            "argument --lr",
+            "argument --x",
             "seed model",
             "plan batch size",
             "world",

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::environment::{self, Meaning};
 use super::files::FolderDigest;
+use crate::history::RunHistory;
 
 /// Where a run came from and what it ran on. What is not known is absent.
 ///
@@ -76,6 +78,42 @@ pub struct Provenance {
 }
 
 impl Provenance {
+    /// That of a run's last attempt, whose results count. Where the program recorded something of its own, nothing is known.
+    ///
+    /// ```
+    /// use accelerator_track::{Capture, Provenance, Run, RunHistory};
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let capture = Capture::new().seed("model", 42);
+    /// let run = Run::builder("mnist").runs_folder(temporary.path()).capture(capture).start()?;
+    /// assert_eq!(Provenance::of(&RunHistory::read(run.folder())?).seeds["model"], 42);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    #[must_use]
+    pub fn of(run: &RunHistory) -> Self {
+        let last = run.attempts.last();
+        last.map(|attempt| Self::from(&attempt.provenance))
+            .unwrap_or_default()
+    }
+
+    /// The environment variables that the program was given: those of [`environment`](Self::environment) by which no
+    /// launcher or scheduler tells a process its place, and that `accel-launch` did not set.
+    ///
+    /// ```
+    /// use accelerator_track::Provenance;
+    ///
+    /// let environment = [("RANK", "0"), ("RUST_LOG", "info")].map(|(name, value)| (name.into(), value.into()));
+    /// let provenance = Provenance { environment: environment.into(), ..Provenance::default() };
+    /// assert_eq!(provenance.own_environment().collect::<Vec<_>>(), ["RUST_LOG"]);
+    /// ```
+    pub fn own_environment(&self) -> impl Iterator<Item = &str> {
+        let of_launcher: Vec<&str> = environment::of_options(&self.environment).collect();
+        let names = self.environment.keys().map(String::as_str);
+        names.filter(move |name| {
+            Meaning::of(name) == Some(Meaning::Input) && !of_launcher.contains(name)
+        })
+    }
+
     /// Whether `accel-launch` started the process.
     #[must_use]
     pub fn is_launched(&self) -> bool {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::diff::diff_with_git;
+use super::diff::diff_provenance;
 use super::facts::{HashedFile, Provenance};
 use super::files::{digest_folder, hash_file};
 use super::git::Repository;
@@ -101,7 +101,7 @@ fn changed_since(provenance: &Provenance) -> Vec<String> {
         lock_file,
         ..Provenance::default()
     };
-    let differences = diff_with_git(provenance, &now, root)
+    let differences = diff_provenance(provenance, &now, root)
         .into_iter()
         .map(|found| found.what);
     let of_sources = differences.filter_map(|what| match what.as_str() {

@@ -32,7 +32,6 @@ pub struct Reproduction {
     /// Variables that hold what was not recorded.
     inherited: Vec<String>,
     warnings: Vec<String>,
-    is_same_binary: bool,
 }
 
 impl Reproduction {
@@ -64,7 +63,6 @@ impl Reproduction {
             ));
         };
         let (program, rebuilt) = now::program(binary, provenance)?;
-        let is_same_binary = rebuilt.is_none();
         let mut warnings = Vec::from_iter(rebuilt);
         let directory = provenance
             .directory
@@ -98,7 +96,6 @@ impl Reproduction {
             set,
             inherited,
             warnings,
-            is_same_binary,
         })
     }
 
@@ -138,12 +135,6 @@ impl Reproduction {
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
-    }
-
-    /// Whether the program has the same bytes.
-    #[must_use]
-    pub fn is_same_binary(&self) -> bool {
-        self.is_same_binary
     }
 }
 
@@ -299,7 +290,6 @@ mod tests {
         run.environment.insert("RUST_LOG".into(), "debug".into());
         run.environment.insert("SLURM_JOB_ID".into(), "7".into());
         let again = Reproduction::of(&run).unwrap();
-        assert!(again.is_same_binary());
         assert!(
             again.warnings()[0].contains("MLFLOW_TRACKING_URI"),
             "{:?}",
@@ -318,7 +308,6 @@ mod tests {
         std::fs::write(&path, "2").unwrap();
         run.host.kernel = Some("0.1".into());
         let again = Reproduction::of(&run).unwrap();
-        assert!(!again.is_same_binary());
         for (warning, expected) in
             again
                 .warnings()

@@ -4,9 +4,10 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use super::diff::diff_provenance;
 use super::facts::{Commit, Provenance, SourceState};
 use super::git::Repository;
-use super::{Capture, Reproduction, diff, diff_with_git};
+use super::{Capture, Reproduction};
 
 struct Work(tempfile::TempDir);
 
@@ -74,7 +75,7 @@ impl Work {
     }
 
     fn differing(&self, a: &Provenance, b: &Provenance) -> Vec<String> {
-        diff_with_git(a, b, self.root())
+        diff_provenance(a, b, self.root())
             .into_iter()
             .map(|found| found.what)
             .collect()
@@ -135,8 +136,8 @@ fn a_changed_line_names_its_file() {
     );
     // The two need no repository for that.
     assert_eq!(
-        diff(&clean, &dirty),
-        diff_with_git(&clean, &dirty, work.root())
+        diff_provenance(&clean, &dirty, tempfile::tempdir().unwrap().path()),
+        diff_provenance(&clean, &dirty, work.root())
     );
     assert_eq!(work.differing(&dirty, &work.run()), Vec::<String>::new());
     work.write("src/main.rs", "fn main() {  }\n");
@@ -173,8 +174,9 @@ fn files_that_differ_between_commits_are_named_and_what_was_committed_since_is_n
     );
     // Elsewhere, the commits are not known.
     let elsewhere = tempfile::tempdir().unwrap();
-    let found = diff_with_git(&first, &second, elsewhere.path());
-    assert_eq!(found, diff(&first, &second));
+    let found = diff_provenance(&first, &second, elsewhere.path());
+    assert_eq!(found.len(), 1);
+    assert_eq!(found[0].what, "commit");
 }
 
 #[test]
@@ -268,7 +270,6 @@ fn a_run_can_be_done_again_and_then_differs_in_nothing() {
     assert_eq!(Path::new(&commit_of(&first).root), work.root());
 
     let again = Reproduction::of(&first).unwrap();
-    assert!(again.is_same_binary());
     assert_eq!(again.warnings().len(), 1, "{:?}", again.warnings());
     let mut command = again.command();
     let second = captured(command.env("RUST_LOG", "http://me:other@host"), out.path());
@@ -348,4 +349,41 @@ fn a_bare_environment_without_git_is_enough() {
     );
     assert_eq!((run.commit, run.directory.as_deref()), (None, Some("/")));
     assert!(run.environment.is_empty() && run.binary.is_some() && run.host.user.is_some());
+}
+
+#[test]
+fn arguments_are_compared_by_option_and_those_of_the_launcher_without_the_programs() {
+    let side = |launcher: &str, program: &str| {
+        let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        Provenance {
+            arguments: words(program),
+            launched_by: words(&format!("{launcher} {program}")),
+            ..Provenance::default()
+        }
+    };
+    let nowhere = tempfile::tempdir().unwrap();
+    let differing = |a: &Provenance, b: &Provenance| -> Vec<String> {
+        diff_provenance(a, b, nowhere.path())
+            .iter()
+            .map(ToString::to_string)
+            .collect()
+    };
+    let line = "train data --lr 1 --tag a --tag b -n -1 out";
+    let a = side("accel-launch -n 2", line);
+    assert_eq!(differing(&a, &a), [""; 0]);
+    let same = "/x/train data --tag=a --lr=1 --tag b -n -1 out";
+    assert_eq!(differing(&a, &side("accel-launch -n 2", same)), [""; 0]);
+    let b = side(
+        "/bin/accel-launch --log-dir logs -n 4",
+        "train --quiet --epochs 2 data --lr 2 --tag a --tag c -n -1 out",
+    );
+    let expected = [
+        "argument --epochs: none, 2",
+        "argument --lr: 1, 2",
+        "argument --quiet: none, --quiet",
+        "argument --tag (2): b, c",
+        "argument of accel-launch --log-dir: none, logs",
+        "argument of accel-launch -n: 2, 4",
+    ];
+    assert_eq!(differing(&a, &b), expected);
 }

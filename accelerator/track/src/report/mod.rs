@@ -1,7 +1,8 @@
 //! Reports of runs: one HTML file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::io::{self, Write};
 use std::path::Path;
 
 use serde::Serialize;
@@ -73,40 +74,70 @@ impl<'a> Report<'a> {
                 });
             }
         }
-        let runs = self.runs.iter().enumerate();
-        let summaries: Vec<PageRun> = runs.map(|(i, run)| PageRun::of(run, i)).collect();
         let details = self.runs.iter();
         let data = ReportData {
             generated_ms: now_ms(),
             details: details
                 .map(|run| PageDetail::of(run, ImageSource::Inline))
                 .collect(),
-            runs: summaries,
+            runs: self.page_runs(),
             series,
         };
+        let title = match data.runs.as_slice() {
+            [run] => run.label.clone(),
+            runs => format!("Comparison of {} runs", runs.len()),
+        };
         page(&Page::Report {
-            title: &self.title(),
+            title: &title,
             data: &serde_json::to_string(&data).unwrap_or_default(),
-            runs: self.runs,
+            runs: &data.runs,
         })
     }
 
-    /// Writes the page to a file, which it replaces.
+    /// Writes the page to a file, which it replaces as a whole or not at all.
     ///
     /// # Errors
     ///
     /// If the file cannot be written.
     pub fn write(&self, file: impl AsRef<Path>) -> Result<()> {
         let file = file.as_ref();
-        fs::write(file, self.html()).map_err(|error| Error::io("write the report", file, error))
+        replace(file, &self.html()).map_err(|error| Error::io("write the report", file, error))
     }
 
-    fn title(&self) -> String {
-        match self.runs {
-            [run] => run.name.clone(),
-            runs => format!("Comparison of {} runs", runs.len()),
+    /// Runs of several folders of runs may have one label: those have their paths.
+    fn page_runs(&self) -> Vec<PageRun> {
+        let runs = self.runs.iter().enumerate();
+        let mut runs: Vec<PageRun> = runs.map(|(i, run)| PageRun::of(run, i)).collect();
+        let mut count = HashMap::new();
+        for run in &runs {
+            *count.entry(run.label.clone()).or_insert(0) += 1;
         }
+        for (run, history) in runs.iter_mut().zip(self.runs) {
+            if count[&run.label] > 1 {
+                run.label = history.folder.display().to_string();
+            }
+        }
+        runs
     }
+}
+
+/// What is no plain file, such as a pipe, is written to.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        return fs::write(path, text);
+    }
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let mut builder = tempfile::Builder::new();
+    // As others are: what the system makes of it takes away what the user does not allow.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder)?;
+    file.write_all(text.as_bytes())?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
 }
 
 /// The points that a chart gets of each run: the more runs, the fewer.

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::downsample::kept;
 use super::media::{ImageSource, KeyMedia, media_by_key};
+use crate::folder_name::folder_name;
 use crate::history::{Point, RunHistory, SystemPoint};
 use crate::record::Number;
 
@@ -17,9 +18,12 @@ pub(crate) struct PageRun {
     /// The number by which a page refers to the run.
     i: usize,
     id: String,
+    /// What it is called on the page, and no other run of the folder of runs: its name, or that of its folder where the
+    /// two differ.
+    pub(super) label: String,
     name: String,
     folder: String,
-    status: String,
+    pub(super) status: String,
     created_ms: u64,
     duration_ms: u64,
     last_step: Option<u64>,
@@ -29,7 +33,7 @@ pub(crate) struct PageRun {
     tags: BTreeMap<String, String>,
     artifacts: Vec<ArtifactNode>,
     failure: Option<Value>,
-    series: Vec<PageSeries>,
+    pub(super) series: Vec<PageSeries>,
 }
 
 /// A series in words.
@@ -60,7 +64,6 @@ pub(crate) struct PageDetail {
     checkpoints: Vec<Option<u64>>,
     lost_entries: u64,
     entries: u64,
-    ended_ms: Option<u64>,
     path: String,
     traces: Vec<TraceLink>,
     media: Vec<KeyMedia>,
@@ -102,11 +105,15 @@ struct SystemSeries {
 
 impl PageRun {
     pub(crate) fn of(run: &RunHistory, i: usize) -> Self {
+        let folder = run.folder.file_name().unwrap_or(run.folder.as_os_str());
+        let folder = folder.to_string_lossy().into_owned();
+        let is_named = folder == folder_name(&run.name);
         Self {
             i,
             id: run.id.to_string(),
+            label: if is_named { &run.name } else { &folder }.clone(),
             name: run.name.clone(),
-            folder: folder_name(&run.folder),
+            folder,
             status: run.status().to_string(),
             created_ms: run.created_ms,
             duration_ms: run.duration_ms(),
@@ -184,7 +191,6 @@ impl PageDetail {
             checkpoints: run.checkpoints.clone(),
             lost_entries: run.lost_entries,
             entries: run.entries,
-            ended_ms: run.end.as_ref().map(|end| end.ms),
             path: absolute(&run.folder),
             traces: traces(&run.folder),
             media: media_by_key(run, images),
@@ -218,14 +224,6 @@ fn system_series(created_ms: u64, rank: usize, name: &str, points: &[SystemPoint
 
 /// Points of a chart of the system, which has a line for each rank.
 const SYSTEM_POINTS: usize = 500;
-
-fn folder_name(folder: &Path) -> String {
-    folder
-        .file_name()
-        .unwrap_or(folder.as_os_str())
-        .to_string_lossy()
-        .into_owned()
-}
 
 fn absolute(path: &Path) -> String {
     let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());

@@ -4,8 +4,7 @@ use std::fmt::Write;
 
 use accelerator_manifest::ContentHash;
 
-use super::model::{Extreme, PageSeries};
-use crate::history::RunHistory;
+use super::model::{Extreme, PageRun};
 
 /// What a page shows.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +14,7 @@ pub(crate) enum Page<'a> {
         title: &'a str,
         /// JSON.
         data: &'a str,
-        runs: &'a [RunHistory],
+        runs: &'a [PageRun],
     },
     /// Runs of a server, asked for as they change.
     #[cfg(feature = "board")]
@@ -98,21 +97,20 @@ fn script_json(json: &str) -> String {
 }
 
 /// The last, least and greatest values of all series as a table, for who runs no scripts.
-fn summary(runs: &[RunHistory]) -> String {
+fn summary(runs: &[PageRun]) -> String {
     let mut html = String::new();
     let shown = |extreme: &Option<Extreme>| match extreme {
         Some(Extreme { v, s }) => format!("{} (step {s})", v.0),
         None => "–".to_owned(),
     };
     for run in runs {
-        let (name, status) = (escape(&run.name), run.status());
+        let (label, status) = (escape(&run.label), &run.status);
         // Writing to a string does not fail.
         let _ = write!(
             html,
-            "<h2>{name}: {status}</h2><table><tr><th>metric<th>last<th>min<th>max</tr>"
+            "<h2>{label}: {status}</h2><table><tr><th>metric<th>last<th>min<th>max</tr>"
         );
         for series in &run.series {
-            let series = PageSeries::of(&series.key, &series.points);
             let _ = write!(
                 html,
                 "<tr><td>{}<td>{}<td>{}<td>{}</tr>",

@@ -3,11 +3,12 @@
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
 use super::{ListedRun, REMOVED, Runs};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::journal::{Followed, Follower, JOURNAL, RunLock};
 use crate::record::Record;
 use crate::sink::Delivery;
@@ -26,6 +27,8 @@ pub struct Leftover {
     pub path: PathBuf,
     /// What its removal frees.
     pub bytes: u64,
+    /// When the last of it was written.
+    pub modified: SystemTime,
 }
 
 impl Runs {
@@ -75,12 +78,64 @@ impl Runs {
         Ok(removed)
     }
 
+    /// Folders that are not runs yet: those of uploads, and those in which a program has not begun its journal. They stay
+    /// where the program was killed; one that was written long ago is a leftover.
+    ///
+    /// # Errors
+    ///
+    /// If the folder cannot be read.
+    ///
+    /// ```
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let runs = accelerator_track::Runs::open(temporary.path())?;
+    /// std::fs::create_dir(temporary.path().join("mnist")).unwrap();
+    /// let found = runs.unfinished()?;
+    /// assert!(found[0].path.ends_with("mnist"));
+    /// runs.remove_unfinished(&found[0])?;
+    /// assert!(runs.unfinished()?.is_empty());
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn unfinished(&self) -> Result<Vec<Leftover>> {
+        let mut found = self.entries()?;
+        found.retain(|path| is_upload(path) || is_without_journal(path));
+        found.sort();
+        Ok(found.into_iter().map(Leftover::at).collect())
+    }
+
+    /// Removes an [unfinished](Self::unfinished) folder.
+    ///
+    /// # Errors
+    ///
+    /// If it was written since it was found, or cannot be removed.
+    pub fn remove_unfinished(&self, found: &Leftover) -> Result<()> {
+        let path = &found.path;
+        let is_unchanged = Leftover::at(path.clone()) == *found;
+        // While it is held, no run begins in it.
+        let lock = (!is_upload(path))
+            .then(|| RunLock::take(path))
+            .transpose()?;
+        if !is_unchanged || path.join(JOURNAL).exists() && lock.is_some() {
+            return Err(Error::new(
+                Kind::Conflict,
+                format!("{} has been written since it was found", path.display()),
+            ));
+        }
+        found.remove()
+    }
+
     fn removed(&self) -> Result<Vec<PathBuf>> {
+        let mut found = self.entries()?;
+        found.retain(|path| starts(path, REMOVED));
+        Ok(found)
+    }
+
+    fn entries(&self) -> Result<Vec<PathBuf>> {
         let folder = self.folder();
         let entries = fs::read_dir(folder);
         let entries = entries.map_err(|error| Error::io("read the folder", folder, error))?;
-        let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        Ok(paths.filter(|path| starts(path, REMOVED)).collect())
+        Ok(entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .collect())
     }
 }
 
@@ -94,8 +149,11 @@ impl ListedRun {
 
 impl Leftover {
     fn at(path: PathBuf) -> Self {
-        let bytes = bytes_of(&path);
-        Self { path, bytes }
+        Self {
+            bytes: bytes_of(&path),
+            modified: modified(&path),
+            path,
+        }
     }
 
     fn remove(&self) -> Result<()> {
@@ -109,6 +167,26 @@ impl Leftover {
             removed => removed.map_err(|error| Error::io("remove", &self.path, error)),
         }
     }
+}
+
+/// Where an upload puts a run's files until all are there.
+fn is_upload(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    starts(path, ".") && name.contains(UPLOADING)
+}
+
+/// Has nothing but what a run has before its journal: other folders are somebody's.
+fn is_without_journal(path: &Path) -> bool {
+    if starts(path, ".") || !path.is_dir() || RunLock::is_held(path) {
+        return false;
+    }
+    let Ok(entries) = fs::read_dir(path) else {
+        return false;
+    };
+    let is_of_start = |entry: fs::DirEntry| entry.file_name() == LOCK;
+    entries
+        .into_iter()
+        .all(|entry| entry.is_ok_and(is_of_start))
 }
 
 fn of_run(folder: &Path) -> Vec<PathBuf> {
@@ -189,6 +267,20 @@ fn bytes_of(path: &Path) -> u64 {
     entries.map(|entry| bytes_of(&entry.path())).sum()
 }
 
+/// The newest of a folder and what is in it.
+fn modified(path: &Path) -> SystemTime {
+    let own = fs::symlink_metadata(path).and_then(|found| found.modified());
+    let is_folder = path.is_dir() && !path.is_symlink();
+    let entries = is_folder.then(|| fs::read_dir(path).ok()).flatten();
+    let below = entries.into_iter().flatten().flatten();
+    let below = below.map(|entry| modified(&entry.path()));
+    below.chain(own).max().unwrap_or(UNIX_EPOCH)
+}
+
 /// How the files begin that `tempfile` writes.
 const TEMPORARY: &str = ".tmp";
+/// What is in the names of folders to which runs are uploaded.
+const UPLOADING: &str = ".uploading-";
+/// The file that a program locks before it begins a journal.
+const LOCK: &str = "lock";
 const BATCH: usize = 8192;

@@ -129,6 +129,50 @@ fn charts_follow_their_controls() {
 }
 
 #[test]
+fn runs_of_one_name_are_told_apart_by_their_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let (here, there) = (folder.path().join("here"), folder.path().join("there"));
+    let mut histories: Vec<_> = (0..8).map(|_| plain(&here, "mnist", 1e-3)).collect();
+    for runs in [&here, &there] {
+        histories.push(plain(runs, "same", 1e-3));
+    }
+    let file = folder.path().join("report.html");
+    Report::of(&histories).write(&file).unwrap();
+    let html = std::fs::read_to_string(&file).unwrap();
+    for heading in ["<h2>mnist: ", "<h2>mnist-8: ", "there/same: "] {
+        assert!(html.contains(heading), "{heading}");
+    }
+    let Some(chromium) = Chromium::find("runs of one name") else {
+        return;
+    };
+    let mut page = chromium.open(&url(&file));
+    page.wait_until(ALL_CHARTS);
+    let texts = |selector: &str| {
+        format!("[...document.querySelectorAll('{selector}')].map((x) => x.textContent)")
+    };
+    for selector in [
+        ".side .name",
+        "#overview tbody th",
+        ".metric .legend tbody th",
+    ] {
+        let distinct = format!("new Set({}).size", texts(selector));
+        assert_eq!(page.evaluate(&distinct), 10, "{selector}");
+    }
+    // Of so many runs a legend shows all.
+    page.evaluate("document.querySelector('.metric .legend').id = 'legend'");
+    let hidden = page.evaluate("legend.scrollHeight - legend.clientHeight");
+    assert_eq!(hidden, 0);
+    page.evaluate(
+        "{ const x = document.querySelector('.side input[type=search]'); x.value = 'mnist-3'; x.dispatchEvent(new Event('input')) }",
+    );
+    assert_eq!(
+        page.evaluate(&texts(".side .name")),
+        serde_json::json!(["mnist-3"])
+    );
+    assert!(page.complaints.is_empty(), "{:?}", page.complaints);
+}
+
+#[test]
 fn names_that_are_markup_stay_text() {
     let folder = tempfile::tempdir().unwrap();
     let histories = [rich(folder.path(), HOSTILE, 1e-3)];

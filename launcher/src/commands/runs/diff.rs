@@ -1,14 +1,12 @@
 //! `accel-launch runs diff`.
 
-use std::collections::BTreeMap;
-use std::path::Path;
 use std::process::ExitCode;
 
-use accelerator_track::{ArtifactRole, Difference, Provenance, RunHistory, diff_with_git};
+use accelerator_track::{Difference, Provenance};
 use clap::Args;
 use serde::Serialize;
 
-use super::{RunsFolder, label, row, value_text};
+use super::{RunsFolder, label, row};
 use crate::error::Result;
 use crate::text::{columns, json, note, plain, print, short};
 
@@ -48,10 +46,10 @@ pub(super) fn run(arguments: &DiffArgs) -> Result<ExitCode> {
     let diff = InputDiff {
         a: label(&a.folder),
         b: label(&b.folder),
-        differences: differences(&a, &b),
+        differences: accelerator_track::diff(&a, &b),
     };
     for run in [&a, &b] {
-        if provenance(run) == Provenance::default() {
+        if Provenance::of(run) == Provenance::default() {
             note(&format!(
                 "the run {} does not record where it came from: only its hyperparameters and artifacts are compared",
                 label(&run.folder)
@@ -85,58 +83,4 @@ impl InputDiff {
         );
         columns(&table)
     }
-}
-
-/// What two runs were given differently, the sources first.
-pub(super) fn differences(a: &RunHistory, b: &RunHistory) -> Vec<Difference> {
-    let (of_a, of_b) = (provenance(a), provenance(b));
-    let roots = [&of_b, &of_a].map(|x| x.commit.as_ref().map(|x| Path::new(&x.root)));
-    let mut roots = roots.into_iter().flatten();
-    let repository = roots.find(|x| x.is_dir()).unwrap_or(Path::new("."));
-    let mut found = diff_with_git(&of_a, &of_b, repository);
-    found.extend(differing(
-        "hyperparameter",
-        &hyperparameters(a),
-        &hyperparameters(b),
-    ));
-    found.extend(differing("artifact", &inputs(a), &inputs(b)));
-    found
-}
-
-/// That of the last attempt, whose results count.
-pub(super) fn provenance(run: &RunHistory) -> Provenance {
-    let recorded = run.attempts.last().map(|x| x.provenance.clone());
-    // A program may record something of its own.
-    recorded
-        .and_then(|value| serde_json::from_value(value).ok())
-        .unwrap_or_default()
-}
-
-fn hyperparameters(run: &RunHistory) -> BTreeMap<String, String> {
-    let parameters = run.hyperparameters.iter();
-    let texts = parameters.map(|(key, x)| (key.clone(), value_text(&x.value)));
-    texts.collect()
-}
-
-/// The artifacts that it used, by name.
-fn inputs(run: &RunHistory) -> BTreeMap<String, String> {
-    let used = run.artifacts.iter();
-    let used = used.filter(|x| x.role == ArtifactRole::Input);
-    used.map(|x| (x.name.clone(), format!("v{} {}", x.version, x.digest)))
-        .collect()
-}
-
-fn differing(
-    kind: &str,
-    a: &BTreeMap<String, String>,
-    b: &BTreeMap<String, String>,
-) -> Vec<Difference> {
-    let keys: BTreeMap<&String, ()> = a.keys().chain(b.keys()).map(|x| (x, ())).collect();
-    let different = keys.into_keys().filter(|&key| a.get(key) != b.get(key));
-    let named = different.map(|key| Difference {
-        what: format!("{kind} {key}"),
-        a: a.get(key).cloned(),
-        b: b.get(key).cloned(),
-    });
-    named.collect()
 }

@@ -1,7 +1,8 @@
 //! `accel-launch runs export`.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{self, BufWriter, ErrorKind, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -112,7 +113,8 @@ fn write_points(out: &mut dyn Write, history: &RunHistory) -> io::Result<()> {
     Ok(())
 }
 
-/// A file is written as a whole or not at all. A closed pipe is no error.
+/// A file is written as a whole or not at all; what is no file, such as a pipe, is written to. A closed one is no error on
+/// standard output.
 fn write(
     output: Option<&Path>,
     content: impl FnOnce(&mut dyn Write) -> io::Result<()>,
@@ -127,18 +129,38 @@ fn write(
             _ => Ok(()),
         };
     };
-    let folder = match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
+    let written = match path.metadata().is_ok_and(|found| !found.is_file()) {
+        true => File::options()
+            .write(true)
+            .open(path)
+            .and_then(|file| filled(file, content))
+            .map(drop),
+        false => replace(path, content),
     };
-    let written = tempfile::NamedTempFile::new_in(folder).and_then(|file| {
-        let mut file = BufWriter::new(file);
-        content(&mut file)?;
-        let file = file.into_inner().map_err(|error| error.into_error())?;
-        file.persist(path).map_err(|error| error.error).map(|_| ())
-    });
     written.map_err(|error| {
         let message = format!("{} cannot be written", path.display());
         Error::system(message).with_source(error)
     })
+}
+
+fn replace(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    // As others are: what the system makes of it takes away what the user does not allow.
+    let file = tempfile::Builder::new()
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)?;
+    let file = filled(file, content)?;
+    file.persist(path).map_err(|error| error.error).map(drop)
+}
+
+fn filled<W: Write>(
+    file: W,
+    content: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> io::Result<W> {
+    let mut file = BufWriter::new(file);
+    content(&mut file)?;
+    file.into_inner().map_err(|error| error.into_error())
 }

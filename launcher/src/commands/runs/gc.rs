@@ -1,6 +1,7 @@
 //! `accel-launch runs gc`.
 
 use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -23,7 +24,8 @@ pub(super) struct GcArgs {
     #[command(flatten)]
     filter: RunFilter,
 
-    /// Remove runs that have written nothing for this long, such as `30d` or `12h`.
+    /// Remove runs that have written nothing for this long, such as `30d` or `12h`; also what runs that never began and
+    /// uploads that did not end have left.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     older_than: Option<Duration>,
 
@@ -49,6 +51,8 @@ pub(super) struct GcArgs {
 struct Garbage {
     runs: Vec<(ListedRun, RunSummary)>,
     leftovers: Vec<Leftover>,
+    /// What a start or an upload left that was cut off.
+    unfinished: Vec<Leftover>,
     /// With what is pruned of it.
     artifacts: Option<(ArtifactStore, Retention, PruneReport)>,
     bytes: u64,
@@ -101,8 +105,16 @@ impl Garbage {
         let is_of_removed =
             |x: &Leftover| runs.iter().any(|(run, _)| x.path.starts_with(&run.folder));
         leftovers.retain(|x| !is_of_removed(x));
+        let unfinished = folder.unfinished().map_err(failed)?;
+        let (unfinished, young): (Vec<_>, Vec<_>) = unfinished
+            .into_iter()
+            .partition(|x| arguments.is_abandoned(x));
+        for folder in &young {
+            note(&unfinished_text(folder));
+        }
         let of_runs = runs.iter().map(|(run, _)| run.bytes());
-        let bytes: u64 = of_runs.chain(leftovers.iter().map(|x| x.bytes)).sum();
+        let of_others = leftovers.iter().chain(&unfinished).map(|x| x.bytes);
+        let bytes: u64 = of_runs.chain(of_others).sum();
         let artifacts = match (arguments.artifacts, are_all_read) {
             (false, _) => None,
             (true, true) => Some(unneeded_artifacts(folder, &kept)?),
@@ -115,13 +127,18 @@ impl Garbage {
         Ok(Self {
             runs,
             leftovers,
+            unfinished,
             artifacts,
             bytes: bytes + of_artifacts,
         })
     }
 
     fn is_empty(&self) -> bool {
-        self.runs.is_empty() && self.leftovers.is_empty() && self.versions().is_empty()
+        self.runs.is_empty() && self.leftovers().next().is_none() && self.versions().is_empty()
+    }
+
+    fn leftovers(&self) -> impl Iterator<Item = &Leftover> {
+        self.leftovers.iter().chain(&self.unfinished)
     }
 
     /// The artifacts that are removed.
@@ -141,7 +158,7 @@ impl Garbage {
                 size(run.bytes()),
             ]);
         }
-        for leftover in &self.leftovers {
+        for leftover in self.leftovers() {
             let path = plain(&leftover.path.display().to_string());
             let mut cells = row(["leftover", &path, "", ""]);
             cells.push(size(leftover.bytes));
@@ -158,20 +175,26 @@ impl Garbage {
     fn remove(&self, folder: &Runs) -> Result<(u64, bool)> {
         let mut freed = 0;
         let mut is_complete = true;
-        for (run, _) in &self.runs {
-            let bytes = run.bytes();
-            match folder.remove(&run.folder).map_err(failed) {
+        let mut count = |path: &Path, bytes: u64, removed: accelerator_track::Result<()>| {
+            match removed.map_err(failed) {
                 Ok(()) => freed += bytes,
                 // It goes on since it was listed, or is another user's.
                 Err(error) => {
                     is_complete = false;
                     note(&format!(
                         "{} is not removed: {}",
-                        label(&run.folder),
+                        label(path),
                         chain(&error)
                     ));
                 }
             }
+        };
+        for (run, _) in &self.runs {
+            let bytes = run.bytes();
+            count(&run.folder, bytes, folder.remove(&run.folder));
+        }
+        for found in &self.unfinished {
+            count(&found.path, found.bytes, folder.remove_unfinished(found));
         }
         let leftovers = folder.remove_leftovers().map_err(failed)?;
         freed += leftovers.iter().map(|x| x.bytes).sum::<u64>();
@@ -188,6 +211,12 @@ impl GcArgs {
         let is_old = self.older_than.is_none_or(|least| since >= least);
         let is_kept = run.status == RunStatus::Running || run.tags.contains_key("keep");
         is_old && !is_kept && self.filter.takes(run)
+    }
+
+    /// What has no status and no tags is not selected by them.
+    fn is_abandoned(&self, found: &Leftover) -> bool {
+        let age = found.modified.elapsed().unwrap_or_default();
+        self.filter.is_empty() && self.older_than.is_some_and(|least| age >= least)
     }
 }
 
@@ -218,6 +247,16 @@ fn unneeded_artifacts(
     Ok((store, retention, report))
 }
 
+fn unfinished_text(found: &Leftover) -> String {
+    let name = found.path.file_name().unwrap_or_default();
+    let what = match name.to_string_lossy().starts_with('.') {
+        true => "is of an upload that did not end",
+        false => "has no journal, as of a run that never began",
+    };
+    let path = plain(&found.path.display().to_string());
+    format!("{path} {what}: --older-than removes it when nothing was written to it for that long")
+}
+
 fn is_agreed(garbage: &Garbage) -> Result<bool> {
     let stdin = io::stdin();
     if !stdin.is_terminal() {
@@ -231,7 +270,7 @@ fn is_agreed(garbage: &Garbage) -> Result<bool> {
         stderr,
         "Remove {} runs, {} leftovers and {} artifacts, {}? [y/N] ",
         garbage.runs.len(),
-        garbage.leftovers.len(),
+        garbage.leftovers().count(),
         garbage.versions().len(),
         size(garbage.bytes)
     );

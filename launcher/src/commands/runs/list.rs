@@ -10,7 +10,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::Serialize;
 
 use super::{RunsFolder, failed, label, row};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::text::{age, columns, duration, figure, json, plain, print};
 
 #[derive(Args, Clone, Debug)]
@@ -45,7 +45,7 @@ pub(super) struct RunFilter {
     #[arg(long = "status", value_name = "STATUS", value_parser = status())]
     statuses: Vec<RunStatus>,
 
-    /// Only runs with this tag, `key` or `key=value`; may be given several times.
+    /// Only runs with this tag, whatever its value, or with this value; may be given several times.
     #[arg(long = "tag", value_name = "KEY[=VALUE]")]
     tags: Vec<String>,
 }
@@ -54,17 +54,23 @@ pub(super) struct RunFilter {
 #[derive(Serialize)]
 struct RunsList {
     runs: Vec<RunSummary>,
-    damaged: Vec<DamagedRun>,
+    damaged: Vec<UnreadRun>,
+    /// Those of a format that this program does not know.
+    newer: Vec<UnreadRun>,
+    /// How many runs there are, with those that are not selected.
+    #[serde(skip)]
+    count: usize,
 }
 
 #[derive(Serialize)]
-struct DamagedRun {
+struct UnreadRun {
     folder: PathBuf,
     error: String,
 }
 
 pub(super) fn run(arguments: &ListArgs) -> Result<ExitCode> {
     let mut list = RunsList::read(&arguments.place)?;
+    list.check_sorting(&arguments.sort)?;
     list.runs.retain(|run| arguments.filter.takes(run));
     let by_key = |a: &RunSummary, b: &RunSummary| compare_by(&arguments.sort, a, b);
     list.runs.sort_by(by_key);
@@ -97,22 +103,61 @@ impl RunsList {
         let mut list = Self {
             runs: Vec::new(),
             damaged: Vec::new(),
+            newer: Vec::new(),
+            count: 0,
         };
         for run in place.open()?.list().map_err(failed)? {
-            match run.head.and_then(|_| RunSummary::read(&run.folder)) {
-                Ok(summary) => list.runs.push(summary),
-                Err(error) => list.damaged.push(DamagedRun {
-                    folder: run.folder,
-                    error: error.to_string(),
-                }),
-            }
+            list.count += 1;
+            let error = match run.head.and_then(|_| RunSummary::read(&run.folder)) {
+                Ok(summary) => {
+                    list.runs.push(summary);
+                    continue;
+                }
+                Err(error) => error,
+            };
+            let unread = match error.is_incompatible() {
+                true => &mut list.newer,
+                false => &mut list.damaged,
+            };
+            unread.push(UnreadRun {
+                folder: run.folder,
+                error: error.to_string(),
+            });
         }
         Ok(list)
     }
 
+    /// Where there are no runs, nothing is known to sort by.
+    fn check_sorting(&self, key: &str) -> Result<()> {
+        let mut known = vec!["age", "name", "status", "duration", "step"];
+        for run in &self.runs {
+            let parameters = run.hyperparameters.keys();
+            let metrics = run.series.iter().map(|series| &series.key);
+            for name in parameters.chain(metrics) {
+                if !known.contains(&name.as_str()) {
+                    known.push(name);
+                }
+            }
+        }
+        if self.runs.is_empty() || known.contains(&key) {
+            return Ok(());
+        }
+        Err(Error::usage(format!(
+            "nothing of the runs is called {key:?}; they can be sorted by {}",
+            plain(&known.join(", "))
+        )))
+    }
+
     fn text(&self, arguments: &ListArgs) -> String {
-        if self.runs.is_empty() && self.damaged.is_empty() {
-            return format!("no runs in {}\n", arguments.place.folder.display());
+        let unread = [("damaged", &self.damaged), ("newer", &self.newer)];
+        let unread = unread.map(|(word, runs)| runs.iter().map(move |run| (word, run)));
+        let unread: Vec<_> = unread.into_iter().flatten().collect();
+        if self.runs.is_empty() && unread.is_empty() {
+            let folder = arguments.place.folder.display();
+            return match self.count {
+                0 => format!("no runs in {folder}\n"),
+                count => format!("none of the {count} runs in {folder} is selected\n"),
+            };
         }
         let metrics = match arguments.metrics.as_slice() {
             [] => self.common_metrics(),
@@ -123,12 +168,12 @@ impl RunsList {
         ];
         let mut table = vec![row(head.iter().chain(&metrics).copied())];
         table.extend(self.runs.iter().map(|run| cells(run, &metrics)));
-        for damaged in &self.damaged {
-            table.push(row([&*label(&damaged.folder), "damaged"]));
+        for (word, run) in &unread {
+            table.push(row([&*label(&run.folder), word]));
         }
         let mut text = columns(&table);
-        for damaged in &self.damaged {
-            text.push_str(&format!("damaged: {}\n", plain(&damaged.error)));
+        for (word, run) in &unread {
+            text.push_str(&format!("{word}: {}\n", plain(&run.error)));
         }
         text
     }
@@ -170,7 +215,7 @@ fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
         "name" => a.folder.cmp(&b.folder),
         "status" => a.status.cmp(&b.status),
         "duration" => a.duration_ms().cmp(&b.duration_ms()),
-        "step" | "steps" => a.last_step.cmp(&b.last_step),
+        "step" => a.last_step.cmp(&b.last_step),
         metric => {
             let number = |run: &RunSummary| {
                 let of_parameter = || run.hyperparameters.get(metric)?.value.as_f64();

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use accelerator_track::{
-    ArtifactRole, Point, Reproduction, RunHistory, RunStatus, RunSummary, Runs, Series,
+    ArtifactRole, Point, Provenance, Reproduction, RunHistory, RunStatus, RunSummary, Runs, Series,
+    diff,
 };
 use clap::Args;
 
-use super::diff::{differences, provenance};
 use super::{RunsFolder, label};
 use crate::error::{Error, Result};
 use crate::text::{note, plain, print, shell_line, short};
@@ -48,15 +48,20 @@ pub(super) fn run(arguments: &ReproduceArgs) -> Result<ExitCode> {
         label(&original.folder)
     ))?;
     let different = Results::of(&original, arguments).differences(&Results::of(&again, arguments));
+    let inputs = diff(&original, &again);
     if different.is_empty() {
-        print(&same_text(&original, arguments))?;
+        let by = match inputs.iter().any(|input| input.what == "binary") {
+            true => ", by another binary",
+            false => "",
+        };
+        print(&format!("{}{by}\n", same_text(&original, arguments)))?;
         return Ok(ExitCode::SUCCESS);
     }
     let mut text = String::new();
     for line in different {
         text.push_str(&format!("different: {line}\n"));
     }
-    for input in differences(&original, &again) {
+    for input in inputs {
         text.push_str(&format!(
             "another input: {}\n",
             short(&plain(&input.to_string()))
@@ -74,7 +79,7 @@ fn command(original: &RunHistory) -> Result<Command> {
             original.folder.display()
         )));
     }
-    let provenance = provenance(original);
+    let provenance = Provenance::of(original);
     let cannot = |error: accelerator_track::Error| {
         Error::usage(format!("{} cannot be run again", label(&original.folder))).with_source(error)
     };
@@ -238,7 +243,7 @@ fn same_text(run: &RunHistory, arguments: &ReproduceArgs) -> String {
             text.push_str(&format!(", and the artifacts {}", plain(&names.join(", "))));
         }
     }
-    text + "\n"
+    text
 }
 
 const TAG: &str = "reproduces";

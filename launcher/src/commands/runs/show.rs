@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
 use accelerator_track::{
-    MediaContent, Number, RunAttempt, RunHistory, RunStatus, RunSummary, Series,
+    MediaContent, Number, Provenance, RunAttempt, RunHistory, RunStatus, RunSummary, Series,
 };
 use clap::Args;
 use serde::Serialize;
@@ -28,7 +28,11 @@ pub(super) struct ShowArgs {
     #[arg(long = "metric", value_name = "KEY")]
     metrics: Vec<String>,
 
-    /// Print JSON.
+    /// Show also the environment variables by which launchers and schedulers told the program its place.
+    #[arg(long)]
+    all: bool,
+
+    /// Print JSON, with everything.
     #[arg(long)]
     json: bool,
 }
@@ -53,7 +57,7 @@ pub(super) fn run(arguments: &ShowArgs) -> Result<ExitCode> {
     let details = RunDetails::of(&history, &arguments.metrics)?;
     print(&match (arguments.json, details.points.is_empty()) {
         (true, _) => json(&details)?,
-        (false, true) => details.text(&history),
+        (false, true) => details.text(&history, arguments),
         (false, false) => details.points.iter().map(|x| points(x)).collect(),
     })
 }
@@ -92,7 +96,7 @@ impl<'a> RunDetails<'a> {
         })
     }
 
-    fn text(&self, history: &RunHistory) -> String {
+    fn text(&self, history: &RunHistory, arguments: &ShowArgs) -> String {
         let run = &self.summary;
         let mut rows: Vec<[String; 2]> = Vec::new();
         let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
@@ -133,12 +137,16 @@ impl<'a> RunDetails<'a> {
         section(&mut text, "attempts", self.attempts());
         section(&mut text, "artifacts", self.artifacts());
         section(&mut text, "system", self.measured());
-        let provenance = history.attempts.last().map(|x| &x.provenance);
-        section(
-            &mut text,
-            "provenance",
-            provenance.map(facts).unwrap_or_default(),
-        );
+        let last = history.attempts.last();
+        let mut provenance = last.map_or(Value::Null, |x| x.provenance.clone());
+        if let Some(Value::Object(environment)) = provenance.get_mut("environment")
+            && !arguments.all
+        {
+            let known = Provenance::of(history);
+            let own: Vec<&str> = known.own_environment().collect();
+            environment.retain(|name, _| own.contains(&name.as_str()));
+        }
+        section(&mut text, "provenance", facts(&provenance));
         if run.status == RunStatus::Interrupted {
             text.push_str("\nIt ended without saying how: it was killed, or its host was lost.\n");
         }

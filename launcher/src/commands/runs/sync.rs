@@ -1,5 +1,6 @@
 //! `accel-launch runs sync`.
 
+use std::error::Error as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
@@ -46,7 +47,7 @@ pub(super) struct SyncArgs {
     #[arg(long)]
     live: bool,
 
-    /// Say only what would be delivered.
+    /// Say only which runs would be delivered where, without asking whether anything of them is missing there.
     #[arg(long)]
     dry_run: bool,
 }
@@ -72,7 +73,7 @@ pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
     };
     let mut text = String::new();
     let mut has_failed = false;
-    for folder in &folders {
+    for (at, folder) in folders.iter().enumerate() {
         let mut sink = arguments.sink(folder)?;
         let (name, place) = (label(folder), sink.name());
         if arguments.dry_run {
@@ -80,16 +81,22 @@ pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
             continue;
         }
         // The others are delivered all the same.
-        match deliver(folder, &mut *sink).map_err(failed) {
-            Ok(()) => text.push_str(&format!("{name}: delivered to {place}\n")),
-            Err(error) => {
-                has_failed = true;
+        if let Err(error) = deliver(folder, &mut *sink) {
+            has_failed = true;
+            // A server that refuses a run answers: there is no error below.
+            let is_silent = error.is_remote() && error.source().is_some();
+            let error = chain(&failed(error));
+            note(&format!("{name}: not delivered to {place}: {error}"));
+            let rest = folders.len() - at - 1;
+            if is_silent && rest > 0 {
                 note(&format!(
-                    "{name}: not delivered to {place}: {}",
-                    chain(&error)
+                    "{rest} more runs were not tried: give the same command again when the server answers"
                 ));
+                break;
             }
+            continue;
         }
+        text.push_str(&format!("{name}: delivered to {place}\n"));
     }
     print(&text)?;
     match has_failed {

@@ -73,6 +73,36 @@ fn gc_removes_what_was_selected_and_nothing_else() {
 }
 
 #[test]
+fn gc_removes_what_a_start_or_an_upload_left_where_it_is_old() {
+    let folder = Folder::new();
+    let notes = folder.write("runs/notes/readme", "of somebody");
+    folder.write("runs/started/lock", "");
+    let upload = "runs/.a.uploading-019a0000-0000-7000-8000-000000000000";
+    folder.write(&format!("{upload}/journal.jsonl"), "12345");
+    std::fs::create_dir(folder.path().join("runs/empty")).unwrap();
+    let all = left(&folder);
+    // Without an age, or younger: they are named.
+    for arguments in [&[][..], &["--older-than", "1h"]] {
+        let line = [&["runs", "gc", "--yes"], arguments].concat();
+        let ended = folder.launch(line).expect(0);
+        assert_eq!(ended.text(), "nothing to remove\n");
+        ended
+            .says("runs/started has no journal")
+            .says("is of an upload that did not end")
+            .says("--older-than");
+        assert_eq!(left(&folder), all);
+    }
+    let line = ["runs", "gc", "--older-than", "0s", "--dry-run"];
+    let text = folder.launch(line).expect(0).text();
+    assert_eq!(lines(&text).len(), 4, "{text}");
+    assert_eq!(left(&folder), all);
+    let line = ["runs", "gc", "--older-than", "0s", "--yes"];
+    folder.launch(line).expect(0);
+    assert_eq!(left(&folder), ["notes"]);
+    assert!(notes.exists(), "it is no run's");
+}
+
+#[test]
 fn gc_removes_artifacts_that_nothing_needs() {
     let folder = Folder::new();
     let first = RunSummary::read(finished(&folder, "a", 0.1)).unwrap();

@@ -1,7 +1,9 @@
 //! `export`, `report`, `upload` and `sync`.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
 
 use super::{builder, finished, json_of, resumed};
 use crate::support::Folder;
@@ -143,9 +145,11 @@ fn a_report_is_one_file() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
     resumed(&folder, "b");
-    folder
+    let text = folder
         .launch(["runs", "report", "a", "b", "-o", "both.html"])
-        .expect(0);
+        .expect(0)
+        .text();
+    assert_eq!(text, "both.html: the report of 2 runs\n");
     let page = folder.read("both.html");
     assert!(page.contains("train/loss") && page.contains("model.layers"));
     assert!(!page.contains("src=\"http") && !page.contains("href=\"http"));
@@ -153,6 +157,56 @@ fn a_report_is_one_file() {
         .launch(["runs", "report", "a", "-o", "no/such/a.html"])
         .expect(2)
         .says("no/such/a.html");
+}
+
+#[test]
+fn a_report_that_cannot_be_written_leaves_what_was_there() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    folder.write("old.html", "old");
+    for file in ["old.html", "new.html"] {
+        // No file may be longer than a block.
+        let launcher = env!("CARGO_BIN_EXE_accel-launch");
+        let line = format!("trap '' XFSZ; ulimit -f 1; exec {launcher} runs report a -o {file}");
+        let mut command = Command::new("sh");
+        command.args(["-c", &line]).current_dir(folder.path());
+        let ended = crate::support::Run::start(command).end();
+        ended.expect(1).says(file);
+    }
+    assert_eq!(folder.read("old.html"), "old");
+    let files = fs::read_dir(folder.path()).unwrap();
+    let mut names: Vec<_> = files.map(|x| x.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["old.html", "runs"]);
+}
+
+#[test]
+fn what_is_no_file_is_written_to_and_files_are_as_others() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    let pipe = folder.path().join("pipe");
+    let made = Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
+    let usual = mode(&folder.write("usual", ""));
+    for (line, beginning) in [
+        (&["report", "a", "-o"][..], "<!DOCTYPE"),
+        (&["export", "a", "--format", "json", "-o"], "{"),
+    ] {
+        let line = [&["runs"], line].concat();
+        let mut reader = Command::new("sh");
+        reader.args(["-c", "exec cat pipe > copy"]);
+        let mut reader = reader.current_dir(folder.path()).spawn().unwrap();
+        folder.launch([&line[..], &["pipe"]].concat()).expect(0);
+        let is_pipe = fs::metadata(&pipe).unwrap().file_type().is_fifo();
+        if !is_pipe {
+            reader.kill().unwrap();
+        }
+        assert!(reader.wait().unwrap().success() && is_pipe, "{line:?}");
+        assert!(folder.read("copy").starts_with(beginning), "{line:?}");
+        folder.launch([&line[..], &["file"]].concat()).expect(0);
+        assert_eq!(mode(&folder.path().join("file")), usual, "{line:?}");
+    }
 }
 
 #[test]
@@ -183,6 +237,14 @@ fn a_server_that_is_not_there_is_told() {
         .launch(["runs", "sync", "a", "--to", &place])
         .expect(1)
         .says("a: not delivered to MLflow at http://127.0.0.1:");
+    finished(&folder, "b", 0.1);
+    finished(&folder, "c", 0.1);
+    let ended = folder
+        .launch(["runs", "sync", "--all", "--to", &place])
+        .expect(1)
+        .says("a: not delivered to MLflow")
+        .says("2 more runs were not tried: give the same command again when the server answers");
+    assert_eq!(ended.text().matches("MLflow at").count(), 0);
     folder
         .launch(["runs", "sync", "a", "--to", "mlflow:somewhere"])
         .expect(2)

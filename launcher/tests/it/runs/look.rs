@@ -53,7 +53,16 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
         ["third", "a/b"]
     );
     assert_eq!(names(&["--tag", "group=a"]), ["first"]);
+    assert_eq!(names(&["--tag", "group"]), ["first"]);
     assert!(names(&["--tag", "group=b"]).is_empty());
+    let text = folder.launch(["runs", "list", "--runs", "runs/notes"]);
+    assert_eq!(text.expect(0).text(), "no runs in runs/notes\n");
+    let line = ["runs", "list", "--sort", "nonsense"];
+    folder
+        .launch(line)
+        .expect(2)
+        .says("nothing of the runs is called \"nonsense\"")
+        .says("age, name, status, duration, step, lr, model.layers, train/loss, train/odd, test/accuracy");
     drop(running);
     assert_eq!(names(&["--status", "interrupted"]), ["third"]);
 
@@ -129,6 +138,31 @@ fn show_tells_everything_about_a_run() {
     assert_eq!(details["points"][0]["points"][2]["value"], 0.25);
     assert_eq!(details["starts"][1]["resumed"], 2);
     assert_eq!(details["status"], "failed");
+}
+
+#[test]
+fn show_leaves_out_the_variables_of_launchers_unless_it_is_asked() {
+    let folder = Folder::new();
+    let provenance = json!({ "environment": {
+        "RANK": "0",
+        "ACCEL_PORT": "1",
+        "ACCEL_OVERLAP": "off",
+        "ACCEL_PRECISION": "bf16",
+        "ACCEL_SET_BY_LAUNCHER": "ACCEL_PORT,ACCEL_OVERLAP",
+        "RAYON_NUM_THREADS": "2",
+    } });
+    let run = builder(&folder, "a").provenance(provenance).start();
+    run.unwrap().finish().unwrap();
+    let variables = |arguments: &[&str]| {
+        let line = [&["runs", "show", "a"], arguments].concat();
+        let text = folder.launch(line).expect(0).text();
+        let shown = lines(&text).into_iter();
+        let of_environment = shown.filter_map(|x| Some(x.strip_prefix("environment.")?.to_owned()));
+        of_environment.collect::<Vec<_>>()
+    };
+    let own = ["ACCEL_PRECISION bf16", "RAYON_NUM_THREADS 2"];
+    assert_eq!(variables(&[]), own);
+    assert_eq!(variables(&["--all"]).len(), 6);
 }
 
 #[test]
@@ -262,7 +296,12 @@ fn wrong_places_are_told() {
         .expect(1)
         .says("is of format 2");
     let text = folder.launch(["runs", "list"]).expect(0).text();
-    assert!(text.contains("is of format 2"), "{text}");
+    assert_eq!(lines(&text)[1], "a newer", "{text}");
+    assert!(lines(&text)[2].starts_with("newer: the run in runs/a is of format 2"));
+    assert!(!text.contains("damaged"), "{text}");
+    let list = json_of(&folder.launch(["runs", "list", "--json"]).expect(0).text());
+    assert_eq!(list["newer"][0]["folder"], "runs/a");
+    assert_eq!(list["damaged"], json!([]));
 }
 
 /// CRC-32C, bit by bit.

@@ -1,6 +1,8 @@
 //! `reproduce`.
 
 use std::fs;
+use std::io::Write;
+use std::path::Path;
 use std::process::Command;
 
 use accelerator_track::{Artifact, Capture, Run, Runs};
@@ -48,8 +50,12 @@ fn a_program_that_trains() {
 }
 
 fn trained(folder: &Folder) {
+    trained_by(folder, &std::env::current_exe().unwrap());
+}
+
+fn trained_by(folder: &Folder, program: &Path) {
     folder.write("rate", "0.1");
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = Command::new(program);
     command.args(PROGRAM).current_dir(folder.path());
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("ACCEL_") {
@@ -81,6 +87,23 @@ fn the_same_bits_are_told() {
     assert_eq!(again.tags["reproduces"], first.id.to_string());
     let line = ["runs", "diff", "a", "a-2", "--exit-code"];
     folder.launch(line).expect(0);
+}
+
+#[test]
+fn the_same_bits_by_another_binary_are_told() {
+    let folder = Folder::new();
+    let program = folder.path().join("program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    trained_by(&folder, &program);
+    // What follows an executable's end does not change what it does.
+    let mut file = fs::OpenOptions::new().append(true).open(&program).unwrap();
+    file.write_all(b"rebuilt").unwrap();
+    drop(file);
+    let line = ["runs", "reproduce", "a", "--ignore", "time/*"];
+    let text = folder.launch(line).expect(0).text();
+    let last = lines(&text).pop().unwrap();
+    assert!(last.starts_with("the same bits: "), "{text}");
+    assert!(last.ends_with(", by another binary"), "{text}");
 }
 
 #[test]

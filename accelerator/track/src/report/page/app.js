@@ -43,6 +43,7 @@ const withLinks = (detail, href) => {
 const take = (run) => {
   run.color = color(run.i);
   run.version ??= 0;
+  run.words = [run.label, run.name, run.folder].join("\n").toLowerCase();
   run.byKey = new Map(run.series.map((x) => [x.key, x]));
   runs.set(run.i, run);
 };
@@ -72,7 +73,7 @@ class MetricCard {
     this.element.hidden = !list.length || !matches(this.key);
     // A report has all its values in its text; a board shows those that are looked at.
     if (this.element.hidden || (live && !this.visible)) return;
-    const signature = JSON.stringify(list.map((run) => [run.i, run.name, run.byKey.get(this.key)]));
+    const signature = JSON.stringify(list.map((run) => [run.i, run.label, run.byKey.get(this.key)]));
     if (signature !== this.signature) this.legend.replaceChildren(...legend(list, this.key));
     this.signature = signature;
     if (!this.visible) return;
@@ -95,7 +96,7 @@ class MetricCard {
     const lines = [];
     for (const run of list) {
       const columns = this.columns.get(run.i);
-      if (columns) lines.push({ label: run.name, color: run.color, x: xOf(columns), y: columns.v });
+      if (columns) lines.push({ label: run.label, color: run.color, x: xOf(columns), y: columns.v });
     }
     this.chart.view = { smooth: state.smooth, log: state.log };
     this.chart.wholeX = state.x === "step";
@@ -113,14 +114,14 @@ const xOf = (columns) => {
 const words = (run, key) => {
   const { last, min, max } = run.byKey.get(key);
   const value = (x) => (x ? `${fmt(number(x.v))} at step ${x.s}` : "none");
-  return `${run.name}: last ${value(last)}, least ${value(min)}, greatest ${value(max)}`;
+  return `${run.label}: last ${value(last)}, least ${value(min)}, greatest ${value(max)}`;
 };
 const legend = (list, key) => {
   const several = runs.size > 1;
   const cell = (x) => h("td", { title: x ? `${String(number(x.v))} at step ${x.s}` : null }, x ? fmt(number(x.v)) : "–");
   const row = (run) => {
     const series = run.byKey.get(key);
-    return h("tr", { color: run.color }, several ? h("th", { scope: "row" }, dot(), run.name) : null, cell(series.last), cell(series.min), cell(series.max), series.odd ? h("td", { class: "bad", title: "values that are infinite or no numbers" }, `${series.odd} not finite`) : null);
+    return h("tr", { color: run.color }, several ? h("th", { scope: "row" }, dot(), run.label) : null, cell(series.last), cell(series.min), cell(series.max), series.odd ? h("td", { class: "bad", title: "values that are infinite or no numbers" }, `${series.odd} not finite`) : null);
   };
   return [h("table", {}, h("thead", {}, h("tr", {}, several ? h("th", { scope: "col" }, "run") : null, ["last", "min", "max"].map((word) => h("th", { scope: "col" }, word)))), h("tbody", {}, list.map(row)))];
 };
@@ -195,7 +196,7 @@ const runList = h("div", { class: "list" });
 const side = h("details", { class: "side card" },
   h("summary", {}, "Runs ", h("span", { class: "soft count" })),
   h("div", { class: "toolbar" },
-    h("input", { type: "search", placeholder: "runs", "aria-label": "filter of runs", oninput: (event) => {
+    h("input", { type: "search", placeholder: "runs", "aria-label": "filter of runs, by name or folder", oninput: (event) => {
       state.runFilter = event.target.value.toLowerCase();
       drawSide();
     } }),
@@ -204,21 +205,21 @@ const side = h("details", { class: "side card" },
 const groups = h("div", {});
 const banner = h("p", { class: "failure", role: "status", hidden: true });
 
+const listed = () => all().filter((run) => run.words.includes(state.runFilter));
 const select = (isShown) => {
-  for (const run of all()) if (run.name.toLowerCase().includes(state.runFilter)) state.hidden[isShown(run) ? "delete" : "add"](run.i);
+  for (const run of listed()) state.hidden[isShown(run) ? "delete" : "add"](run.i);
   drawSide();
   update();
 };
 const drawSide = () => {
   side.hidden = runs.size < 2;
   side.querySelector(".count").textContent = `${selected().length} of ${runs.size}`;
-  const list = all().filter((run) => run.name.toLowerCase().includes(state.runFilter));
-  runList.replaceChildren(...list.map((run) => h("label", { color: run.color, title: run.folder },
+  runList.replaceChildren(...listed().map((run) => h("label", { color: run.color, title: `${run.name}, in ${run.folder}` },
     h("input", { type: "checkbox", checked: !state.hidden.has(run.i), onchange: (event) => {
       state.hidden[event.target.checked ? "delete" : "add"](run.i);
       drawSide();
       update();
-    } }), dot(), h("span", { class: "name" }, run.name), badge(run.status))));
+    } }), dot(), h("span", { class: "name" }, run.label), badge(run.status))));
 };
 
 const drawCharts = () => {
@@ -254,7 +255,7 @@ const systemCharts = (chosen, known) => {
     chart.xName = "after";
     chart.xFormat = (x) => (x < 0 ? "" : duration(Math.round(x * 1000)));
     watchSize(chart);
-    const label = (line) => (chosen.length > 1 ? `${line.run.name} · rank ${line.rank}` : `rank ${line.rank}`);
+    const label = (line) => (chosen.length > 1 ? `${line.run.label} · rank ${line.rank}` : `rank ${line.rank}`);
     const hue = (line) => (chosen.length > 1 ? line.run.color : color(line.rank));
     const show = yFormat || ((x) => fmt(x));
     later(() => chart.set(lines.map((line) => ({ label: label(line), color: hue(line), dash: chosen.length > 1 && line.rank ? [2 + line.rank * 2, 2] : null, x: line.t.map((t) => t / 1000), y: line.v.map(number) })), `${name} of ${ranks} ranks`));
@@ -274,7 +275,7 @@ const drawDetails = async () => {
   const known = await Promise.all(chosen.map((run) => source.detail(run.i)));
   const several = chosen.length > 1;
   const few = selected().length > chosen.length ? h("p", { class: "soft" }, `The first ${chosen.length} of the ${selected().length} chosen runs.`) : null;
-  const ids = chosen.map((run) => [run.i, run.name]);
+  const ids = chosen.map((run) => [run.i, run.label]);
   put("media", [ids, known.map((x) => x.media)], () => {
     const keys = [...new Set(known.flatMap((x) => x.media.map((one) => one.kind + " " + one.key)))];
     const made = keys.flatMap((key) => chosen.flatMap((run, at) => known[at].media.filter((one) => one.kind + " " + one.key === key).map((one) => mediaCard(run, one, several))));
@@ -295,7 +296,7 @@ const drawDetails = async () => {
     const provenance = new Map(chosen.map((run, at) => [run, flat((known[at].attempts.at(-1) || {}).provenance)]));
     const any = [...provenance.values()].some((x) => Object.keys(x).length);
     return [few, any ? matrix(chosen, (run) => provenance.get(run), state.only, "platforms") : null, chosen.map((run, at) => {
-      const it = h("details", { class: "run card", color: run.color, open: open.has(String(run.i)) }, h("summary", {}, dot(), h("b", {}, run.name), " ", badge(run.status)), runDetail(run, known[at]));
+      const it = h("details", { class: "run card", color: run.color, open: open.has(String(run.i)) }, h("summary", {}, dot(), h("b", {}, run.label), " ", badge(run.status)), runDetail(run, known[at]));
       it.dataset.run = run.i;
       return it;
     })];
@@ -314,7 +315,7 @@ const update = () => {
     });
   });
   drawCharts();
-  put("artifacts", list.map((run) => [run.i, run.name, run.status, run.artifacts]), () => {
+  put("artifacts", list.map((run) => [run.i, run.label, run.status, run.artifacts]), () => {
     const graph = lineage(list);
     return graph ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "lineage" }, graph) : [];
   });

@@ -11,7 +11,7 @@ const lineage = (runs) => {
   };
   for (const run of runs) {
     if (!run.artifacts.length) continue;
-    const center = node("run " + run.i, () => ({ kind: "run", title: run.name, detail: run.status, color: run.color }));
+    const center = node("run " + run.i, () => ({ kind: "run", title: run.label, detail: run.status, color: run.color }));
     for (const artifact of run.artifacts) {
       const name = `${artifact.name}:v${artifact.version}`;
       const other = node("artifact " + name + " " + artifact.digest, () => ({ kind: "artifact", title: name, detail: artifact.digest.slice(0, 12) }));

@@ -14,7 +14,7 @@ const mediaCard = (run, media, several) => {
     : null;
   const few = media.of > media.items.length ? h("span", { class: "soft" }, `${media.items.length} of ${media.of} steps`) : null;
   const card = h("figure", { class: "card", color: run.color },
-    h("figcaption", {}, h("b", {}, media.key), several ? h("span", { class: "run" }, h("i", { class: "dot" }), run.name) : null),
+    h("figcaption", {}, h("b", {}, media.key), several ? h("span", { class: "run" }, h("i", { class: "dot" }), run.label) : null),
     body, h("div", { class: "steps" }, slider, label, few));
   show(last);
   return card;

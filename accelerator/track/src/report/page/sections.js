@@ -51,7 +51,7 @@ const matrix = (runs, valuesOf, only, label) => {
   const kept = rows.filter((row) => row.differs || !only);
   if (!kept.length) return h("p", { class: "empty" }, only && rows.length ? "Nothing differs." : "None.");
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", { class: "matrix" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "key"), runs.map((run) => h("th", { scope: "col", color: run.color }, dot(), run.name)))),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "key"), runs.map((run) => h("th", { scope: "col", color: run.color }, dot(), run.label)))),
     h("tbody", {}, kept.map((row) => h("tr", { class: row.differs ? "differs" : null },
       h("th", { scope: "row" }, row.key), row.cells.map((cell) => h("td", {}, cell === null ? h("span", { class: "soft" }, "–") : leaf(cell))))))));
 };
@@ -71,7 +71,7 @@ const tile = (label, value, title) => h("div", { class: "tile", title }, h("span
 const failure = (run) => {
   if (run.failure === null || run.failure === undefined) return null;
   const word = typeof run.failure === "string" ? run.failure : run.failure.message || run.failure.error;
-  return h("div", { class: "failure", role: "alert" }, h("b", {}, `${run.name} ${run.status}`),
+  return h("div", { class: "failure", role: "alert" }, h("b", {}, `${run.label} ${run.status}`),
     word ? h("pre", { tabindex: "0" }, shown(word)) : null,
     typeof run.failure === "object" ? h("details", { open: !word }, h("summary", {}, "all that is known"), tree(run.failure)) : null);
 };
@@ -81,7 +81,7 @@ const overviewOfOne = (run) => [
   h("div", { class: "tiles" }, tile("status", badge(run.status)), tile("created", date(run.created_ms)), tile("duration", duration(run.duration_ms)),
     tile("last step", run.last_step === null ? "–" : fmt(run.last_step)), tile("ranks", String(run.world)), tile("attempts", String(run.attempts)), tile("metrics", String(run.series.length))),
   Object.keys(run.tags).length ? h("p", { class: "tags" }, Object.entries(run.tags).map(([key, value]) => h("span", { class: "tag" }, h("span", { class: "soft" }, key), " ", value))) : null,
-  h("p", { class: "soft id" }, "run ", h("code", {}, run.id)),
+  h("p", { class: "soft id" }, "run ", h("code", {}, run.id), " in ", h("code", {}, run.folder)),
 ];
 
 // A table of runs that is sorted by a click on a column's head.
@@ -90,7 +90,7 @@ const overviewOfMany = (runs, order, sorted) => {
     .filter((key) => new Set(runs.map((run) => shown(run.hyperparameters[key] ?? null))).size > 1).slice(0, 12);
   const metrics = [...new Set(runs.flatMap((run) => run.series.map((x) => x.key)))].slice(0, 12);
   const columns = [
-    ["name", (run) => run.name], ["status", (run) => run.status], ["created", (run) => run.created_ms, date], ["duration", (run) => run.duration_ms, duration],
+    ["run", (run) => run.label], ["status", (run) => run.status], ["created", (run) => run.created_ms, date], ["duration", (run) => run.duration_ms, duration],
     ["step", (run) => run.last_step, fmt],
     ...metrics.map((key) => [key, (run) => (run.byKey.has(key) && run.byKey.get(key).last ? number(run.byKey.get(key).last.v) : null), fmt]),
     ...differing.map((key) => [key, (run) => run.hyperparameters[key] ?? null, shown]),
@@ -103,7 +103,7 @@ const overviewOfMany = (runs, order, sorted) => {
     h("thead", {}, h("tr", {}, columns.map(([name], at) => h("th", { scope: "col", class: at >= 5 + metrics.length ? "given" : null, "aria-sort": name === by ? (down ? "descending" : "ascending") : null },
       h("button", { type: "button", onclick: () => sorted(name) }, name, name === by ? (down ? " ↓" : " ↑") : ""))))),
     h("tbody", {}, list.map((run) => h("tr", { color: run.color }, columns.map(([name, of, show]) => {
-      if (name === "name") return h("th", { scope: "row" }, dot(), run.name);
+      if (name === "run") return h("th", { scope: "row" }, dot(), run.label);
       if (name === "status") return h("td", {}, badge(run.status));
       const value = of(run);
       return h("td", {}, value === null ? h("span", { class: "soft" }, "–") : show(value));
