@@ -33,7 +33,9 @@ pub fn train(file: &Path, pushed: &Path) -> Result<ExitCode> {
     trainer.train()?;
     trainer.push(pushed)?;
     let restarts = trainer.accelerator().restarts();
-    trainer.accelerator().print(format_args!("after {restarts} restarts"));
+    trainer
+        .accelerator()
+        .print(format_args!("after {restarts} restarts"));
     trainer.finish()
 }
 

@@ -60,7 +60,12 @@ fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     let options = ["-n", "2", "--max-restarts", "20", "--restart-delay", "0"];
     let ended = launch(killed.path(), &options, faults);
     assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-    assert!(ended.stdout.contains("after 10 restarts"), "{}\n{}", ended.stdout, ended.stderr);
+    assert!(
+        ended.stdout.contains("after 10 restarts"),
+        "{}\n{}",
+        ended.stdout,
+        ended.stderr
+    );
 
     let model = |folder: &Path| std::fs::read(folder.join("pushed/model.safetensors")).unwrap();
     assert_eq!(model(killed.path()), model(undisturbed.path()));
