@@ -12,7 +12,7 @@ pub struct TrackArgs {
     #[arg(long, value_name = "NAME")]
     pub track: Option<String>,
 
-    /// Write event files for TensorBoard to this folder, too [the run has the program's name where --track has none]
+    /// Write event files for TensorBoard below this folder, too [the run has the program's name where --track has none]
     #[arg(long, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
 }

@@ -209,7 +209,7 @@ fn finish(
     if let Some(run) = state.run.take()
         && let Err(error) = end(run)
     {
-        user_message::warn(&format!("the end of the run is not written: {error}"));
+        user_message::warn(&format!("the run is not recorded completely: {error}"));
     }
 }
 

@@ -19,7 +19,7 @@ use accelerator_track::{CsvFile, RunBuilder, Sink, TensorBoard};
 /// let table = std::fs::read_to_string(runs.join("mnist/metrics.csv"))?;
 /// assert!(table.contains("train/loss,0.5"));
 ///
-/// let trackers = [Tracker::TensorBoard, Tracker::TensorBoardIn("logs/mnist".into())];
+/// let trackers = [Tracker::TensorBoard, Tracker::TensorBoardIn("logs".into())];
 /// #[cfg(feature = "mlflow")]
 /// let trackers = trackers.into_iter().chain([Tracker::Mlflow]);
 /// # drop(trackers);
@@ -32,7 +32,8 @@ pub enum Tracker {
     Csv,
     /// Event files of TensorBoard, in `tensorboard` in the folder of the run: `tensorboard --logdir runs` shows all runs.
     TensorBoard,
-    /// Event files of TensorBoard in that folder, directly.
+    /// Event files of TensorBoard below that folder, in one with the name of the run's folder: `tensorboard --logdir logs`
+    /// shows all runs that are recorded there.
     TensorBoardIn(PathBuf),
     /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME`. With the
     /// feature `mlflow`; another server is a [`Tracker::sink`].
@@ -65,7 +66,7 @@ impl Tracker {
         Ok(match self {
             Self::Csv => run.sink(CsvFile::in_run()),
             Self::TensorBoard => run.sink(TensorBoard::in_run()),
-            Self::TensorBoardIn(folder) => run.sink(TensorBoard::new(folder)),
+            Self::TensorBoardIn(folder) => run.sink(TensorBoard::below(folder)),
             #[cfg(feature = "mlflow")]
             Self::Mlflow => run.sink(accelerator_track::MlflowSink::from_env()?),
             Self::Sink(make) => run.sink(make()),

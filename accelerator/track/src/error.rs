@@ -74,6 +74,28 @@ impl Error {
         self.0.kind == Kind::Io
     }
 
+    /// Whether the same may succeed later, though nobody corrects anything.
+    pub(crate) fn is_temporary(&self) -> bool {
+        let source = self.0.source.as_deref();
+        let io = source.and_then(|source| source.downcast_ref::<io::Error>());
+        match self.0.kind {
+            Kind::Remote | Kind::Conflict => true,
+            Kind::Io => !matches!(
+                io.map(io::Error::kind),
+                Some(
+                    io::ErrorKind::AlreadyExists
+                        | io::ErrorKind::InvalidFilename
+                        | io::ErrorKind::InvalidInput
+                        | io::ErrorKind::IsADirectory
+                        | io::ErrorKind::NotADirectory
+                        | io::ErrorKind::PermissionDenied
+                        | io::ErrorKind::ReadOnlyFilesystem
+                )
+            ),
+            Kind::NotFound | Kind::Corrupt | Kind::Incompatible | Kind::Misuse => false,
+        }
+    }
+
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             kind,

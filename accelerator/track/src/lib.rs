@@ -22,7 +22,7 @@ pub use provenance::{
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use report::Report;
-pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
+pub use run::{Histogram, Run, RunBuilder, RunMark, deliver, export};
 pub use run_id::RunId;
 pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
@@ -51,3 +51,4 @@ mod sink;
 mod system;
 mod tensorboard;
 mod upload;
+mod warning;

@@ -343,7 +343,7 @@ fn mnist_is_recorded_where_it_is_told_to() {
     assert_eq!(folder.path().read_dir().unwrap().count(), 0);
     run(2, &["--log-dir", "logs"]);
     run(1, &["--track", "alone"]);
-    let events = folder.path().join("logs").read_dir().unwrap();
+    let events = folder.path().join("logs/mnist").read_dir().unwrap();
     let names = events.map(|event| event.unwrap().file_name().into_string().unwrap());
     let names: Vec<_> = names.collect();
     assert!(

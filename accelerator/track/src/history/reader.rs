@@ -1,12 +1,10 @@
 //! Reading a run.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map;
 use std::path::Path;
 
 use super::RunHistory;
 use crate::error::{Error, Kind, Result};
-use crate::journal::{self, Followed, Follower, RunLock};
+use crate::journal::{self, Followed, Follower, RankJournals, RunLock};
 use crate::sink::Delivery;
 
 /// Reads a run that may be being written, again and again.
@@ -30,7 +28,7 @@ use crate::sink::Delivery;
 pub struct HistoryReader {
     history: RunHistory,
     follower: Follower,
-    ranks: BTreeMap<usize, Follower>,
+    ranks: RankJournals,
 }
 
 impl HistoryReader {
@@ -53,23 +51,20 @@ impl HistoryReader {
             ),
             false => error,
         };
-        let mut follower = Follower::open(&path, Delivery::Live).map_err(missing)?;
-        let head = match follower.poll(1)? {
-            Followed::Entries(mut entries) if !entries.is_empty() => entries.remove(0),
-            _ => {
-                return Err(Error::new(
-                    Kind::NotFound,
-                    format!(
-                        "the run in {} has not begun: its journal is empty",
-                        folder.display()
-                    ),
-                ));
-            }
-        };
+        let head = journal::first_entry(&path).map_err(missing)?;
+        let head = head.ok_or_else(|| {
+            Error::new(
+                Kind::NotFound,
+                format!(
+                    "the run in {} has not begun: its journal is empty",
+                    folder.display()
+                ),
+            )
+        })?;
         Ok(Self {
             history: RunHistory::new(folder, &head)?,
-            follower,
-            ranks: BTreeMap::new(),
+            follower: Follower::open(&path, Delivery::Live)?,
+            ranks: RankJournals::default(),
         })
     }
 
@@ -100,16 +95,13 @@ impl HistoryReader {
                 self.history.take(entry);
             }
         }
-        for (rank, path) in journal::rank_journals(&self.history.folder) {
-            let follower = match self.ranks.entry(rank) {
-                btree_map::Entry::Occupied(known) => known.into_mut(),
-                btree_map::Entry::Vacant(new) => new.insert(Follower::open(&path, Delivery::Live)?),
-            };
-            while let Followed::Entries(entries) = follower.poll(BATCH)? {
-                if entries.is_empty() {
-                    break;
-                }
-                has_changed = true;
+        loop {
+            let polled = self.ranks.poll(&self.history.folder, BATCH);
+            if polled.is_empty() {
+                break;
+            }
+            has_changed = true;
+            for (rank, entries) in polled {
                 for entry in entries {
                     self.history.take_system(rank, entry);
                 }

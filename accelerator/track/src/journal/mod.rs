@@ -1,18 +1,21 @@
 //! The journal of a run: lines with checksums, of which some supersede others.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::record::{Entry, Record};
 use reader::LineReader;
 
 pub(crate) use follower::{Followed, Follower};
 pub(crate) use lock::RunLock;
+pub(crate) use ranks::RankJournals;
 pub(crate) use writer::{JournalWriter, now_ms};
 
 mod follower;
 mod line;
 mod lock;
+mod ranks;
 mod reader;
 mod supersession;
 #[cfg(test)]
@@ -61,9 +64,38 @@ pub(crate) fn rank_journals(folder: &Path) -> Vec<(usize, PathBuf)> {
     journals.collect()
 }
 
-/// The first entry of a journal; none where it is empty, or cut within its first line.
+/// The first entry of a journal; none where it is empty.
 pub(crate) fn first_entry(path: &Path) -> Result<Option<Entry>> {
-    Ok(LineReader::open(path)?.next()?.and_then(line::parse))
+    let mut lines = LineReader::open(path)?;
+    let Some(line) = lines.next()? else {
+        let file = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
+        return match file.len() {
+            0 => Ok(None),
+            bytes => Err(Error::new(
+                Kind::Corrupt,
+                format!(
+                    "{} is no journal of a run: none of its {bytes} bytes make up an intact line; restore it, or remove its \
+                     folder",
+                    path.display()
+                ),
+            )),
+        };
+    };
+    match line::parse(line) {
+        Some(entry) => Ok(Some(entry)),
+        None => Err(unknown_line(path, 0)),
+    }
+}
+
+/// The error of an intact line that is none of this version's.
+fn unknown_line(path: &Path, byte: u64) -> Error {
+    Error::new(
+        Kind::Incompatible,
+        format!(
+            "the line at byte {byte} of {} is intact, and not of format {VERSION}, which this program knows; use a newer one",
+            path.display()
+        ),
+    )
 }
 
 const SYSTEM: &str = "system";

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::Result;
+use crate::history::RunHistory;
 use crate::record::{EndStatus, Entry, Metrics, Number, PointValue, Record};
 use crate::sink::Delivery;
 
@@ -166,6 +167,36 @@ fn a_follower_gives_each_entry_once_while_it_is_written() {
         seen.extend(entries.iter().map(|x| x.n));
     }
     assert_eq!(seen, (0..100).collect::<Vec<_>>());
+}
+
+#[test]
+fn what_is_no_journal_is_told_from_an_empty_one_and_from_a_newer_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(JOURNAL);
+    let error = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        let error = RunHistory::read(folder.path()).unwrap_err();
+        // Who cannot read it does not write it.
+        let _ = JournalWriter::open(&path, |_| {});
+        error
+    };
+    assert!(error(b"").is_not_found());
+    for rubbish in [&b"rubbish"[..], b"rub\nbish\n", &[0; 4096]] {
+        let error = error(rubbish);
+        assert!(
+            error.is_corrupt() && error.to_string().contains("no journal"),
+            "{error}"
+        );
+    }
+    // A head of which nothing but its version is as it was.
+    let text = r#"{"t":"head","n":0,"ms":1,"version":2,"runs":["a"]"#;
+    let line = format!(
+        "{text},\"c\":\"{:08x}\"}}\n",
+        crc32c::crc32c(text.as_bytes())
+    );
+    let error = error(line.as_bytes());
+    assert!(error.is_incompatible(), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), line.as_bytes());
 }
 
 proptest! {

@@ -21,7 +21,9 @@ pub(crate) struct JournalWriter {
     length: u64,
     next: u64,
     waiting: Vec<u8>,
+    /// Those that the journal does not tell of yet.
     lost: u64,
+    lost_in_all: u64,
 }
 
 impl JournalWriter {
@@ -34,6 +36,7 @@ impl JournalWriter {
             next: 0,
             waiting: Vec::new(),
             lost: 0,
+            lost_in_all: 0,
         })
     }
 
@@ -41,7 +44,11 @@ impl JournalWriter {
     pub(crate) fn open(path: &Path, mut visit: impl FnMut(Entry)) -> Result<Self> {
         let mut lines = LineReader::open(path)?;
         let mut next = 0;
-        while let Some(entry) = lines.next()?.and_then(line::parse) {
+        loop {
+            let at = lines.offset();
+            let Some(line) = lines.next()? else { break };
+            // It must not be cut off as damaged.
+            let entry = line::parse(line).ok_or_else(|| super::unknown_line(path, at))?;
             next = entry.n + 1;
             visit(entry);
         }
@@ -54,6 +61,7 @@ impl JournalWriter {
             next,
             waiting: Vec::new(),
             lost: 0,
+            lost_in_all: 0,
         };
         this.cut_tail()
             .map_err(|error| Error::io("cut the damaged end of", path, error))?;
@@ -69,11 +77,23 @@ impl JournalWriter {
     pub(crate) fn append(&mut self, ms: u64, record: Record) {
         // Without another record, the metrics that are kept would mean something else.
         if self.waiting.len() >= MOST_WAITING_BYTES && matches!(record, Record::Metrics(_)) {
-            self.lost += 1;
+            self.lose(1);
             return;
         }
         self.take_lost(ms);
         self.encode(ms, record);
+    }
+
+    /// Counts entries that are not written, to be told in the journal.
+    pub(crate) fn lose(&mut self, entries: u64) {
+        self.lost += entries;
+        self.lost_in_all += entries;
+    }
+
+    /// How many entries the journal lacks: those that were lost, and those that wait.
+    pub(crate) fn missing(&self) -> u64 {
+        let waiting = self.waiting.iter().filter(|&&x| x == b'\n').count();
+        self.lost_in_all + waiting as u64
     }
 
     /// How many bytes wait.
@@ -83,6 +103,7 @@ impl JournalWriter {
 
     /// Gives what waits to the system.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
+        self.take_lost(now_ms());
         if self.waiting.is_empty() {
             return Ok(());
         }
@@ -107,8 +128,10 @@ impl JournalWriter {
             self.cut_tail()?;
             return result;
         }
-        self.take_lost(now_ms());
-        Ok(())
+        match self.lost {
+            0 => Ok(()),
+            _ => self.flush(),
+        }
     }
 
     /// Has everything on the disk.

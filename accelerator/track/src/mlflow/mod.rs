@@ -143,6 +143,17 @@ impl Sink for MlflowSink {
         format!("MLflow at {}", self.server.address())
     }
 
+    fn sync_options(&self) -> Vec<String> {
+        let place = format!("mlflow:{}", self.server.address());
+        let mut options = ["--to", &place, "--experiment", &self.experiment]
+            .map(str::to_owned)
+            .to_vec();
+        if self.delivery == Delivery::Live {
+            options.push("--live".to_owned());
+        }
+        options
+    }
+
     fn delivery(&self) -> Delivery {
         self.delivery
     }

@@ -204,6 +204,7 @@ impl RunBuilder {
             journal.append(now, Record::Tag { set });
         }
         let folder = journal.folder.clone();
+        let begun = journal.next();
         // Sinks read the journal: it has its head before they start.
         journal.flush_or_fail()?;
         let queue = Arc::new(Queue::default());
@@ -214,6 +215,7 @@ impl RunBuilder {
             folder,
             attempt,
             settings,
+            begun,
             queue,
             worker,
         })

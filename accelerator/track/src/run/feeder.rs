@@ -1,6 +1,5 @@
 //! Delivering a run to a sink.
 
-use std::collections::{BTreeMap, btree_map};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
@@ -9,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind, Result};
 use crate::history::HistoryReader;
-use crate::journal::{self, Followed, Follower, JOURNAL, RunLock};
+use crate::journal::{Followed, Follower, JOURNAL, RankJournals, RunLock};
 use crate::record::Record;
-use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
+use crate::warning::warn;
 
 /// Delivers what is in a run's journal to a sink now.
 ///
@@ -31,7 +31,34 @@ use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 /// # Ok::<(), accelerator_track::Error>(())
 /// ```
 pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
-    let mut delivery = OpenSink::open(folder.as_ref(), sink)?;
+    let folder = folder.as_ref();
+    // A folder without a run gets no lock.
+    HistoryReader::open(folder)?;
+    let _lock = RunLock::take_for_sink(folder, &sink.name())?;
+    export(folder, sink)
+}
+
+/// Delivers what is in a run's journal to a sink that nothing else delivers to. Unlike [`deliver`], it writes nothing to
+/// the run's folder, and so does not need to be able to.
+///
+/// # Errors
+///
+/// If there is no run, or the sink refuses it.
+///
+/// ```
+/// use accelerator_track::{CsvFile, Run, export};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
+/// run.log("train", [("loss", 0.5)], 1, None);
+/// run.flush()?;
+/// let table = temporary.path().join("mnist.csv");
+/// export(run.folder(), &mut CsvFile::at(&table))?;
+/// assert!(table.exists() && !run.folder().join("metrics.csv").exists());
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+pub fn export(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
+    let mut delivery = OpenSink::open(folder.as_ref(), sink, None)?;
     while delivery.advance(sink)? == Advanced::More {}
     Ok(())
 }
@@ -40,6 +67,8 @@ pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
 #[derive(Debug)]
 pub(super) struct Feeder {
     name: String,
+    /// What delivers the rest.
+    advice: String,
     stop: mpsc::Sender<Stop>,
     /// Behind a lock, so that a run can be shared by threads.
     done: Mutex<mpsc::Receiver<Fed>>,
@@ -63,6 +92,7 @@ impl Feeder {
         let (ended, done) = mpsc::channel();
         let folder = folder.to_owned();
         let name = sink.name();
+        let advice = advice(&folder, &*sink);
         thread::Builder::new()
             .name("run-sink".to_owned())
             .spawn(move || {
@@ -74,6 +104,7 @@ impl Feeder {
             .map_err(|error| Error::new(Kind::Io, format!("no thread for {name}: {error}")))?;
         Ok(Self {
             name,
+            advice,
             stop,
             done: Mutex::new(done),
         })
@@ -89,16 +120,24 @@ impl Feeder {
                 LAST_DELIVERY.as_secs()
             ),
         };
-        tracing::warn!(
-            sink = self.name,
-            problem,
-            "the run was not delivered completely; `accel-launch runs sync` delivers the rest"
-        );
+        let Self { name, advice, .. } = &self;
+        warn(&format!(
+            "the run was not delivered completely to {name}: {problem}; {advice}"
+        ));
     }
 
     /// Gives the sink back, unless it is busy for too long.
     pub(super) fn release(self) -> Option<Box<dyn Sink>> {
-        self.end(Stop::Now).map(|(_, sink)| sink)
+        let released = self.end(Stop::Now);
+        if released.is_none() {
+            warn(&format!(
+                "{} is busy for more than {} s, and gets nothing more of this training; {}",
+                self.name,
+                LAST_DELIVERY.as_secs(),
+                self.advice
+            ));
+        }
+        released.map(|(_, sink)| sink)
     }
 
     fn end(&self, stop: Stop) -> Option<Fed> {
@@ -112,15 +151,18 @@ impl Feeder {
 fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> Result<()> {
     let mut open: Option<OpenSink> = None;
     let mut has_warned = false;
+    let mut is_waiting = false;
     let mut pause = TICK;
     let mut until = None;
     loop {
         let result = match open.as_mut() {
             Some(open) => open.advance(sink),
-            None => OpenSink::open(folder, sink).map(|opened| {
-                open = Some(opened);
-                Advanced::More
-            }),
+            None => RunLock::take_for_sink(folder, &sink.name())
+                .and_then(|lock| OpenSink::open(folder, sink, Some(lock)))
+                .map(|opened| {
+                    open = Some(opened);
+                    Advanced::More
+                }),
         };
         match result {
             Ok(Advanced::More) => continue,
@@ -136,10 +178,19 @@ fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> R
             }
             Err(error) => {
                 open = None;
-                if until.is_some_and(|until| Instant::now() + pause >= until) {
-                    return Err(error);
-                }
-                if !has_warned {
+                if let Some(until) = until {
+                    if !error.is_temporary() || Instant::now() + pause >= until {
+                        return Err(error);
+                    }
+                    if !is_waiting {
+                        is_waiting = true;
+                        warn(&format!(
+                            "the end waits for {}, for at most {} s: {error}",
+                            sink.name(),
+                            LAST_DELIVERY.as_secs()
+                        ));
+                    }
+                } else if !has_warned {
                     has_warned = true;
                     tracing::warn!(
                         sink = sink.name(), %error,
@@ -164,14 +215,41 @@ fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> R
     }
 }
 
+/// What delivers the rest of a run to a sink.
+pub(super) fn advice(folder: &Path, sink: &dyn Sink) -> String {
+    let options = sink.sync_options();
+    if options.is_empty() {
+        return format!("the journal in {} has the rest", folder.display());
+    }
+    let mut run = folder.to_string_lossy().into_owned();
+    if !run.contains('/') {
+        // Otherwise it is a name in the folder `runs`.
+        run.insert_str(0, "./");
+    }
+    let words: Vec<_> = [run].into_iter().chain(options).map(quoted).collect();
+    format!(
+        "`accel-launch runs sync {}` delivers the rest",
+        words.join(" ")
+    )
+}
+
+/// A word as shells take it.
+fn quoted(word: String) -> String {
+    let is_plain = |x: char| x.is_alphanumeric() || "-_./:=@%+,".contains(x);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word,
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    }
+}
+
 /// How far a sink that was opened is.
 struct OpenSink {
     folder: PathBuf,
     run: RunInfo,
     journal: Follower,
-    ranks: BTreeMap<usize, Follower>,
+    ranks: RankJournals,
     position: SinkPosition,
-    _lock: RunLock,
+    _lock: Option<RunLock>,
 }
 
 #[derive(Debug, Eq, PartialEq)]
@@ -183,7 +261,7 @@ enum Advanced {
 }
 
 impl OpenSink {
-    fn open(folder: &Path, sink: &mut dyn Sink) -> Result<Self> {
+    fn open(folder: &Path, sink: &mut dyn Sink, lock: Option<RunLock>) -> Result<Self> {
         let reader = HistoryReader::open(folder)?;
         let history = reader.history();
         let run = RunInfo {
@@ -193,7 +271,6 @@ impl OpenSink {
             created_ms: history.created_ms,
         };
         let journal = Follower::open(&folder.join(JOURNAL), sink.delivery())?;
-        let lock = RunLock::take_for_sink(folder, &sink.name())?;
         let mut position = sink.open(&run)?;
         let length = journal.journal_length();
         if position.next > length {
@@ -210,7 +287,7 @@ impl OpenSink {
             folder: folder.to_owned(),
             run,
             journal,
-            ranks: BTreeMap::new(),
+            ranks: RankJournals::default(),
             position,
             _lock: lock,
         })
@@ -221,7 +298,7 @@ impl OpenSink {
         match self.journal.poll(BATCH)? {
             Followed::Superseded => {
                 self.position = sink.open(&self.run)?;
-                self.ranks.clear();
+                self.ranks = RankJournals::default();
                 return Ok(Advanced::More);
             }
             Followed::Entries(entries) => {
@@ -235,20 +312,12 @@ impl OpenSink {
                 }
             }
         }
-        for (rank, path) in journal::rank_journals(&self.folder) {
-            let follower = match self.ranks.entry(rank) {
-                btree_map::Entry::Occupied(known) => known.into_mut(),
-                btree_map::Entry::Vacant(new) => new.insert(Follower::open(&path, Delivery::Live)?),
-            };
+        for (rank, entries) in self.ranks.poll(&self.folder, BATCH) {
             let from = self.position.ranks.get(&rank).copied().unwrap_or(0);
-            if let Followed::Entries(entries) = follower.poll(BATCH)? {
-                for entry in &entries {
-                    if entry.n >= from {
-                        sink.write(Origin::Rank(rank), entry)?;
-                    }
-                    has_written = true;
-                }
+            for entry in entries.iter().filter(|entry| entry.n >= from) {
+                sink.write(Origin::Rank(rank), entry)?;
             }
+            has_written = true;
         }
         if has_written {
             sink.flush()?;

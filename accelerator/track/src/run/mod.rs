@@ -6,14 +6,15 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::Result;
-use crate::journal::now_ms;
+use crate::error::{Error, Kind, Result};
+use crate::journal::{JOURNAL, now_ms};
 use crate::record::{EndStatus, Number, Record};
 use crate::run_id::RunId;
+use crate::warning::warn;
 
 pub use builder::RunBuilder;
 use builder::Settings;
-pub use feeder::deliver;
+pub use feeder::{deliver, export};
 use hyperparameters::flatten;
 pub use media::Histogram;
 use queue::{LoggedMetrics, Message, Queue};
@@ -66,6 +67,8 @@ pub struct Run {
     folder: PathBuf,
     attempt: u32,
     settings: Settings,
+    /// The number of the first entry that the program logs.
+    begun: u64,
     queue: Arc<Queue>,
     worker: Worker,
 }
@@ -235,7 +238,7 @@ impl Run {
     /// [`RunBuilder::resume`] is for one that knows it before.
     ///
     /// Of this run's mark, what was logged for greater steps does not count any more. Of another run's mark, that run goes
-    /// on, and this one is deleted, unless it has metrics, or the other is not there.
+    /// on instead, unless this one has metrics, or the other is not there; this one is deleted if nothing was logged to it.
     ///
     /// ```
     /// use accelerator_track::Run;
@@ -260,7 +263,8 @@ impl Run {
             self.record(Record::Rewind { to: mark.step });
             return Ok(self);
         }
-        if self.mark()?.step.is_some() || !self.settings.can_reopen(mark) {
+        let here = self.mark()?;
+        if here.step.is_some() || !self.settings.can_reopen(mark) {
             tracing::warn!(
                 run = self.name,
                 from = %mark.run,
@@ -273,10 +277,17 @@ impl Run {
             settings,
             attempt,
             worker,
+            begun,
             ..
         } = self;
         let sinks = worker.release();
-        if attempt == 0
+        if here.next > begun {
+            warn(&format!(
+                "the run of the checkpoint goes on, and the one in {} stays: it has tags, hyperparameters or artifacts of its \
+                 own, which the other does not get",
+                folder.display()
+            ));
+        } else if attempt == 0
             && let Err(error) = std::fs::remove_dir_all(&folder)
         {
             tracing::warn!(folder = %folder.display(), %error, "the folder of an empty run stays");
@@ -298,7 +309,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// If the journal could not be written.
+    /// If the journal could not be written, or lacks entries that a disk did not take: the message says how many.
     pub fn finish(self) -> Result<()> {
         self.end(EndStatus::Finished, None)
     }
@@ -324,8 +335,22 @@ impl Run {
     fn end(mut self, status: EndStatus, failure: Option<Value>) -> Result<()> {
         self.record(Record::End { status, failure });
         let written = self.flush();
-        self.worker.finish();
-        written
+        let lost = self.worker.finish();
+        if lost == 0 {
+            return written;
+        }
+        let why = match written {
+            Ok(()) => "the disk did not take them in time".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        let path = self.folder.join(JOURNAL);
+        Err(Error::new(
+            Kind::Io,
+            format!(
+                "{lost} entries of the run were lost, and {} lacks them: {why}",
+                path.display()
+            ),
+        ))
     }
 
     fn log_points<'a>(

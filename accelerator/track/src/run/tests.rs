@@ -9,6 +9,8 @@ use crate::history::{RunHistory, RunStatus};
 use crate::record::Entry;
 use crate::sink::csv::CsvFile;
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
+use crate::system::SystemSampler;
+use crate::tensorboard::TensorBoard;
 
 fn start(runs: &Path, name: &str) -> Run {
     Run::builder(name).runs_folder(runs).start().unwrap()
@@ -310,8 +312,9 @@ fn a_million_points_wait_for_no_one() {
         );
     }
     let folder = run.folder().to_owned();
-    run.finish().unwrap();
+    let ended = run.finish();
     let history = RunHistory::read(folder).unwrap();
+    assert_eq!(ended.is_err(), history.lost_entries > 0);
     let points: usize = history.series.iter().map(|x| x.points.len()).sum();
     // What the queue had no room for is told.
     assert_eq!(points as u64 + 20 * history.lost_entries, 1_000_000);
@@ -357,4 +360,139 @@ fn wait_until(condition: impl Fn() -> bool) {
         assert!(Instant::now() < deadline, "it does not happen");
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+#[test]
+fn a_sink_that_can_never_be_opened_does_not_hold_up_the_end() {
+    let runs = tempfile::tempdir().unwrap();
+    let file = runs.path().join("file");
+    fs::write(&file, "").unwrap();
+    let builder = Run::builder("a").runs_folder(runs.path());
+    let run = builder.sink(TensorBoard::new(&file)).start().unwrap();
+    let begun = Instant::now();
+    run.finish().unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn runs_beside_each_other_have_folders_of_their_own_in_tensorboard() {
+    let temporary = tempfile::tempdir().unwrap();
+    let logs = temporary.path().join("logs");
+    for _ in 0..2 {
+        let builder = Run::builder("a").runs_folder(temporary.path().join("runs"));
+        let run = builder.sink(TensorBoard::below(&logs)).start().unwrap();
+        run.finish().unwrap();
+    }
+    for name in ["a", "a-2"] {
+        let mut files = fs::read_dir(logs.join(name)).unwrap();
+        let name = files.next().unwrap().unwrap().file_name();
+        assert!(name.to_string_lossy().contains("tfevents"), "{name:?}");
+    }
+}
+
+#[test]
+fn the_advice_is_a_whole_command() {
+    let advice = |folder: &str, sink: &dyn Sink| feeder::advice(Path::new(folder), sink);
+    assert_eq!(
+        advice("runs/a", &CsvFile::in_run()),
+        "`accel-launch runs sync runs/a --to csv` delivers the rest"
+    );
+    assert_eq!(
+        advice("a", &TensorBoard::below("my logs")),
+        "`accel-launch runs sync ./a --to 'tensorboard:my logs'` delivers the rest"
+    );
+    assert_eq!(
+        advice("runs/a", &CsvFile::at("a.csv")),
+        "the journal in runs/a has the rest"
+    );
+}
+
+#[test]
+fn an_export_writes_nothing_to_the_folder_of_the_run() {
+    let runs = tempfile::tempdir().unwrap();
+    let run = start(runs.path(), "a");
+    let folder = run.folder().to_owned();
+    run.finish().unwrap();
+    let names = || {
+        let files = fs::read_dir(&folder).unwrap();
+        files.map(|x| x.unwrap().file_name()).collect::<Vec<_>>()
+    };
+    let before = names();
+    export(&folder, &mut CsvFile::at(runs.path().join("a.csv"))).unwrap();
+    export(&folder, &mut TensorBoard::new(runs.path().join("logs"))).unwrap();
+    assert_eq!(names(), before);
+}
+
+#[test]
+fn a_damaged_journal_of_a_rank_stops_nothing_else() {
+    let runs = tempfile::tempdir().unwrap();
+    let run = start(runs.path(), "a");
+    run.log("train", [("loss", 1.0)], 1, None);
+    let folder = run.folder().to_owned();
+    for rank in [0, 1] {
+        drop(SystemSampler::start(&folder, rank, Duration::from_secs(60)).unwrap());
+    }
+    run.finish().unwrap();
+    let path = folder.join("system/rank-0.jsonl");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[20] ^= 1;
+    fs::write(&path, bytes).unwrap();
+
+    deliver(&folder, &mut CsvFile::in_run()).unwrap();
+    let table = fs::read_to_string(folder.join("metrics.csv")).unwrap();
+    assert_eq!(table.lines().count(), 2, "{table}");
+    assert_eq!(losses(&folder), [(1, 1.0)]);
+    let history = RunHistory::read(&folder).unwrap();
+    assert_eq!(history.system.keys().collect::<Vec<_>>(), [&1]);
+}
+
+#[test]
+fn a_run_with_tags_or_artifacts_stays_when_another_one_goes_on() {
+    let runs = tempfile::tempdir().unwrap();
+    let first = start(runs.path(), "a");
+    let (id, mark) = (first.id(), first.mark().unwrap());
+    drop(first);
+    let run = start(runs.path(), "a");
+    run.set_tag("data", "digits");
+    let folder = run.folder().to_owned();
+    assert_eq!(run.resume(&mark).unwrap().id(), id);
+    assert_eq!(RunHistory::read(&folder).unwrap().tags["data"], "digits");
+}
+
+/// Not a test of its own: what the process of the next test runs.
+#[test]
+fn child_on_a_full_disk() {
+    if let Ok(runs) = std::env::var("TRACK_TEST_FULL") {
+        let run = start(Path::new(&runs), "a");
+        for step in 0..1000 {
+            run.log("train", [("loss", 1.0)], step, None);
+        }
+        panic!("{}", run.finish().unwrap_err());
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn the_end_says_how_many_entries_a_full_disk_has_lost() {
+    let runs = tempfile::tempdir().unwrap();
+    // A file cannot grow beyond some blocks, as on a disk that is full.
+    let ended = std::process::Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$@\"", "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "run::tests::child_on_a_full_disk"])
+        .arg("--nocapture")
+        .env("TRACK_TEST_FULL", runs.path())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&ended.stderr).into_owned()
+        + &String::from_utf8_lossy(&ended.stdout);
+    let lost: u64 = text
+        .split(" entries")
+        .next()
+        .and_then(|before| before.split_whitespace().last()?.parse().ok())
+        .unwrap_or_else(|| panic!("{text}"));
+    let history = RunHistory::read(runs.path().join("a")).unwrap();
+    // The head, the attempt, the name of the series and the end are entries, too.
+    assert_eq!(history.entries + lost, 1004, "{text}");
+    assert!(text.contains("journal.jsonl"), "{text}");
 }

@@ -10,16 +10,18 @@ use std::time::Duration;
 use super::feeder::Feeder;
 use super::queue::{LoggedMetrics, Message, Queue};
 use crate::error::{Error, Kind, Result};
-use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
+use crate::journal::{self, JOURNAL, JournalWriter, RunLock};
 use crate::record::{Metrics, PointValue, Record};
 use crate::run_id::RunId;
 use crate::sink::Sink;
+use crate::warning::warn;
 
 /// Writes what is in the queue until it is closed, and has sinks fed.
 #[derive(Debug)]
 pub(super) struct Worker {
     queue: Arc<Queue>,
-    thread: Option<JoinHandle<()>>,
+    /// Gives how many entries the journal lacks.
+    thread: Option<JoinHandle<u64>>,
     feeders: Vec<Feeder>,
 }
 
@@ -43,12 +45,13 @@ impl Worker {
         })
     }
 
-    /// Writes and delivers what is left.
-    pub(super) fn finish(&mut self) {
-        self.close();
+    /// Writes and delivers what is left, and gives how many entries the journal lacks.
+    pub(super) fn finish(&mut self) -> u64 {
+        let lost = self.close();
         for feeder in self.feeders.drain(..) {
             feeder.finish();
         }
+        lost
     }
 
     /// Writes what is left, and gives the sinks back.
@@ -57,18 +60,22 @@ impl Worker {
         self.feeders.drain(..).filter_map(Feeder::release).collect()
     }
 
-    fn close(&mut self) {
+    fn close(&mut self) -> u64 {
         self.queue.close();
-        if let Some(thread) = self.thread.take() {
-            // The thread's panic has been printed.
-            let _ = thread.join();
-        }
+        let thread = self.thread.take();
+        // The thread's panic has been printed.
+        thread.map_or(0, |thread| thread.join().unwrap_or(0))
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.finish();
+        let lost = self.finish();
+        if lost > 0 {
+            warn(&format!(
+                "{lost} entries of the run were lost: the disk did not take them"
+            ));
+        }
     }
 }
 
@@ -105,6 +112,8 @@ impl Journal {
         let (mut head, mut attempts, mut last_step) = (None, 0, None);
         let mut series = HashMap::new();
         let path = folder.join(JOURNAL);
+        // What is no journal, or a newer one, stays as it is: opening cuts off what is not intact.
+        journal::first_entry(&path)?;
         let writer = JournalWriter::open(&path, |entry| match entry.record {
             Record::Head { version, run, name } => head = Some((version, run, name)),
             Record::Attempt { attempt, .. } => attempts = attempt + 1,
@@ -156,7 +165,8 @@ impl Journal {
         flushed.map_err(|error| Error::io("write", &self.folder.join(JOURNAL), error))
     }
 
-    fn write(mut self, queue: &Queue) {
+    /// Gives how many entries the journal lacks.
+    fn write(mut self, queue: &Queue) -> u64 {
         loop {
             let taken = queue.take(TICK);
             for (ms, message) in taken.messages {
@@ -169,10 +179,7 @@ impl Journal {
                     self.told(flushed);
                 }
             }
-            if taken.lost > 0 {
-                let entries = taken.lost;
-                self.append(now_ms(), Record::Lost { entries });
-            }
+            self.writer.lose(taken.lost);
             if taken.syncs.is_empty() && !taken.is_closed {
                 let flushed = self.writer.flush();
                 self.told(flushed);
@@ -194,7 +201,7 @@ impl Journal {
                 let _ = sync.send(answer.clone());
             }
             if taken.is_closed {
-                return;
+                return self.writer.missing();
             }
         }
     }

@@ -74,6 +74,13 @@ impl Sink for CsvFile {
         }
     }
 
+    fn sync_options(&self) -> Vec<String> {
+        match &self.path {
+            Some(_) => Vec::new(),
+            None => ["--to", "csv"].map(str::to_owned).into(),
+        }
+    }
+
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
         let path = self.path.clone().unwrap_or_else(|| run.folder.join(FILE));
         let mut staged = path.clone().into_os_string();

@@ -47,6 +47,11 @@ pub trait Sink: Send {
     /// What it is called in messages.
     fn name(&self) -> String;
 
+    /// The options with which `accel-launch runs sync` delivers to it, as `--to csv`; none where that command cannot.
+    fn sync_options(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// When entries are delivered.
     fn delivery(&self) -> Delivery {
         Delivery::Live
@@ -78,6 +83,10 @@ pub trait Sink: Send {
 impl Sink for Box<dyn Sink> {
     fn name(&self) -> String {
         (**self).name()
+    }
+
+    fn sync_options(&self) -> Vec<String> {
+        (**self).sync_options()
     }
 
     fn delivery(&self) -> Delivery {

@@ -63,24 +63,49 @@ mod replay;
 /// ```
 #[derive(Debug)]
 pub struct TensorBoard {
-    /// None is the run's folder.
-    folder: Option<PathBuf>,
+    place: Place,
     replay: Option<Replay>,
+}
+
+#[derive(Debug)]
+enum Place {
+    InRun,
+    In(PathBuf),
+    Below(PathBuf),
 }
 
 impl TensorBoard {
     /// Writes event files in `folder`, which is made where it is not there. TensorBoard takes a folder for a run: give each
-    /// run its own, below the one that TensorBoard is started with.
+    /// run its own, or use [`below`](Self::below).
     ///
     /// ```
     /// let sink = accelerator_track::TensorBoard::new("logs/mnist");
     /// ```
     #[must_use]
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self {
-            folder: Some(folder.into()),
-            replay: None,
-        }
+        Self::at(Place::In(folder.into()))
+    }
+
+    /// Writes event files in a folder below `folder`, which has the name of the run's folder: `tensorboard --logdir logs`
+    /// shows all runs that are delivered there.
+    ///
+    /// ```
+    /// use accelerator_track::{Run, TensorBoard};
+    ///
+    /// # fn main() -> accelerator_track::Result<()> {
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let (runs, logs) = (temporary.path().join("runs"), temporary.path().join("logs"));
+    /// for _ in 0..2 {
+    ///     let run = Run::builder("mnist").runs_folder(&runs).sink(TensorBoard::below(&logs));
+    ///     run.start()?.finish()?;
+    /// }
+    /// assert!(logs.join("mnist").is_dir() && logs.join("mnist-2").is_dir());
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn below(folder: impl Into<PathBuf>) -> Self {
+        Self::at(Place::Below(folder.into()))
     }
 
     /// Writes event files in the folder `tensorboard` of the run. `tensorboard --logdir runs` shows all runs.
@@ -90,8 +115,12 @@ impl TensorBoard {
     /// ```
     #[must_use]
     pub fn in_run() -> Self {
+        Self::at(Place::InRun)
+    }
+
+    fn at(place: Place) -> Self {
         Self {
-            folder: None,
+            place,
             replay: None,
         }
     }
@@ -99,17 +128,36 @@ impl TensorBoard {
 
 impl Sink for TensorBoard {
     fn name(&self) -> String {
-        match &self.folder {
-            Some(folder) => format!("TensorBoard in {}", folder.display()),
-            None => "TensorBoard".to_owned(),
+        match &self.place {
+            Place::In(folder) | Place::Below(folder) => {
+                format!("TensorBoard in {}", folder.display())
+            }
+            Place::InRun => "TensorBoard".to_owned(),
         }
+    }
+
+    fn sync_options(&self) -> Vec<String> {
+        let place = match &self.place {
+            Place::In(_) => return Vec::new(),
+            Place::InRun => "tensorboard".to_owned(),
+            Place::Below(folder) => format!("tensorboard:{}", folder.display()),
+        };
+        vec!["--to".to_owned(), place]
     }
 
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
         // Nothing of the earlier replay may be written after this.
         self.replay = None;
-        let folder = self.folder.clone();
-        let folder = folder.unwrap_or_else(|| run.folder.join("tensorboard"));
+        let folder = match &self.place {
+            Place::InRun => run.folder.join("tensorboard"),
+            Place::In(folder) => folder.clone(),
+            Place::Below(folder) => {
+                // `.` has no name.
+                let whole = run.folder.canonicalize();
+                let whole = whole.unwrap_or_else(|_| run.folder.clone());
+                folder.join(whole.file_name().unwrap_or_default())
+            }
+        };
         self.replay = Some(Replay::begin(&folder, run)?);
         Ok(SinkPosition::default())
     }

@@ -364,9 +364,10 @@ fn prepare(destination: &Path, make_folder: MakeFolder) -> Result<()> {
     }
 }
 
-/// Whether a file of a run's folder belongs to where it lies.
+/// Whether a file of a run's folder belongs to where it lies: a lock, or what is computed anew.
 fn is_kept_back(name: &str) -> bool {
-    matches!(name, MARKER | "lock")
+    matches!(name, MARKER | "lock" | "summary.json")
+        || !name.contains('/') && name.ends_with(".lock")
 }
 
 fn below(folder: &Path, name: &str) -> PathBuf {

@@ -318,3 +318,22 @@ fn an_upload_that_is_killed_goes_on() {
     }
     eprintln!("{interrupted} uploads were killed amid their files");
 }
+
+#[test]
+fn what_belongs_to_a_place_is_not_uploaded() {
+    let fixture = Fixture::new();
+    let run = fixture.run("runs", "mnist");
+    for name in ["TensorBoard.lock", "summary.json"] {
+        fs::write(run.join(name), "{}").unwrap();
+    }
+    fs::write(run.join("tensorboard/summary.json"), "{}").unwrap();
+    let report = fixture.upload(&run, OnConflict::Error).unwrap();
+    let there = names_in(&report.folder);
+    assert!(
+        !there
+            .iter()
+            .any(|name| name.ends_with("lock") || name == "summary.json"),
+        "{there:?}"
+    );
+    assert!(report.folder.join("tensorboard/summary.json").exists());
+}

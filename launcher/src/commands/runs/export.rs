@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_track::{CsvFile, Point, RunHistory, RunStatus, TensorBoard, deliver};
+use accelerator_track::{CsvFile, Point, RunHistory, RunStatus, TensorBoard, export};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
@@ -83,7 +83,7 @@ pub(super) fn run(arguments: &ExportArgs) -> Result<ExitCode> {
             let output = output.ok_or_else(|| {
                 Error::usage("TensorBoard's event files need a folder: give one with --output")
             })?;
-            deliver(&folder, &mut TensorBoard::new(output)).map_err(failed)?;
+            export(&folder, &mut TensorBoard::new(output)).map_err(failed)?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -94,12 +94,12 @@ fn write_csv(folder: &Path, output: Option<&Path>) -> Result<()> {
         let temporary = tempfile::tempdir()
             .map_err(|error| Error::system("no temporary folder can be made").with_source(error))?;
         let table = temporary.path().join("metrics.csv");
-        deliver(folder, &mut CsvFile::at(&table)).map_err(failed)?;
+        export(folder, &mut CsvFile::at(&table)).map_err(failed)?;
         return write(None, |out| {
             io::copy(&mut File::open(&table)?, out).map(|_| ())
         });
     };
-    deliver(folder, &mut CsvFile::at(path)).map_err(failed)
+    export(folder, &mut CsvFile::at(path)).map_err(failed)
 }
 
 fn write_points(out: &mut dyn Write, history: &RunHistory) -> io::Result<()> {

@@ -1,7 +1,7 @@
 //! `accel-launch runs sync`.
 
 use std::error::Error as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 
@@ -74,7 +74,7 @@ pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
     let mut text = String::new();
     let mut has_failed = false;
     for (at, folder) in folders.iter().enumerate() {
-        let mut sink = arguments.sink(folder)?;
+        let mut sink = arguments.sink()?;
         let (name, place) = (label(folder), sink.name());
         if arguments.dry_run {
             text.push_str(&format!("{name}: would be delivered to {place}\n"));
@@ -106,13 +106,11 @@ pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
 }
 
 impl SyncArgs {
-    fn sink(&self, run: &Path) -> Result<Box<dyn Sink>> {
+    fn sink(&self) -> Result<Box<dyn Sink>> {
         Ok(match &self.to {
             Destination::Csv => Box::new(CsvFile::in_run()),
             Destination::TensorBoard(None) => Box::new(TensorBoard::in_run()),
-            Destination::TensorBoard(Some(folder)) => {
-                Box::new(TensorBoard::new(folder.join(label(run))))
-            }
+            Destination::TensorBoard(Some(folder)) => Box::new(TensorBoard::below(folder)),
             Destination::Mlflow(address) => self.mlflow(address.as_deref())?,
         })
     }
