@@ -117,6 +117,17 @@ impl Tracking {
             .fetch_max(step.saturating_add(1), Ordering::Relaxed);
     }
 
+    /// Whether this rank writes a run.
+    pub(crate) fn writes(&self) -> bool {
+        self.read().run.is_some()
+    }
+
+    /// Records what the weights of a model are now.
+    pub(crate) fn weights(&self, digest: &str) {
+        let step = self.steps.load(Ordering::Relaxed).saturating_sub(1);
+        self.with(|run| run.log_weights(digest, step));
+    }
+
     /// Where the run is, for a checkpoint that is saved now. A rank that does not write the run knows the steps alone.
     pub(crate) fn mark(&self) -> Option<RunMark> {
         let state = self.read();

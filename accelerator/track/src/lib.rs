@@ -12,7 +12,7 @@ pub use board::Board;
 pub use error::{Error, Result};
 pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
-    RunHistory, RunStatus, Series, SystemPoint,
+    RunHistory, RunStatus, Series, SystemPoint, WeightsDigest,
 };
 #[cfg(feature = "mlflow")]
 pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};

@@ -208,6 +208,13 @@ impl Run {
         self.record(Record::Tag { set });
     }
 
+    /// Records what the weights of a model are, by a hash of their bits, after the last step that was logged. `accel-launch
+    /// runs reproduce` compares them.
+    pub fn log_weights(&self, digest: &str, step: u64) {
+        let digest = digest.to_owned();
+        self.record(Record::Weights { step, digest });
+    }
+
     /// Where the run is, to be saved with a checkpoint. What was logged before is on the disk when it returns.
     ///
     /// # Errors
