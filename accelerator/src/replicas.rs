@@ -28,9 +28,20 @@ enum ComparedParameters {
 
 /// Compares all parameters of a prepared model, frozen ones too.
 #[track_caller]
-pub(crate) fn check_all<M: Module>(context: &ReduceContext, model: &M) -> Result<()> {
+pub(crate) fn check_all<M: Module>(
+    context: &ReduceContext,
+    tracking: &Tracking,
+    model: &M,
+) -> Result<()> {
     let model_state = context.models.find(model)?;
-    check(context, CHECK, &model_state, model, ComparedParameters::All)
+    check(
+        context,
+        tracking,
+        CHECK,
+        &model_state,
+        model,
+        ComparedParameters::All,
+    )
 }
 
 /// Checks the model where it is time for it; called by all ranks as a window ends, before the

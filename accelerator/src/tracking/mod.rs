@@ -227,6 +227,8 @@ fn finish(
 /// What the builder was told of runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TrackerSettings {
+    /// Of data, whose digests runs record.
+    pub(crate) data_folders: Vec<PathBuf>,
     pub(crate) runs_folder: Option<PathBuf>,
     pub(crate) trackers: Vec<Tracker>,
 }

@@ -34,8 +34,8 @@ pub enum Tracker {
     TensorBoard,
     /// Event files of TensorBoard in that folder, directly.
     TensorBoardIn(PathBuf),
-    /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME`. With the
-    /// feature `mlflow`; another server is a [`Tracker::sink`].
+    /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME` or
+    /// `MLFLOW_EXPERIMENT_ID`. With the feature `mlflow`; another server is a [`Tracker::sink`].
     #[cfg(feature = "mlflow")]
     Mlflow,
     /// Another sink, made anew for each run; see [`Tracker::sink`].

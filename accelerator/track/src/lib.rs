@@ -22,7 +22,7 @@ pub use provenance::{
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use report::Report;
-pub use run::{Histogram, Run, RunBuilder, RunMark, deliver};
+pub use run::{Histogram, Run, RunBuilder, RunMark, deliver, record_failure};
 pub use run_id::RunId;
 pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;

@@ -30,6 +30,7 @@ impl Meaning {
             "LD_PRELOAD",
             "MALLOC_TOP_PAD_",
             "MKL_NUM_THREADS",
+            "MLFLOW_EXPERIMENT_ID",
             "MLFLOW_EXPERIMENT_NAME",
             "MLFLOW_TRACKING_URI",
             "NVIDIA_TF32_OVERRIDE",

@@ -15,6 +15,7 @@ pub use builder::RunBuilder;
 use builder::Settings;
 pub use feeder::deliver;
 use hyperparameters::flatten;
+pub use launch_failure::record_failure;
 pub use media::Histogram;
 use queue::{LoggedMetrics, Message, Queue};
 use worker::Worker;
@@ -23,6 +24,7 @@ mod artifacts;
 mod builder;
 mod feeder;
 mod hyperparameters;
+mod launch_failure;
 mod media;
 mod queue;
 #[cfg(test)]
