@@ -47,7 +47,8 @@ fn main() -> Result<(), Report> {
         .device(mnist.device.map(Into::into))
         .global_batch(args.global_batch, batch_size)
         .seed(mnist.seed)
-        .log_with(mnist.trackers());
+        .log_with(mnist.trackers())
+        .data_folders(&mnist.data_dir);
     if let Some(precision) = args.precision {
         builder = builder.precision(precision);
     }
@@ -107,6 +108,7 @@ fn main() -> Result<(), Report> {
             accelerator.save_state(folder, (&model, &optimizer, &train))?;
         }
     }
+    accelerator.check_replicas(&model)?;
     // The same on each of them.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)

@@ -41,6 +41,7 @@ fn main() -> Result<(), Report> {
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
         .log_with(mnist.trackers())
+        .data_folders(&mnist.data_dir)
         .build()?;
 
     let model = CnnConfig::new()
@@ -89,6 +90,7 @@ fn main() -> Result<(), Report> {
         sizes.iter().max().unwrap_or(&0),
         sizes.iter().sum::<usize>()
     ));
+    accelerator.check_replicas(&model)?;
     // The same on each of them.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)

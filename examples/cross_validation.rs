@@ -37,6 +37,7 @@ fn main() -> Result<(), Report> {
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
         .log_with(mnist.trackers())
+        .data_folders(&mnist.data_dir)
         .build()?;
 
     let mut confusion = Confusion::new(10);

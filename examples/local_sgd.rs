@@ -40,6 +40,7 @@ fn main() -> Result<(), Report> {
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
         .log_with(mnist.trackers())
+        .data_folders(&mnist.data_dir)
         .build()?;
     let model = CnnConfig::new()
         .with_dropout(mnist.dropout)
@@ -92,6 +93,7 @@ fn run(
         }
     }
     local.finish(&mut model)?;
+    accelerator.check_replicas(&model)?;
     if let Some(path) = &args.save {
         accelerator.save_model(&model, path)?;
     }

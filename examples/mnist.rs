@@ -20,6 +20,7 @@ fn main() -> Result<(), Report> {
         .dtype(args.dtype.into())
         .seed(args.seed)
         .log_with(args.trackers())
+        .data_folders(&args.data_dir)
         .build()?;
     let device = accelerator.device();
 

@@ -119,6 +119,7 @@ fn main() -> Result<(), Report> {
             println!("{}", vocabulary.text(&tokens));
         }
     });
+    accelerator.check_replicas(&model)?;
     // The same on each of them.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)

@@ -50,6 +50,7 @@ fn main() -> Result<ExitCode, Report> {
         .dtype(args.training.dtype.into())
         .seed(args.training.seed)
         .log_with(args.training.trackers())
+        .data_folders(&args.training.data_dir)
         .build()?;
     accelerator.on_preemption(Preemption::new())?;
     loop {

@@ -48,6 +48,7 @@ fn main() -> Result<(), Report> {
         .dtype(args.dtype.into())
         .seed(args.seed)
         .log_with(args.trackers())
+        .data_folders(&args.data_dir)
         .build()?;
     let device = accelerator.device();
 
@@ -80,6 +81,7 @@ fn main() -> Result<(), Report> {
     if let Some(path) = &args.save {
         accelerator.save_model(&model, path)?;
     }
+    accelerator.check_replicas(&model)?;
     // The same on each of them.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)

@@ -1,4 +1,4 @@
-//! Whether the parameters are the same on every rank, bit for bit, as they ought to be.
+//! Whether the parameters are the same on every rank, bit for bit, as they ought to be. The run records what they are.
 
 use core::num::NonZeroU64;
 use std::collections::HashSet;
@@ -11,6 +11,7 @@ use crate::core::module_path::ModulePath;
 use crate::core::short_hash::short;
 use crate::model::{running_states, sync_buffers};
 use crate::reduce::{ModelState, ReduceContext};
+use crate::tracking::Tracking;
 
 /// What a comparison for its own sake is for, in errors.
 const CHECK: &str = "check_replicas";
@@ -27,9 +28,20 @@ enum ComparedParameters {
 
 /// Compares all parameters of a prepared model, frozen ones too.
 #[track_caller]
-pub(crate) fn check_all<M: Module>(context: &ReduceContext, model: &M) -> Result<()> {
+pub(crate) fn check_all<M: Module>(
+    context: &ReduceContext,
+    tracking: &Tracking,
+    model: &M,
+) -> Result<()> {
     let model_state = context.models.find(model)?;
-    check(context, CHECK, &model_state, model, ComparedParameters::All)
+    check(
+        context,
+        tracking,
+        CHECK,
+        &model_state,
+        model,
+        ComparedParameters::All,
+    )
 }
 
 /// Checks the model where it is time for it; called by all ranks as a window ends, before the
@@ -37,12 +49,14 @@ pub(crate) fn check_all<M: Module>(context: &ReduceContext, model: &M) -> Result
 #[track_caller]
 pub(crate) fn check_when_due<M: Module>(
     context: &ReduceContext,
+    tracking: &Tracking,
     model_state: &ModelState,
     model: &M,
 ) -> Result<()> {
     if is_due(context.settings.check_replicas, model_state.steps()) {
         check(
             context,
+            tracking,
             CHECK,
             model_state,
             model,
@@ -60,6 +74,7 @@ pub(crate) fn check_when_due<M: Module>(
 #[track_caller]
 pub(crate) fn check_and_sync<M: Module>(
     context: &ReduceContext,
+    tracking: &Tracking,
     action: &str,
     model: &M,
 ) -> Result<()> {
@@ -68,6 +83,7 @@ pub(crate) fn check_and_sync<M: Module>(
         model_state.round().check_together(action)?;
         check(
             context,
+            tracking,
             action,
             &model_state,
             model,
@@ -85,18 +101,30 @@ fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
 #[track_caller]
 fn check<M: Module>(
     context: &ReduceContext,
+    tracking: &Tracking,
     action: &str,
     model_state: &ModelState,
     model: &M,
     compared: ComparedParameters,
 ) -> Result<()> {
     let group = context.group();
-    if group.world_size() == 1 {
+    let is_alone = group.world_size() == 1;
+    if is_alone && !tracking.writes() {
         return Ok(());
     }
     context.check_forward()?;
     let mine = ReplicaDigest::of(model, model_state, compared);
-    let checking = group.for_purpose(action);
+    if !is_alone {
+        compare(context, action, &mine)?;
+    }
+    tracking.weights(mine.digest.to_hex().as_str());
+    Ok(())
+}
+
+/// Compares what every rank has.
+#[track_caller]
+fn compare(context: &ReduceContext, action: &str, mine: &ReplicaDigest) -> Result<()> {
+    let checking = context.group().for_purpose(action);
     let digests = checking.all_gather::<u8>(mine.digest.as_bytes())?;
     let mut digests = digests.chunks_exact(blake3::OUT_LEN);
     let first = digests.next();

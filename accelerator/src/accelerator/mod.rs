@@ -117,6 +117,9 @@ impl Drop for Shared {
             true => Some(ProcessGroup::last_panic()),
             false => self.context.group.failure(),
         };
+        let failure = failure.or_else(|| self.tracking.writes().then(|| LEFT.to_owned()));
+        // The run learns of that checkpoint before it ends.
+        self.checkpoints.complete();
         if let Some(failure) = failure {
             self.tracking.end(RunEnding::Finished, Some(&failure));
         }
@@ -319,3 +322,7 @@ impl fmt::Debug for Accelerator {
             .finish_non_exhaustive()
     }
 }
+
+/// Why a run failed whose program did not end it.
+const LEFT: &str =
+    "the program left without `finish`: it returned an error, or lacks `accelerator.finish()`";

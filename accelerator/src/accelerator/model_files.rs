@@ -89,7 +89,8 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &SaveOptions,
     ) -> Result<()> {
-        replicas::check_and_sync(&self.shared.reduction, "save the model", model)?;
+        let (reduction, tracking) = (&self.shared.reduction, &self.shared.tracking);
+        replicas::check_and_sync(reduction, tracking, "save the model", model)?;
         model::save(&self.shared.context, model, path.as_ref(), options)
     }
 

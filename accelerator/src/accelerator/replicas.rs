@@ -51,7 +51,7 @@ impl Accelerator {
     /// model that was not prepared; [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
-        replicas::check_all(&self.shared.reduction, model)
+        replicas::check_all(&self.shared.reduction, &self.shared.tracking, model)
     }
 
     /// Gives every rank the running statistics of all: each has seen its own share of the data.
@@ -120,7 +120,8 @@ impl Accelerator {
     /// that of none: evaluate when it was averaged, or this rank's replica with Burn's `model.valid()`.
     #[track_caller]
     pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
-        replicas::check_and_sync(&self.shared.reduction, "evaluate the model", model)?;
+        let (reduction, tracking) = (&self.shared.reduction, &self.shared.tracking);
+        replicas::check_and_sync(reduction, tracking, "evaluate the model", model)?;
         Ok(model.valid())
     }
 }

@@ -1,11 +1,12 @@
 use accelerator_env::{LAUNCH_ID, variable};
-use accelerator_track::{Capture, Histogram, Run, RunMark};
+use accelerator_track::{Capture, Histogram, Run, RunMark, digest_folder};
 use burn::module::Module;
 use burn::tensor::DType;
 use serde::Serialize;
 
 use super::Accelerator;
 use crate::core::error::Result;
+use crate::core::user_message;
 use crate::model;
 use crate::reduce::AveragedGradients;
 use crate::tracking::{RunEnding, untracked};
@@ -25,8 +26,9 @@ impl Accelerator {
     /// run over. Elsewhere, a name that is there already gets a number. A second call ends the run before, unless it has
     /// that name.
     ///
-    /// No failure of a disk or a server stops the training after this call, or in a job that was restarted or resumed:
-    /// it is said once.
+    /// No failure of a disk or a server stops the training: it is said once. Where rank 0 cannot write the folder, all
+    /// ranks train on without a run. What the program itself contradicts is an error: a name or hyperparameters that
+    /// cannot be ones, a run that another process writes; in a job that was restarted or resumed, the former alone.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -51,8 +53,8 @@ impl Accelerator {
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) for a name that is empty, or hyperparameters
-    /// that are no map of JSON; [`Error::is_io`](crate::Error::is_io) where rank 0 cannot write the folder at the start of
-    /// a job; [`Error::is_collective`](crate::Error::is_collective) when a rank is lost.
+    /// that are no map of JSON; [`Error::is_io`](crate::Error::is_io) where another process writes the run at the start
+    /// of a job; [`Error::is_collective`](crate::Error::is_collective) when a rank is lost.
     #[track_caller]
     pub fn init_trackers(&self, name: &str, hyperparameters: &impl Serialize) -> Result<()> {
         let (context, tracking) = (&self.shared.context, &self.shared.tracking);
@@ -60,7 +62,7 @@ impl Accelerator {
             let goes_on = self.restarts() > 0 || tracking.resumed().is_some();
             match tracking.begin(name, |mark| self.start_run(name, hyperparameters, mark)) {
                 Ok(place) => Ok(place),
-                Err(error) if goes_on && !error.is_misuse() => {
+                Err(error) if error.is_io() || goes_on && !error.is_misuse() => {
                     untracked(&error);
                     Ok(None)
                 }
@@ -253,9 +255,13 @@ impl Accelerator {
 
     /// Runs a program that gets its accelerator, and ends its run as failed where the program fails.
     pub(super) fn run<T>(self, program: impl FnOnce(Self) -> Result<T>) -> Result<T> {
-        let tracking = self.shared.tracking.clone();
+        // Where the program drops it first, the run ends without the error.
+        let kept = self.clone();
         program(self).inspect_err(|error| {
-            tracking.end(RunEnding::Finished, Some(&format!("{error:?}")));
+            let failure = format!("{error:?}");
+            kept.shared
+                .tracking
+                .end(RunEnding::Finished, Some(&failure));
         })
     }
 
@@ -298,7 +304,17 @@ impl Accelerator {
             ("wgpu", cfg!(feature = "wgpu")),
         ];
         let features = features.into_iter().filter(|(_, is_on)| *is_on);
-        Capture::new()
+        let folders = &self.shared.tracker_settings.data_folders;
+        let capture = folders.iter().fold(Capture::new(), |capture, folder| {
+            match digest_folder(folder) {
+                Ok(digest) => capture.data(folder.to_string_lossy(), digest),
+                Err(error) => {
+                    user_message::warn(&format!("the run does not know its data: {error}"));
+                    capture
+                }
+            }
+        });
+        capture
             .features(features.map(|(name, _)| name))
             .devices([self.backend_kind().to_string()])
             .seed("accelerator", self.seed())

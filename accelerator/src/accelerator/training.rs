@@ -205,7 +205,7 @@ impl Accelerator {
         let context = &*self.shared.reduction;
         let timeline = &context.timeline;
         let gradients = reduce::backward(context, loss, model, weight, scope, |model_state| {
-            replicas::check_when_due(context, model_state, model)
+            replicas::check_when_due(context, &self.shared.tracking, model_state, model)
         });
         if let Ok(gradients) = &gradients {
             let accumulates = gradients.is_accumulating();

@@ -99,6 +99,13 @@ impl Ongoing {
         }
     }
 
+    /// The same, where how it went is told when the save is dropped.
+    pub(super) fn complete(&self) {
+        if let Some(work) = &*lock(&self.work) {
+            let _ = work.join();
+        }
+    }
+
     pub(super) fn forget(&self, settled: &Arc<BackgroundSave>) {
         let mut work = lock(&self.work);
         if work.as_ref().is_some_and(|work| Arc::ptr_eq(work, settled)) {

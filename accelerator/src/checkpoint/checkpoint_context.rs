@@ -40,6 +40,11 @@ impl CheckpointContext {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits, on this rank alone, for a save that it has begun.
+    pub(crate) fn complete(&self) {
+        self.ongoing.complete();
+    }
+
     /// Waits for a save that was begun, and tells every rank how it went.
     #[track_caller]
     pub(crate) fn settle(&self) -> Result<()> {

@@ -128,8 +128,7 @@ impl<'a> Snapshot<'a> {
             scaler: model_state.scaler_state(),
             steps: model_state.steps(),
         };
-        self.push_model(model, state, hooks);
-        Ok(())
+        self.push_model(model, state, hooks)
     }
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
@@ -150,8 +149,7 @@ impl<'a> Snapshot<'a> {
             scaler: None,
             steps: model_state.steps(),
         };
-        self.push_model(companion, state, Vec::new());
-        Ok(())
+        self.push_model(companion, state, Vec::new())
     }
 
     /// The model state of a model, if it is at a place where it can be saved.
@@ -177,15 +175,25 @@ impl<'a> Snapshot<'a> {
         Ok(model_state)
     }
 
-    fn push_model<M: Module>(&mut self, model: &M, state: SavedModel, hooks: Vec<Option<Vec<u8>>>) {
+    fn push_model<M: Module>(
+        &mut self,
+        model: &M,
+        state: SavedModel,
+        hooks: Vec<Option<Vec<u8>>>,
+    ) -> Result<()> {
         // Several ranks bring their running statistics together before, once all are ready.
-        let is_settled = self.mode == SnapshotMode::Emergency || self.context.world_size() == 1;
+        let is_alone = self.context.world_size() == 1;
+        if is_alone && self.mode == SnapshotMode::Regular {
+            check_and_sync(self.context, model)?;
+        }
+        let is_settled = self.mode == SnapshotMode::Emergency || is_alone;
         let takes = is_settled && self.writer == WriterRole::This;
         self.taken.parts.push(SnapshotPart::Model {
             state,
             hooks,
             values: takes.then(|| ModelSnapshot::of(model)),
         });
+        Ok(())
     }
 
     pub(super) fn add_optimizer<S: ScheduleKind>(
@@ -221,6 +229,11 @@ impl<'a> Snapshot<'a> {
     }
 }
 
+#[track_caller]
+fn check_and_sync<M: Module>(context: &CheckpointContext, model: &M) -> Result<()> {
+    replicas::check_and_sync(context, &context.tracking, "save a checkpoint", model)
+}
+
 /// Completes a snapshot with all ranks, part by part.
 pub struct SnapshotExchange<'a> {
     context: &'a CheckpointContext,
@@ -249,7 +262,7 @@ impl<'a> SnapshotExchange<'a> {
 
     #[track_caller]
     pub(crate) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        replicas::check_and_sync(self.context, "save a checkpoint", model)?;
+        check_and_sync(self.context, model)?;
         if self.writer == WriterRole::This
             && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {

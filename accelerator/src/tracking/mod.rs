@@ -1,5 +1,6 @@
 //! The run that this rank's training belongs to.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -69,7 +70,9 @@ impl Tracking {
         name: &str,
         start: impl FnOnce(Option<RunMark>) -> Result<Run, E>,
     ) -> Result<Option<RunPlace>, E> {
-        let mut state = self.write();
+        let Some(mut state) = self.write() else {
+            return Ok(None);
+        };
         let resumed = state.resumed.take();
         let run = match state.run.take_if(|run| run.name() == name) {
             Some(run) => run,
@@ -85,7 +88,9 @@ impl Tracking {
 
     /// Takes part in the run of rank 0, or in none.
     pub(crate) fn join(&self, place: Option<RunPlace>) {
-        let mut state = self.write();
+        let Some(mut state) = self.write() else {
+            return;
+        };
         let folder = place.as_ref().map(|place| &place.folder);
         if state.place.as_ref().map(|place| &place.folder) != folder {
             state.sampler = None;
@@ -108,13 +113,26 @@ impl Tracking {
 
     /// Does something with the run, on rank 0.
     pub(crate) fn with<T>(&self, work: impl FnOnce(&Run) -> T) -> Option<T> {
-        self.read().run.as_ref().map(work)
+        let state = self.read();
+        let _inside = Inside::enter();
+        state.run.as_ref().map(work)
     }
 
     /// Notes that this rank logs something for a step.
     pub(crate) fn note(&self, step: u64) {
         self.steps
             .fetch_max(step.saturating_add(1), Ordering::Relaxed);
+    }
+
+    /// Whether this rank writes a run.
+    pub(crate) fn writes(&self) -> bool {
+        self.read().run.is_some()
+    }
+
+    /// Records what the weights of a model are now.
+    pub(crate) fn weights(&self, digest: &str) {
+        let step = self.steps.load(Ordering::Relaxed).saturating_sub(1);
+        self.with(|run| run.log_weights(digest, step));
     }
 
     /// Where the run is, for a checkpoint that is saved now. A rank that does not write the run knows the steps alone.
@@ -142,7 +160,7 @@ impl Tracking {
 
     /// Goes on from a checkpoint with that mark, on rank 0; gives what the others must know.
     pub(crate) fn resume(&self, mark: Option<RunMark>) -> Option<RunPlace> {
-        let mut state = self.write();
+        let mut state = self.write()?;
         let mark = match (mark, &state.run) {
             (Some(mark), Some(_)) => mark,
             (mark, None) => {
@@ -161,7 +179,9 @@ impl Tracking {
 
     /// Ends the run, as one that failed where there is a failure.
     pub(crate) fn end(&self, ending: RunEnding, failure: Option<&str>) {
-        let mut state = self.write();
+        let Some(mut state) = self.write() else {
+            return;
+        };
         state.sampler = None;
         match (failure, ending) {
             (Some(failure), _) => finish(&mut state, |run| run.fail(failure)),
@@ -174,15 +194,45 @@ impl Tracking {
 
     /// Lets a run that was [left](RunEnding::Regrouped) go on in another group.
     pub(crate) fn hand_over_to(&self, next: &Self) {
-        next.write().run = self.write().run.take();
+        if let (Some(mut next), Some(mut state)) = (next.write(), self.write()) {
+            next.run = state.run.take();
+        }
     }
 
     fn read(&self) -> RwLockReadGuard<'_, TrackingState> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, TrackingState> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    /// `None` inside [`with`](Self::with), where it would wait for itself.
+    fn write(&self) -> Option<RwLockWriteGuard<'_, TrackingState>> {
+        if INSIDE.get() > 0 {
+            user_message::warn(
+                "a run cannot be begun, resumed or ended inside the closure of `tracker`: nothing was done; do it \
+                 behind the call",
+            );
+            return None;
+        }
+        Some(self.state.write().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+thread_local! {
+    /// How many calls of [`Tracking::with`] this thread is in.
+    static INSIDE: Cell<u32> = const { Cell::new(0) };
+}
+
+struct Inside;
+
+impl Inside {
+    fn enter() -> Self {
+        INSIDE.set(INSIDE.get() + 1);
+        Self
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(INSIDE.get() - 1);
     }
 }
 
@@ -216,6 +266,8 @@ fn finish(
 /// What the builder was told of runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TrackerSettings {
+    /// Of data, whose digests runs record.
+    pub(crate) data_folders: Vec<PathBuf>,
     pub(crate) runs_folder: Option<PathBuf>,
     pub(crate) trackers: Vec<Tracker>,
 }

@@ -35,8 +35,8 @@ pub enum Tracker {
     /// Event files of TensorBoard below that folder, in one with the name of the run's folder: `tensorboard --logdir logs`
     /// shows all runs that are recorded there.
     TensorBoardIn(PathBuf),
-    /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME`. With the
-    /// feature `mlflow`; another server is a [`Tracker::sink`].
+    /// The MLflow server that MLflow's own variables name: `MLFLOW_TRACKING_URI`, with `MLFLOW_EXPERIMENT_NAME` or
+    /// `MLFLOW_EXPERIMENT_ID`. With the feature `mlflow`; another server is a [`Tracker::sink`].
     #[cfg(feature = "mlflow")]
     Mlflow,
     /// Another sink, made anew for each run; see [`Tracker::sink`].

@@ -182,7 +182,7 @@ fn a_checkpoint_knows_its_run() {
         let steps = 3 + 2 * life as u64;
         live(begins_first, in_background, steps);
         let run = run(folder.path(), "a");
-        assert_ne!(run.status(), RunStatus::Finished);
+        assert_eq!(run.status(), RunStatus::Failed);
         let expected: Vec<_> = (1..=steps).map(|step| (step, step as f64)).collect();
         assert_eq!(losses(&run), expected, "life {life}");
         assert_eq!((run.attempts.len(), runs(folder.path())), (life + 1, 1));
@@ -268,27 +268,88 @@ fn a_job_that_fails_or_is_preempted_ends_its_run_as_such() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_warning_in_a_restart() {
+fn a_program_that_leaves_without_finish_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = || -> Result<()> {
+        let accelerator = builder(folder.path()).build()?;
+        accelerator.init_trackers("a", &())?;
+        accelerator.log("train", [("loss", 1.0)], 1, None);
+        Err(batch_is_cursed())
+    };
+    program().unwrap_err();
+    let run = run(folder.path(), "a");
+    assert_eq!(run.status(), RunStatus::Failed);
+    let why = run.end.unwrap().failure.unwrap().to_string();
+    assert!(why.contains("without `finish`"), "{why}");
+}
+
+/// The digests of the weights that a training records.
+fn weights(folder: &Path, name: &str, ranks: usize, rate: f64) -> Vec<(u64, String)> {
+    let trained = builder(folder).seed(7).launch(ranks, |accelerator| {
+        accelerator.init_trackers(name, &())?;
+        let device = accelerator.device();
+        let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+        let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+        for step in 1..=3 {
+            let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
+            let gradients = accelerator.backward(loss, &model, 4)?;
+            accelerator.log("train", [("step", step as f64)], step, None);
+            model = optimizer.step(rate, model, gradients);
+            match step {
+                1 => drop(accelerator.valid(&model)?),
+                2 => drop(accelerator.save_state(folder.join(format!("{name}-{ranks}")), &model)?),
+                _ => accelerator.save_model(&model, folder.join("model.safetensors"))?,
+            }
+        }
+        // The same weights once more.
+        accelerator.valid(&model)?;
+        accelerator.finish()
+    });
+    trained.unwrap();
+    let run = run(folder, name);
+    run.weights
+        .iter()
+        .map(|x| (x.step, x.digest.clone()))
+        .collect()
+}
+
+#[test]
+fn what_the_weights_are_is_recorded_wherever_the_model_leaves() {
+    let folder = tempfile::tempdir().unwrap();
+    let alone = weights(folder.path(), "a", 1, 0.1);
+    let steps: Vec<_> = alone.iter().map(|&(step, _)| step).collect();
+    assert_eq!(steps, [1, 2, 3]);
+    assert!(alone.windows(2).all(|x| x[0].1 != x[1].1), "{alone:?}");
+    assert_eq!(weights(folder.path(), "b", 1, 0.1), alone);
+    let both = weights(folder.path(), "c", 2, 0.1);
+    assert_eq!(both, alone, "the mean of two that are the same");
+    let other = weights(folder.path(), "d", 2, 0.2);
+    assert!(
+        other.iter().zip(&both).all(|(x, y)| x.1 != y.1),
+        "{other:?}"
+    );
+}
+
+#[test]
+fn where_the_folder_cannot_be_written_all_ranks_train_without_a_run() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("runs"), "no folder").unwrap();
-    let errors = builder(folder.path()).launch(2, |accelerator| {
-        let error = accelerator.init_trackers("a", &()).unwrap_err();
-        accelerator.finish()?;
-        Ok(error)
+    let checkpoints = folder.path().join("checkpoints");
+    let trained = builder(folder.path()).launch(2, |accelerator| {
+        accelerator.init_trackers("a", &())?;
+        accelerator.log("train", [("loss", 1.0)], 1, None);
+        assert!(accelerator.tracker(|_| ()).is_none());
+        accelerator.save_state(&checkpoints, Object(&1))?;
+        accelerator.finish()
     });
-    for error in errors.unwrap() {
-        assert!(
-            error.is_io() && error.to_string().contains("runs"),
-            "{error}"
-        );
-    }
+    trained.unwrap();
     let launch = Launch::from_vars(|name| (name == "ACCEL_RESTART").then(|| "1".to_owned()));
     let restarted = builder(folder.path()).launched_as(launch.unwrap());
     let accelerator = restarted.build().unwrap();
     accelerator.init_trackers("a", &()).unwrap();
     accelerator.log("train", [("loss", 1.0)], 1, None);
     accelerator
-        .save_state(folder.path().join("checkpoints"), Object(&1))
+        .save_state(folder.path().join("restarted"), Object(&1))
         .unwrap();
     accelerator.finish().unwrap();
 
@@ -313,4 +374,16 @@ fn runs_of_a_program_follow_one_another() {
         let run = run(folder.path(), name);
         assert_eq!((run.status(), run.attempts.len()), (RunStatus::Finished, 1));
     }
+}
+
+#[test]
+fn a_run_is_not_ended_within_its_own_closure() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = builder(folder.path()).build().unwrap();
+    accelerator.init_trackers("a", &()).unwrap();
+    accelerator.tracker(|_| accelerator.end_training());
+    accelerator.log("train", [("loss", 1.0)], 1, None);
+    accelerator.finish().unwrap();
+    let run = RunHistory::read(folder.path().join("a")).unwrap();
+    assert_eq!(run.series("train/loss").unwrap().points.len(), 1);
 }

@@ -12,7 +12,7 @@ pub use board::Board;
 pub use error::{Error, Result};
 pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
-    RunHistory, RunStatus, Series, SystemPoint,
+    RunHistory, RunStatus, Series, SystemPoint, WeightsDigest,
 };
 #[cfg(feature = "mlflow")]
 pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
@@ -22,7 +22,7 @@ pub use provenance::{
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use report::Report;
-pub use run::{Histogram, Run, RunBuilder, RunMark, deliver, export};
+pub use run::{Histogram, Run, RunBuilder, RunMark, deliver, export, record_failure};
 pub use run_id::RunId;
 pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;

@@ -141,6 +141,13 @@ pub enum Record {
         /// The hash of its contents.
         digest: String,
     },
+    /// What the weights of a model were.
+    Weights {
+        /// The greatest step that was logged before; 0 where none was.
+        step: u64,
+        /// A hash of their bits, hexadecimal.
+        digest: String,
+    },
     /// A checkpoint is on the disk. What it covers stays when the run resumes from it.
     Checkpoint {
         /// The greatest step that was logged before the checkpoint was taken, if any was.

@@ -195,32 +195,42 @@ pub(crate) fn write(
     ending: JobOutcome,
     reason: Option<&str>,
 ) -> std::io::Result<()> {
-    #[derive(Serialize)]
-    struct File<'a> {
-        version: u32,
-        #[serde(flatten)]
-        last: Option<&'a FailureRecord>,
-        ending: JobOutcome,
-        reason: Option<&'a str>,
-        attempts: &'a [FailureRecord],
-    }
-    let last = attempts.last();
-    if last.is_none() && ending != JobOutcome::Preempted {
+    if attempts.is_empty() && ending != JobOutcome::Preempted {
         return Ok(());
     }
-    let file = File {
-        version: FORMAT_VERSION,
-        last,
-        ending,
-        reason,
-        attempts,
-    };
-    let mut text = serde_json::to_vec_pretty(&file)?;
+    let mut text = serde_json::to_vec_pretty(&ReportFile::of(attempts, ending, reason))?;
     text.push(b'\n');
     let draft = folder.join(format!("{FILE}.partial"));
     let written = std::fs::write(&draft, text);
     let written = written.and_then(|()| std::fs::rename(&draft, folder.join(FILE)));
     written.inspect_err(|_| drop(std::fs::remove_file(&draft)))
+}
+
+/// The contents of the report.
+#[derive(Debug, Serialize)]
+pub(crate) struct ReportFile<'a> {
+    version: u32,
+    #[serde(flatten)]
+    last: Option<&'a FailureRecord>,
+    ending: JobOutcome,
+    reason: Option<&'a str>,
+    attempts: &'a [FailureRecord],
+}
+
+impl<'a> ReportFile<'a> {
+    pub(crate) fn of(
+        attempts: &'a [FailureRecord],
+        ending: JobOutcome,
+        reason: Option<&'a str>,
+    ) -> Self {
+        Self {
+            version: FORMAT_VERSION,
+            last: attempts.last(),
+            ending,
+            reason,
+            attempts,
+        }
+    }
 }
 
 impl FirstFailure {

@@ -13,7 +13,7 @@ use crate::run_id::RunId;
 
 pub use parts::{
     ArtifactUse, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd, RunStatus, Series,
-    SystemPoint,
+    SystemPoint, WeightsDigest,
 };
 pub use reader::HistoryReader;
 
@@ -63,6 +63,8 @@ pub struct RunHistory {
     pub media: Vec<Media>,
     /// Artifacts that it made or used, each once.
     pub artifacts: Vec<ArtifactUse>,
+    /// What the weights of its models were, in the order in which it was recorded.
+    pub weights: Vec<WeightsDigest>,
     /// Steps of its checkpoints.
     pub checkpoints: Vec<Option<u64>>,
     /// What the hosts of its ranks measured, by rank and name.
@@ -156,6 +158,7 @@ impl RunHistory {
             series: Vec::new(),
             media: Vec::new(),
             artifacts: Vec::new(),
+            weights: Vec::new(),
             checkpoints: Vec::new(),
             system: BTreeMap::new(),
             lost_entries: 0,
@@ -288,6 +291,12 @@ impl RunHistory {
                 };
                 if !self.artifacts.contains(&artifact) {
                     self.artifacts.push(artifact);
+                }
+            }
+            Record::Weights { step, digest } => {
+                let weights = WeightsDigest { step, digest };
+                if !self.weights.contains(&weights) {
+                    self.weights.push(weights);
                 }
             }
             Record::Checkpoint { step, .. } => self.checkpoints.push(step),

@@ -200,6 +200,30 @@ pub struct ArtifactUse {
     pub digest: String,
 }
 
+/// What the weights of a model were; two that have the same digest have the same bits.
+///
+/// ```
+/// use accelerator_track::{Run, RunHistory};
+///
+/// # fn main() -> accelerator_track::Result<()> {
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
+/// run.log_weights("af1349b9", 20);
+/// let folder = run.folder().to_owned();
+/// run.finish()?;
+/// assert_eq!(RunHistory::read(folder)?.weights[0].step, 20);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct WeightsDigest {
+    /// The greatest step that was logged before; 0 where none was.
+    pub step: u64,
+    /// A hash of their bits, hexadecimal.
+    pub digest: String,
+}
+
 /// What the host of a rank measured.
 ///
 /// ```

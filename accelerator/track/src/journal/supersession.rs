@@ -64,6 +64,7 @@ impl Supersession {
                 points.retain(|point| counts(&Slot::of_point(point.series, step)));
                 !points.is_empty()
             }
+            Record::Weights { step, .. } => later.iter().all(|&(_, to)| Some(*step) <= to),
             Record::Checkpoint { step, .. } => later.iter().all(|&(_, to)| *step <= to),
             record => slots(record).all(|slot| counts(&slot)),
         };
@@ -73,7 +74,8 @@ impl Supersession {
 
 /// Whether a record belongs to a step.
 fn is_logged(record: &Record) -> bool {
-    matches!(record, Record::Checkpoint { .. }) || slots(record).next().is_some()
+    matches!(record, Record::Checkpoint { .. } | Record::Weights { .. })
+        || slots(record).next().is_some()
 }
 
 /// What holds one value for each step.

@@ -190,6 +190,12 @@ impl FakeState {
                 let stage = if *deleted { "deleted" } else { "active" };
                 Ok(json!({ "experiment": { "experiment_id": "1", "lifecycle_stage": stage } }))
             }
+            "experiments/get" => match self.experiments.keys().next() {
+                Some(name) if query == "experiment_id=1" => {
+                    Ok(json!({ "experiment": { "experiment_id": "1", "name": name } }))
+                }
+                _ => Err((404, "RESOURCE_DOES_NOT_EXIST", "no such experiment")),
+            },
             "experiments/create" => match self.experiments.contains_key(&text("name")) {
                 true => Err((400, "RESOURCE_ALREADY_EXISTS", "it is there")),
                 false => {

@@ -54,9 +54,17 @@ mod tests;
 #[derive(Debug)]
 pub struct MlflowSink {
     server: MlflowServer,
-    experiment: String,
+    experiment: Experiment,
     delivery: Delivery,
     open: Option<OpenRun>,
+}
+
+/// Which experiment it is.
+#[derive(Debug, Eq, PartialEq)]
+enum Experiment {
+    /// It is made where it is not there.
+    Name(String),
+    Id(String),
 }
 
 #[derive(Debug)]
@@ -96,14 +104,15 @@ impl MlflowSink {
     pub fn new(server: MlflowServer, experiment: impl Into<String>) -> Self {
         Self {
             server,
-            experiment: experiment.into(),
+            experiment: Experiment::Name(experiment.into()),
             delivery: Delivery::Settled,
             open: None,
         }
     }
 
     /// To the server and the experiment that MLflow's own variables name: those of
-    /// [`MlflowServer::from_env`], and `MLFLOW_EXPERIMENT_NAME`, without which it is `Default`.
+    /// [`MlflowServer::from_env`], and `MLFLOW_EXPERIMENT_NAME` or, where that is not set, `MLFLOW_EXPERIMENT_ID`; without
+    /// both it is `Default`.
     ///
     /// # Errors
     ///
@@ -114,10 +123,9 @@ impl MlflowSink {
     /// # Ok::<(), accelerator_track::Error>(())
     /// ```
     pub fn from_env() -> Result<Self> {
-        let experiment = std::env::var("MLFLOW_EXPERIMENT_NAME").ok();
-        let experiment = experiment.filter(|name| !name.is_empty());
-        let experiment = experiment.unwrap_or_else(|| "Default".to_owned());
-        Ok(Self::new(MlflowServer::from_env()?, experiment))
+        let mut sink = Self::new(MlflowServer::from_env()?, "");
+        sink.experiment = Experiment::by(|name| std::env::var(name).ok());
+        Ok(sink)
     }
 
     /// Delivers at once. Where the program resumes from a checkpoint, the server then shows points that a resume
@@ -138,6 +146,17 @@ impl MlflowSink {
     }
 }
 
+impl Experiment {
+    fn by(variable: impl Fn(&str) -> Option<String>) -> Self {
+        let set = |name| variable(name).filter(|value| !value.is_empty());
+        match (set("MLFLOW_EXPERIMENT_NAME"), set("MLFLOW_EXPERIMENT_ID")) {
+            (Some(name), _) => Self::Name(name),
+            (None, Some(id)) => Self::Id(id),
+            (None, None) => Self::Name("Default".to_owned()),
+        }
+    }
+}
+
 impl Sink for MlflowSink {
     fn name(&self) -> String {
         format!("MLflow at {}", self.server.address())
@@ -145,9 +164,11 @@ impl Sink for MlflowSink {
 
     fn sync_options(&self) -> Vec<String> {
         let place = format!("mlflow:{}", self.server.address());
-        let mut options = ["--to", &place, "--experiment", &self.experiment]
-            .map(str::to_owned)
-            .to_vec();
+        let mut options = vec!["--to".to_owned(), place];
+        // That of an id is in the environment.
+        if let Experiment::Name(name) = &self.experiment {
+            options.extend(["--experiment".to_owned(), name.clone()]);
+        }
         if self.delivery == Delivery::Live {
             options.push("--live".to_owned());
         }
@@ -162,15 +183,19 @@ impl Sink for MlflowSink {
         self.open = None;
         let file = CursorFile::in_folder(&run.folder);
         let server = self.server.address();
+        let experiment = match &self.experiment {
+            Experiment::Name(name) => name.clone(),
+            Experiment::Id(id) => self.server.experiment_name(id)?,
+        };
         let known = file
             .read()
-            .filter(|cursor| cursor.server == server && cursor.experiment == self.experiment);
+            .filter(|cursor| cursor.server == server && cursor.experiment == experiment);
         let known_id = known.as_ref().map(|cursor| cursor.run_id.as_str());
-        let server_run = self.server.open_run_as(&self.experiment, run, known_id)?;
+        let server_run = self.server.open_run_as(&experiment, run, known_id)?;
         let known = known.filter(|cursor| cursor.run_id == server_run.id());
         let cursor = known.unwrap_or_else(|| Cursor {
             server: server.to_owned(),
-            experiment: self.experiment.clone(),
+            experiment,
             run_id: server_run.id().to_owned(),
             position: SinkPosition::default(),
         });

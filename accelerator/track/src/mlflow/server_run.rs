@@ -112,6 +112,22 @@ impl MlflowServer {
         .or_else(|error| self.find_experiment(name)?.ok_or(error))
     }
 
+    /// The name of the experiment with that id.
+    pub(super) fn experiment_name(&self, id: &str) -> Result<String> {
+        match self.get("experiments/get", &[("experiment_id", id)]) {
+            Ok(answer) => Ok(member(&answer, "/experiment/name")?.to_owned()),
+            Err(failure) if failure.is(DOES_NOT_EXIST) => Err(Error::new(
+                Kind::Remote,
+                format!(
+                    "MLflow at {} has no experiment {id}, which MLFLOW_EXPERIMENT_ID names: choose one that is there, or \
+                     set MLFLOW_EXPERIMENT_NAME, and it is made",
+                    self.address()
+                ),
+            )),
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
     fn find_experiment(&self, name: &str) -> Result<Option<String>> {
         let answer = match self.get("experiments/get-by-name", &[("experiment_name", name)]) {
             Ok(answer) => answer,

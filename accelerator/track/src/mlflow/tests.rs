@@ -539,3 +539,28 @@ fn a_server_that_is_not_there_is_said() {
     assert!(error.is_remote());
     assert!(error.to_string().contains(&address), "{error}");
 }
+
+#[test]
+fn an_experiment_is_found_by_its_id() {
+    let by = |name: &str, id: &str| {
+        Experiment::by(|variable| match variable {
+            "MLFLOW_EXPERIMENT_NAME" => Some(name.to_owned()),
+            "MLFLOW_EXPERIMENT_ID" => Some(id.to_owned()),
+            _ => None,
+        })
+    };
+    assert_eq!(by("e", "1"), Experiment::Name("e".to_owned()));
+    assert_eq!(by("", ""), Experiment::Name("Default".to_owned()));
+
+    let mut run = Delivered::new();
+    run.deliver(&small_run()).unwrap();
+    run.sink.experiment = by("", "1");
+    run.info.id = RunId::new();
+    run.deliver(&small_run()).unwrap();
+    assert_eq!(run.server.state().active().len(), 2);
+    assert_eq!(run.server.state().experiments.len(), 1);
+
+    run.sink.experiment = by("", "7");
+    let error = run.deliver(&small_run()).unwrap_err().to_string();
+    assert!(error.contains("no experiment 7"), "{error}");
+}

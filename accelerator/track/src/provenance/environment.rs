@@ -19,7 +19,7 @@ pub(super) enum Meaning {
 impl Meaning {
     /// Of a variable; none where it is not recorded.
     pub(super) fn of(name: &str) -> Option<Self> {
-        const INPUTS: [&str; 21] = [
+        const INPUTS: [&str; 22] = [
             "CARGO_MANIFEST_DIR",
             "CUBLAS_WORKSPACE_CONFIG",
             "CUDA_DEVICE_ORDER",
@@ -30,6 +30,7 @@ impl Meaning {
             "LD_PRELOAD",
             "MALLOC_TOP_PAD_",
             "MKL_NUM_THREADS",
+            "MLFLOW_EXPERIMENT_ID",
             "MLFLOW_EXPERIMENT_NAME",
             "MLFLOW_TRACKING_URI",
             "NVIDIA_TF32_OVERRIDE",

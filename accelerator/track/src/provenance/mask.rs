@@ -1,5 +1,7 @@
 //! Hides secrets in what is recorded.
 
+use serde_json::Value;
+
 /// What stands in the place of a secret.
 ///
 /// ```
@@ -43,6 +45,33 @@ pub fn mask_arguments<S: AsRef<str>>(arguments: &[S]) -> Vec<String> {
         }
     };
     arguments.iter().map(mask).collect()
+}
+
+/// The same for every text in a value, whose words may be a command line.
+pub(crate) fn mask_value(value: Value) -> Value {
+    match value {
+        Value::String(text) => {
+            let text = mask_text(&text);
+            let words: Vec<&str> = text.split(' ').collect();
+            mask_arguments(&words).join(" ").into()
+        }
+        Value::Array(values) => {
+            let words: Option<Vec<_>> = values.iter().map(Value::as_str).collect();
+            match words {
+                Some(words) => mask_arguments(&words).into(),
+                None => values.into_iter().map(mask_value).collect(),
+            }
+        }
+        Value::Object(fields) => {
+            let fields = fields.into_iter();
+            Value::Object(
+                fields
+                    .map(|(name, value)| (name, mask_value(value)))
+                    .collect(),
+            )
+        }
+        other => other,
+    }
 }
 
 /// A text with [`MASK`] in the place of users and passwords of URLs, of secrets in their queries, and of what follows

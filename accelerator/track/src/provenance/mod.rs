@@ -4,6 +4,7 @@ pub use capture::Capture;
 pub use diff::{Difference, diff};
 pub use facts::{Commit, HashedFile, HostFacts, Provenance, SourceState};
 pub use files::{FolderDigest, digest_folder};
+pub(crate) use mask::mask_value;
 pub use mask::{MASK, mask_arguments};
 pub use reproduce::Reproduction;
 

@@ -206,7 +206,11 @@ impl RunBuilder {
         let folder = journal.folder.clone();
         let begun = journal.next();
         // Sinks read the journal: it has its head before they start.
-        journal.flush_or_fail()?;
+        journal.flush_or_fail().inspect_err(|_| {
+            if attempt == 0 {
+                discard(&folder);
+            }
+        })?;
         let queue = Arc::new(Queue::default());
         let worker = Worker::start(journal, Arc::clone(&queue), sinks)?;
         Ok(Run {
@@ -257,8 +261,7 @@ impl Settings {
 
     /// The first of `name`, `name-2`, `name-3`… that is not there.
     fn create(&self) -> Result<(Journal, (RunId, String))> {
-        fs::create_dir_all(&self.runs)
-            .map_err(|error| Error::io("create the folder", &self.runs, error))?;
+        fs::create_dir_all(&self.runs).map_err(|error| self.unwritable(error))?;
         let name = folder_name(&self.name);
         for number in 1.. {
             let folder = self.runs.join(match number {
@@ -267,8 +270,9 @@ impl Settings {
             });
             match fs::create_dir(&folder) {
                 Ok(()) => {
-                    let lock = RunLock::take(&folder)?;
-                    let writer = JournalWriter::create(&folder.join(JOURNAL))?;
+                    let begun = RunLock::take(&folder)
+                        .and_then(|lock| Ok((lock, JournalWriter::create(&folder.join(JOURNAL))?)));
+                    let (lock, writer) = begun.inspect_err(|_| discard(&folder))?;
                     let mut journal = Journal::new(folder, lock, writer);
                     let id = RunId::new();
                     journal.append(
@@ -286,10 +290,24 @@ impl Settings {
                         return Ok(restarted);
                     }
                 }
-                Err(error) => return Err(Error::io("create the folder", &folder, error)),
+                Err(error) => return Err(self.unwritable(error)),
             }
         }
         unreachable!("there are more numbers than folders")
+    }
+
+    fn unwritable(&self, error: std::io::Error) -> Error {
+        let cause = match self.runs.is_file() {
+            true => "it is a file".to_owned(),
+            false => error.to_string(),
+        };
+        let runs = std::path::absolute(&self.runs).unwrap_or_else(|_| self.runs.clone());
+        let message = format!(
+            "no run can be begun in the folder {}: {cause}; make it a folder that this user may write, or choose another \
+             one by `runs_folder`",
+            runs.display()
+        );
+        Error::new(Kind::Io, message).with_source(error)
     }
 
     /// The run in a folder, where its last attempt was of this launch and did not finish.
@@ -337,9 +355,17 @@ impl std::fmt::Debug for RunBuilder {
 fn tags_of_environment() -> Vec<(String, String)> {
     let tags = accelerator_env::variable(RUN_TAGS.name).unwrap_or_default();
     let tags = tags.to_string_lossy();
-    let tags = tags.split(',').filter_map(|tag| tag.split_once('='));
-    tags.map(|(key, value)| (key.to_owned(), value.to_owned()))
+    let tags = tags.split(',').filter(|tag| !tag.is_empty());
+    tags.map(|tag| tag.split_once('=').unwrap_or((tag, "")))
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect()
+}
+
+/// Removes the folder of a run that could not be begun.
+fn discard(folder: &Path) {
+    if let Err(error) = fs::remove_dir_all(folder) {
+        tracing::warn!(folder = %folder.display(), %error, "the folder of a run that was not begun stays");
+    }
 }
 
 /// The name of a run's folder.

@@ -16,6 +16,7 @@ pub use builder::RunBuilder;
 use builder::Settings;
 pub use feeder::{deliver, export};
 use hyperparameters::flatten;
+pub use launch_failure::record_failure;
 pub use media::Histogram;
 use queue::{LoggedMetrics, Message, Queue};
 use worker::Worker;
@@ -24,6 +25,7 @@ mod artifacts;
 mod builder;
 mod feeder;
 mod hyperparameters;
+mod launch_failure;
 mod media;
 mod queue;
 #[cfg(test)]
@@ -209,6 +211,13 @@ impl Run {
     pub fn set_tag(&self, key: &str, value: &str) {
         let set = [(key.to_owned(), value.to_owned())].into();
         self.record(Record::Tag { set });
+    }
+
+    /// Records what the weights of a model are, by a hash of their bits, after the last step that was logged. `accel-launch
+    /// runs reproduce` compares them.
+    pub fn log_weights(&self, digest: &str, step: u64) {
+        let digest = digest.to_owned();
+        self.record(Record::Weights { step, digest });
     }
 
     /// Where the run is, to be saved with a checkpoint. What was logged before is on the disk when it returns.

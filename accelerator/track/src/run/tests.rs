@@ -496,3 +496,40 @@ fn the_end_says_how_many_entries_a_full_disk_has_lost() {
     assert_eq!(history.entries + lost, 1004, "{text}");
     assert!(text.contains("journal.jsonl"), "{text}");
 }
+
+#[test]
+fn a_run_that_cannot_be_begun_says_why_and_leaves_no_folder() {
+    let temporary = tempfile::tempdir().unwrap();
+    let file = temporary.path().join("runs");
+    std::fs::write(&file, "no folder").unwrap();
+    let error = Run::builder("a").runs_folder(&file).start().unwrap_err();
+    assert!(error.is_io(), "{error}");
+    let told = error.to_string();
+    assert!(told.contains(file.to_str().unwrap()), "{told}");
+    assert!(
+        told.contains("it is a file") && told.contains("`runs_folder`"),
+        "{told}"
+    );
+}
+
+/// A path has 4095 bytes at most: that of the run's folder is short enough, and that of its journal is not.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_run_whose_journal_cannot_be_written_leaves_no_folder() {
+    let temporary = tempfile::tempdir().unwrap();
+    let mut runs = temporary.path().to_owned();
+    while let left = 4084 - runs.as_os_str().len()
+        && left > 1
+    {
+        // What is left after it is none, or a separator and a name.
+        let name = match left - 1 {
+            all @ ..=200 => all,
+            _ => 100,
+        };
+        runs.push("d".repeat(name));
+    }
+    let error = Run::builder("a").runs_folder(&runs).start().unwrap_err();
+    assert!(error.is_io(), "{error}");
+    assert!(error.to_string().contains("journal.jsonl"), "{error}");
+    assert_eq!(runs.read_dir().unwrap().count(), 0);
+}

@@ -9,7 +9,7 @@ use super::restart::{AttemptFailure, Decision, Restarts};
 use crate::error::{Error, Result, chain};
 use crate::event::{Channel, Event};
 use crate::output::Output;
-use crate::report::{self, FailureRecord, JobOutcome};
+use crate::report::{self, FailureRecord, JobOutcome, ReportFile};
 use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::{Attempt, AttemptOutcome, FinishedAttempt};
@@ -350,6 +350,7 @@ impl JobLoop<'_> {
         let has_failed = end.outcome == JobOutcome::Failed;
         if let Some(last) = history.failures.last().filter(|_| has_failed) {
             history.output.note(&last.block(report.as_deref()));
+            self.tell_runs(history, last, reason);
         }
         if end.outcome == JobOutcome::Preempted && !self.options.quiet {
             history
@@ -360,6 +361,18 @@ impl JobLoop<'_> {
             Some(reason) if has_failed => history.output.note(&format!("giving up: {reason}")),
             Some(reason) => history.output.note(reason),
             None => {}
+        }
+    }
+
+    /// Puts the failure into the runs of this launch that are in the working directory.
+    fn tell_runs(&self, history: &JobHistory, last: &FailureRecord, reason: Option<&str>) {
+        let report = ReportFile::of(&history.failures, JobOutcome::Failed, reason);
+        let launch = &self.settings.launch;
+        if let Err(error) =
+            accelerator_track::record_failure(RUNS, launch, &last.summary(), &report)
+        {
+            let text = format!("the run does not know why the job failed: {error}");
+            history.output.note(&text);
         }
     }
 
@@ -390,3 +403,6 @@ impl JobHistory {
         last.map_or_else(|| error.code(), FailureRecord::exit_code)
     }
 }
+
+/// Where programs record their runs, unless they say otherwise.
+const RUNS: &str = "runs";

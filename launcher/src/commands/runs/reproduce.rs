@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 
 use accelerator_track::{
     ArtifactRole, Point, Provenance, Reproduction, RunHistory, RunStatus, RunSummary, Runs, Series,
-    diff,
+    WeightsDigest, diff,
 };
 use clap::Args;
 
@@ -144,6 +144,7 @@ fn run_again(original: &RunHistory, mut command: Command) -> Result<RunHistory> 
 struct Results<'a> {
     /// The digests of the latest versions.
     artifacts: BTreeMap<&'a str, &'a str>,
+    weights: &'a [WeightsDigest],
     metrics: BTreeMap<&'a str, Vec<Point>>,
 }
 
@@ -160,13 +161,15 @@ impl<'a> Results<'a> {
         });
         Self {
             artifacts: artifacts.collect(),
+            weights: &run.weights,
             metrics: metrics.collect(),
         }
     }
 
-    /// How another run differs: artifacts, then for each metric the first step.
+    /// How another run differs: the first weights, artifacts, then for each metric the first step.
     fn differences(&self, other: &Self) -> Vec<String> {
         let mut lines = Vec::new();
+        lines.extend(other_weights(self.weights, other.weights));
         for (name, digest, again) in pairs(&self.artifacts, &other.artifacts) {
             let line = match (digest, again) {
                 (Some(a), Some(b)) if a == b => continue,
@@ -231,17 +234,42 @@ fn first_difference(a: &[Point], b: &[Point]) -> Option<(u64, String)> {
     }
 }
 
+/// The first weights that have not the same bits, and how. A run of a version that recorded none is not told to differ.
+fn other_weights(a: &[WeightsDigest], b: &[WeightsDigest]) -> Option<String> {
+    if a.is_empty() {
+        return None;
+    }
+    let at = a.iter().zip(b).take_while(|(x, y)| x == y).count();
+    let line = match (a.get(at), b.get(at)) {
+        (None, None) => return None,
+        (Some(x), Some(y)) if x.step == y.step => format!(
+            "weights after step {} were {}, and are {}",
+            x.step, x.digest, y.digest
+        ),
+        (Some(x), _) => format!("weights after step {} were not recorded again", x.step),
+        (None, Some(y)) => format!("weights after step {} are new", y.step),
+    };
+    Some(plain(&line))
+}
+
 fn same_text(run: &RunHistory, arguments: &ReproduceArgs) -> String {
     let results = Results::of(run, arguments);
     let points: usize = results.metrics.values().map(Vec::len).sum();
     let metrics = results.metrics.len();
-    let mut text = format!("the same bits: {points} points of {metrics} metrics");
-    match results.artifacts.is_empty() {
-        true => text.push_str("; the run recorded no artifacts, so its weights cannot be compared"),
-        false => {
-            let names: Vec<_> = results.artifacts.keys().copied().collect();
-            text.push_str(&format!(", and the artifacts {}", plain(&names.join(", "))));
-        }
+    let mut same = Vec::new();
+    if let Some(last) = results.weights.last() {
+        same.push(format!("weights after step {}", last.step));
+    }
+    same.push(format!("{points} points of {metrics} metrics"));
+    if !results.artifacts.is_empty() {
+        let names: Vec<_> = results.artifacts.keys().copied().collect();
+        same.push(format!("the artifacts {}", plain(&names.join(", "))));
+    }
+    let mut text = format!("the same bits: {}", same.join(", "));
+    if results.weights.is_empty() && results.artifacts.is_empty() {
+        text.push_str(
+            "; the run recorded neither weights nor artifacts, so those cannot be compared",
+        );
     }
     text
 }

@@ -2,6 +2,7 @@
 
 mod collect;
 mod deliver;
+mod failure;
 mod look;
 mod reproduce;
 

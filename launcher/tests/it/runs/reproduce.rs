@@ -43,6 +43,7 @@ fn a_program_that_trains() {
         let time = std::time::UNIX_EPOCH.elapsed().unwrap();
         run.log("time", [("now", time.as_secs_f64())], step, None);
     }
+    run.log_weights(&format!("{:016x}", weight.to_bits()), 20);
     fs::write("weights.bin", weight.to_le_bytes()).unwrap();
     let weights = Artifact::create("weights").add_file("weights.bin").unwrap();
     run.mark_output(weights).unwrap();
@@ -78,7 +79,9 @@ fn the_same_bits_are_told() {
     );
     let last = shown.last().unwrap();
     assert!(
-        last.starts_with("the same bits: 40 points of 2 metrics, and the artifacts weights"),
+        last.starts_with(
+            "the same bits: weights after step 20, 40 points of 2 metrics, the artifacts weights"
+        ),
         "{text}"
     );
     let runs = Runs::open(folder.path().join("runs")).unwrap();
@@ -118,13 +121,17 @@ fn the_first_step_that_differs_is_named() {
         .iter()
         .filter(|x| x.starts_with("different: "))
         .collect();
-    assert_eq!(different.len(), 3, "{text}");
+    assert_eq!(different.len(), 4, "{text}");
     assert!(
-        different[0].starts_with("different: artifact weights was "),
+        different[0].starts_with("different: weights after step 20 were "),
         "{text}"
     );
     assert!(
-        different[1].starts_with("different: metric train/loss at step 11 was "),
+        different[1].starts_with("different: artifact weights was "),
+        "{text}"
+    );
+    assert!(
+        different[2].starts_with("different: metric train/loss at step 11 was "),
         "{text}"
     );
     assert!(

@@ -1,0 +1,60 @@
+//! What a run knows of the failure of its job.
+
+use accelerator_track::Run;
+use serde_json::Value;
+
+use crate::support::Folder;
+
+/// The arguments by which this file of tests is the program below.
+const PROGRAM: [&str; 3] = ["runs::failure::a_rank", "--exact", "--ignored"];
+
+/// The program of the other test: rank 0 writes a run, and rank 1 ends when it is there.
+#[test]
+#[ignore = "the program of another test"]
+fn a_rank() {
+    if std::env::var("RANK").unwrap() == "0" {
+        let launch = std::env::var("ACCEL_LAUNCH_ID").unwrap();
+        let run = Run::builder("a").launch(launch).start().unwrap();
+        run.flush().unwrap();
+        std::fs::write("begun", "").unwrap();
+        std::thread::sleep(std::time::Duration::from_secs(60));
+    }
+    for _ in 0..6000 {
+        if std::path::Path::new("begun").exists() {
+            eprintln!("no data at http://me:abc@host/x");
+            std::process::exit(3);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_run_names_the_rank_that_failed_first() {
+    let folder = Folder::new();
+    let program = std::env::current_exe().unwrap();
+    let line = ["-n", "2", program.to_str().unwrap()];
+    let line = line.into_iter().chain(PROGRAM).chain(["--nocapture"]);
+    folder.launch(line).expect(3);
+    let shown = folder.launch(["runs", "show", "a"]).expect(0).text();
+    assert!(
+        shown.contains("failed") && !shown.contains("killed"),
+        "{shown}"
+    );
+    let failure = shown
+        .lines()
+        .find(|line| line.starts_with("failure"))
+        .unwrap();
+    assert!(
+        failure.contains("rank 1 (pid") && failure.contains("exit code 3"),
+        "{shown}"
+    );
+    let report = folder.path().join("runs/a/failure.json");
+    let report = std::fs::read_to_string(report).unwrap();
+    assert!(report.contains("http://***@host/x"), "{report}");
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(
+        (&report["first"]["rank"], &report["exit_code"]),
+        (&1.into(), &3.into())
+    );
+    assert_eq!(report["ending"], "failed");
+}
