@@ -96,7 +96,7 @@ pub fn train(job: &LearnerJob) -> Result<LearnerOutcome> {
         };
         builder.build(Rows { count })
     };
-    let loaders = (build(job.samples, Some(11)), build(21, None));
+    let loaders = (build(job.samples, Some(11)), build(17, None));
     let loaders = accelerator.prepare(loaders)?;
     match job.way {
         Way::Learner => {

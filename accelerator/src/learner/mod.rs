@@ -17,11 +17,13 @@
 //! use burn_train::{InferenceStep, Learner, RegressionOutput, TrainOutput, TrainStep};
 //!
 //! #[derive(Module, Debug)]
-//! struct Line(Linear);
+//! struct Line {
+//!     linear: Linear,
+//! }
 //!
 //! impl Line {
 //!     fn loss(&self, x: Tensor<2>) -> RegressionOutput {
-//!         let (output, targets) = (self.0.forward(x.clone()), x * 2.0 + 3.0);
+//!         let (output, targets) = (self.linear.forward(x.clone()), x * 2.0 + 3.0);
 //!         let loss = MseLoss::new().forward(output.clone(), targets.clone(), Reduction::Mean);
 //!         RegressionOutput::new(loss, output, targets)
 //!     }
@@ -56,7 +58,7 @@
 //!             .build(dataset)
 //!     };
 //!     let (train, valid) = accelerator.prepare((build(points(30)), build(points(7))))?;
-//!     let model = accelerator.init(|device| Line(LinearConfig::new(1, 1).init(device)));
+//!     let model = accelerator.init(|device| Line { linear: LinearConfig::new(1, 1).init(device) });
 //!
 //!     let training = accelerator
 //!         .supervised_training(folder, train, valid)
@@ -66,7 +68,7 @@
 //!     let result = training.launch(Learner::new(model, SgdConfig::new().init(), ConstantLr::new(0.1)));
 //!     let model = learner::into_result(result)?.model;
 //!     accelerator.finish()?;
-//!     Ok(model.0.bias.map(|bias| bias.val().into_data()))
+//!     Ok(model.linear.bias.map(|bias| bias.val().into_data()))
 //! })?;
 //! assert_eq!(biases[0], biases[1]);
 //! # Ok::<(), Error>(())
