@@ -172,8 +172,8 @@ fn learn(
     }
     let last = folder.join(format!("valid/epoch-{}/Accuracy.log", job.epochs));
     if let Ok(text) = std::fs::read_to_string(last) {
-        let figures = text.lines().filter_map(|line| line.strip_suffix(",final"));
-        outcome.accuracy = figures.last().map(|figure| figure.parse().unwrap());
+        let mut figures = text.lines().filter_map(|line| line.strip_suffix(",final"));
+        outcome.accuracy = figures.next_back().map(|figure| figure.parse().unwrap());
     }
     outcome
 }

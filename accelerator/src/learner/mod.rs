@@ -81,8 +81,8 @@
 //!   [`Accelerator::backward`].
 //! - Each rank validates its share. The outputs are joined on rank 0 ([`ValidationOutput`]), whose metrics see every
 //!   sample once: those that are no mean over batches, such as an F-score or AUROC, are exact too.
-//! - Rank 0 alone computes metrics, writes their files and checkpoints, renders, and stops early; all ranks stop at
-//!   the same epoch. An [`Interrupter`](burn_train::Interrupter) of any rank stops all of them, at the same step. With
+//! - Rank 0 alone computes metrics, writes their files and checkpoints, logs ([`RunLogger`](crate::RunLogger)), renders,
+//!   and stops early; all ranks stop at the same epoch. An [`Interrupter`](burn_train::Interrupter) of any rank stops all of them, at the same step. With
 //!   `.checkpoint(epoch)` every rank reads the files, so that all hosts must see the folder.
 //! - Where a rank is lost, or fails, the training of the others ends within seconds, with
 //!   [`LearningResult::error`](burn_train::LearningResult::error): see [`into_result`].
@@ -124,6 +124,25 @@ impl Accelerator {
     /// [`learner`](crate::learner). Every rank makes the same calls of the builder, and launches it.
     ///
     /// `directory` is that of burn-train's files, which rank 0 writes.
+    ///
+    /// ```
+    /// use accelerator::learner::ValidationOutput;
+    /// use accelerator::prelude::*;
+    /// use burn_train::{InferenceStep, Interrupter, LearnerModel, SupervisedTraining, TrainStep};
+    ///
+    /// fn training<M: LearnerModel>(
+    ///     accelerator: &Accelerator,
+    ///     train: PreparedLoader<<M as TrainStep>::Input>,
+    ///     valid: PreparedLoader<<M as InferenceStep>::Input>,
+    ///     stop: Interrupter,
+    /// ) -> SupervisedTraining<M>
+    /// where
+    ///     <M as InferenceStep>::Output: ValidationOutput,
+    /// {
+    ///     let training = accelerator.supervised_training("artifacts", train, valid);
+    ///     training.num_epochs(3).with_default_checkpointers().with_interrupter(stop)
+    /// }
+    /// ```
     pub fn supervised_training<M>(
         &self,
         directory: impl AsRef<Path>,

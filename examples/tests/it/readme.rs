@@ -1,5 +1,7 @@
 //! Documents show the difference between two programs as it is.
 
+#![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
+
 use std::path::Path;
 
 fn read(path: &str) -> String {
