@@ -47,7 +47,7 @@
 //! |---|---|
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
 //! | shard and prefetch data sets, samplers and streams | [`data`] |
-//! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Weight`], [`AveragedGradients`], [`Clip`] |
+//! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Accelerator::average`], [`Weight`], [`AveragedGradients`], [`Clip`] |
 //! | choose a device, and share a GPU between ranks | [`BackendKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
 //! | send gradients in half precision | [`Compression`] |
@@ -77,6 +77,7 @@
 //! | resume a schedule on another number of ranks | [`Accelerator::resume_loader`] |
 //! | turn off a warning or a check | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::LoaderBuilder::without_item_check) |
 //! | stop at a loss that is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
+//! | run a `Learner` of burn-train on several processes | `learner`, with the feature `burn-train` |
 //! | run several ranks inside one process, in tests | [`launch`] |
 //! | start the processes of the ranks from the program | [`launch_processes`] |
 //!
@@ -110,6 +111,8 @@ mod context;
 mod core;
 pub mod data;
 mod ema;
+#[cfg(feature = "burn-train")]
+pub mod learner;
 pub mod local;
 pub mod logging;
 pub mod metric;

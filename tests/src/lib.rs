@@ -13,6 +13,7 @@
 )]
 
 pub mod fixtures;
+pub mod learner;
 pub mod matrix;
 pub mod problems;
 pub mod processes;

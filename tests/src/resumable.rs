@@ -286,7 +286,7 @@ fn loss(model: &Net, batch: &RowBatch) -> Tensor<1> {
 }
 
 #[derive(Debug, Module)]
-struct Net {
+pub(crate) struct Net {
     hidden: Linear,
     norm: BatchNorm,
     dropout: Dropout,
@@ -294,7 +294,7 @@ struct Net {
 }
 
 impl Net {
-    fn new(device: &Device, dropout: f64) -> Self {
+    pub(crate) fn new(device: &Device, dropout: f64) -> Self {
         Self {
             hidden: LinearConfig::new(8, 16).init(device),
             norm: BatchNormConfig::new(16).init(device),
@@ -303,7 +303,7 @@ impl Net {
         }
     }
 
-    fn forward(&self, rows: Tensor<2>) -> Tensor<2> {
+    pub(crate) fn forward(&self, rows: Tensor<2>) -> Tensor<2> {
         let hidden = self.hidden.forward(rows);
         // Statistics of a rank's own batch would depend on the world size.
         let hidden = match self.dropout.prob > 0.0 {
@@ -318,8 +318,8 @@ impl Net {
 }
 
 /// Rows made from their number, and changed a little by a generator that belongs to the sample.
-struct Rows {
-    count: usize,
+pub(crate) struct Rows {
+    pub(crate) count: usize,
 }
 
 impl Dataset<[f64; 9]> for Rows {
@@ -339,12 +339,12 @@ impl Dataset<[f64; 9]> for Rows {
 }
 
 #[derive(Clone, Debug)]
-struct RowBatch {
-    rows: Tensor<2>,
-    targets: Tensor<1, Int>,
+pub(crate) struct RowBatch {
+    pub(crate) rows: Tensor<2>,
+    pub(crate) targets: Tensor<1, Int>,
 }
 
-struct RowBatcher;
+pub(crate) struct RowBatcher;
 
 impl Batcher<[f64; 9], RowBatch> for RowBatcher {
     fn batch(&self, items: Vec<[f64; 9]>, device: &Device) -> RowBatch {

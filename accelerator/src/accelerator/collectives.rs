@@ -101,7 +101,7 @@ impl Accelerator {
     pub fn gather<T: Tensors>(&self, tensors: T) -> Result<T> {
         tensors.map_tensors(&mut GatherRows {
             accelerator: self,
-            batch: None,
+            rows: RowsOf::All,
         })
     }
 
@@ -144,6 +144,16 @@ impl Accelerator {
     /// their last batch: keep rows of such a loader until its end, and gather once then.
     #[track_caller]
     pub fn gather_for_metrics<T: Tensors, O>(&self, tensors: T, batch: &Batch<O>) -> Result<T> {
+        self.gather_of(tensors, batch, RowsOf::Samples)
+    }
+
+    #[track_caller]
+    fn gather_of<T: Tensors, O>(
+        &self,
+        tensors: T,
+        batch: &Batch<O>,
+        rows: fn(BatchRows) -> RowsOf,
+    ) -> Result<T> {
         if batch.is_uneven() {
             return Err(Error::misuse(
                 "gather_for_metrics: this batch is of a loader with the tail policy `uneven`, under \
@@ -154,8 +164,18 @@ impl Accelerator {
         }
         tensors.map_tensors(&mut GatherRows {
             accelerator: self,
-            batch: Some((batch.real(), batch.num_samples())),
+            rows: rows(BatchRows {
+                real: batch.real(),
+                all: batch.num_samples(),
+            }),
         })
+    }
+
+    /// The same of tensors of which some are about the batch, such as its loss: they have rows of their own.
+    #[cfg(feature = "burn-train")]
+    #[track_caller]
+    pub(crate) fn gather_output<T: Tensors>(&self, tensors: T, batch: &Batch<()>) -> Result<T> {
+        self.gather_of(tensors, batch, RowsOf::SamplesOrBatch)
     }
 
     /// The tensor of rank `root`, on every rank; the others' own gives the shape.
@@ -295,16 +315,39 @@ impl Accelerator {
 /// Gathers each tensor of a structure.
 struct GatherRows<'a> {
     accelerator: &'a Accelerator,
-    /// Of how many rows, the first that belong to samples, and all of them; `None` for all that there are.
-    batch: Option<(usize, usize)>,
+    rows: RowsOf,
+}
+
+/// Which rows are gathered.
+#[derive(Clone, Copy)]
+enum RowsOf {
+    All,
+    /// There is one for each sample of the batch.
+    Samples(BatchRows),
+    /// There is one for each sample, or all are about the batch.
+    #[cfg(feature = "burn-train")]
+    SamplesOrBatch(BatchRows),
+}
+
+#[derive(Clone, Copy)]
+struct BatchRows {
+    /// Those that belong to samples, from the first.
+    real: usize,
+    all: usize,
 }
 
 impl TensorMap for GatherRows<'_> {
     #[track_caller]
     fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
-        let (rows, samples) = match self.batch {
-            Some((real, samples)) => (real, Some(samples)),
-            None => (tensor.dims()[0], None),
+        let found = tensor.dims()[0];
+        let (rows, samples) = match self.rows {
+            RowsOf::All => (found, None),
+            RowsOf::Samples(BatchRows { real, all }) => (real, Some(all)),
+            #[cfg(feature = "burn-train")]
+            RowsOf::SamplesOrBatch(BatchRows { real, all }) => {
+                let is_about_batch = real > 0 && found != all;
+                (if is_about_batch { found } else { real }, None)
+            }
         };
         self.accelerator.gather_rows(tensor, rows, samples)
     }

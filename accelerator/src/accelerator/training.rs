@@ -1,6 +1,7 @@
 use std::sync::atomic::Ordering;
 
 use burn::module::Module;
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::Accelerator;
@@ -8,7 +9,7 @@ use super::prepare::{Prepare, check_kinds};
 use crate::core::error::Result;
 use crate::core::generator::drawing;
 use crate::data::weight::Weight;
-use crate::reduce::{self, AveragedGradients, OverlapReport, ReduceScope};
+use crate::reduce::{self, AveragedGradients, MicroStep, OverlapReport, ReduceScope};
 use crate::{model, replicas};
 
 /// The loop of a training.
@@ -190,21 +191,73 @@ impl Accelerator {
         model: &M,
         weight: impl Into<Weight>,
     ) -> Result<AveragedGradients> {
+        let loss = MicroStep::Loss(loss);
         self.backward_of(loss, model, weight.into(), ReduceScope::Global)
+    }
+
+    /// Averages gradients of `model` over every sample of every rank, where the program has run the backward pass
+    /// itself: [`backward`](Self::backward) for what computes gradients by other means, as the `TrainStep` of
+    /// burn-train does.
+    ///
+    /// `gradients` are those of the mean loss over this rank's batch, and `weight` says over how many samples, as in
+    /// `backward`, with which everything else is the same: windows, buckets, bits. Since gradients are there only when
+    /// the backward pass has ended, nothing is sent while it runs, and since no loss is given,
+    /// [`AveragedGradients::loss`] is `None`.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::GradientsParams;
+    /// use burn::tensor::Tensor;
+    ///
+    /// let biases = launch(2, |accelerator| {
+    ///     let device = accelerator.device();
+    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(1, 1).init(device));
+    ///     let (model, mut optimizer) =
+    ///         accelerator.prepare((model, burn::optim::SgdConfig::new().init()))?;
+    ///     // A gradient of 1 over one sample on rank 0, and of 5 over three on rank 1.
+    ///     let (factor, samples) = [(1.0, 1), (5.0, 3)][accelerator.rank()];
+    ///     let loss = model.forward(Tensor::<2>::zeros([samples, 1], &device)).mean() * factor;
+    ///     let gradients = GradientsParams::from_grads(loss.backward(), &model);
+    ///     let gradients = accelerator.average(gradients, &model, samples)?;
+    ///     assert!(gradients.loss().is_none() && gradients.samples() == Some(4.0));
+    ///     let before = model.bias.as_ref().map(|bias| bias.val().inner());
+    ///     let model = optimizer.step(1.0, model, gradients);
+    ///     let after = model.bias.as_ref().map(|bias| bias.val().inner());
+    ///     Ok(before.zip(after).map(|(before, after)| (before - after).into_scalar::<f64>()))
+    /// })?;
+    /// assert_eq!(biases, [Some(4.0); 2]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward`](Self::backward) that are not about a loss, and
+    /// [`Error::is_misuse`](crate::Error::is_misuse) in [`Precision::F16`](crate::precision::Precision::F16), where
+    /// losses are scaled before their backward pass.
+    #[track_caller]
+    pub fn average<M: Module>(
+        &self,
+        gradients: GradientsParams,
+        model: &M,
+        weight: impl Into<Weight>,
+    ) -> Result<AveragedGradients> {
+        let gradients = MicroStep::Finished(gradients);
+        self.backward_of(gradients, model, weight.into(), ReduceScope::Global)
     }
 
     /// The same over the samples of these ranks.
     #[track_caller]
     pub(crate) fn backward_of<M: Module>(
         &self,
-        loss: Tensor<1>,
+        step: MicroStep,
         model: &M,
         weight: Weight,
         scope: ReduceScope,
     ) -> Result<AveragedGradients> {
         let context = &*self.shared.reduction;
         let timeline = &context.timeline;
-        let gradients = reduce::backward(context, loss, model, weight, scope, |model_state| {
+        let gradients = reduce::backward(context, step, model, weight, scope, |model_state| {
             replicas::check_when_due(context, &self.shared.tracking, model_state, model)
         });
         if let Ok(gradients) = &gradients {

@@ -403,6 +403,31 @@ impl<O> Batch<O> {
         self.info.uneven
     }
 
+    /// How many samples of the epoch all ranks have used with it.
+    #[cfg(feature = "burn-train")]
+    pub(crate) fn consumed(&self) -> u64 {
+        self.info.consumed
+    }
+
+    /// The value, and what is known of it.
+    #[cfg(feature = "burn-train")]
+    pub(crate) fn into_parts(self) -> (O, Batch<()>) {
+        self.note_used();
+        let Self {
+            value,
+            info,
+            ticket,
+            padding,
+        } = self;
+        let rest = Batch {
+            value: (),
+            info,
+            ticket,
+            padding,
+        };
+        (value, rest)
+    }
+
     /// The value alone.
     pub fn into_inner(self) -> O {
         self.note_used();

@@ -9,7 +9,7 @@ use crate::accelerator::Accelerator;
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
 use crate::data::weight::Weight;
-use crate::reduce::{AveragedGradients, MeanWeight, ModelState, ReduceScope};
+use crate::reduce::{AveragedGradients, MeanWeight, MicroStep, ModelState, ReduceScope};
 use crate::reduce::{LocalRound, OpenRoundConcern, sharded};
 
 /// When ranks meet, and what each of them counts: what local training of both kinds has in common.
@@ -78,9 +78,12 @@ impl SyncRounds {
                 self.period
             )));
         }
-        let gradients = self
-            .accelerator
-            .backward_of(loss, model, weight, ReduceScope::Local)?;
+        let gradients = self.accelerator.backward_of(
+            MicroStep::Loss(loss),
+            model,
+            weight,
+            ReduceScope::Local,
+        )?;
         if !gradients.is_accumulating() {
             let samples = gradients.samples().unwrap_or(0.0);
             model_state.round().count(samples, self.concern);

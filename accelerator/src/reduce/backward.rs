@@ -22,11 +22,38 @@ use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::timeline::{EventSubject, Phase};
 
-/// See [`Accelerator::backward`](crate::Accelerator::backward). `before_reduction` is called by all ranks as a window ends.
+/// Where the gradients of a micro-step come from.
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, for a moment"
+)]
+pub(crate) enum MicroStep {
+    /// From the backward pass of this loss, which is the mean over the batch.
+    Loss(Tensor<1>),
+    /// From one that the program has run.
+    Finished(GradientsParams),
+}
+
+impl MicroStep {
+    /// The gradients, and the loss where it is known.
+    fn run<M: Module>(self, model: &M, scale: Option<f64>) -> (GradientsParams, Option<Tensor<1>>) {
+        match self {
+            Self::Loss(loss) => {
+                let gradients = scaled(loss.clone(), scale).backward();
+                let gradients = GradientsParams::from_grads(gradients, model);
+                (gradients, Some(loss.inner()))
+            }
+            Self::Finished(gradients) => (gradients, None),
+        }
+    }
+}
+
+/// See [`Accelerator::backward`](crate::Accelerator::backward) and [`average`](crate::Accelerator::average).
+/// `before_reduction` is called by all ranks as a window ends.
 #[track_caller]
 pub(crate) fn backward<M: Module>(
     context: &ReduceContext,
-    loss: Tensor<1>,
+    step: MicroStep,
     model: &M,
     weight: Weight,
     scope: ReduceScope,
@@ -36,13 +63,13 @@ pub(crate) fn backward<M: Module>(
     // Where collectives are refused, this rank calls alone, and no other waits for it.
     let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
-        return run_backward(context, loss, model, weight, scope, before_reduction, None);
+        return run_backward(context, step, model, weight, scope, before_reduction, None);
     }
     let batch = weight.ticket.as_ref().map(|ticket| ticket.position());
     let open = context.failed_calls.begin();
     let gradients = run_backward(
         context,
-        loss,
+        step,
         model,
         weight,
         scope,
@@ -59,7 +86,7 @@ pub(crate) fn backward<M: Module>(
 #[track_caller]
 fn run_backward<M: Module>(
     context: &ReduceContext,
-    loss: Tensor<1>,
+    step: MicroStep,
     model: &M,
     weight: Weight,
     scope: ReduceScope,
@@ -83,7 +110,7 @@ fn run_backward<M: Module>(
             .round()
             .check_together("average its gradients")?;
     }
-    check(&loss, &weight)?;
+    check(&step, &weight, &model_state)?;
     if let Some(ticket) = &weight.ticket {
         ticket.begin();
     }
@@ -102,11 +129,10 @@ fn run_backward<M: Module>(
             timeline.deliver(group)?;
         }
         timeline.backward_begins();
-        let gradients = {
+        let (gradients, loss) = {
             let _backward = timeline.span(Phase::Backward);
-            GradientsParams::from_grads(loss.backward(), model)
+            step.run(model, scale)
         };
-        let loss = loss.inner();
         let known = |parameter: &&Trainable| element_values::peek(&gradients, parameter).is_some();
         let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
         check_all_known(unknown)?;
@@ -117,7 +143,13 @@ fn run_backward<M: Module>(
             let trigger = &context.trigger;
             trigger.receive(trigger.send(group));
         }
-        let gradients = AveragedGradients::untouched(model_state.clone(), gradients, loss, weight);
+        let gradients = AveragedGradients::untouched(
+            model_state.clone(),
+            context.device.clone(),
+            gradients,
+            loss,
+            weight,
+        );
         if model_state.reads_losses() {
             gradients.check_loss(&model_state, group.rank())?;
         }
@@ -134,16 +166,16 @@ fn run_backward<M: Module>(
         if !ends(window.micro_steps()) {
             drop(copy);
             timeline.backward_begins();
-            let gradients = {
+            let (gradients, loss) = {
                 let _backward = timeline.span(Phase::Backward);
-                GradientsParams::from_grads(scaled(loss.clone(), scale).backward(), model)
+                step.run(model, scale)
             };
             let _copy = timeline.span(Phase::Copy(EventSubject::Whole));
             // Nothing is sent here, but within backward something may have been.
             let crossed = context.forward_collectives.check();
             return crossed
                 .and_then(|()| {
-                    let loss = model_state.micro_loss(loss.inner());
+                    let loss = model_state.micro_loss(loss);
                     window.add(
                         model_state.parameters(),
                         || model_state.lend(group),
@@ -177,13 +209,13 @@ fn run_backward<M: Module>(
                 context,
                 &model_state,
                 window,
-                loss,
+                step,
                 (model, copy),
                 &weight,
                 call,
             )?
         }
-        ReduceScope::Local => sum_locally(context, &model_state, window, loss, model, &weight)?,
+        ReduceScope::Local => sum_locally(context, &model_state, window, step, model, &weight)?,
     };
     warn_same_losses(context, &model_state, reduced.same_losses);
     if reduced.total <= 0.0 {
@@ -249,7 +281,7 @@ fn reduce_window<M: Module>(
     context: &ReduceContext,
     model_state: &ModelState,
     window: Window,
-    loss: Tensor<1>,
+    step: MicroStep,
     (model, copy): (&M, WorkingCopy),
     weight: &Weight,
     call: Option<&BackwardCall>,
@@ -260,7 +292,7 @@ fn reduce_window<M: Module>(
     settle_device_reducer(context)?;
     context.device_reducer.window_begins();
     let mut scheduler = model_state.scheduler();
-    if context.forward_collectives.is_noted() {
+    if context.forward_collectives.is_noted() || matches!(step, MicroStep::Finished(_)) {
         scheduler.give_way();
     }
     let repair = scheduler.repair();
@@ -280,13 +312,19 @@ fn reduce_window<M: Module>(
         Some(call) => reducer.with_call(call),
         None => reducer,
     };
-    let value = loss.clone();
-    let (gradients, reducer, observation) = {
-        let _backward = timeline.span(Phase::Backward);
-        scheduler.backward(scaled(loss, scale), model, copy, model_state, reducer)
+    let backward = timeline.span(Phase::Backward);
+    let (loss, (gradients, reducer, observation)) = match step {
+        MicroStep::Loss(loss) => {
+            let value = loss.clone();
+            let loss = scaled(loss, scale);
+            let ran = scheduler.backward(loss, model, copy, model_state, reducer);
+            (Some(value.inner()), ran)
+        }
+        MicroStep::Finished(gradients) => (None, (gradients, reducer, None)),
     };
-    let mut reduced =
-        reducer.finish(model_state, gradients, value.inner(), weight.ticket.clone())?;
+    drop(backward);
+    let loss = model_state.micro_loss(loss);
+    let mut reduced = reducer.finish(model_state, gradients, loss, weight.ticket.clone())?;
     scheduler.learn(observation, &mut reduced, model_state, group)?;
     model_state.note_overlap(scheduler.report());
     context.device_reducer.window_ends();
@@ -298,7 +336,7 @@ fn sum_locally<M: Module>(
     context: &ReduceContext,
     model_state: &ModelState,
     window: Window,
-    loss: Tensor<1>,
+    step: MicroStep,
     model: &M,
     weight: &Weight,
 ) -> Result<ReducedWindow> {
@@ -306,12 +344,12 @@ fn sum_locally<M: Module>(
     let scale = window.loss_scale();
     let reducer = Reducer::alone(model_state, group, window, weight.count, timeline);
     let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
-    let value = loss.clone();
-    let gradients = {
+    let (gradients, loss) = {
         let _backward = timeline.span(Phase::Backward);
-        GradientsParams::from_grads(scaled(loss, scale).backward(), model)
+        step.run(model, scale)
     };
-    reducer.finish(model_state, gradients, value.inner(), weight.ticket.clone())
+    let loss = model_state.micro_loss(loss);
+    reducer.finish(model_state, gradients, loss, weight.ticket.clone())
 }
 
 /// In full precision, times the loss scale: small gradients in half precision would be 0 without.
@@ -411,7 +449,7 @@ fn check_together(context: &ReduceContext) -> Result<()> {
     Ok(())
 }
 
-fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {
+fn check(step: &MicroStep, weight: &Weight, model_state: &ModelState) -> Result<()> {
     if weight.uneven {
         return Err(Error::misuse(
             "this batch is of a loader with the tail policy `uneven`, under which ranks may run \
@@ -420,6 +458,16 @@ fn check(loss: &Tensor<1>, weight: &Weight) -> Result<()> {
         ));
     }
     weight.check_count()?;
+    let loss = match step {
+        MicroStep::Loss(loss) => loss,
+        MicroStep::Finished(_) if model_state.loss_scale().is_none() => return Ok(()),
+        MicroStep::Finished(_) => {
+            return Err(Error::misuse(
+                "the precision is f16, whose losses are scaled before their backward pass, and these gradients come \
+                 from one that the program has run: call `backward` with the loss, or compute in bf16 or f32",
+            ));
+        }
+    };
     let [elements] = loss.dims();
     if elements != 1 {
         return Err(Error::misuse(format!(

@@ -84,13 +84,14 @@ impl AveragedGradients {
 
     pub(super) fn untouched(
         model_state: Arc<ModelState>,
+        device: Device,
         gradients: GradientsParams,
-        loss: Tensor<1>,
+        loss: Option<Tensor<1>>,
         weight: Weight,
     ) -> Self {
         Self::closed(
             model_state,
-            loss.device(),
+            device,
             weight.epoch,
             weight.ticket.into_iter().collect(),
             GradientStorage::Untouched {
@@ -353,7 +354,7 @@ impl AveragedGradients {
     }
 
     /// The mean loss over every sample of every rank and micro-step; `None` while the window is
-    /// open. It was reduced with the gradients and costs no communication: it is the same on all ranks,
+    /// open, and of gradients that were [averaged](crate::Accelerator::average) without a loss. It was reduced with the gradients and costs no communication: it is the same on all ranks,
     /// and must not be reduced again. On a GPU, asking for it waits until it is computed.
     ///
     /// The mean loss of an epoch, over all ranks, each window counting with its samples:
@@ -403,10 +404,13 @@ impl AveragedGradients {
     fn read_loss(&self) -> Option<f64> {
         let closed = self.closed_ref()?;
         let read = || match &closed.values {
-            GradientStorage::Sums(sums) => sums.loss.value() / sums.total,
-            GradientStorage::Untouched { loss, .. } => loss.clone().into_scalar::<f64>(),
+            GradientStorage::Sums(sums) => sums.loss.mean(sums.total),
+            GradientStorage::Untouched { loss, .. } => {
+                let loss = loss.as_ref()?;
+                Some(loss.clone().into_scalar::<f64>())
+            }
         };
-        Some(*closed.loss.get_or_init(read))
+        *closed.loss.get_or_init(read)
     }
 
     /// Reads the loss of this rank alone, and tells or refuses one that is not finite.

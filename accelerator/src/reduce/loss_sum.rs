@@ -12,6 +12,8 @@ pub(super) enum MicroLoss {
     Read(f64),
     /// One element, which lies on the device: reading it waits.
     OnDevice(Tensor<1>),
+    /// The program ran its backward itself.
+    Unknown,
 }
 
 /// Σ weight · loss: what was read of it, and what lies on the device.
@@ -20,12 +22,16 @@ pub(super) struct LossSum {
     pub(super) read: f64,
     /// Losses of one element, with their weights.
     pub(super) unread: Vec<(f64, Tensor<1>)>,
+    /// Whether the loss of a micro-step is not known, and so the sum is not.
+    pub(super) is_unknown: bool,
 }
 
 impl LossSum {
-    /// Adds the loss of a micro-step.
+    /// Adds the loss of a micro-step. What an idle rank computed may be anything.
     pub(super) fn add(&mut self, weight: f64, loss: MicroLoss) {
         match loss {
+            MicroLoss::Unknown => self.is_unknown = true,
+            _ if weight <= 0.0 => {}
             MicroLoss::Read(loss) => self.read += weight * loss,
             MicroLoss::OnDevice(loss) => self.unread.push((weight, loss)),
         }
@@ -44,6 +50,11 @@ impl LossSum {
     pub(super) fn read_all(&mut self) {
         self.read = self.value();
         self.unread.clear();
+    }
+
+    /// The mean over so many samples, read from the device; `None` where it is not known.
+    pub(super) fn mean(&self, samples: f64) -> Option<f64> {
+        (!self.is_unknown).then(|| self.value() / samples)
     }
 
     /// All of it, read from the device at once.

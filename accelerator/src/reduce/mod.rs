@@ -35,7 +35,7 @@ mod window;
 mod working_copy;
 mod working_parts;
 
-pub(crate) use self::backward::backward;
+pub(crate) use self::backward::{MicroStep, backward};
 pub(crate) use self::bucket::BLOCK;
 pub use self::clip::Clip;
 pub use self::compression::Compression;

@@ -296,10 +296,11 @@ impl ModelState {
     }
 
     /// The loss of a micro-step: read, or as it lies on its device.
-    pub(super) fn micro_loss(&self, loss: Tensor<1>) -> MicroLoss {
-        match self.reads_losses() {
-            true => MicroLoss::Read(loss.into_scalar::<f64>()),
-            false => MicroLoss::OnDevice(loss),
+    pub(super) fn micro_loss(&self, loss: Option<Tensor<1>>) -> MicroLoss {
+        match loss {
+            None => MicroLoss::Unknown,
+            Some(loss) if self.reads_losses() => MicroLoss::Read(loss.into_scalar::<f64>()),
+            Some(loss) => MicroLoss::OnDevice(loss),
         }
     }
 

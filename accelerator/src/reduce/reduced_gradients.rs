@@ -21,8 +21,8 @@ use crate::model::Trainable;
 pub(super) struct ReducedGradients {
     pub(super) device: Device,
     pub(super) epoch: Option<u64>,
-    /// The mean, once it was read.
-    pub(super) loss: OnceLock<f64>,
+    /// The mean, once it was read; `None` within where it is not known.
+    pub(super) loss: OnceLock<Option<f64>>,
     /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
     /// are.
     pub(super) factors: Vec<f64>,
@@ -63,7 +63,7 @@ pub(super) enum GradientStorage {
     /// One rank, no accumulation: as Burn made them.
     Untouched {
         gradients: GradientsParams,
-        loss: Tensor<1>,
+        loss: Option<Tensor<1>>,
         samples: f64,
     },
 }

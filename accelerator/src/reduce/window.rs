@@ -121,9 +121,9 @@ impl Window {
                 }
             }
             check_all_known(gradients.len())?;
-            self.totals.loss.add(count, loss);
             self.totals.weight += count;
         }
+        self.totals.loss.add(count, loss);
         self.totals.batches.add(ticket.as_ref());
         note(&mut self.tickets, ticket);
         self.totals.micro_steps += 1;

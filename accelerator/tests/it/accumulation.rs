@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{assert_close, distance, flat, line, loader, of_every_rank};
-use accelerator::Weight;
+use crate::common::{assert_close, devices, distance, flat, line, loader, of_every_rank};
 use accelerator::prelude::*;
+use accelerator::{Overlap, Weight};
 use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::SgdConfig;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 
 /// C6: 80 samples in batches of 16, two micro-steps a window: gradients are those of all ranks where
@@ -289,5 +289,60 @@ fn inner_steps() {
     println!(
         "{}",
         steps(Accelerator::builder().accumulation_steps(2)).unwrap_err()
+    );
+}
+
+/// Gradients that the program has computed, in windows of two with a ragged rest, on devices with and without overlap.
+#[test]
+fn finished_gradients_are_averaged_to_the_bits_of_backward() {
+    for kind in devices() {
+        for (ranks, overlap) in [(1, Overlap::Off), (3, Overlap::Off), (3, Overlap::On)] {
+            let train = |runs_backward: bool| {
+                let builder = Accelerator::builder().device(kind).overlap(overlap);
+                let rows = builder.accumulation_steps(2).launch(ranks, |accelerator| {
+                    let parts = (line(&accelerator.device()), SgdConfig::new().init());
+                    let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+                    let train = accelerator.prepare(loader(41, 4))?;
+                    for epoch in 0..3 {
+                        for batch in train.epoch(epoch) {
+                            let batch = batch?;
+                            let loss = distance(&model, &batch);
+                            let gradients = if runs_backward {
+                                accelerator.backward(loss, &model, &batch)?
+                            } else {
+                                let gradients = loss.backward();
+                                let gradients = GradientsParams::from_grads(gradients, &model);
+                                let gradients = accelerator.average(gradients, &model, &batch)?;
+                                assert_eq!(gradients.loss(), None);
+                                gradients
+                            };
+                            model = optimizer.step(0.05, model, gradients);
+                        }
+                    }
+                    if !runs_backward {
+                        let report = accelerator.overlap_report(&model)?;
+                        assert_eq!(report.early_total, 0);
+                    }
+                    accelerator.finish()?;
+                    Ok(flat(&model))
+                });
+                of_every_rank(rows.unwrap())
+            };
+            assert_eq!(train(false), train(true), "{kind}, {ranks} ranks");
+        }
+    }
+}
+
+#[test]
+fn finished_gradients_of_f16_are_refused() {
+    let accelerator = Accelerator::builder().precision(Precision::F16).build();
+    let accelerator = accelerator.unwrap();
+    let model = accelerator.prepare(line(&accelerator.device())).unwrap();
+    let loss = from_double(&model, &[1.0]);
+    let gradients = GradientsParams::from_grads(loss.backward(), &model);
+    let error = accelerator.average(gradients, &model, 1).unwrap_err();
+    assert!(
+        error.is_misuse() && error.to_string().contains("f16"),
+        "{error}"
     );
 }

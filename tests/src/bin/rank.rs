@@ -103,6 +103,10 @@ fn main() -> Result<ExitCode> {
                 .build()?;
             return accelerator_tests::resumable::train(&accelerator, &job);
         }
+        ["learner", job] => {
+            let job = serde_json::from_str(job).expect("a job");
+            print(&accelerator_tests::learner::train(&job)?);
+        }
         ["connect", seconds] => {
             let timeout = Duration::from_secs(number(seconds) as u64);
             let accelerator = Accelerator::builder().connect_timeout(timeout).build()?;

@@ -104,6 +104,42 @@ fn accumulation_goes_on_at_another_number_of_processes() {
 }
 
 /// Rounds that do not fill an epoch, and one that is short in the end.
+/// Two epochs, and a third from the checkpoint of the second.
+#[test]
+fn learner() {
+    let folder = tempfile::tempdir().unwrap();
+    let artifacts = folder.path().to_str().unwrap();
+    let small = [
+        "--limit",
+        "640",
+        "--batch-size",
+        "16",
+        "--artifacts",
+        artifacts,
+    ];
+    for more in [
+        &["--epochs", "2"][..],
+        &["--epochs", "3", "--checkpoint", "2"],
+    ] {
+        let args = [&small[..], more].concat();
+        for ended in run_ranks(&example("learner"), &args, 2, |_, _| {}) {
+            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+        }
+    }
+    let accuracy = |epoch| -> f64 {
+        let path = format!("valid/epoch-{epoch}/Accuracy.log");
+        let text = std::fs::read_to_string(folder.path().join(path)).unwrap();
+        let last = text.lines().last().unwrap().strip_suffix(",final");
+        last.unwrap().parse().unwrap()
+    };
+    let accuracies = [1, 2, 3].map(accuracy);
+    assert!(
+        accuracies.is_sorted() && accuracies[2] > 60.0,
+        "{accuracies:?}"
+    );
+    assert!(folder.path().join("model.safetensors").is_file());
+}
+
 #[test]
 fn local_sgd() {
     let args = ["--limit", "320", "--batch-size", "8", "--period", "3"];

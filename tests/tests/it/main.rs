@@ -10,6 +10,7 @@ mod examples;
 mod faults;
 mod invariance;
 mod launched;
+mod learner;
 mod preemption;
 mod progress;
 mod restart;

@@ -61,11 +61,11 @@ impl OverlapScheduler {
         }
     }
 
-    /// Sends nothing while backward runs, since layers of this program exchange data in it.
+    /// Sends nothing while backward runs, since layers of this program exchange data in it, or the program runs it.
     pub(in crate::reduce) fn give_way(&mut self) {
         if !matches!(self.phase, SchedulerPhase::Off) {
             tracing::debug!(
-                "gradients are sent when backward has ended: layers exchange data in it"
+                "gradients are sent when backward has ended: layers exchange data in it, or the program runs it"
             );
             self.phase = SchedulerPhase::Off;
         }

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use accelerator_collective::{Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
 
 use self::pending::PendingCollective;
 use self::sending::{is_networked, waited};
@@ -20,7 +19,7 @@ use super::compression::{Compression, CompressionScale};
 use super::device_reduce::{DeviceReducer, PendingReduce};
 use super::element_values;
 use super::failed_calls::BackwardCall;
-use super::loss_sum::LossSum;
+use super::loss_sum::{LossSum, MicroLoss};
 use super::model_state::{ModelName, ModelState};
 use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::shard::SumScope;
@@ -317,7 +316,7 @@ impl Reducer {
     }
 
     /// Backward has ended, and these are the gradients. Sends what is left, and waits for the
-    /// sums. `loss` is the mean over the micro-step, in one element.
+    /// sums.
     ///
     /// Where this fails although something was sent, the group fails with it: the other ranks wait
     /// for what this one does not send.
@@ -325,7 +324,7 @@ impl Reducer {
         mut self,
         model_state: &ModelState,
         gradients: GradientsParams,
-        loss: Tensor<1>,
+        loss: MicroLoss,
         ticket: Option<ConsumeTicket>,
     ) -> Result<ReducedWindow> {
         self.batches.add(ticket.as_ref());
@@ -344,13 +343,12 @@ impl Reducer {
         &mut self,
         model_state: &ModelState,
         mut gradients: GradientsParams,
-        loss: Tensor<1>,
+        loss: MicroLoss,
     ) -> Result<usize> {
         replace(&mut self.outcome, Ok(()))?;
-        if self.weight > 0.0 {
-            self.loss.add(self.weight, model_state.micro_loss(loss));
-        } else {
-            // What an idle rank computed may be anything.
+        self.loss.add(self.weight, loss);
+        if self.is_idle() {
+            // What it computed may be anything.
             gradients = GradientsParams::new();
         }
         if !self.loss.read.is_finite() && model_state.on_non_finite_loss() == OnNonFiniteLoss::Warn

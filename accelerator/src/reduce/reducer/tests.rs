@@ -55,8 +55,8 @@ fn gradient(value: f32) -> Tensor<1> {
     Tensor::full([1000], value, &Device::default())
 }
 
-fn loss(value: f32) -> Tensor<1> {
-    Tensor::full([1], value, &Device::default())
+fn loss(value: f64) -> MicroLoss {
+    MicroLoss::Read(value)
 }
 
 /// Of both parameters.

@@ -63,12 +63,12 @@ mod replay;
 /// ```
 #[derive(Debug)]
 pub struct TensorBoard {
-    place: Place,
+    place: LogFolder,
     replay: Option<Replay>,
 }
 
 #[derive(Debug)]
-enum Place {
+enum LogFolder {
     InRun,
     In(PathBuf),
     Below(PathBuf),
@@ -83,7 +83,7 @@ impl TensorBoard {
     /// ```
     #[must_use]
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self::at(Place::In(folder.into()))
+        Self::at(LogFolder::In(folder.into()))
     }
 
     /// Writes event files in a folder below `folder`, which has the name of the run's folder: `tensorboard --logdir logs`
@@ -105,7 +105,7 @@ impl TensorBoard {
     /// ```
     #[must_use]
     pub fn below(folder: impl Into<PathBuf>) -> Self {
-        Self::at(Place::Below(folder.into()))
+        Self::at(LogFolder::Below(folder.into()))
     }
 
     /// Writes event files in the folder `tensorboard` of the run. `tensorboard --logdir runs` shows all runs.
@@ -115,10 +115,10 @@ impl TensorBoard {
     /// ```
     #[must_use]
     pub fn in_run() -> Self {
-        Self::at(Place::InRun)
+        Self::at(LogFolder::InRun)
     }
 
-    fn at(place: Place) -> Self {
+    fn at(place: LogFolder) -> Self {
         Self {
             place,
             replay: None,
@@ -129,18 +129,18 @@ impl TensorBoard {
 impl Sink for TensorBoard {
     fn name(&self) -> String {
         match &self.place {
-            Place::In(folder) | Place::Below(folder) => {
+            LogFolder::In(folder) | LogFolder::Below(folder) => {
                 format!("TensorBoard in {}", folder.display())
             }
-            Place::InRun => "TensorBoard".to_owned(),
+            LogFolder::InRun => "TensorBoard".to_owned(),
         }
     }
 
     fn sync_options(&self) -> Vec<String> {
         let place = match &self.place {
-            Place::In(_) => return Vec::new(),
-            Place::InRun => "tensorboard".to_owned(),
-            Place::Below(folder) => format!("tensorboard:{}", folder.display()),
+            LogFolder::In(_) => return Vec::new(),
+            LogFolder::InRun => "tensorboard".to_owned(),
+            LogFolder::Below(folder) => format!("tensorboard:{}", folder.display()),
         };
         vec!["--to".to_owned(), place]
     }
@@ -149,9 +149,9 @@ impl Sink for TensorBoard {
         // Nothing of the earlier replay may be written after this.
         self.replay = None;
         let folder = match &self.place {
-            Place::InRun => run.folder.join("tensorboard"),
-            Place::In(folder) => folder.clone(),
-            Place::Below(folder) => {
+            LogFolder::InRun => run.folder.join("tensorboard"),
+            LogFolder::In(folder) => folder.clone(),
+            LogFolder::Below(folder) => {
                 // `.` has no name.
                 let whole = run.folder.canonicalize();
                 let whole = whole.unwrap_or_else(|_| run.folder.clone());

@@ -31,7 +31,7 @@ struct ReportedFirst {
 }
 
 #[derive(Debug, Deserialize)]
-struct ReportFile {
+struct AttemptsFile {
     attempts: Vec<ReportedAttempt>,
 }
 
@@ -54,7 +54,7 @@ impl Attempts {
         };
         let failed = match fs::read(&path) {
             Ok(text) => {
-                let failures: ReportFile =
+                let failures: AttemptsFile =
                     serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
                 failures.attempts
             }
