@@ -192,3 +192,8 @@ pub mod prelude {
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/tracking.md")]
 mod tracking_guide {}
+
+/// The program of `docs/trainer.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/trainer.md")]
+mod trainer_guide {}

@@ -65,8 +65,8 @@
 //! 1        | No log        | 103.291534      | 8.613415
 //! ```
 //!
-//! What differs from Hugging Face's, on purpose, is in `docs/from-accelerate.md`: evaluations and losses on several
-//! processes are exact, and arguments that contradict are an error before the first step.
+//! What differs from Hugging Face's, on purpose, is in `docs/trainer.md`: evaluations and losses on several processes are
+//! exact, and arguments that contradict are an error before the first step.
 mod arguments;
 mod callback;
 mod console;
