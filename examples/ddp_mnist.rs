@@ -9,6 +9,7 @@
 //! asks for the rank but the log. Where the script's losses of evaluation are means of this process's batches, these are
 //! means over the samples of all.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use accelerator::prelude::*;
@@ -35,6 +36,10 @@ struct Args {
     #[arg(long, default_value_t = 10, value_name = "N")]
     epochs: u64,
 
+    /// Train on at most this many samples
+    #[arg(long, value_name = "N")]
+    limit: Option<NonZeroUsize>,
+
     #[command(flatten)]
     tracking: TrackArgs,
 }
@@ -54,6 +59,10 @@ fn main() -> Result<(), Report> {
     let digits = match &args.data_dir {
         Some(folder) => Split::load(folder)?,
         None => Split::draw(3200),
+    };
+    let digits = match args.limit {
+        Some(limit) => digits.limit(limit.get()),
+        None => digits,
     };
     let reduction = match args.backend {
         Backend::Gloo => GradientReduction::Staged,

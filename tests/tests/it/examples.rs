@@ -105,6 +105,109 @@ fn accumulation_goes_on_at_another_number_of_processes() {
 
 /// Rounds that do not fill an epoch, and one that is short in the end.
 /// Two epochs, and a third from the checkpoint of the second.
+/// The tutorials' lines, of rank 0 alone, with each sample in one batch.
+#[test]
+fn ddp_mnist() {
+    let folder = tempfile::tempdir().unwrap();
+    let log_dir = folder.path().join("log");
+    let args = [
+        "--limit",
+        "320",
+        "--epochs",
+        "2",
+        "--log-dir",
+        log_dir.to_str().unwrap(),
+    ];
+    let ended = run_ranks(&example("ddp_mnist"), &args, 2, |_, command| {
+        command.current_dir(folder.path());
+    });
+    for ended in &ended {
+        assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+    }
+    assert_eq!(ended[1].stdout, "");
+    let lines: Vec<_> = ended[0].stdout.lines().collect();
+    for (line, beginning) in lines.iter().zip([
+        "epoch 1/2, batch     5/5 with loss: ",
+        "epoch 1/2 with val loss: ",
+        "epoch 2/2, batch     5/5 with loss: ",
+        "epoch 2/2 with val loss: ",
+        "test loss: ",
+    ]) {
+        assert!(
+            line.starts_with(beginning),
+            "{beginning}\n{}",
+            ended[0].stdout
+        );
+    }
+    assert_eq!(lines.len(), 5, "{}", ended[0].stdout);
+    let run = RunHistory::read(folder.path().join("runs/ddp_mnist")).unwrap();
+    for key in [
+        "train/loss",
+        "val/loss",
+        "val/accuracy",
+        "test/loss",
+        "test/accuracy",
+    ] {
+        assert!(run.series(key).is_some(), "{key}");
+    }
+    assert!(log_dir.join("ddp_mnist").is_dir());
+}
+
+/// The banner and a row for each evaluation, in full and in half precision, and then the rest of it.
+#[test]
+fn trainer_mnist() {
+    for precision in ["--bf16=false", "--bf16"] {
+        let folder = tempfile::tempdir().unwrap();
+        let run = |more: &[&str]| {
+            let args = "--per-device-train-batch-size 16 --eval-strategy steps --eval-steps 10 --logging-steps 5 \
+                        --save-steps 10 --learning-rate 1e-3 --lr-scheduler-type constant --output-dir out";
+            let args: Vec<_> = args
+                .split_whitespace()
+                .chain([precision])
+                .chain(more.iter().copied())
+                .collect();
+            let ended = run_ranks(&example("trainer_mnist"), &args, 2, |_, command| {
+                command.current_dir(folder.path());
+            });
+            for ended in &ended {
+                assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+            }
+            assert_eq!(ended[1].stdout, "");
+            ended[0].stdout.clone()
+        };
+        let said = run(&["--max-steps", "20"]);
+        for line in [
+            "***** Running training *****",
+            "  Num examples = 3200",
+            "  Num Epochs = 1",
+            "  Instantaneous batch size per device = 16",
+            "  Total train batch size (w. parallel, distributed & accumulation) = 32",
+            "  Gradient Accumulation steps = 1",
+            "  Total optimization steps = 20",
+            "  Number of trainable parameters = 1199882",
+            "Step     | Training Loss | Validation Loss | Accuracy",
+        ] {
+            says(&said, line);
+        }
+        let rows = |said: &str| {
+            let rows = said.lines().filter(|line| line.contains(" | ")).skip(1);
+            let cells = rows.map(|row| row.split(" | ").map(|cell| cell.trim().parse().unwrap()));
+            cells.map(Iterator::collect).collect::<Vec<Vec<f64>>>()
+        };
+        let [first, second] = rows(&said).try_into().unwrap();
+        assert_eq!((first[0], second[0]), (10.0, 20.0));
+        assert!(
+            second[1] < first[1] && second[2] < first[2],
+            "{first:?} {second:?}"
+        );
+
+        let said = run(&["--max-steps", "30", "--resume-from-checkpoint"]);
+        let line = "  Resuming training from checkpoint with epoch 0.2 and global step 20";
+        says(&said, line);
+        assert_eq!(rows(&said).len(), 1, "{said}");
+    }
+}
+
 #[test]
 fn learner() {
     let folder = tempfile::tempdir().unwrap();
