@@ -28,6 +28,57 @@ use crate::core::error::{Error, Result};
 ///     }
 /// }
 /// ```
+///
+/// Each hook has its moment, and what a callback remembers is saved:
+///
+/// ```
+/// use accelerator::Result;
+/// use accelerator::checkpoint::Saved;
+/// use accelerator::train::{CallbackContext, Figures, LogEntry, TrainerCallback, TrainerControl};
+///
+/// #[derive(Default)]
+/// struct Diary(Vec<String>);
+///
+/// type At<'a, M> = CallbackContext<'a, M>;
+///
+/// impl<M> TrainerCallback<M> for Diary {
+///     fn on_train_begin(&mut self, at: &At<'_, M>, _: &mut TrainerControl) -> Result<()> {
+///         self.0.push(format!("of {} epochs", at.arguments.num_train_epochs));
+///         Ok(())
+///     }
+///     fn on_epoch_begin(&mut self, at: &At<'_, M>, _: &mut TrainerControl) -> Result<()> {
+///         self.0.push(format!("epoch {}", at.state.epoch));
+///         Ok(())
+///     }
+///     fn on_epoch_end(&mut self, at: &At<'_, M>, control: &mut TrainerControl) -> Result<()> {
+///         control.should_save = true;
+///         Ok(())
+///     }
+///     fn on_log(&mut self, _: &At<'_, M>, entry: &LogEntry, control: &mut TrainerControl) -> Result<()> {
+///         control.should_evaluate |= entry.figures.value("loss").is_some_and(|loss| loss < 0.1);
+///         Ok(())
+///     }
+///     fn on_evaluate(&mut self, _: &At<'_, M>, metrics: &Figures, _: &mut TrainerControl) -> Result<()> {
+///         self.0.push(metrics.to_string());
+///         Ok(())
+///     }
+///     fn on_save(&mut self, _: &At<'_, M>, saved: &Saved, _: &mut TrainerControl) -> Result<()> {
+///         self.0.push(saved.path().display().to_string());
+///         Ok(())
+///     }
+///     fn on_train_end(&mut self, at: &At<'_, M>) -> Result<()> {
+///         at.accelerator.print(self.0.join("\n"));
+///         Ok(())
+///     }
+///     fn state(&self) -> Option<(String, serde_json::Value)> {
+///         Some(("diary".to_owned(), self.0.clone().into()))
+///     }
+///     fn restore(&mut self, state: &serde_json::Value) -> Result<()> {
+///         self.0 = serde_json::from_value(state.clone()).map_err(accelerator::Error::other)?;
+///         Ok(())
+///     }
+/// }
+/// ```
 #[expect(unused_variables, reason = "most callbacks use some of it")]
 pub trait TrainerCallback<M> {
     /// Before the first update, and before the first one after a resume.
@@ -112,7 +163,15 @@ pub trait TrainerCallback<M> {
     }
 }
 
-/// Where a callback is called.
+/// Where a callback is called; see [`TrainerCallback`].
+///
+/// ```
+/// use accelerator::train::CallbackContext;
+///
+/// fn place<M>(at: &CallbackContext<'_, M>) -> String {
+///     format!("rank {}, update {}", at.accelerator.rank(), at.state.global_step)
+/// }
+/// ```
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CallbackContext<'a, M> {
@@ -126,7 +185,19 @@ pub struct CallbackContext<'a, M> {
     pub model: &'a M,
 }
 
-/// What a callback may ask for.
+/// What a callback may ask for; see [`TrainerCallback`].
+///
+/// ```
+/// use accelerator::train::TrainerControl;
+///
+/// let mut control = TrainerControl::default();
+/// control.should_log = true;
+/// control.should_evaluate = true;
+/// control.should_save = true;
+/// control.should_epoch_stop = true;
+/// control.should_training_stop = true;
+/// assert_ne!(control, TrainerControl::default());
+/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct TrainerControl {

@@ -7,7 +7,18 @@ use burn::tensor::Tensor;
 use crate::accelerator::{Accelerator, Tensors};
 use crate::data::Batch;
 
-/// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch.
+/// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch. See
+/// [`LossOutput`] for an example.
+///
+/// ```
+/// use accelerator::train::Inputs;
+/// use burn::tensor::Tensor;
+///
+/// /// The rows, in the type in which the model computes, and back.
+/// fn rows(inputs: &Inputs<'_, Tensor<2>>) -> Tensor<2> {
+///     inputs.to_full(inputs.to_working((***inputs).clone()))
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Inputs<'a, O> {
     pub(super) accelerator: &'a Accelerator,
@@ -35,6 +46,29 @@ impl<O> Deref for Inputs<'_, O> {
 }
 
 /// The loss of a batch, with what a program makes metrics of.
+///
+/// ```
+/// use accelerator::train::{Inputs, LossOutput};
+/// use burn::nn::Linear;
+/// use burn::tensor::{Bool, Tensor};
+///
+/// struct Tokens {
+///     inputs: Tensor<3>,
+///     targets: Tensor<3>,
+///     has_label: Tensor<2, Bool>,
+/// }
+///
+/// /// The mean over the tokens that have a label, in half precision where that is asked for.
+/// fn compute_loss(model: &Linear, batch: &Inputs<'_, Tokens>) -> LossOutput<Tensor<3>> {
+///     let outputs = batch.to_full(model.forward(batch.to_working(batch.inputs.clone())));
+///     let errors = (outputs.clone() - batch.targets.clone()).powi_scalar(2);
+///     let errors: Tensor<2> = errors.mean_dim(2).squeeze_dim(2);
+///     let labelled = batch.has_label.clone().float();
+///     let tokens = labelled.clone().sum().into_scalar::<f64>();
+///     let loss = (errors * labelled).sum() / tokens;
+///     LossOutput::new(loss).over(tokens as usize).with_outputs(outputs)
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct LossOutput<P = ()> {
     pub(super) loss: Tensor<1>,
@@ -75,6 +109,16 @@ impl<P> LossOutput<P> {
 }
 
 /// What a function of losses may return: a loss, a loss with outputs, or a [`LossOutput`].
+///
+/// ```
+/// use accelerator::train::{IntoLossOutput, LossOutput};
+/// use burn::tensor::{Device, Tensor};
+///
+/// let loss = || Tensor::<1>::ones([1], &Device::default());
+/// let outputs = Tensor::<2>::ones([4, 2], &Device::default());
+/// let _: LossOutput = loss().into_loss_output();
+/// let _: LossOutput<Tensor<2>> = (loss(), outputs).into_loss_output();
+/// ```
 pub trait IntoLossOutput {
     /// What metrics are made of.
     type Outputs: Tensors + Clone + 'static;

@@ -45,6 +45,24 @@ words! {
 
 /// What a [`LrSchedulerType`] takes beside the rate and the warm-up. On a command line it is JSON:
 /// `--lr-scheduler-kwargs '{"power": 2}'`.
+///
+/// ```
+/// use accelerator::train::LrSchedulerKwargs;
+///
+/// let polynomial = LrSchedulerKwargs { lr_end: Some(1e-6), power: Some(2.0), ..LrSchedulerKwargs::default() };
+/// assert_eq!(polynomial, "{\"lr_end\": 1e-6, \"power\": 2}".parse()?);
+/// let none = LrSchedulerKwargs {
+///     lr_end: None,
+///     min_lr: None,
+///     min_lr_rate: None,
+///     num_cycles: None,
+///     num_decay_steps: None,
+///     power: None,
+///     timescale: None,
+/// };
+/// assert_eq!(none, LrSchedulerKwargs::default());
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LrSchedulerKwargs {

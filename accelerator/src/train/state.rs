@@ -72,6 +72,15 @@ fn four_digits(value: f64) -> String {
 }
 
 /// What was logged or evaluated after an update.
+///
+/// ```
+/// use accelerator::train::LogEntry;
+///
+/// fn row(entry: &LogEntry) -> String {
+///     let figures: Vec<_> = entry.figures.iter().map(|(name, value)| format!("{name} {value}")).collect();
+///     format!("update {}, epoch {}: {}", entry.step, entry.epoch, figures.join(", "))
+/// }
+/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LogEntry {
@@ -84,6 +93,24 @@ pub struct LogEntry {
 }
 
 /// Where a training stands; it is saved in checkpoints.
+///
+/// ```
+/// use accelerator::train::TrainerState;
+///
+/// fn tell(state: &TrainerState) -> String {
+///     let best = state.best_metric.zip(state.best_global_step);
+///     let best = best.map(|(metric, step)| format!("; best {metric} at update {step}"));
+///     let path = state.best_model_checkpoint.as_ref().map(|path| format!(" in {}", path.display()));
+///     format!(
+///         "update {}, epoch {}, {} logs{}{}",
+///         state.global_step,
+///         state.epoch,
+///         state.log_history.len(),
+///         best.unwrap_or_default(),
+///         path.unwrap_or_default(),
+///     )
+/// }
+/// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TrainerState {

@@ -384,6 +384,6 @@ fn a_run_is_not_ended_within_its_own_closure() {
     accelerator.tracker(|_| accelerator.end_training());
     accelerator.log("train", [("loss", 1.0)], 1, None);
     accelerator.finish().unwrap();
-    let run = RunHistory::read(folder.path().join("a")).unwrap();
+    let run = run(folder.path(), "a");
     assert_eq!(run.series("train/loss").unwrap().points.len(), 1);
 }

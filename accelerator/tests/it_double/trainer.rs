@@ -563,6 +563,50 @@ fn two_ranks_are_exact() {
     }
 }
 
+#[test]
+fn a_training_goes_on_at_another_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = TrainingArguments {
+        logging_steps: 1.0,
+        max_steps: 8,
+        output_dir: folder.path().into(),
+        per_device_train_batch_size: 2,
+        save_steps: 4.0,
+        save_strategy: SaveStrategy::Steps,
+        ..arguments()
+    };
+    let undisturbed = first
+        .accelerator()
+        .dtype(FloatDType::F64)
+        .launch(2, |accelerator| {
+            let mut trainer = builder(&accelerator, &first, 20)
+                .callback(FailAt(6))
+                .build()?;
+            trainer.train().unwrap_err();
+            Ok(logged(&trainer, "loss"))
+        });
+    assert_eq!(undisturbed.unwrap()[0].len(), 5);
+    let (alone, output) = train(
+        &TrainingArguments {
+            resume_from_checkpoint: ResumeFrom::Newest,
+            ..first.clone()
+        },
+        20,
+    );
+    assert_eq!((output.global_step, alone.state().epoch), (8, 1.6));
+    // As on one rank all the time.
+    let (whole, _) = train(
+        &TrainingArguments {
+            output_dir: folder.path().join("whole"),
+            per_device_train_batch_size: 4,
+            ..first
+        },
+        20,
+    );
+    assert_close(&logged(&alone, "loss"), &logged(&whole, "loss"));
+    assert_weight(&alone, weight(&whole));
+}
+
 /// Windows of batches with 1, 1 and 2 tokens, and 4.
 #[test]
 fn losses_over_tokens() {

@@ -201,6 +201,18 @@ words! {
 
 /// Whether a training goes on from a checkpoint: `true`, `false` or a path. A job that was restarted goes on in any
 /// case.
+///
+/// ```
+/// use accelerator::train::{ResumeFrom, TrainingArguments};
+///
+/// let mut arguments = TrainingArguments::default();
+/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::No);
+/// arguments.set("resume_from_checkpoint", "true")?;
+/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Newest);
+/// arguments.set("resume_from_checkpoint", "out/checkpoint-000002")?;
+/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Path("out/checkpoint-000002".into()));
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "ResumeWord", into = "ResumeWord")]
 pub enum ResumeFrom {

@@ -17,11 +17,51 @@ use crate::optim::{Manual, PreparedOptimizer, Sharded};
 use crate::train::arguments::{EvalData, TrainSamplingStrategy, TrainingArguments, check};
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
-use crate::train::flow::Flow;
 use crate::train::state::{Figures, TrainerState};
 use accelerator_plan::TailPolicy;
 
 /// Builds a [`Trainer`]; see [`Trainer::builder`].
+///
+/// ```
+/// use accelerator::train::{CallbackContext, Trainer, TrainerCallback, TrainerControl, TrainingArguments};
+/// use burn::optim::AdaGradConfig;
+/// use burn::tensor::FloatDType;
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::{Device, Tensor, TensorData};
+/// # struct Rows;
+/// # impl Batcher<f32, Tensor<2>> for Rows {
+/// #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+/// #         let shape = [items.len(), 1];
+/// #         Tensor::from_data(TensorData::new(items, shape), device)
+/// #     }
+/// # }
+/// # let rows = |count| InMemDataset::new((0..count).map(|x| x as f32 / count as f32).collect::<Vec<_>>());
+/// # let line = |device: &Device| LinearConfig::new(1, 1).init(device);
+/// # let folder = tempfile::tempdir()?;
+/// # let arguments = TrainingArguments { output_dir: folder.path().into(), ..TrainingArguments::default() };
+///
+/// struct Tell;
+///
+/// impl<M> TrainerCallback<M> for Tell {
+///     fn on_epoch_end(&mut self, at: &CallbackContext<'_, M>, _: &mut TrainerControl) -> accelerator::Result<()> {
+///         at.accelerator.print(format_args!("{} updates", at.state.global_step));
+///         Ok(())
+///     }
+/// }
+///
+/// let accelerator = arguments.accelerator().dtype(FloatDType::F32).build()?;
+/// let mut trainer = Trainer::builder(arguments, line, Rows, |model: &Linear, inputs| {
+///     model.forward((***inputs).clone()).powi_scalar(2).mean()
+/// })
+/// .accelerator(accelerator)
+/// .callback(Tell)
+/// .optimizer(AdaGradConfig::new().init())
+/// .train_dataset(rows(40))
+/// .build()?;
+/// assert_eq!(trainer.train()?.global_step, 15);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 #[must_use]
 pub struct TrainerBuilder<F, M, I, O, P> {
     accelerator: Option<Accelerator>,
@@ -159,9 +199,7 @@ where
         let train = match self.train {
             Some(dataset) => {
                 let loader = accelerator.prepare(train_loader(&arguments, &collator, dataset))?;
-                let batches = loader.steps().unwrap_or(0);
-                let flow = Flow::new(&arguments, batches);
-                Some(TrainData { flow, loader })
+                Some(TrainData::new(&arguments, loader))
             }
             None => None,
         };
@@ -191,6 +229,7 @@ where
             state: TrainerState::default(),
             train,
             was_preempted: false,
+            watches: false,
         };
         let trainer = trainer.resumed()?;
         trainer.check_metric()?;

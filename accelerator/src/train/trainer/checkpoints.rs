@@ -36,12 +36,12 @@ where
             train,
             ..
         } = self;
-        let Some(train) = train else {
+        let Some(TrainData { loader, .. }) = train else {
             return Err(Error::config(
                 "resume_from_checkpoint: there is no training data to go on with; pass `train_dataset`",
             ));
         };
-        let parts = (model, optimizer, train.loader, Object(state));
+        let parts = (model, optimizer, loader, Object(state));
         let (parts, ema, position) = match ema {
             Some(ema) => {
                 let (model, optimizer, loader, state) = parts;
@@ -69,7 +69,8 @@ where
             model: Held::new(model),
             optimizer,
             state,
-            train: Some(TrainData { loader, ..train }),
+            // At another number of ranks a batch of all ranks stays as large as it was.
+            train: Some(TrainData::new(&self.arguments, loader)),
             ..self
         };
         trainer.take_up(&folder, &position)?;

@@ -6,6 +6,7 @@ use burn::module::Module;
 use super::{TrainData, TrainOutput, Trainer};
 use crate::accelerator::Tensors;
 use crate::core::error::{Error, Result};
+use crate::core::preemption::Preemption;
 use crate::data::Batch;
 use crate::optim::StepOutcome;
 use crate::train::arguments::SaveStrategy;
@@ -14,7 +15,7 @@ use crate::train::flow::Due;
 use crate::train::loss::Inputs;
 use crate::train::state::{Figures, LogEntry};
 
-/// Whether something was done, or is to be done.
+/// What comes behind the batches of an epoch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
     /// With this training: its last update is done, or something asked for the end.
@@ -30,7 +31,8 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Trains until the last update, or until a callback or a notice to leave ends it. Every rank calls it.
+    /// Trains until the last update, or until a callback or a [notice to leave](crate::Accelerator::on_preemption) ends
+    /// it, which saves a checkpoint. Every rank calls it.
     ///
     /// # Errors
     ///
@@ -50,6 +52,10 @@ where
     fn train_on(&mut self, data: &TrainData<O>) -> Result<TrainOutput> {
         let since = Instant::now();
         let before = self.state.global_step;
+        if !self.watches {
+            self.accelerator.on_preemption(Preemption::new())?;
+            self.watches = true;
+        }
         self.begin_run()?;
         self.print_banner(data);
         let begun = self.hook(|callback, at, control| callback.on_train_begin(at, control))?;
@@ -273,7 +279,7 @@ where
         let updates = self.state.global_step - before;
         let arguments = &self.arguments;
         let of_all = match u64::try_from(arguments.max_steps) {
-            Ok(steps) => steps as f64 * self.batch_of_update() as f64,
+            Ok(steps) => steps as f64 * self.batch_of_update(data) as f64,
             Err(_) => data.loader.samples() as f64 * arguments.num_train_epochs,
         };
         let share = updates as f64 / data.flow.updates.max(1) as f64;

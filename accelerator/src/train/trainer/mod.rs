@@ -32,7 +32,55 @@ use crate::optim::{Manual, PreparedOptimizer};
 /// Trains a model by [arguments](TrainingArguments) instead of a loop, as Hugging Face's `Trainer` does, on as many
 /// processes as the program is started on.
 ///
-/// See the [module](super) for an example.
+/// See the [module](super) for how it begins. Behind it:
+///
+/// ```
+/// use accelerator::train::{Inputs, Trainer, TrainingArguments};
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::{Device, Tensor, TensorData};
+/// # struct Rows;
+/// # impl Batcher<f32, Tensor<2>> for Rows {
+/// #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+/// #         let shape = [items.len(), 1];
+/// #         Tensor::from_data(TensorData::new(items, shape), device)
+/// #     }
+/// # }
+/// # let rows = |count| InMemDataset::new((0..count).map(|x| x as f32 / count as f32).collect::<Vec<_>>());
+/// # let line = |device: &Device| LinearConfig::new(1, 1).init(device);
+/// # let folder = tempfile::tempdir()?;
+/// # let folder = folder.path();
+/// # let arguments = TrainingArguments { output_dir: folder.join("out"), ..TrainingArguments::default() };
+///
+/// fn compute_loss(model: &Linear, inputs: &Inputs<'_, Tensor<2>>) -> (Tensor<1>, Tensor<2>) {
+///     let outputs = model.forward((*inputs).clone());
+///     (outputs.clone().powi_scalar(2).mean(), outputs)
+/// }
+///
+/// let arguments = TrainingArguments { ema_decay: Some(0.99), ..arguments };
+/// let mut trainer = Trainer::builder(arguments, line, Rows, compute_loss)
+///     .train_dataset(rows(40))
+///     .build()?;
+/// let output = trainer.train()?;
+/// assert_eq!(output.metrics.value("train_loss"), Some(output.training_loss));
+/// assert_eq!(trainer.state().global_step, output.global_step);
+///
+/// let raw = trainer.model().weight.val().into_data();
+/// let averaged = trainer.averaged_model().map(|model| model.weight.val().into_data());
+/// assert_ne!(Some(raw), averaged);
+///
+/// let predicted = trainer.predict(rows(10))?;
+/// assert_eq!(predicted.predictions.map(|outputs| outputs.dims()), Some([10, 1]));
+/// assert!(predicted.metrics.value("test_loss").is_some());
+///
+/// trainer.save_model(folder.join("model.safetensors"))?;
+/// trainer.push(folder.join("for others"))?;
+/// let again = TrainingArguments::from_file(folder.join("for others/training_arguments.json"))?;
+/// assert_eq!(&again, trainer.arguments());
+/// trainer.accelerator().print("done");
+/// trainer.finish()?;
+/// # Ok::<(), accelerator::Error>(())
+/// ```
 pub struct Trainer<M, I, O, P> {
     accelerator: Accelerator,
     arguments: TrainingArguments,
@@ -50,12 +98,21 @@ pub struct Trainer<M, I, O, P> {
     state: TrainerState,
     train: Option<TrainData<O>>,
     was_preempted: bool,
+    /// Whether notices to leave are watched for.
+    watches: bool,
 }
 
 /// What is trained on, and how.
 struct TrainData<O> {
     flow: Flow,
     loader: PreparedLoader<O>,
+}
+
+impl<O: Send + 'static> TrainData<O> {
+    fn new(arguments: &TrainingArguments, loader: PreparedLoader<O>) -> Self {
+        let flow = Flow::new(arguments, loader.steps().unwrap_or(0));
+        Self { flow, loader }
+    }
 }
 
 type ComputeLoss<M, O, P> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<P>;
@@ -66,7 +123,15 @@ struct Callbacks<M> {
     of_program: Vec<Box<dyn TrainerCallback<M>>>,
 }
 
-/// What a training came to.
+/// What a training came to; see [`Trainer`].
+///
+/// ```
+/// use accelerator::train::TrainOutput;
+///
+/// fn tell(output: &TrainOutput) {
+///     println!("{} updates, loss {:.4}", output.global_step, output.training_loss);
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TrainOutput {
@@ -78,7 +143,17 @@ pub struct TrainOutput {
     pub metrics: Figures,
 }
 
-/// What a model says of a data set.
+/// What a model says of a data set; see [`Trainer::predict`].
+///
+/// ```
+/// use accelerator::train::PredictionOutput;
+/// use burn::tensor::Tensor;
+///
+/// fn answers(output: PredictionOutput<Tensor<2>>) -> Option<Tensor<2>> {
+///     println!("{}", output.metrics);
+///     output.predictions
+/// }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PredictionOutput<P> {
@@ -231,7 +306,7 @@ where
             samples: data.loader.samples(),
             epochs: data.flow.epochs,
             batch: arguments.per_device_train_batch_size,
-            total_batch: self.batch_of_update(),
+            total_batch: self.batch_of_update(data),
             accumulation: arguments.gradient_accumulation_steps,
             updates: data.flow.updates,
             parameters: self.model.get().num_params(),
@@ -241,10 +316,9 @@ where
     }
 
     /// Samples of an update, over all ranks.
-    fn batch_of_update(&self) -> u64 {
-        let arguments = &self.arguments;
-        let of_rank = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps;
-        (of_rank * self.accelerator.world_size()) as u64
+    fn batch_of_update(&self, data: &TrainData<O>) -> u64 {
+        let batch = data.loader.global_batch().unwrap_or(0);
+        batch * self.arguments.gradient_accumulation_steps as u64
     }
 
     /// Begins the run that the arguments ask for, or goes on with it.
