@@ -203,7 +203,10 @@ mod tests {
 
     /// As transformers 5.23 computes them, for 8 updates with 2 of warm-up.
     #[test]
-    #[expect(clippy::approx_constant, reason = "the square root of a half is one of the rates")]
+    #[expect(
+        clippy::approx_constant,
+        reason = "the square root of a half is one of the rates"
+    )]
     fn rates_are_those_of_hugging_face() {
         use LrSchedulerType::*;
         let none = LrSchedulerKwargs::default();
