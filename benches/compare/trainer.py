@@ -7,7 +7,8 @@
 Prints one object as JSON. The model is a classifier of 16 classes in f32: embeddings of 1024 tokens and of 32 places, both
 64 wide, two encoder layers (4 heads, 256 inner, GELU, normalised after each part, no dropout), the mean over places, a linear
 layer. AdamW, a rate falling from 1e-3 to 0, norms clipped at 1, nothing logged or saved. Gradients are reduced by DDP over
-gloo. Samples are read in order by each process itself. The first steps do not count.
+gloo. Samples are read in order by each process itself. The first steps do not count. `benches/src/bin/trainer_steps.rs` does the same by
+ours.
 """
 
 import argparse

@@ -13,8 +13,8 @@ const RATE: f64 = 1e-5;
 
 /// The same training twice: in plain Burn, and prepared. Each round is one epoch of either.
 #[allow(missing_debug_implementations, reason = "Burn's loaders have none")]
-pub struct Pair<'a> {
-    accelerator: &'a Accelerator,
+pub struct Pair {
+    accelerator: Accelerator,
     steps: usize,
     epoch: u64,
     /// `None` where a round has failed.
@@ -42,14 +42,14 @@ struct Prepared {
     loader: PreparedLoader<Batch>,
 }
 
-impl<'a> Pair<'a> {
+impl Pair {
     /// Two networks, each with an optimizer and a loader whose epochs have so many steps on every
     /// rank.
     ///
     /// # Errors
     ///
     /// Those of [`Accelerator::prepare`].
-    pub fn new(accelerator: &'a Accelerator, model: Model, steps: usize) -> Result<Self> {
+    pub fn new(accelerator: &Accelerator, model: Model, steps: usize) -> Result<Self> {
         let (device, samples) = (accelerator.device(), model.samples());
         let share = steps * model.batch_size();
         let loader = LoaderBuilder::new(samples.batcher())
@@ -59,7 +59,7 @@ impl<'a> Pair<'a> {
         let parts = (model.init(&device), AdamWConfig::new().init(), loader);
         let (net, optimizer, loader) = accelerator.prepare(parts)?;
         Ok(Self {
-            accelerator,
+            accelerator: accelerator.clone(),
             steps,
             epoch: 0,
             models: Some((model.init(&device), net)),

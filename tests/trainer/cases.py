@@ -238,7 +238,8 @@ def cnn():
         ),
         Case(
             "adamw two ranks short batch f32",
-            defaults | accumulate(2) | BY_EPOCH,
+            # With the default, a gradient of almost 0 makes a step of the size of its rounding.
+            defaults | accumulate(2) | BY_EPOCH | dict(adam_epsilon=2**-10),
             92,
             37,
             world_size=2,

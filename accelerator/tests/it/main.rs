@@ -13,6 +13,7 @@ mod control;
 mod emergencies;
 mod freezing;
 mod gathering;
+mod huggingface;
 mod loading;
 mod local_rounds;
 mod missteps;

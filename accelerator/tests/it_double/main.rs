@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod huggingface;
 mod local_sgd;
 mod regroup;
 mod sync_batch_norm;

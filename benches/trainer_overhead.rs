@@ -1,0 +1,136 @@
+//! A `Trainer` on one process beside the same loop by hand, in rounds in turn.
+//!
+//! `cargo bench -p accelerator-benches --bench trainer_overhead -- --help`
+
+#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use accelerator::prelude::*;
+use accelerator::train::{
+    CallbackContext, Inputs, IntervalStrategy, LrSchedulerType, SaveStrategy, Trainer,
+    TrainerCallback, TrainerControl, TrainingArguments,
+};
+use accelerator_benches::{Interval, Model, Net, Pair, Samples};
+use burn::optim::AdamWConfig;
+use clap::Parser;
+use serde::Serialize;
+
+/// Measures what a `Trainer` takes more than a loop by hand.
+#[derive(Debug, Parser)]
+struct Args {
+    /// The networks
+    #[arg(long, value_delimiter = ',', default_value = "small-mlp,transformer")]
+    model: Vec<Model>,
+    /// Rounds of each side
+    #[arg(long, default_value_t = 20)]
+    rounds: usize,
+    /// How long a round takes, in seconds
+    #[arg(long, default_value_t = 1.0)]
+    seconds: f64,
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What came out for a network: the last line of its output, as JSON.
+#[derive(Debug, Serialize)]
+struct Line {
+    model: Model,
+    /// Milliseconds of a step by hand.
+    by_hand: Interval,
+    /// Milliseconds of a step of the trainer.
+    trainer: Interval,
+    /// The trainer over the loop by hand, round by round.
+    ratio: Interval,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args = Args::parse();
+    let accelerator = Accelerator::builder().device(BackendKind::Flex).build()?;
+    for &model in &args.model {
+        let line = measure(&args, &accelerator, model)?;
+        println!("{}", serde_json::to_string(&line)?);
+    }
+    Ok(accelerator.finish()?)
+}
+
+fn measure(
+    args: &Args,
+    accelerator: &Accelerator,
+    model: Model,
+) -> Result<Line, Box<dyn std::error::Error>> {
+    let steps = {
+        let mut pair = Pair::new(accelerator, model, 5)?;
+        pair.prepared()?;
+        (args.seconds / pair.prepared()?.whole).ceil().max(1.0) as usize
+    };
+    let times = Arc::new(Mutex::new(Vec::new()));
+    let rounds = Rounds {
+        by_hand: Pair::new(accelerator, model, steps)?,
+        steps,
+        since: Instant::now(),
+        times: times.clone(),
+    };
+    // What the loop by hand does: no clipping, no logs, a constant rate, Burn's own optimizer.
+    let arguments = TrainingArguments {
+        learning_rate: 1e-5,
+        logging_strategy: IntervalStrategy::No,
+        lr_scheduler_type: LrSchedulerType::Constant,
+        max_grad_norm: 0.0,
+        max_steps: ((args.rounds + 1) * steps) as i64,
+        per_device_train_batch_size: model.batch_size(),
+        save_strategy: SaveStrategy::No,
+        disable_tqdm: true,
+        ..TrainingArguments::default()
+    };
+    let loss = |net: &Net, inputs: &Inputs<'_, accelerator_benches::Batch>| net.loss(inputs);
+    let mut trainer = Trainer::builder(
+        arguments,
+        |device| model.init(device),
+        model.samples().batcher(),
+        loss,
+    )
+    .accelerator(accelerator.clone())
+    .train_dataset(Samples::dataset(steps * model.batch_size()))
+    .optimizer(AdamWConfig::new().init())
+    .callback(rounds)
+    .build()?;
+    trainer.train()?;
+
+    // The first round finds everything cold.
+    let times = times.lock().unwrap_or_else(PoisonError::into_inner);
+    let (trainer, by_hand): (Vec<f64>, Vec<f64>) = times.iter().skip(1).copied().unzip();
+    let ratios = trainer.iter().zip(&by_hand).map(|(a, b)| a / b);
+    Ok(Line {
+        model,
+        ratio: Interval::of(ratios.collect()),
+        by_hand: Interval::of(by_hand),
+        trainer: Interval::of(trainer),
+    })
+}
+
+/// After each round of the trainer, a round by hand.
+struct Rounds {
+    by_hand: Pair,
+    steps: usize,
+    since: Instant,
+    /// Milliseconds of a step, of the trainer and by hand.
+    times: Arc<Mutex<Vec<(f64, f64)>>>,
+}
+
+impl<M> TrainerCallback<M> for Rounds {
+    fn on_step_end(&mut self, at: &CallbackContext<'_, M>, _: &mut TrainerControl) -> Result<()> {
+        if at.state.global_step.is_multiple_of(self.steps as u64) {
+            let trainer = self.since.elapsed().as_secs_f64() / self.steps as f64;
+            let by_hand = self
+                .by_hand
+                .prepared()
+                .map_err(|error| Error::other(error.to_string()))?;
+            let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+            times.push((1e3 * trainer, 1e3 * by_hand.whole));
+            self.since = Instant::now();
+        }
+        Ok(())
+    }
+}
