@@ -53,7 +53,7 @@ use crate::optim::{Manual, PreparedOptimizer};
 /// # let arguments = TrainingArguments { output_dir: folder.join("out"), ..TrainingArguments::default() };
 ///
 /// fn compute_loss(model: &Linear, inputs: &Inputs<'_, Tensor<2>>) -> (Tensor<1>, Tensor<2>) {
-///     let outputs = model.forward((*inputs).clone());
+///     let outputs = model.forward((***inputs).clone());
 ///     (outputs.clone().powi_scalar(2).mean(), outputs)
 /// }
 ///
