@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// let figures: Figures = [("loss", 0.5), ("learning_rate", 1e-3)].into_iter().collect();
 /// assert_eq!(figures.value("loss"), Some(0.5));
+/// assert!(figures.iter().all(|(_, value)| value > 0.0));
 /// assert_eq!(figures.to_string(), "{'loss': 0.5, 'learning_rate': 0.001}");
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
