@@ -4,6 +4,7 @@ mod callback;
 mod console;
 mod flow;
 mod loss;
+mod operator;
 mod rates;
 mod state;
 mod trainer;
@@ -15,6 +16,10 @@ pub use self::arguments::{
 };
 pub use self::callback::{CallbackContext, TrainerCallback, TrainerControl};
 pub use self::loss::{Inputs, IntoLossOutput, LossOutput};
+pub use self::operator::{
+    BatchOf, CriterionOutputs, EpochInfo, Meter, Models, OperatorTrainer, Registered,
+    RegisteredData, RegisteredModel, Setup, StepInfo, TrainBatches, TrainingOperator, Worker,
+};
 pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
 pub use self::state::{Figures, LogEntry, TrainerState};
 pub use self::trainer::{PredictionOutput, TrainOutput, Trainer, TrainerBuilder};
