@@ -14,6 +14,7 @@
 
 pub mod fixtures;
 pub mod matrix;
+pub mod operator;
 pub mod problems;
 pub mod processes;
 pub mod resumable;

@@ -10,6 +10,7 @@ mod examples;
 mod faults;
 mod invariance;
 mod launched;
+mod operator;
 mod preemption;
 mod progress;
 mod restart;

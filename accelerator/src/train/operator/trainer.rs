@@ -16,7 +16,8 @@ use crate::train::state::Figures;
 /// call of [`new`](Self::new) again, where it serves as a worker and exits. What stands before the call runs in each worker,
 /// too; what stands behind it runs once, in the process that the user has started. The configuration travels to the
 /// workers; [settings](Self::with_accelerator) are made by each. Workers end when that process does, however that is. A
-/// program may make several trainers of one operator, one after the other.
+/// program may make several trainers of one operator, one after the other, unless it is a rank of a launcher, which joins
+/// its job once: see [`on`](Self::on).
 ///
 /// With one worker, no process is started. Nor is one under `accel-launch`, torchrun, `mpirun`, `srun` or a cluster that has
 /// started the program as a rank: there it trains on the ranks that are there, whatever `num_workers` says. Each rank
@@ -43,9 +44,16 @@ pub struct OperatorTrainer<T: TrainingOperator>(Ranks<T>);
 
 enum Ranks<T: TrainingOperator> {
     /// This process is one; `None` when it is lost.
-    Here(Box<Option<Runner<T>>>),
+    Here(Box<Option<Runner<T>>>, FinishedBy),
     /// They are workers of this process; `None` when they have ended.
     Workers(Option<Workers>),
+}
+
+/// Who finishes the accelerator.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum FinishedBy {
+    Program,
+    Trainer,
 }
 
 impl<T: TrainingOperator> OperatorTrainer<T> {
@@ -73,7 +81,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         match (ProcessRole::of(workers::JOB), num_workers) {
             (ProcessRole::Started, _) => workers::serve::<T>(builder),
             (ProcessRole::Placed, _) | (ProcessRole::Parent, 1) => {
-                Self::on(builder.build()?, config)
+                Self::here(builder.build()?, config, FinishedBy::Trainer)
             }
             (ProcessRole::Parent, _) => {
                 let workers = Workers::start::<T>(num_workers, &config)?;
@@ -82,7 +90,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// On ranks that there are: each of them calls this, and then the methods of the trainer.
+    /// On ranks that there are: each of them calls this, and then the methods of the trainer. The accelerator stays the
+    /// program's, which finishes it, and may make several trainers with clones of it.
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -91,9 +100,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// # where LineOperator::Config: Clone + Send + Sync {
     /// launch(2, |accelerator| {
     ///     let mut trainer = OperatorTrainer::<LineOperator>::on(accelerator, config.clone())?;
-    ///     let metrics = trainer.train(None)?;
-    ///     trainer.shutdown()?;
-    ///     Ok(metrics)
+    ///     trainer.train(None)
     /// })
     /// # }
     /// ```
@@ -102,8 +109,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// Those of [`setup`](TrainingOperator::setup).
     pub fn on(accelerator: Accelerator, config: T::Config) -> Result<Self> {
-        let runner = Runner::new(accelerator, config)?;
-        Ok(Self(Ranks::Here(Box::new(Some(runner)))))
+        Self::here(accelerator, config, FinishedBy::Program)
     }
 
     /// Trains on the rest of the epoch (`None`), or on so many batches of each worker, which go on where the last call
@@ -160,7 +166,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     }
 
     /// Ends the training, as [`Accelerator::finish`] does, and waits for the workers to end. Where a trainer is dropped
-    /// without it, workers are killed.
+    /// without it, workers are killed. One [on ranks that there are](Self::on) leaves them as they are.
     ///
     /// # Errors
     ///
@@ -168,14 +174,15 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     pub fn shutdown(mut self) -> Result<()> {
         match &mut self.0 {
             Ranks::Workers(workers) => workers.take().map_or(Ok(()), Workers::shutdown),
-            Ranks::Here(_) => self.run(&Command::Shutdown).map(drop),
+            Ranks::Here(_, FinishedBy::Program) => Ok(()),
+            Ranks::Here(_, FinishedBy::Trainer) => self.run(&Command::Shutdown).map(drop),
         }
     }
 
     /// The rank that this process, or thread, is: `None` where it has workers.
     pub fn worker(&self) -> Option<&Worker<T>> {
         match &self.0 {
-            Ranks::Here(runner) => Some(&Option::as_ref(runner)?.worker),
+            Ranks::Here(runner, _) => Some(&Option::as_ref(runner)?.worker),
             Ranks::Workers(_) => None,
         }
     }
@@ -188,6 +195,11 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
+    fn here(accelerator: Accelerator, config: T::Config, finished_by: FinishedBy) -> Result<Self> {
+        let runner = Runner::new(accelerator, config)?;
+        Ok(Self(Ranks::Here(Box::new(Some(runner)), finished_by)))
+    }
+
     fn figures(&mut self, command: &Command) -> Result<Figures> {
         match self.run(command)? {
             Answer::Figures(figures) => Ok(figures),
@@ -197,7 +209,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
 
     fn run(&mut self, command: &Command) -> Result<Answer> {
         match &mut self.0 {
-            Ranks::Here(runner) => Runner::run(runner, command),
+            Ranks::Here(runner, _) => Runner::run(runner, command),
             Ranks::Workers(None) => Err(Error::misuse(
                 "the workers have ended, since an earlier call failed: make another `OperatorTrainer`",
             )),
