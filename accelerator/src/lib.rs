@@ -79,6 +79,7 @@
 //! | stop at a loss that is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
 //! | run several ranks inside one process, in tests | [`launch`] |
 //! | start the processes of the ranks from the program | [`launch_processes`] |
+//! | train by an operator on processes that its trainer starts, as in Ray SGD | [`train::TrainingOperator`], [`train::OperatorTrainer`] |
 //!
 //! # How a program is started
 //!

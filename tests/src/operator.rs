@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use accelerator::prelude::*;
 use accelerator::train::{
-    Figures, OperatorTrainer, Registered, RegisteredModel, Setup, StepInfo, TrainingOperator,
-    Worker,
+    Figures, OperatorTrainer, OperatorWorker, Registered, RegisteredModel, Setup, StepInfo,
+    TrainingOperator,
 };
 use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::constant::ConstantLr;
@@ -51,7 +51,7 @@ impl TrainingOperator for LineOperator {
 
     fn train_batch(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batch: &Batch<Points>,
         info: &StepInfo,
     ) -> Result<Figures> {
@@ -68,7 +68,7 @@ impl TrainingOperator for LineOperator {
                 Mishap::None | Mishap::Slow => {}
             }
         }
-        let Worker {
+        let OperatorWorker {
             accelerator,
             models,
             ..

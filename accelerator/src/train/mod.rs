@@ -17,8 +17,9 @@ pub use self::arguments::{
 pub use self::callback::{CallbackContext, TrainerCallback, TrainerControl};
 pub use self::loss::{Inputs, IntoLossOutput, LossOutput};
 pub use self::operator::{
-    BatchOf, CriterionOutputs, EpochInfo, Meter, Models, OperatorTrainer, Registered,
-    RegisteredData, RegisteredModel, Setup, StepInfo, TrainBatches, TrainingOperator, Worker,
+    BatchOf, CriterionOutputs, EpochInfo, Meter, OperatorTrainer, OperatorWorker, Registered,
+    RegisteredData, RegisteredModel, RegisteredModels, Setup, StepInfo, TrainBatches,
+    TrainingOperator,
 };
 pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
 pub use self::state::{Figures, LogEntry, TrainerState};

@@ -3,8 +3,8 @@
 use accelerator::data::Loader;
 use accelerator::prelude::*;
 use accelerator::train::{
-    Figures, Inputs, LrSchedulerType, OperatorTrainer, OptimizerName, Registered, RegisteredModel,
-    SaveStrategy, Setup, StepInfo, Trainer, TrainingArguments, TrainingOperator, Worker,
+    Figures, Inputs, LrSchedulerType, OperatorTrainer, OperatorWorker, OptimizerName, Registered,
+    RegisteredModel, SaveStrategy, Setup, StepInfo, Trainer, TrainingArguments, TrainingOperator,
 };
 use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::constant::ConstantLr;
@@ -112,13 +112,13 @@ impl TrainingOperator for Classifier {
 
     fn train_batch(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batch: &Batch<Labelled>,
         info: &StepInfo,
     ) -> Result<Figures> {
         assert_eq!(info.global_step, self.seen);
         self.seen += 1;
-        let Worker {
+        let OperatorWorker {
             accelerator,
             config,
             models,
@@ -420,11 +420,11 @@ impl TrainingOperator for Pair {
 
     fn train_batch(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batch: &Batch<Labelled>,
         _: &StepInfo,
     ) -> Result<Figures> {
-        let Worker {
+        let OperatorWorker {
             accelerator,
             models: (first, second),
             ..

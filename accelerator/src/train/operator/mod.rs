@@ -1,6 +1,7 @@
 //! The training operator, in the manner of Ray SGD.
 
 mod meter;
+mod models;
 mod register;
 mod runner;
 mod trainer;
@@ -10,9 +11,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use self::meter::Meter;
-pub use self::register::{
-    CriterionOutputs, Models, Registered, RegisteredData, RegisteredModel, Setup,
-};
+pub use self::models::RegisteredModels;
+pub use self::register::{CriterionOutputs, Registered, RegisteredData, RegisteredModel, Setup};
 pub use self::runner::TrainBatches;
 pub use self::trainer::OperatorTrainer;
 use super::state::Figures;
@@ -97,7 +97,7 @@ use crate::data::{Batch, Epoch};
 /// # use accelerator::train::{Registered, RegisteredModel, Setup};
 /// # use burn::nn::Linear;
 /// # use burn::tensor::Tensor;
-/// use accelerator::train::{Figures, StepInfo, TrainingOperator, Worker};
+/// use accelerator::train::{Figures, StepInfo, TrainingOperator, OperatorWorker};
 /// # struct Clipping;
 ///
 /// impl TrainingOperator for Clipping {
@@ -106,11 +106,11 @@ use crate::data::{Batch, Epoch};
 /// #   fn setup(_: &Setup<Self>, _: &()) -> Result<Registered<Self>> { unimplemented!() }
 ///     fn train_batch(
 ///         &mut self,
-///         worker: &mut Worker<Self>,
+///         worker: &mut OperatorWorker<Self>,
 ///         batch: &Batch<Tensor<2>>,
 ///         _: &StepInfo,
 ///     ) -> Result<Figures> {
-///         let Worker { accelerator, models, .. } = worker;
+///         let OperatorWorker { accelerator, models, .. } = worker;
 ///         let loss = models.loss(accelerator, batch)?;
 ///         let train_loss = loss.clone().into_scalar::<f64>();
 ///         let gradients = accelerator.backward(loss, models.model(), batch)?;
@@ -125,7 +125,7 @@ pub trait TrainingOperator: Sized + 'static {
     type Config: DeserializeOwned + Serialize + 'static;
 
     /// A [`RegisteredModel`], or a tuple of them.
-    type Models: Models;
+    type Models: RegisteredModels;
 
     /// Makes what is trained, on this rank's device, and registers it.
     ///
@@ -142,7 +142,7 @@ pub trait TrainingOperator: Sized + 'static {
     /// Those of [`train_batch`](Self::train_batch) and of the data.
     fn train_epoch(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batches: &mut TrainBatches<'_, BatchOf<Self>>,
         info: &EpochInfo,
     ) -> Result<Figures> {
@@ -172,7 +172,7 @@ pub trait TrainingOperator: Sized + 'static {
     /// criterion; those of [`Accelerator::backward`].
     fn train_batch(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batch: &Batch<BatchOf<Self>>,
         info: &StepInfo,
     ) -> Result<Figures> {
@@ -188,7 +188,7 @@ pub trait TrainingOperator: Sized + 'static {
     /// As [`train_epoch`](Self::train_epoch).
     fn validate(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batches: Epoch<BatchOf<Self>>,
         info: &EpochInfo,
     ) -> Result<Figures> {
@@ -213,7 +213,7 @@ pub trait TrainingOperator: Sized + 'static {
     /// [`Error::is_misuse`](crate::Error::is_misuse) where there are several models or no criterion.
     fn validate_batch(
         &mut self,
-        worker: &mut Worker<Self>,
+        worker: &mut OperatorWorker<Self>,
         batch: &Batch<BatchOf<Self>>,
         info: &StepInfo,
     ) -> Result<Figures> {
@@ -240,12 +240,12 @@ pub trait TrainingOperator: Sized + 'static {
 }
 
 /// What the loaders of an operator make of samples.
-pub type BatchOf<T> = <<T as TrainingOperator>::Models as Models>::Batch;
+pub type BatchOf<T> = <<T as TrainingOperator>::Models as RegisteredModels>::Batch;
 
 /// The rank on which an operator trains.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Worker<T: TrainingOperator> {
+pub struct OperatorWorker<T: TrainingOperator> {
     /// The ranks.
     pub accelerator: Accelerator,
     /// What [`setup`](TrainingOperator::setup) was told.
@@ -254,7 +254,7 @@ pub struct Worker<T: TrainingOperator> {
     pub models: T::Models,
 }
 
-impl<T: TrainingOperator> Worker<T> {
+impl<T: TrainingOperator> OperatorWorker<T> {
     /// The number of this rank among all, from 0.
     pub fn world_rank(&self) -> usize {
         self.accelerator.rank()

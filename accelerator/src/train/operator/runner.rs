@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::register::{Registered, RegisteredData, Setup};
-use super::{BatchOf, EpochInfo, Models, TrainingOperator, Worker};
+use super::{BatchOf, EpochInfo, OperatorWorker, RegisteredModels, TrainingOperator};
 use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Result};
 use crate::data::{Batch, Epoch, PreparedLoader};
@@ -16,12 +16,12 @@ use crate::train::state::Figures;
 pub(super) struct Runner<T: TrainingOperator> {
     data: RegisteredData<BatchOf<T>>,
     operator: T,
-    place: Place<BatchOf<T>>,
-    pub(super) worker: Worker<T>,
+    place: DataPlace<BatchOf<T>>,
+    pub(super) worker: OperatorWorker<T>,
 }
 
 /// Where the training stands in its data.
-struct Place<O> {
+struct DataPlace<O> {
     epoch: u64,
     global_step: u64,
     /// The epoch that is read.
@@ -32,7 +32,7 @@ struct Place<O> {
 
 /// What is saved beside models, optimizers and loader.
 #[derive(Debug, Default, Deserialize, Serialize)]
-pub struct Progress {
+pub struct OperatorProgress {
     global_step: u64,
     state_dict: serde_json::Value,
 }
@@ -87,8 +87,8 @@ impl<T: TrainingOperator> Runner<T> {
         Ok(Self {
             data,
             operator,
-            place: Place::at(0, 0),
-            worker: Worker {
+            place: DataPlace::at(0, 0),
+            worker: OperatorWorker {
                 accelerator,
                 config,
                 models,
@@ -161,11 +161,11 @@ impl<T: TrainingOperator> Runner<T> {
     }
 
     fn save(&self, path: &Path) -> Result<PathBuf> {
-        let progress = Progress {
+        let progress = OperatorProgress {
             global_step: self.place.global_step,
             state_dict: self.operator.state_dict()?,
         };
-        let Worker {
+        let OperatorWorker {
             accelerator,
             models,
             ..
@@ -195,13 +195,13 @@ impl<T: TrainingOperator> Runner<T> {
         Ok(Self {
             data: RegisteredData { train, validation },
             operator,
-            place: Place::at(position.epoch(), progress.global_step),
-            worker: Worker { models, ..worker },
+            place: DataPlace::at(position.epoch(), progress.global_step),
+            worker: OperatorWorker { models, ..worker },
         })
     }
 }
 
-impl<O> Place<O> {
+impl<O> DataPlace<O> {
     fn at(epoch: u64, global_step: u64) -> Self {
         Self {
             epoch,
@@ -231,7 +231,7 @@ pub struct TrainBatches<'a, O> {
     /// That of the last batch.
     last_epoch: u64,
     loader: &'a PreparedLoader<O>,
-    place: &'a mut Place<O>,
+    place: &'a mut DataPlace<O>,
     remaining: Option<u64>,
 }
 

@@ -4,8 +4,8 @@ use core::fmt;
 use std::path::{Path, PathBuf};
 
 use super::runner::{Answer, Command, Runner};
-use super::workers::{self, Workers};
-use super::{TrainingOperator, Worker};
+use super::workers::{self, WorkerProcesses};
+use super::{OperatorWorker, TrainingOperator};
 use crate::accelerator::{Accelerator, AcceleratorBuilder, ProcessRole};
 use crate::core::error::{Error, Result};
 use crate::train::state::Figures;
@@ -15,7 +15,7 @@ use crate::train::state::Figures;
 /// With several workers, this program is started again for each of them, with the same arguments. It comes to the same
 /// call of [`new`](Self::new) again, where it serves as a worker and exits. What stands before the call runs in each worker,
 /// too; what stands behind it runs once, in the process that the user has started. The configuration travels to the
-/// workers; [settings](Self::with_accelerator) are made by each. Workers end when that process does, however that is. A
+/// workers; [settings](Self::with_accelerator) are made by each. WorkerProcesses end when that process does, however that is. A
 /// program may make several trainers of one operator, one after the other, unless it is a rank of a launcher, which joins
 /// its job once: see [`on`](Self::on).
 ///
@@ -40,13 +40,13 @@ use crate::train::state::Figures;
 /// trainer.shutdown()
 /// # }
 /// ```
-pub struct OperatorTrainer<T: TrainingOperator>(Ranks<T>);
+pub struct OperatorTrainer<T: TrainingOperator>(TrainerRanks<T>);
 
-enum Ranks<T: TrainingOperator> {
+enum TrainerRanks<T: TrainingOperator> {
     /// This process is one; `None` when it is lost.
     Here(Box<Option<Runner<T>>>, FinishedBy),
     /// They are workers of this process; `None` when they have ended.
-    Workers(Option<Workers>),
+    OfProcesses(Option<WorkerProcesses>),
 }
 
 /// Who finishes the accelerator.
@@ -84,8 +84,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
                 Self::here(builder.build()?, config, FinishedBy::Trainer)
             }
             (ProcessRole::Parent, _) => {
-                let workers = Workers::start::<T>(num_workers, &config)?;
-                Ok(Self(Ranks::Workers(Some(workers))))
+                let workers = WorkerProcesses::start::<T>(num_workers, &config)?;
+                Ok(Self(TrainerRanks::OfProcesses(Some(workers))))
             }
         }
     }
@@ -173,17 +173,19 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// Those of [`Accelerator::finish`]; one that names the rank where a worker failed to end.
     pub fn shutdown(mut self) -> Result<()> {
         match &mut self.0 {
-            Ranks::Workers(workers) => workers.take().map_or(Ok(()), Workers::shutdown),
-            Ranks::Here(_, FinishedBy::Program) => Ok(()),
-            Ranks::Here(_, FinishedBy::Trainer) => self.run(&Command::Shutdown).map(drop),
+            TrainerRanks::OfProcesses(workers) => {
+                workers.take().map_or(Ok(()), WorkerProcesses::shutdown)
+            }
+            TrainerRanks::Here(_, FinishedBy::Program) => Ok(()),
+            TrainerRanks::Here(_, FinishedBy::Trainer) => self.run(&Command::Shutdown).map(drop),
         }
     }
 
     /// The rank that this process, or thread, is: `None` where it has workers.
-    pub fn worker(&self) -> Option<&Worker<T>> {
+    pub fn worker(&self) -> Option<&OperatorWorker<T>> {
         match &self.0 {
-            Ranks::Here(runner, _) => Some(&Option::as_ref(runner)?.worker),
-            Ranks::Workers(_) => None,
+            TrainerRanks::Here(runner, _) => Some(&Option::as_ref(runner)?.worker),
+            TrainerRanks::OfProcesses(_) => None,
         }
     }
 
@@ -197,7 +199,10 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
 
     fn here(accelerator: Accelerator, config: T::Config, finished_by: FinishedBy) -> Result<Self> {
         let runner = Runner::new(accelerator, config)?;
-        Ok(Self(Ranks::Here(Box::new(Some(runner)), finished_by)))
+        Ok(Self(TrainerRanks::Here(
+            Box::new(Some(runner)),
+            finished_by,
+        )))
     }
 
     fn figures(&mut self, command: &Command) -> Result<Figures> {
@@ -209,14 +214,14 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
 
     fn run(&mut self, command: &Command) -> Result<Answer> {
         match &mut self.0 {
-            Ranks::Here(runner, _) => Runner::run(runner, command),
-            Ranks::Workers(None) => Err(Error::misuse(
+            TrainerRanks::Here(runner, _) => Runner::run(runner, command),
+            TrainerRanks::OfProcesses(None) => Err(Error::misuse(
                 "the workers have ended, since an earlier call failed: make another `OperatorTrainer`",
             )),
-            Ranks::Workers(Some(workers)) => {
+            TrainerRanks::OfProcesses(Some(workers)) => {
                 let answer = workers.call(command);
                 if !workers.are_whole() {
-                    self.0 = Ranks::Workers(None);
+                    self.0 = TrainerRanks::OfProcesses(None);
                 }
                 answer
             }
@@ -228,12 +233,12 @@ impl<T: TrainingOperator> fmt::Debug for OperatorTrainer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OperatorTrainer")
             .field("operator", &core::any::type_name::<T>())
-            .field("rank", &self.worker().map(Worker::world_rank))
+            .field("rank", &self.worker().map(OperatorWorker::world_rank))
             .finish_non_exhaustive()
     }
 }
 
-/// Workers may have gone to another folder.
+/// WorkerProcesses may have gone to another folder.
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).map_err(|error| Error::io("find", path, error))
 }

@@ -18,14 +18,14 @@ use crate::core::outcome::Failure;
 pub(super) const JOB: &str = "operator_trainer";
 
 /// The workers of a trainer, which runs beside them.
-pub(super) struct Workers {
-    events: Receiver<(usize, Event)>,
+pub(super) struct WorkerProcesses {
+    events: Receiver<(usize, WorkerEvent)>,
     /// Whether all answer.
     are_whole: bool,
     processes: RankProcesses,
 }
 
-enum Event {
+enum WorkerEvent {
     Answered(WorkerAnswer),
     /// It has ended, or is about to.
     Closed,
@@ -37,7 +37,7 @@ enum WorkerAnswer {
     Succeeded(Answer),
 }
 
-impl Workers {
+impl WorkerProcesses {
     pub(super) fn start<T: TrainingOperator>(
         num_workers: usize,
         config: &T::Config,
@@ -94,7 +94,7 @@ impl Workers {
                 }
             };
             match event {
-                Some((rank, Event::Answered(answer))) => {
+                Some((rank, WorkerEvent::Answered(answer))) => {
                     if let WorkerAnswer::Failed(failure) = &answer {
                         failures.push(failure.clone().into_error(rank, command.action()));
                         deadline.get_or_insert_with(|| Instant::now() + GRACE);
@@ -102,11 +102,11 @@ impl Workers {
                     answers[rank] = Some(answer);
                 }
                 // One that has answered why may end.
-                Some((rank, Event::Closed)) if answers[rank].is_none() => {
+                Some((rank, WorkerEvent::Closed)) if answers[rank].is_none() => {
                     self.are_whole = false;
                     return Err(self.processes.failure(rank));
                 }
-                Some((_, Event::Closed)) => {}
+                Some((_, WorkerEvent::Closed)) => {}
                 None => {
                     self.are_whole = false;
                     break;
@@ -204,13 +204,17 @@ fn operator_name<T>() -> String {
     core::any::type_name::<T>().to_owned()
 }
 
-fn forward_answers(rank: usize, mut link: impl std::io::Read, events: &Sender<(usize, Event)>) {
+fn forward_answers(
+    rank: usize,
+    mut link: impl std::io::Read,
+    events: &Sender<(usize, WorkerEvent)>,
+) {
     loop {
         let event = match ciborium::from_reader(&mut link) {
-            Ok(answer) => Event::Answered(answer),
-            Err(_) => Event::Closed,
+            Ok(answer) => WorkerEvent::Answered(answer),
+            Err(_) => WorkerEvent::Closed,
         };
-        let is_last = matches!(event, Event::Closed);
+        let is_last = matches!(event, WorkerEvent::Closed);
         if events.send((rank, event)).is_err() || is_last {
             return;
         }
