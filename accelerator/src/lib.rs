@@ -80,6 +80,7 @@
 //! | run a `Learner` of burn-train on several processes | `learner`, with the feature `burn-train` |
 //! | run several ranks inside one process, in tests | [`launch`] |
 //! | start the processes of the ranks from the program | [`launch_processes`] |
+//! | train by an operator on processes that its trainer starts, as in Ray SGD | [`train::TrainingOperator`], [`train::OperatorTrainer`] |
 //!
 //! # How a program is started
 //!

@@ -1,16 +1,20 @@
-use std::io::Read;
+use std::io::Write;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
 use accelerator_env::PREEMPTED_EXIT_CODE;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::{Accelerator, AcceleratorBuilder};
 use crate::core::error::{Error, Kind, Result};
 
 /// How long ranks have to end by themselves when one of them has failed: they name the failure meanwhile.
-const GRACE: Duration = Duration::from_secs(10);
+pub(crate) const GRACE: Duration = Duration::from_secs(10);
 /// The job of ranks that [`launch_processes`] has started, by which they know it.
 const JOB: &str = "launch_processes";
 
@@ -72,41 +76,52 @@ impl AcceleratorBuilder {
         world_size: usize,
         body: impl FnOnce(Accelerator) -> Result<()>,
     ) -> Result<()> {
+        match ProcessRole::of(JOB) {
+            ProcessRole::Placed => return self.build()?.run(body),
+            ProcessRole::Started => {}
+            ProcessRole::Parent => return RankProcesses::start(world_size, JOB)?.wait(),
+        }
+        // Nothing is sent. Without a thread, ranks notice by their heartbeats that it is gone.
+        let _ = receive_from_parent(|()| {});
+        let ended = self.build().and_then(|accelerator| {
+            let trigger = accelerator.shared.reduction.trigger.clone();
+            accelerator.run(body)?;
+            Ok(trigger.has_told_of_preemption())
+        });
+        std::process::exit(match ended {
+            Ok(false) => 0,
+            Ok(true) => PREEMPTED_EXIT_CODE.into(),
+            Err(error) => {
+                eprintln!("Error: {error:?}");
+                1
+            }
+        });
+    }
+}
+
+/// What this process is to a call that starts ranks as processes of this program.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum ProcessRole {
+    /// The one that starts them.
+    Parent,
+    /// A rank of another launcher.
+    Placed,
+    /// A rank that such a call has started.
+    Started,
+}
+
+impl ProcessRole {
+    /// In a call whose ranks have that job.
+    pub(crate) fn of(job: &str) -> Self {
         let is_rank = accelerator_env::variable("RANK").is_some();
-        let is_ours =
-            accelerator_env::variable(accelerator_env::JOB.name).is_some_and(|job| job == JOB);
-        if is_one_of_several() || (is_rank && !is_ours) {
-            return self.build()?.run(body);
+        let is_ours = accelerator_env::variable(accelerator_env::JOB.name)
+            .is_some_and(|theirs| theirs == job);
+        match is_rank {
+            _ if is_one_of_several() => Self::Placed,
+            true if is_ours => Self::Started,
+            true => Self::Placed,
+            false => Self::Parent,
         }
-        if is_rank {
-            end_with_parent();
-            let ended = self.build().and_then(|accelerator| {
-                let trigger = accelerator.shared.reduction.trigger.clone();
-                accelerator.run(body)?;
-                Ok(trigger.has_told_of_preemption())
-            });
-            std::process::exit(match ended {
-                Ok(false) => 0,
-                Ok(true) => PREEMPTED_EXIT_CODE.into(),
-                Err(error) => {
-                    eprintln!("Error: {error:?}");
-                    1
-                }
-            });
-        }
-        if world_size == 0 {
-            return Err(Error::config(
-                "launch_processes: 0 ranks were asked for; at least 1 is needed",
-            ));
-        }
-        let program = std::env::current_exe()?;
-        let store = StoreServer::bind_with(
-            ("127.0.0.1", 0),
-            StoreOptions::new(world_size).with_job(JOB),
-        )?;
-        let port = store.local_addr().port();
-        let ranks = (0..world_size).map(|rank| start(&program, rank, world_size, port));
-        supervise(RankProcesses(ranks.collect::<Result<_>>()?))
     }
 }
 
@@ -119,9 +134,126 @@ fn is_one_of_several() -> bool {
     accelerator_collective::check_alone(read).is_err()
 }
 
-/// Starts this program again as a rank. Its standard input is a pipe that nobody writes to, and that closes when this
-/// process ends.
-fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Child> {
+/// Ranks that run, each a process of this program. They end when this is dropped.
+pub(crate) struct RankProcesses {
+    ranks: Vec<RankProcess>,
+    /// Where they meet.
+    _store: StoreServer,
+}
+
+struct RankProcess {
+    child: Child,
+    /// To its standard input, which closes when this process ends.
+    link: UnixStream,
+}
+
+impl RankProcesses {
+    /// Starts this program again for each rank.
+    pub(crate) fn start(world_size: usize, job: &str) -> Result<Self> {
+        if world_size == 0 {
+            return Err(Error::config(
+                "0 ranks were asked for; at least 1 is needed",
+            ));
+        }
+        let program = std::env::current_exe()?;
+        let store = StoreServer::bind_with(
+            ("127.0.0.1", 0),
+            StoreOptions::new(world_size).with_job(job),
+        )?;
+        let port = store.local_addr().port();
+        let mut started = Self {
+            ranks: Vec::with_capacity(world_size),
+            _store: store,
+        };
+        for rank in 0..world_size {
+            let process = start(&program, rank, world_size, port, job)?;
+            started.ranks.push(process);
+        }
+        Ok(started)
+    }
+
+    pub(crate) fn world_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The connection to a rank, by which it [receives](receive_from_parent) and [answers](send_to_parent).
+    pub(crate) fn link(&self, rank: usize) -> &UnixStream {
+        &self.ranks[rank].link
+    }
+
+    /// How a rank has ended, whose connection is closed.
+    pub(crate) fn failure(&mut self, rank: usize) -> Error {
+        let closed = Instant::now();
+        let child = &mut self.ranks[rank].child;
+        let status = loop {
+            match child.try_wait() {
+                // It is about to end.
+                Ok(None) if closed.elapsed() < GRACE => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(status) => break status,
+                Err(_) => break None,
+            }
+        };
+        match status {
+            Some(status) => failed(rank, self.world_size(), status),
+            None => Error::new(
+                Kind::Other,
+                format!("rank {rank} of {} closed its connection", self.world_size()),
+            ),
+        }
+    }
+
+    /// Waits for all ranks; of several that fail, the first is told.
+    pub(crate) fn wait(mut self) -> Result<()> {
+        let mut failure: Option<(Error, Instant)> = None;
+        loop {
+            let mut running = 0;
+            let world_size = self.world_size();
+            for (rank, process) in self.ranks.iter_mut().enumerate() {
+                match process.child.try_wait()? {
+                    None => running += 1,
+                    Some(status) if !status.success() && failure.is_none() => {
+                        failure = Some((failed(rank, world_size, status), Instant::now()));
+                    }
+                    Some(_) => {}
+                }
+            }
+            match failure {
+                Some((error, at)) if running == 0 || at.elapsed() > GRACE => return Err(error),
+                None if running == 0 => return Ok(()),
+                _ => std::thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+}
+
+impl Drop for RankProcesses {
+    fn drop(&mut self) {
+        for RankProcess { child, .. } in &mut self.ranks {
+            // One that has ended is no error.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn failed(rank: usize, world_size: usize, status: ExitStatus) -> Error {
+    let message = match status.code() == Some(PREEMPTED_EXIT_CODE.into()) {
+        true => "the ranks were preempted: start the program again".to_owned(),
+        false => format!("rank {rank} of {world_size} failed: {status}"),
+    };
+    Error::new(Kind::Other, message)
+}
+
+/// Starts this program again as a rank. Its standard input is a connection to this process.
+fn start(
+    program: &Path,
+    rank: usize,
+    world_size: usize,
+    port: u16,
+    job: &str,
+) -> Result<RankProcess> {
     let (rank, world_size, port) = (rank.to_string(), world_size.to_string(), port.to_string());
     let place = [
         ("RANK", &*rank),
@@ -132,70 +264,46 @@ fn start(program: &Path, rank: usize, world_size: usize, port: u16) -> Result<Ch
         ("MASTER_PORT", &*port),
         (accelerator_env::PORT.name, &*port),
         (accelerator_env::STORE.name, "launcher"),
-        (accelerator_env::JOB.name, JOB),
+        (accelerator_env::JOB.name, job),
     ];
+    let (link, input) = UnixStream::pair()?;
     let child = Command::new(program)
         .args(std::env::args_os().skip(1))
         .envs(place)
         // They are processes of one user on one host, whom the store lets in without a token.
         .env_remove(accelerator_env::TOKEN_FILE.name)
-        .stdin(Stdio::piped())
+        .stdin(OwnedFd::from(input))
         .spawn();
-    child.map_err(|error| Error::io("start a rank of", program, error))
+    let child = child.map_err(|error| Error::io("start a rank of", program, error))?;
+    Ok(RankProcess { child, link })
 }
 
-/// Ranks that run. They end when this is dropped.
-struct RankProcesses(Vec<Child>);
-
-impl Drop for RankProcesses {
-    fn drop(&mut self) {
-        for rank in &mut self.0 {
-            // One that has ended is no error.
-            let _ = rank.kill();
-            let _ = rank.wait();
-        }
-    }
-}
-
-/// Waits for all ranks; of several that fail, the first is told.
-fn supervise(mut ranks: RankProcesses) -> Result<()> {
-    let mut failed: Option<(usize, ExitStatus, Instant)> = None;
-    loop {
-        let mut running = 0;
-        for (rank, child) in ranks.0.iter_mut().enumerate() {
-            match child.try_wait()? {
-                None => running += 1,
-                Some(status) if !status.success() && failed.is_none() => {
-                    failed = Some((rank, status, Instant::now()));
-                }
-                Some(_) => {}
-            }
-        }
-        let is_late = failed.is_some_and(|(_, _, at)| at.elapsed() > GRACE);
-        match failed {
-            Some((rank, status, _)) if running == 0 || is_late => {
-                let message = match status.code() == Some(PREEMPTED_EXIT_CODE.into()) {
-                    true => "the ranks were preempted: start the program again".to_owned(),
-                    false => format!("rank {rank} of {} failed: {status}", ranks.0.len()),
-                };
-                return Err(Error::new(Kind::Other, message));
-            }
-            None if running == 0 => return Ok(()),
-            _ => std::thread::sleep(Duration::from_millis(10)),
-        }
-    }
-}
-
-/// Ends this rank when the process that has started it is gone, and closes its standard input with it.
-fn end_with_parent() {
-    let watch = || {
+/// Takes, on a thread, what the process sends that has started this rank, and ends this rank when that is gone.
+pub(crate) fn receive_from_parent<T: DeserializeOwned>(
+    mut take: impl FnMut(T) + Send + 'static,
+) -> Result<()> {
+    let receive = move || {
         let mut input = std::io::stdin().lock();
-        let mut bytes = [0; 64];
-        while matches!(input.read(&mut bytes), Ok(count) if count > 0) {}
+        while let Ok(value) = ciborium::from_reader(&mut input) {
+            take(value);
+        }
         std::process::exit(1);
     };
-    // Without a thread, ranks notice by their heartbeats.
-    let _ = std::thread::Builder::new()
+    std::thread::Builder::new()
         .name("parent".to_owned())
-        .spawn(watch);
+        .spawn(receive)?;
+    Ok(())
+}
+
+/// Answers the process that has started this rank.
+pub(crate) fn send_to_parent(value: &impl Serialize) -> Result<()> {
+    let link = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    send(&link, value)
+}
+
+/// Sends a value over a connection between a rank and the process that has started it.
+pub(crate) fn send(mut link: &UnixStream, value: &impl Serialize) -> Result<()> {
+    let mut bytes = Vec::new();
+    ciborium::into_writer(value, &mut bytes).map_err(Error::other)?;
+    Ok(link.write_all(&bytes)?)
 }

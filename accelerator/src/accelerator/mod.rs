@@ -42,6 +42,9 @@ pub use self::batch_size::BatchSizeFinder;
 pub use self::builder::AcceleratorBuilder;
 pub use self::distributed_type::DistributedType;
 pub use self::launch_processes::launch_processes;
+pub(crate) use self::launch_processes::{
+    GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
+};
 pub use self::launch_threads::launch;
 #[cfg(feature = "burn-train")]
 pub use self::metric_logger::RunLogger;

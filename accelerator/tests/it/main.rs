@@ -19,6 +19,7 @@ mod local_rounds;
 mod missteps;
 mod model_files;
 mod models;
+mod operator;
 mod overlap;
 mod places;
 mod precision;

@@ -13,7 +13,7 @@ use accelerator::Tracker;
 use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::Training;
-use accelerator_tests::{problems, trajectory};
+use accelerator_tests::{operator, problems, trajectory};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::FloatDType;
 use serde::Serialize;
@@ -74,6 +74,15 @@ fn main() -> Result<ExitCode> {
                 accelerator.finish()
             })?;
             println!("behind");
+        }
+        ["operator", num_workers, folder] => {
+            let outcome = operator::train(number(num_workers), folder.as_ref())?;
+            print(&outcome);
+        }
+        ["operator-by-hand"] => print(&operator::by_hand()?),
+        ["operator-fails", mishap] => {
+            let mishap = serde_json::from_value(mishap.into()).expect("a mishap");
+            println!("failed: {}", operator::fail(mishap)?);
         }
         // Ranks as threads: in a process of its own all the same, since Burn fixes the dtype.
         ["train-threads", world_size, dtype, accumulate, setting] => {

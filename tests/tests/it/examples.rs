@@ -292,6 +292,27 @@ fn metrics_within_a_time_limit() {
 }
 
 #[test]
+fn operator_mnist() {
+    let accuracies = ["1", "2"].map(|workers| {
+        let mut command = Command::new(example("operator_mnist"));
+        let args = ["--limit", "640", "--epochs", "2", "--num-workers", workers];
+        command.args(args).env("RAYON_NUM_THREADS", "1");
+        let ended = run_all(std::iter::once(command)).remove(0);
+        assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+        let epochs: Vec<&str> = ended.stdout.lines().collect();
+        assert_eq!(epochs.len(), 2, "{epochs:?}");
+        assert!(epochs[1].contains("'num_samples': 640"), "{epochs:?}");
+        let (_, accuracy) = epochs[1].split_once("'val_accuracy': ").unwrap();
+        let (accuracy, _) = accuracy.split_once(',').unwrap();
+        accuracy.parse::<f64>().unwrap()
+    });
+    assert!(
+        accuracies.iter().all(|share| *share > 0.5),
+        "{accuracies:?}"
+    );
+}
+
+#[test]
 fn cross_validation() {
     let args = ["--limit", "320", "--batch-size", "8", "--folds", "2"];
     for stdout in learns("cross_validation", &args) {

@@ -11,6 +11,7 @@ mod faults;
 mod invariance;
 mod launched;
 mod learner;
+mod operator;
 mod preemption;
 mod progress;
 mod restart;

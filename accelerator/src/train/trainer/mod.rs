@@ -350,10 +350,10 @@ fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
 }
 
 /// A model that steps replace: they take it, so that the optimizer updates it where it lies.
-struct Held<M>(Option<M>);
+pub(super) struct Held<M>(Option<M>);
 
 impl<M> Held<M> {
-    fn new(model: M) -> Self {
+    pub(super) fn new(model: M) -> Self {
         Self(Some(model))
     }
 
@@ -361,7 +361,7 @@ impl<M> Held<M> {
         clippy::expect_used,
         reason = "`replace` alone takes it, and puts one back unless it panics"
     )]
-    fn get(&self) -> &M {
+    pub(super) fn get(&self) -> &M {
         self.0.as_ref().expect("a model")
     }
 
@@ -369,7 +369,7 @@ impl<M> Held<M> {
         clippy::expect_used,
         reason = "`replace` alone takes it, and puts one back unless it panics"
     )]
-    fn replace(&mut self, by: impl FnOnce(M) -> M) {
+    pub(super) fn replace(&mut self, by: impl FnOnce(M) -> M) {
         let model = self.0.take().expect("a model");
         self.0 = Some(by(model));
     }

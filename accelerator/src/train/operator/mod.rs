@@ -1,0 +1,286 @@
+//! The training operator, in the manner of Ray SGD.
+
+mod meter;
+mod models;
+mod register;
+mod runner;
+mod trainer;
+mod workers;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use self::meter::Meter;
+pub use self::models::RegisteredModels;
+pub use self::register::{CriterionOutputs, Registered, RegisteredData, RegisteredModel, Setup};
+pub use self::runner::TrainBatches;
+pub use self::trainer::OperatorTrainer;
+use super::state::Figures;
+use crate::accelerator::Accelerator;
+use crate::core::error::Result;
+use crate::data::{Batch, Epoch};
+
+/// What is trained, and how, as a type: Ray SGD's `TrainingOperator`. An [`OperatorTrainer`] makes one on each rank.
+///
+/// [`setup`](Self::setup) makes and registers models, optimizers, criteria and data; the other methods have defaults. They
+/// train a model by its criterion. Where several models are registered, [`train_batch`](Self::train_batch) and
+/// [`validate_batch`](Self::validate_batch), or what calls them, are the program's own.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use accelerator::train::{OperatorTrainer, Registered, RegisteredModel, Setup, TrainingOperator};
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+/// use burn::lr_scheduler::constant::ConstantLr;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::Tensor;
+/// # use burn::tensor::{Device, TensorData};
+/// # use serde::{Deserialize, Serialize};
+/// # #[derive(Clone)]
+/// # struct Points;
+/// # #[derive(Clone, Debug)]
+/// # struct PointBatch { x: Tensor<2>, y: Tensor<2> }
+/// # impl Batcher<f32, PointBatch> for Points {
+/// #     fn batch(&self, items: Vec<f32>, device: &Device) -> PointBatch {
+/// #         let n = items.len();
+/// #         let x = Tensor::from_data(TensorData::new(items, [n, 1]), device);
+/// #         PointBatch { y: x.clone() * 2.0 + 3.0, x }
+/// #     }
+/// # }
+/// # fn points(n: usize) -> InMemDataset<f32> {
+/// #     InMemDataset::new((0..n).map(|i| i as f32 / n as f32).collect())
+/// # }
+///
+/// #[derive(Deserialize, Serialize)]
+/// struct Config {
+///     lr: f64,
+/// }
+///
+/// struct LineOperator;
+///
+/// impl TrainingOperator for LineOperator {
+///     type Config = Config;
+///     type Models = RegisteredModel<Linear, PointBatch>;
+///
+///     fn setup(setup: &Setup<Self>, config: &Config) -> Result<Registered<Self>> {
+///         let optimizer = (SgdConfig::new().init(), ConstantLr::new(config.lr));
+///         let model = setup
+///             .register(|device| LinearConfig::new(1, 1).init(device), optimizer)?
+///             .with_criterion(|model, batch| {
+///                 let error = model.forward(batch.x.clone()) - batch.y.clone();
+///                 (error.clone() * error).mean()
+///             });
+///         let loader = |count| LoaderBuilder::new(Points).batch_size(8).build(points(count));
+///         let data = setup.register_data(loader(64), loader(20))?;
+///         Ok(Registered::new(Self, model, data))
+///     }
+/// }
+///
+/// // One worker is this process.
+/// let mut trainer = OperatorTrainer::<LineOperator>::new(1, Config { lr: 0.1 })?;
+/// for _ in 0..5 {
+///     let metrics = trainer.train(None)?;
+///     let val_metrics = trainer.validate()?;
+///     println!("{metrics} {val_metrics}");
+/// #     assert_eq!(metrics.value("num_samples"), Some(64.0));
+/// #     assert_eq!(val_metrics.value("num_samples"), Some(20.0));
+/// }
+/// # assert!(trainer.validate()?.value("val_loss").unwrap() < 0.5);
+/// trainer.shutdown()?;
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// A step of one's own, with clipping:
+///
+/// ```
+/// # use accelerator::prelude::*;
+/// # use accelerator::train::{Registered, RegisteredModel, Setup};
+/// # use burn::nn::Linear;
+/// # use burn::tensor::Tensor;
+/// use accelerator::train::{Figures, StepInfo, TrainingOperator, OperatorWorker};
+/// # struct Clipping;
+///
+/// impl TrainingOperator for Clipping {
+/// #   type Config = ();
+/// #   type Models = RegisteredModel<Linear, Tensor<2>>;
+/// #   fn setup(_: &Setup<Self>, _: &()) -> Result<Registered<Self>> { unimplemented!() }
+///     fn train_batch(
+///         &mut self,
+///         worker: &mut OperatorWorker<Self>,
+///         batch: &Batch<Tensor<2>>,
+///         _: &StepInfo,
+///     ) -> Result<Figures> {
+///         let OperatorWorker { accelerator, models, .. } = worker;
+///         let loss = models.loss(accelerator, batch)?;
+///         let train_loss = loss.clone().into_scalar::<f64>();
+///         let gradients = accelerator.backward(loss, models.model(), batch)?;
+///         models.step(gradients.clip_norm(1.0));
+///         Ok(Figures::from_iter([("train_loss", train_loss)]))
+///     }
+/// }
+/// ```
+#[expect(unused_variables, reason = "defaults ignore what they need not know")]
+pub trait TrainingOperator: Sized + 'static {
+    /// What [`setup`](Self::setup) is told. It travels to the workers.
+    type Config: DeserializeOwned + Serialize + 'static;
+
+    /// A [`RegisteredModel`], or a tuple of them.
+    type Models: RegisteredModels;
+
+    /// Makes what is trained, on this rank's device, and registers it.
+    ///
+    /// # Errors
+    ///
+    /// Those of the program, and of [`Setup`].
+    fn setup(setup: &Setup<Self>, config: &Self::Config) -> Result<Registered<Self>>;
+
+    /// Trains on those batches, and returns the figures of all ranks: by default with
+    /// [`train_batch`](Self::train_batch) and a [`Meter`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`train_batch`](Self::train_batch) and of the data.
+    fn train_epoch(
+        &mut self,
+        worker: &mut OperatorWorker<Self>,
+        batches: &mut TrainBatches<'_, BatchOf<Self>>,
+        info: &EpochInfo,
+    ) -> Result<Figures> {
+        let mut meter = Meter::new();
+        for batch in batches {
+            let batch = batch?;
+            let info = StepInfo {
+                batch_idx: meter.batches(),
+                epoch_idx: batch.epoch(),
+                global_step: info.global_step + meter.batches(),
+            };
+            let figures = self.train_batch(worker, &batch, &info)?;
+            meter.update(&figures, batch.real());
+        }
+        meter.summary(&worker.accelerator)
+    }
+
+    /// Trains on a batch, and returns the figures of this rank, which are means over its samples. `num_samples`
+    /// among them says over how many; [`Batch::real`] by default.
+    ///
+    /// By default, forward, backward, and a step of the optimizer with its scheduler where the accumulation window ends;
+    /// the figure is `train_loss`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse), before anything is trained, where there are several models or no
+    /// criterion; those of [`Accelerator::backward`].
+    fn train_batch(
+        &mut self,
+        worker: &mut OperatorWorker<Self>,
+        batch: &Batch<BatchOf<Self>>,
+        info: &StepInfo,
+    ) -> Result<Figures> {
+        worker.models.train_batch(&worker.accelerator, batch)
+    }
+
+    /// Validates on those batches, each sample once, and returns the figures of all ranks: by default with
+    /// [`validate_batch`](Self::validate_batch) and a [`Meter`]. Meanwhile [`RegisteredModel::model`] is the model that
+    /// records no gradients.
+    ///
+    /// # Errors
+    ///
+    /// As [`train_epoch`](Self::train_epoch).
+    fn validate(
+        &mut self,
+        worker: &mut OperatorWorker<Self>,
+        batches: Epoch<BatchOf<Self>>,
+        info: &EpochInfo,
+    ) -> Result<Figures> {
+        let mut meter = Meter::new();
+        for batch in batches {
+            let batch = batch?;
+            let info = StepInfo {
+                batch_idx: meter.batches(),
+                epoch_idx: info.epoch_idx,
+                global_step: info.global_step,
+            };
+            let figures = self.validate_batch(worker, &batch, &info)?;
+            meter.update(&figures, batch.real());
+        }
+        meter.summary(&worker.accelerator)
+    }
+
+    /// Validates on a batch: by default `val_loss`, and `val_accuracy` where the criterion gives logits and targets.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) where there are several models or no criterion.
+    fn validate_batch(
+        &mut self,
+        worker: &mut OperatorWorker<Self>,
+        batch: &Batch<BatchOf<Self>>,
+        info: &StepInfo,
+    ) -> Result<Figures> {
+        worker.models.validate_batch(&worker.accelerator, batch)
+    }
+
+    /// What the program itself has to save beside models, optimizers and the place in the data: that of rank 0 is saved.
+    ///
+    /// # Errors
+    ///
+    /// Those of the program, the same on every rank.
+    fn state_dict(&self) -> Result<serde_json::Value> {
+        Ok(serde_json::Value::Null)
+    }
+
+    /// Takes back what [`state_dict`](Self::state_dict) gave.
+    ///
+    /// # Errors
+    ///
+    /// Those of the program.
+    fn load_state_dict(&mut self, state: serde_json::Value) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What the loaders of an operator make of samples.
+pub type BatchOf<T> = <<T as TrainingOperator>::Models as RegisteredModels>::Batch;
+
+/// The rank on which an operator trains.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct OperatorWorker<T: TrainingOperator> {
+    /// The ranks.
+    pub accelerator: Accelerator,
+    /// What [`setup`](TrainingOperator::setup) was told.
+    pub config: T::Config,
+    /// What was registered.
+    pub models: T::Models,
+}
+
+impl<T: TrainingOperator> OperatorWorker<T> {
+    /// The number of this rank among all, from 0.
+    pub fn world_rank(&self) -> usize {
+        self.accelerator.rank()
+    }
+}
+
+/// Where [`train_epoch`](TrainingOperator::train_epoch) begins.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct EpochInfo {
+    /// The epoch of the first batch, from 0.
+    pub epoch_idx: u64,
+    /// The batches that a rank has trained on before.
+    pub global_step: u64,
+    /// How many batches are asked for; `None` for the rest of the epoch.
+    pub num_steps: Option<u64>,
+}
+
+/// Where [`train_batch`](TrainingOperator::train_batch) is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct StepInfo {
+    /// The number of the batch in this call of [`OperatorTrainer::train`], from 0.
+    pub batch_idx: u64,
+    /// The epoch, from 0.
+    pub epoch_idx: u64,
+    /// The batches that a rank has trained on before.
+    pub global_step: u64,
+}

@@ -1,0 +1,286 @@
+//! What a rank does with its operator.
+
+use core::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::register::{Registered, RegisteredData, Setup};
+use super::{BatchOf, EpochInfo, OperatorWorker, RegisteredModels, TrainingOperator};
+use crate::accelerator::Accelerator;
+use crate::core::error::{Error, Result};
+use crate::data::{Batch, Epoch, PreparedLoader};
+use crate::train::state::Figures;
+
+/// An operator on its rank.
+pub(super) struct Runner<T: TrainingOperator> {
+    data: RegisteredData<BatchOf<T>>,
+    operator: T,
+    place: DataPlace<BatchOf<T>>,
+    pub(super) worker: OperatorWorker<T>,
+}
+
+/// Where the training stands in its data.
+struct DataPlace<O> {
+    epoch: u64,
+    global_step: u64,
+    /// The epoch that is read.
+    open: Option<Epoch<O>>,
+    /// Whether its last batch was taken.
+    is_at_end: bool,
+}
+
+/// What is saved beside models, optimizers and loader.
+#[derive(Debug, Default, Deserialize, Serialize)]
+pub struct OperatorProgress {
+    global_step: u64,
+    state_dict: serde_json::Value,
+}
+
+/// What a trainer tells its ranks to do.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) enum Command {
+    /// The type of the operator, and its configuration.
+    Setup(String, Vec<u8>),
+    Train(Option<u64>),
+    Validate,
+    Save(PathBuf),
+    Load(PathBuf),
+    Shutdown,
+}
+
+/// What they answer.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) enum Answer {
+    Done,
+    Figures(Figures),
+    Saved(PathBuf),
+}
+
+impl Command {
+    /// In the words of an error: what failed.
+    pub(super) fn action(&self) -> &'static str {
+        match self {
+            Self::Setup(..) => "set up",
+            Self::Train(_) => "train",
+            Self::Validate => "validate",
+            Self::Save(_) => "save",
+            Self::Load(_) => "load",
+            Self::Shutdown => "finish",
+        }
+    }
+
+    /// Whether ranks that fail to do it all return the error, and are as they were.
+    pub(super) fn can_fail_alike(&self) -> bool {
+        matches!(self, Self::Save(_))
+    }
+}
+
+impl<T: TrainingOperator> Runner<T> {
+    pub(super) fn new(accelerator: Accelerator, config: T::Config) -> Result<Self> {
+        let registered = T::setup(&Setup::new(accelerator.clone()), &config)?;
+        let Registered {
+            operator,
+            models,
+            data,
+        } = registered;
+        Ok(Self {
+            data,
+            operator,
+            place: DataPlace::at(0, 0),
+            worker: OperatorWorker {
+                accelerator,
+                config,
+                models,
+            },
+        })
+    }
+
+    /// Does what is commanded; one whose `load` failed is gone.
+    pub(super) fn run(this: &mut Option<Self>, command: &Command) -> Result<Answer> {
+        let Some(runner) = this.as_mut() else {
+            return Err(Error::misuse(
+                "the operator is gone, since an earlier call failed: make another `OperatorTrainer`",
+            ));
+        };
+        Ok(match command {
+            Command::Train(num_steps) => Answer::Figures(runner.train(*num_steps)?),
+            Command::Validate => Answer::Figures(runner.validate()?),
+            Command::Save(path) => Answer::Saved(runner.save(path)?),
+            Command::Load(path) => {
+                *this = this.take().map(|runner| runner.load(path)).transpose()?;
+                Answer::Done
+            }
+            Command::Shutdown => {
+                runner.worker.accelerator.finish()?;
+                Answer::Done
+            }
+            Command::Setup(..) => Answer::Done,
+        })
+    }
+
+    fn train(&mut self, num_steps: Option<u64>) -> Result<Figures> {
+        let info = EpochInfo {
+            epoch_idx: self.place.epoch,
+            global_step: self.place.global_step,
+            num_steps,
+        };
+        let mut batches = TrainBatches {
+            has_ended: false,
+            last_epoch: self.place.epoch,
+            loader: &self.data.train,
+            place: &mut self.place,
+            remaining: num_steps,
+        };
+        let trained = self
+            .operator
+            .train_epoch(&mut self.worker, &mut batches, &info);
+        let last_epoch = batches.last_epoch;
+        self.place.close_at_end();
+        let mut figures = trained?;
+        figures.push("epoch", (last_epoch + 1) as f64);
+        Ok(figures)
+    }
+
+    fn validate(&mut self) -> Result<Figures> {
+        let Some(loader) = &self.data.validation else {
+            return Err(Error::config(
+                "there is no data to validate on: pass it to `register_data` in `setup`",
+            ));
+        };
+        let worker = &mut self.worker;
+        worker.models.eval(&worker.accelerator)?;
+        let info = EpochInfo {
+            epoch_idx: self.place.epoch,
+            global_step: self.place.global_step,
+            num_steps: None,
+        };
+        let validated = self.operator.validate(worker, loader.eval(), &info);
+        worker.models.train();
+        validated
+    }
+
+    fn save(&self, path: &Path) -> Result<PathBuf> {
+        let progress = OperatorProgress {
+            global_step: self.place.global_step,
+            state_dict: self.operator.state_dict()?,
+        };
+        let OperatorWorker {
+            accelerator,
+            models,
+            ..
+        } = &self.worker;
+        let saved = models.save(accelerator, path, &self.data.train, &progress)?;
+        Ok(saved.path().to_owned())
+    }
+
+    fn load(self, path: &Path) -> Result<Self> {
+        let Self {
+            data: RegisteredData { train, validation },
+            mut operator,
+            place,
+            worker,
+        } = self;
+        // What it has read ahead is of the old place.
+        drop(place);
+        let (models, train, progress, position) =
+            worker.models.load(&worker.accelerator, path, train)?;
+        if position.is_start() {
+            return Err(Error::config(format!(
+                "there is no checkpoint in `{}`",
+                path.display()
+            )));
+        }
+        operator.load_state_dict(progress.state_dict)?;
+        Ok(Self {
+            data: RegisteredData { train, validation },
+            operator,
+            place: DataPlace::at(position.epoch(), progress.global_step),
+            worker: OperatorWorker { models, ..worker },
+        })
+    }
+}
+
+impl<O> DataPlace<O> {
+    fn at(epoch: u64, global_step: u64) -> Self {
+        Self {
+            epoch,
+            global_step,
+            open: None,
+            is_at_end: false,
+        }
+    }
+
+    /// Sees the end of an epoch whose last batch was taken, so that the next call begins another.
+    fn close_at_end(&mut self) {
+        if !core::mem::take(&mut self.is_at_end) {
+            return;
+        }
+        if let Some(mut epoch) = self.open.take() {
+            // Nothing is left, and the loader learns that the program knows.
+            let _ = epoch.next();
+            self.epoch += 1;
+        }
+    }
+}
+
+/// The batches of a call of [`OperatorTrainer::train`](super::OperatorTrainer::train): the rest of the epoch, or as many
+/// as were asked for, of as many epochs as that needs.
+pub struct TrainBatches<'a, O> {
+    has_ended: bool,
+    /// That of the last batch.
+    last_epoch: u64,
+    loader: &'a PreparedLoader<O>,
+    place: &'a mut DataPlace<O>,
+    remaining: Option<u64>,
+}
+
+impl<O: Send + 'static> Iterator for TrainBatches<'_, O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_ended || self.remaining == Some(0) {
+            return None;
+        }
+        let place = &mut *self.place;
+        let mut begins = false;
+        loop {
+            let open = place.open.get_or_insert_with(|| {
+                begins = true;
+                self.loader.epoch(place.epoch)
+            });
+            match open.next() {
+                Some(Ok(batch)) => {
+                    place.global_step += 1;
+                    place.is_at_end = batch.is_last();
+                    self.last_epoch = batch.epoch();
+                    self.remaining = self.remaining.map(|remaining| remaining - 1);
+                    return Some(Ok(batch));
+                }
+                Some(Err(error)) => {
+                    self.has_ended = true;
+                    return Some(Err(error));
+                }
+                None => {
+                    place.open = None;
+                    place.is_at_end = false;
+                    place.epoch += 1;
+                    // One without batches would go on for ever.
+                    if self.remaining.is_none() || begins {
+                        self.has_ended = true;
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<O> fmt::Debug for TrainBatches<'_, O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrainBatches")
+            .field("epoch", &self.place.epoch)
+            .field("remaining", &self.remaining)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,222 @@
+//! Ranks as processes, from the side that commands them, and from their own.
+
+use std::io::BufReader;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use super::TrainingOperator;
+use super::runner::{Answer, Command, Runner};
+use crate::accelerator::{
+    AcceleratorBuilder, GRACE, RankProcesses, receive_from_parent, send, send_to_parent,
+};
+use crate::core::error::{Error, Result};
+use crate::core::outcome::Failure;
+
+/// The job of ranks that a trainer has started, by which they know it.
+pub(super) const JOB: &str = "operator_trainer";
+
+/// The workers of a trainer, which runs beside them.
+pub(super) struct WorkerProcesses {
+    events: Receiver<(usize, WorkerEvent)>,
+    /// Whether all answer.
+    are_whole: bool,
+    processes: RankProcesses,
+}
+
+enum WorkerEvent {
+    Answered(WorkerAnswer),
+    /// It has ended, or is about to.
+    Closed,
+}
+
+#[derive(Deserialize, Serialize)]
+enum WorkerAnswer {
+    Failed(Failure),
+    Succeeded(Answer),
+}
+
+impl WorkerProcesses {
+    pub(super) fn start<T: TrainingOperator>(
+        num_workers: usize,
+        config: &T::Config,
+    ) -> Result<Self> {
+        let mut bytes = Vec::new();
+        ciborium::into_writer(config, &mut bytes).map_err(Error::other)?;
+        let processes = RankProcesses::start(num_workers, JOB)?;
+        let (sender, events) = channel();
+        for rank in 0..num_workers {
+            let link = BufReader::new(processes.link(rank).try_clone()?);
+            let sender = sender.clone();
+            std::thread::Builder::new()
+                .name(format!("worker {rank}"))
+                .spawn(move || forward_answers(rank, link, &sender))?;
+        }
+        let mut workers = Self {
+            events,
+            are_whole: true,
+            processes,
+        };
+        workers.call(&Command::Setup(operator_name::<T>(), bytes))?;
+        Ok(workers)
+    }
+
+    /// Lets all do that, and returns what rank 0 answers. Where one dies or fails, the error is of the one that did so
+    /// first: others that lose it in a collective say so by errors of their own.
+    pub(super) fn call(&mut self, command: &Command) -> Result<Answer> {
+        let answer = self.answer(command);
+        self.are_whole &= answer.is_ok() || command.can_fail_alike();
+        answer
+    }
+
+    /// Whether they can be called again.
+    pub(super) fn are_whole(&self) -> bool {
+        self.are_whole
+    }
+
+    fn answer(&mut self, command: &Command) -> Result<Answer> {
+        let world_size = self.processes.world_size();
+        for rank in 0..world_size {
+            // Of one that is gone, its reader tells.
+            let _ = send(self.processes.link(rank), command);
+        }
+        let mut answers: Vec<Option<WorkerAnswer>> = Vec::new();
+        answers.resize_with(world_size, || None);
+        let mut failures = Vec::new();
+        let mut deadline = None;
+        while answers.iter().any(Option::is_none) {
+            let event = match deadline {
+                None => self.events.recv().ok(),
+                Some(deadline) => {
+                    let left = Instant::saturating_duration_since(&deadline, Instant::now());
+                    self.events.recv_timeout(left).ok()
+                }
+            };
+            match event {
+                Some((rank, WorkerEvent::Answered(answer))) => {
+                    if let WorkerAnswer::Failed(failure) = &answer {
+                        failures.push(failure.clone().into_error(rank, command.action()));
+                        deadline.get_or_insert_with(|| Instant::now() + GRACE);
+                    }
+                    answers[rank] = Some(answer);
+                }
+                // One that has answered why may end.
+                Some((rank, WorkerEvent::Closed)) if answers[rank].is_none() => {
+                    self.are_whole = false;
+                    return Err(self.processes.failure(rank));
+                }
+                Some((_, WorkerEvent::Closed)) => {}
+                None => {
+                    self.are_whole = false;
+                    break;
+                }
+            }
+        }
+        let cause = failures.iter().position(|error| !error.is_collective());
+        if !failures.is_empty() {
+            return Err(failures.swap_remove(cause.unwrap_or(0)));
+        }
+        match answers.into_iter().next().flatten() {
+            Some(WorkerAnswer::Succeeded(answer)) => Ok(answer),
+            _ => Err(self.processes.failure(0)),
+        }
+    }
+
+    /// Ends them.
+    pub(super) fn shutdown(mut self) -> Result<()> {
+        self.call(&Command::Shutdown)?;
+        self.processes.wait()
+    }
+}
+
+/// Does what the trainer says, in the process of a worker, which ends with it.
+pub(super) fn serve<T: TrainingOperator>(builder: AcceleratorBuilder) -> ! {
+    let (sender, commands) = channel::<Command>();
+    let received = receive_from_parent(move |command| {
+        // Where nobody receives, this process ends.
+        let _ = sender.send(command);
+    });
+    let served = received.and_then(|()| serve_commands::<T>(builder, &commands));
+    if let Err(error) = &served {
+        eprintln!("Error: {error:?}");
+    }
+    std::process::exit(i32::from(served.is_err()))
+}
+
+/// Until it is told to end, or has failed, which it has answered then.
+fn serve_commands<T: TrainingOperator>(
+    builder: AcceleratorBuilder,
+    commands: &Receiver<Command>,
+) -> Result<()> {
+    let mut builder = Some(builder);
+    let mut runner: Option<Runner<T>> = None;
+    while let Ok(command) = commands.recv() {
+        let outcome = match (&command, builder.take()) {
+            (Command::Setup(operator, config), Some(builder)) => set_up(builder, operator, config)
+                .map(|made| {
+                    runner = Some(made);
+                    Answer::Done
+                }),
+            _ => Runner::run(&mut runner, &command),
+        };
+        let answer = match &outcome {
+            Ok(answer) => WorkerAnswer::Succeeded(answer.clone()),
+            Err(error) => WorkerAnswer::Failed(Failure::of(error)),
+        };
+        if let (Err(error), Some(runner)) = (&outcome, &runner)
+            && !command.can_fail_alike()
+        {
+            let group = runner.worker.accelerator.group();
+            group.abort(format!("it returned an error: {error:?}"));
+        }
+        send_to_parent(&answer)?;
+        match (outcome, &command) {
+            (Ok(_), Command::Shutdown) => return Ok(()),
+            (Err(error), _) if !command.can_fail_alike() => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn set_up<T: TrainingOperator>(
+    builder: AcceleratorBuilder,
+    operator: &str,
+    config: &[u8],
+) -> Result<Runner<T>> {
+    if operator != operator_name::<T>() {
+        return Err(Error::misuse(format!(
+            "a worker of `{operator}` has come to the `OperatorTrainer` of `{}` first: workers are this program, started \
+             again, and serve where it makes its first trainer; make trainers of one operator in a program",
+            operator_name::<T>()
+        )));
+    }
+    let config = ciborium::from_reader(config).map_err(|error| {
+        Error::config(format!(
+            "the configuration of an operator does not come back as it was written: {error}"
+        ))
+    })?;
+    Runner::new(builder.build()?, config)
+}
+
+fn operator_name<T>() -> String {
+    core::any::type_name::<T>().to_owned()
+}
+
+fn forward_answers(
+    rank: usize,
+    mut link: impl std::io::Read,
+    events: &Sender<(usize, WorkerEvent)>,
+) {
+    loop {
+        let event = match ciborium::from_reader(&mut link) {
+            Ok(answer) => WorkerEvent::Answered(answer),
+            Err(_) => WorkerEvent::Closed,
+        };
+        let is_last = matches!(event, WorkerEvent::Closed);
+        if events.send((rank, event)).is_err() || is_last {
+            return;
+        }
+    }
+}
