@@ -67,6 +67,109 @@
 //!
 //! What differs from Hugging Face's, on purpose, is in `docs/trainer.md`: evaluations and losses on several processes are
 //! exact, and arguments that contradict are an error before the first step.
+//!
+//! # Operators
+//!
+//! A [`TrainingOperator`] is what Ray SGD's users know: a type that sets up models, optimizers and data, and whose steps
+//! may be the program's own. An [`OperatorTrainer`] starts the processes.
+//!
+//! ```
+//! use accelerator::prelude::*;
+//! use accelerator::train::{
+//!     BatchOf, CriterionOutputs, EpochInfo, Figures, IntoLossOutput, Meter, OperatorTrainer, OperatorWorker,
+//!     Registered, RegisteredData, RegisteredModel, RegisteredModels, Setup, StepInfo, TrainBatches, TrainingOperator,
+//! };
+//! use burn::lr_scheduler::constant::ConstantLr;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::SgdConfig;
+//! use burn::tensor::Tensor;
+//! # use burn::data::dataset::InMemDataset;
+//! # let folder = tempfile::tempdir()?;
+//! # let folder = folder.path();
+//!
+//! /// Counts its epochs, and skips batches whose loss is small.
+//! struct Line {
+//!     epochs: u64,
+//! }
+//!
+//! impl TrainingOperator for Line {
+//!     type Config = f64;
+//!     type Models = RegisteredModel<Linear, Tensor<2>>;
+//!
+//!     fn setup(setup: &Setup<Self>, rate: &f64) -> Result<Registered<Self>> {
+//!         setup.accelerator().print(format_args!("rate {rate}"));
+//!         let optimizer = (SgdConfig::new().init(), ConstantLr::new(*rate));
+//!         let model = setup.register(|device| LinearConfig::new(1, 1).init(device), optimizer)?;
+//!         let model = model.with_criterion(|model, x| model.forward((***x).clone()).powi_scalar(2).mean());
+//!         let rows = |count: usize| {
+//!             LoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device).unsqueeze_dim(1))
+//!                 .batch_size(4)
+//!                 .build(InMemDataset::new(vec![1.0; count]))
+//!         };
+//!         let data: RegisteredData<BatchOf<Self>> = setup.register_data(rows(20), rows(6))?;
+//!         Ok(Registered::new(Self { epochs: 0 }, model, data))
+//!     }
+//!
+//!     fn train_epoch(
+//!         &mut self,
+//!         worker: &mut OperatorWorker<Self>,
+//!         batches: &mut TrainBatches<'_, BatchOf<Self>>,
+//!         info: &EpochInfo,
+//!     ) -> Result<Figures> {
+//!         assert_eq!((info.epoch_idx, info.num_steps), (self.epochs, None));
+//!         self.epochs += 1;
+//!         let mut meter = Meter::new();
+//!         for batch in batches {
+//!             let batch = batch?;
+//!             let (batch_idx, epoch_idx) = (meter.batches(), info.epoch_idx);
+//!             let OperatorWorker { accelerator, models, .. } = worker;
+//!             let loss = models.loss(accelerator, &batch)?;
+//!             let gradients = accelerator.backward(loss, models.model(), &batch)?;
+//!             let figures = gradients.loss().map(|loss| ("train_loss", loss));
+//!             meter.update(&figures.into_iter().collect(), batch.real());
+//!             models.step(gradients);
+//!             assert_eq!(models.optimizer().steps(), info.global_step + batch_idx + 1, "{epoch_idx}");
+//!         }
+//!         meter.summary(&worker.accelerator)
+//!     }
+//!
+//!     fn validate_batch(
+//!         &mut self,
+//!         worker: &mut OperatorWorker<Self>,
+//!         batch: &Batch<Tensor<2>>,
+//!         info: &StepInfo,
+//!     ) -> Result<Figures> {
+//!         assert!(info.batch_idx < 2 && info.epoch_idx <= self.epochs && worker.config < 1.0);
+//!         let loss = worker.models.loss(&worker.accelerator, batch)?;
+//!         Ok(Figures::from_iter([("val_loss", loss.into_scalar::<f64>())]))
+//!     }
+//!
+//!     fn state_dict(&self) -> Result<serde_json::Value> {
+//!         Ok(self.epochs.into())
+//!     }
+//!
+//!     fn load_state_dict(&mut self, state: serde_json::Value) -> Result<()> {
+//!         self.epochs = serde_json::from_value(state).map_err(Error::other)?;
+//!         Ok(())
+//!     }
+//! }
+//!
+//! let mut trainer = OperatorTrainer::<Line>::with_accelerator(Accelerator::builder().seed(1), 1, 0.1)?;
+//! let metrics = trainer.train(None)?;
+//! assert_eq!(metrics.value("batch_count"), Some(5.0));
+//! let saved = trainer.save(folder)?;
+//! trainer.load(saved)?;
+//! assert_eq!(trainer.validate()?.value("num_samples"), Some(6.0));
+//! assert_eq!(trainer.worker().map(|worker| worker.world_rank()), Some(0));
+//! trainer.shutdown()?;
+//!
+//! // What a criterion may return, and what may be registered.
+//! fn criterion<L: IntoLossOutput<Outputs: CriterionOutputs>>() {}
+//! criterion::<Tensor<1>>();
+//! fn models<T: RegisteredModels>() {}
+//! models::<RegisteredModel<Linear, Tensor<2>>>();
+//! # Ok::<(), Error>(())
+//! ```
 mod arguments;
 mod callback;
 mod console;
