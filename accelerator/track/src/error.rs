@@ -65,7 +65,7 @@ impl Error {
     /// Whether a server refused a request, or could not be reached.
     #[must_use]
     pub fn is_remote(&self) -> bool {
-        self.0.kind == Kind::Remote
+        matches!(self.0.kind, Kind::Remote | Kind::Denied)
     }
 
     /// Whether the system failed to read or to write.
@@ -92,7 +92,9 @@ impl Error {
                         | io::ErrorKind::ReadOnlyFilesystem
                 )
             ),
-            Kind::NotFound | Kind::Corrupt | Kind::Incompatible | Kind::Misuse => false,
+            Kind::NotFound | Kind::Corrupt | Kind::Incompatible | Kind::Misuse | Kind::Denied => {
+                false
+            }
         }
     }
 
@@ -142,6 +144,8 @@ pub(crate) enum Kind {
     Conflict,
     Misuse,
     Remote,
+    /// A server does not let this user in.
+    Denied,
     Io,
 }
 

@@ -4,8 +4,8 @@
 //! tables, what an MLflow server shows, reports.
 
 pub use artifact::{
-    Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore, Lineage,
-    LineageEdge, LineageRun, OnConflict, PruneReport, Retention, StoredArtifact,
+    Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore,
+    OnConflict, PruneReport, Retention, StoredArtifact,
 };
 #[cfg(feature = "board")]
 pub use board::Board;

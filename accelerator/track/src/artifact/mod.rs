@@ -1,7 +1,7 @@
 //! Artifacts: files that runs make and use, by name and version.
 
 pub use draft::Artifact;
-pub use lineage::{ArtifactId, Lineage, LineageEdge, LineageRun};
+pub use id::ArtifactId;
 pub use reader::ArtifactReader;
 pub use retention::{PruneReport, Retention};
 pub use store::{ArtifactStore, OnConflict};
@@ -10,8 +10,8 @@ pub use version::{ArtifactFile, ArtifactReference};
 
 mod adding;
 mod draft;
+mod id;
 mod import;
-mod lineage;
 mod lock;
 mod name;
 mod objects;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 
 use super::adding::Adding;
-use super::lineage::ArtifactId;
+use super::id::ArtifactId;
 use super::lock::{LockKind, StoreLock};
 use super::name::ArtifactName;
 use super::objects::Objects;

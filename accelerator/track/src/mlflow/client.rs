@@ -311,9 +311,13 @@ impl MlflowServer {
             _ => cause,
         };
         let message = format!("MLflow at {address} answers {asked} with {shown}: {said}");
+        let kind = match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Kind::Denied,
+            _ => Kind::Remote,
+        };
         Err(Failure {
             cause,
-            error: Error::new(Kind::Remote, message),
+            error: Error::new(kind, message),
         })
     }
 

@@ -458,7 +458,9 @@ fn who_is_not_let_in_reads_which_variables_to_set() {
         let mut run = Delivered::new();
         run.server
             .fail("experiments/get-by-name", Fault::Says(status, said));
-        let error = run.deliver(&small_run()).unwrap_err().to_string();
+        let error = run.deliver(&small_run()).unwrap_err();
+        assert!(error.is_remote() && !error.is_temporary(), "{error}");
+        let error = error.to_string();
         for expected in ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_TOKEN"] {
             assert!(error.contains(expected), "{error}");
         }
