@@ -123,9 +123,24 @@ impl MlflowSink {
     /// # Ok::<(), accelerator_track::Error>(())
     /// ```
     pub fn from_env() -> Result<Self> {
-        let mut sink = Self::new(MlflowServer::from_env()?, "");
-        sink.experiment = Experiment::by(|name| std::env::var(name).ok());
-        Ok(sink)
+        Ok(Self::to(MlflowServer::from_env()?))
+    }
+
+    /// To a server, and the experiment that MLflow's own variables name, as [`from_env`](Self::from_env) does.
+    ///
+    /// ```
+    /// use accelerator_track::{MlflowServer, MlflowSink, Sink};
+    ///
+    /// let sink = MlflowSink::to(MlflowServer::new("http://localhost:5000")?);
+    /// assert_eq!(sink.name(), "MLflow at http://localhost:5000");
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    #[must_use]
+    pub fn to(server: MlflowServer) -> Self {
+        Self {
+            experiment: Experiment::by(|name| std::env::var(name).ok()),
+            ..Self::new(server, "")
+        }
     }
 
     /// Delivers at once. Where the program resumes from a checkpoint, the server then shows points that a resume

@@ -33,14 +33,10 @@ pub(super) struct SyncArgs {
     #[arg(long, value_name = "PLACE")]
     to: Destination,
 
-    /// The experiment on the MLflow server, which is made where it is not there.
-    #[arg(
-        long,
-        value_name = "NAME",
-        env = "MLFLOW_EXPERIMENT_NAME",
-        default_value = "Default"
-    )]
-    experiment: String,
+    /// The experiment on the MLflow server, which is made where it is not there [default: that of
+    /// MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else Default]
+    #[arg(long, value_name = "NAME")]
+    experiment: Option<String>,
 
     /// Deliver to MLflow also what follows the last checkpoint of a run that has not ended, though the server can take
     /// nothing back if the run resumes.
@@ -121,7 +117,11 @@ impl SyncArgs {
             Some(address) => MlflowServer::new(address),
             None => MlflowServer::from_env(),
         };
-        let sink = MlflowSink::new(server.map_err(failed)?, &self.experiment);
+        let server = server.map_err(failed)?;
+        let sink = match &self.experiment {
+            Some(name) => MlflowSink::new(server, name),
+            None => MlflowSink::to(server),
+        };
         Ok(Box::new(if self.live { sink.live() } else { sink }))
     }
 
