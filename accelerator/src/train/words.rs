@@ -73,17 +73,17 @@ pub(super) fn find<T: Copy>(what: &str, words: &[(&str, T)], word: &str) -> Resu
     })
 }
 
-/// `, did you mean "…"`, where one of `known` is near.
+/// ` (did you mean "…"?)`, where one of `known` is near.
 pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> String {
     let nearness = known.map(|known| (strsim::normalized_damerau_levenshtein(word, known), known));
     let nearest = nearness.max_by(|one, other| one.0.total_cmp(&other.0));
     match nearest {
-        Some((nearness, known)) if nearness > NEAR => format!(", did you mean {known:?}?"),
+        Some((nearness, known)) if nearness > NEAR => format!(" (did you mean {known:?}?)"),
         _ => String::new(),
     }
 }
 
-const NEAR: f64 = 0.4;
+const NEAR: f64 = 0.6;
 
 /// Settings of the library's own that are words, for serde.
 pub(super) mod word {

@@ -143,8 +143,16 @@ pub(crate) enum Kind {
     Incompatible,
     Conflict,
     Misuse,
+    #[cfg_attr(
+        not(feature = "mlflow"),
+        allow(dead_code, reason = "a server alone answers so")
+    )]
     Remote,
     /// A server does not let this user in.
+    #[cfg_attr(
+        not(feature = "mlflow"),
+        allow(dead_code, reason = "a server alone answers so")
+    )]
     Denied,
     Io,
 }

@@ -74,13 +74,21 @@ fn flag(argument: &Argument, default: &Value) -> Arg {
         .alias(argument.name)
         .value_parser(NonEmptyStringValueParser::new())
         .help_heading(HEADING);
+    // The last one holds, but of lists.
+    let arg = match default {
+        Value::Array(_) => arg,
+        _ => arg.overrides_with(argument.name),
+    };
     let help = argument.help.trim();
     match default {
         Value::Bool(_) => arg
             .num_args(0..=1)
-            .require_equals(true)
             .default_missing_value("true")
-            .value_name("BOOL")
+            .value_name(if help.contains("path") {
+                "BOOL|PATH"
+            } else {
+                "BOOL"
+            })
             .help(help),
         Value::Array(_) => arg
             .action(ArgAction::Append)
@@ -128,11 +136,13 @@ mod tests {
     fn flags_are_the_names_with_either_sign() {
         let parsed = parse(
             "--data-dir d --per-device-train-batch-size 64 --learning_rate 1e-3 --bf16 --eval-strategy epoch \
-             --report-to csv,tensorboard --resume-from-checkpoint=a/b --greater-is-better false",
+             --report-to csv,tensorboard --resume-from-checkpoint a/b --greater-is-better false --disable-tqdm True \
+             --seed 1 --seed 42",
         )
         .unwrap();
         let expected = TrainingArguments {
             bf16: true,
+            disable_tqdm: true,
             eval_strategy: IntervalStrategy::Epoch,
             greater_is_better: Some(false),
             learning_rate: 1e-3,

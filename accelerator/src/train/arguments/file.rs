@@ -66,6 +66,12 @@ impl TrainingArguments {
     pub fn set(&mut self, name: &str, value: &str) -> Result<()> {
         let name = name.replace('-', "_");
         let mut map = self.to_map()?;
+        // As Python writes them.
+        let value = match value {
+            "True" => "true",
+            "False" => "false",
+            value => value,
+        };
         // A run's name may look like a number.
         let mut candidates = vec![Value::String(value.to_owned())];
         candidates.extend(serde_json::from_str(value));
@@ -145,7 +151,7 @@ mod tests {
             ("output_dir", "out"),
             ("learning-rate", "1e-3"),
             ("logging_steps", "10"),
-            ("bf16", "true"),
+            ("bf16", "True"),
             ("eval-steps", "5"),
             ("run_name", "7"),
             ("optim", "sgd"),

@@ -1,4 +1,5 @@
 use core::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 use burn::data::dataloader::batcher::Batcher;
@@ -14,7 +15,9 @@ use crate::core::error::{Error, Result};
 use crate::data::{Loader, LoaderBuilder};
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer, Sharded};
-use crate::train::arguments::{EvalData, TrainSamplingStrategy, TrainingArguments, check};
+use crate::train::arguments::{
+    EvalData, SaveStrategy, TrainSamplingStrategy, TrainingArguments, check,
+};
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
 use crate::train::state::{Figures, TrainerState};
@@ -169,6 +172,13 @@ where
             None => EvalData::Absent,
         };
         check(&arguments, eval)?;
+        for (name, dataset) in [("train_dataset", &self.train), ("eval_dataset", &self.eval)] {
+            if dataset.as_ref().is_some_and(|dataset| dataset.is_empty()) {
+                return Err(Error::config(format!(
+                    "{name}: the data set has no samples"
+                )));
+            }
+        }
         let accelerator = match self.accelerator {
             Some(accelerator) => accelerator,
             None => arguments.accelerator().build()?,
@@ -178,6 +188,11 @@ where
             "the arguments of a trainer",
             &serde_json::to_string(&arguments).map_err(Error::other)?,
         )?;
+        if self.train.is_some() && arguments.save_strategy != SaveStrategy::No {
+            let folder = &arguments.output_dir;
+            let context = &accelerator.shared.context;
+            context.on_main("prepare the folder of checkpoints", || check_folder(folder))?;
+        }
         accelerator.set_accumulation_steps(arguments.gradient_accumulation_steps)?;
         let stopping = arguments
             .best_metric()
@@ -245,6 +260,14 @@ where
     pub(super) fn eval_loader(&self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
         eval_loader(&self.arguments, &self.collator, dataset)
     }
+}
+
+/// Whether checkpoints can be written there: said before the first update, and not at the first save.
+fn check_folder(folder: &Path) -> Result<()> {
+    let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+    probe
+        .map(drop)
+        .map_err(|error| Error::io("write checkpoints to output_dir", folder, error))
 }
 
 fn train_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
