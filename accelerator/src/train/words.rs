@@ -83,7 +83,7 @@ pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> S
     }
 }
 
-const NEAR: f64 = 0.6;
+const NEAR: f64 = 0.45;
 
 /// Settings of the library's own that are words, for serde.
 pub(super) mod word {

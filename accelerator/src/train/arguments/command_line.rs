@@ -57,10 +57,9 @@ impl FromArgMatches for TrainingArguments {
                 .flatten()
             {
                 self.set(argument.name, value).map_err(|error| {
-                    refused(crate::Error::config(format!(
-                        "--{}: {error}",
-                        kebab(argument)
-                    )))
+                    let said = error.to_string();
+                    let said = said.trim_start_matches(argument.name);
+                    refused(crate::Error::config(format!("--{}{said}", kebab(argument))))
                 })?;
             }
         }
@@ -167,7 +166,7 @@ mod tests {
     #[test]
     fn a_wrong_value_names_its_flag() {
         let error = parse("--optim adamw").unwrap_err().to_string();
-        assert!(error.contains("--optim"), "{error}");
+        assert!(error.contains("--optim: there is no"), "{error}");
         assert!(error.contains("did you mean \"adamw_torch\"?"), "{error}");
     }
 

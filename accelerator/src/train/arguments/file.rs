@@ -115,11 +115,20 @@ impl TrainingArguments {
         for (name, value) in &given {
             let one = Map::from_iter([(name.clone(), value.clone())]);
             serde_json::from_value::<Self>(Value::Object(one))
-                .map_err(|error| Error::config(format!("{name}: {error}")))?;
+                .map_err(|error| Error::config(named(name, &error.to_string())))?;
         }
         serde_json::from_value(Value::Object(given))
             .map_err(|error| Error::config(error.to_string()))
     }
+}
+
+/// An error of an argument, with its name, which some have already.
+fn named(name: &str, error: &str) -> String {
+    let error = error
+        .strip_prefix(name)
+        .and_then(|rest| rest.strip_prefix(": "))
+        .unwrap_or(error);
+    format!("{name}: {error}")
 }
 
 #[cfg(test)]
