@@ -571,7 +571,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Folders of data, or single files, whose digests a [run](Accelerator::init_trackers) records: `accel-launch runs diff`
+    /// Folders of data, or single files, whose digests a [run](crate::Accelerator::init_trackers) records: `accel-launch runs diff`
     /// says whether two runs had the same data, and `runs reproduce` whether it is still there as it was. What a second
     /// call names is added. A folder that cannot be read is a warning.
     ///
