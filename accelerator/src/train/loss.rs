@@ -6,6 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::accelerator::{Accelerator, Tensors};
 use crate::data::Batch;
+use crate::data::weight::Weight;
 
 /// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch. See
 /// [`LossOutput`] for an example.
@@ -104,6 +105,23 @@ impl<P> LossOutput<P> {
             loss: self.loss,
             outputs,
             items: self.items,
+        }
+    }
+
+    /// Over how many of this rank's items the loss is the mean; none of an idle batch.
+    pub(super) fn count<O>(&self, batch: &Batch<O>) -> usize {
+        match self.items {
+            Some(items) if !batch.is_idle() => items,
+            Some(_) => 0,
+            None => batch.real(),
+        }
+    }
+
+    /// What the batch counts in the average of gradients.
+    pub(super) fn weight<O>(&self, batch: &Batch<O>) -> Weight {
+        match self.items {
+            Some(items) => batch.with_weight(items as f64),
+            None => batch.weight(),
         }
     }
 }

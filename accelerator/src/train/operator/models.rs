@@ -77,10 +77,7 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
 
     fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Figures> {
         let output = self.output(accelerator, batch)?;
-        let weight = match output.items {
-            Some(items) => batch.with_weight(items as f64),
-            None => batch.weight(),
-        };
+        let weight = output.weight(batch);
         let figures = figures("train", &output, batch);
         let gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
         self.step(gradients);
@@ -144,15 +141,10 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
 
 /// The loss of a batch, and over how many of its samples or items.
 fn figures<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Figures {
-    let count = match output.items {
-        Some(items) if !batch.is_idle() => items,
-        Some(_) => 0,
-        None => batch.real(),
-    };
     let loss = output.loss.clone().into_scalar::<f64>();
     let mut figures = Figures::default();
     figures.push(format!("{kind}_loss"), loss);
-    figures.push("num_samples", count as f64);
+    figures.push("num_samples", output.count(batch) as f64);
     figures
 }
 

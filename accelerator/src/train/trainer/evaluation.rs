@@ -10,7 +10,7 @@ use crate::accelerator::{TensorMap, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
 use crate::metric::Mean;
-use crate::train::loss::{Inputs, LossOutput};
+use crate::train::loss::Inputs;
 use crate::train::state::Figures;
 
 /// Whether outputs are gathered, for the program rather than for its metrics.
@@ -62,7 +62,7 @@ where
                 batch: &batch,
             };
             let output = accelerator.forward(&valid, |model| (self.compute_loss)(model, &inputs));
-            loss.update_with(output.loss.clone(), items(&output, &inputs));
+            loss.update_with(output.loss.clone(), output.count(&batch));
             if gathers {
                 outputs.add(accelerator.gather_for_metrics(output.outputs, &batch)?)?;
             }
@@ -144,15 +144,6 @@ where
         let group = self.accelerator.group().for_purpose("tell the metrics");
         let told = group.broadcast_object(mine.as_ref(), 0)?;
         Ok(told)
-    }
-}
-
-/// Over how many of this rank's items the loss of a batch is a mean; none of an idle one.
-fn items<O, P>(output: &LossOutput<P>, inputs: &Inputs<'_, O>) -> usize {
-    match output.items {
-        Some(items) if !inputs.is_idle() => items,
-        Some(_) => 0,
-        None => inputs.real(),
     }
 }
 

@@ -129,10 +129,7 @@ where
         } = self;
         let inputs = Inputs { accelerator, batch };
         let output = accelerator.forward(self.model.get(), |model| compute_loss(model, &inputs));
-        let weight = match output.items {
-            Some(items) => batch.with_weight(items as f64),
-            None => batch.weight(),
-        };
+        let weight = output.weight(batch);
         let mut gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
         let rate = data.flow.schedule.rate(optimizer.steps());
         if !gradients.is_accumulating() {
