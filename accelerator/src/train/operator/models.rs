@@ -1,25 +1,27 @@
 //! What each model of an operator can do by itself.
 
 use core::fmt;
-use std::path::Path;
 
 use burn::module::Module;
 
 use super::register::RegisteredModel;
-use super::runner::OperatorProgress;
 use crate::accelerator::Accelerator;
-use crate::checkpoint::{Object, Position, Saved};
+use crate::checkpoint::{PartKind, Restorer, Resume, Save, kind};
 use crate::core::error::{Error, Result};
-use crate::data::{Batch, PreparedLoader};
+use crate::data::Batch;
 use crate::metric::Accuracy;
+use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::train::loss::LossOutput;
 use crate::train::state::Figures;
 use crate::train::trainer::Held;
 
 /// What an operator trains: a [`RegisteredModel`], or a tuple of up to four.
-pub trait RegisteredModels: Sized + 'static {
+pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static {
     /// What its loaders make of samples.
     type Batch: Send + 'static;
+
+    #[doc(hidden)]
+    type Kinds;
 
     #[doc(hidden)]
     fn train_batch(&mut self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Figures> {
@@ -39,27 +41,9 @@ pub trait RegisteredModels: Sized + 'static {
     #[doc(hidden)]
     fn train(&mut self);
 
+    /// What `Resume` takes back.
     #[doc(hidden)]
-    fn save(
-        &self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: &PreparedLoader<Self::Batch>,
-        progress: &OperatorProgress,
-    ) -> Result<Saved>;
-
-    #[doc(hidden)]
-    fn load(
-        self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: PreparedLoader<Self::Batch>,
-    ) -> Result<(
-        Self,
-        PreparedLoader<Self::Batch>,
-        OperatorProgress,
-        Position,
-    )>;
+    fn parts(&self) -> impl Save<Self::Kinds>;
 }
 
 fn several(what: &str) -> Error {
@@ -74,6 +58,7 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
     for RegisteredModel<M, O>
 {
     type Batch = O;
+    type Kinds = (kind::Model, kind::Optimizer);
 
     fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Figures> {
         let output = self.output(accelerator, batch)?;
@@ -104,38 +89,24 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
         self.valid = None;
     }
 
-    fn save(
-        &self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: &PreparedLoader<O>,
-        progress: &OperatorProgress,
-    ) -> Result<Saved> {
-        let parts = (self.model.get(), &self.optimizer, loader, Object(progress));
-        accelerator.save_state(path, parts)
+    fn parts(&self) -> impl Save<Self::Kinds> {
+        (self.model.get(), &self.optimizer)
+    }
+}
+
+impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for RegisteredModel<M, O> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        <(M, PreparedOptimizer<Scheduled>)>::kinds(kinds);
     }
 
-    fn load(
-        self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: PreparedLoader<O>,
-    ) -> Result<(Self, PreparedLoader<O>, OperatorProgress, Position)> {
-        let model = self.model.get().clone();
-        let parts = (
-            model,
-            self.optimizer,
-            loader,
-            Object(OperatorProgress::default()),
-        );
-        let ((model, optimizer, loader, Object(progress)), position) =
-            accelerator.resume(path, parts)?;
-        let loaded = Self {
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        let parts = (self.model.get().clone(), self.optimizer);
+        let (model, optimizer) = parts.restore(restorer)?;
+        Ok(Self {
             model: Held::new(model),
             optimizer,
             ..self
-        };
-        Ok((loaded, loader, progress, position))
+        })
     }
 }
 
@@ -149,11 +120,12 @@ fn figures<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Figure
 }
 
 macro_rules! several_models {
-    ($($model:ident $optimizer:ident $part:ident),+) => {
+    ($($model:ident $part:ident),+) => {
         impl<O: Send + 'static, $($model: Module + fmt::Display + 'static),+> RegisteredModels
             for ($(RegisteredModel<$model, O>,)+)
         {
             type Batch = O;
+            type Kinds = ($(<RegisteredModel<$model, O> as RegisteredModels>::Kinds,)+);
 
             fn eval(&mut self, accelerator: &Accelerator) -> Result<()> {
                 let ($($part,)+) = self;
@@ -166,45 +138,14 @@ macro_rules! several_models {
                 $($part.train();)+
             }
 
-            fn save(
-                &self,
-                accelerator: &Accelerator,
-                path: &Path,
-                loader: &PreparedLoader<O>,
-                progress: &OperatorProgress,
-            ) -> Result<Saved> {
+            fn parts(&self) -> impl Save<Self::Kinds> {
                 let ($($part,)+) = self;
-                let models = ($(($part.model.get(), &$part.optimizer),)+);
-                accelerator.save_state(path, (models, loader, Object(progress)))
-            }
-
-            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
-            fn load(
-                self,
-                accelerator: &Accelerator,
-                path: &Path,
-                loader: PreparedLoader<O>,
-            ) -> Result<(Self, PreparedLoader<O>, OperatorProgress, Position)> {
-                let ($($part,)+) = self;
-                let models = ($(($part.model.get().clone(), $part.optimizer),)+);
-                let parts = (models, loader, Object(OperatorProgress::default()));
-                let ((models, loader, Object(progress)), position) =
-                    accelerator.resume(path, parts)?;
-                let ($(($model, $optimizer),)+) = models;
-                let models = ($(
-                    RegisteredModel {
-                        criterion: $part.criterion,
-                        model: Held::new($model),
-                        optimizer: $optimizer,
-                        valid: None,
-                    },
-                )+);
-                Ok((models, loader, progress, position))
+                ($($part.parts(),)+)
             }
         }
     };
 }
 
-several_models!(A AO a, B BO b);
-several_models!(A AO a, B BO b, C CO c);
-several_models!(A AO a, B BO b, C CO c, D DO d);
+several_models!(A a, B b);
+several_models!(A a, B b, C c);
+several_models!(A a, B b, C c, D d);

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::register::{Registered, RegisteredData, Setup};
 use super::{BatchOf, EpochInfo, OperatorWorker, RegisteredModels, TrainingOperator};
 use crate::accelerator::Accelerator;
+use crate::checkpoint::Object;
 use crate::core::error::{Error, Result};
 use crate::data::{Batch, Epoch, PreparedLoader};
 use crate::train::state::Figures;
@@ -32,7 +33,7 @@ struct DataPlace<O> {
 
 /// What is saved beside models, optimizers and loader.
 #[derive(Debug, Default, Deserialize, Serialize)]
-pub struct OperatorProgress {
+struct OperatorProgress {
     global_step: u64,
     state_dict: serde_json::Value,
 }
@@ -165,12 +166,9 @@ impl<T: TrainingOperator> Runner<T> {
             global_step: self.place.global_step,
             state_dict: self.operator.state_dict()?,
         };
-        let OperatorWorker {
-            accelerator,
-            models,
-            ..
-        } = &self.worker;
-        let saved = models.save(accelerator, path, &self.data.train, &progress)?;
+        let worker = &self.worker;
+        let parts = (worker.models.parts(), &self.data.train, Object(&progress));
+        let saved = worker.accelerator.save_state(path, parts)?;
         Ok(saved.path().to_owned())
     }
 
@@ -183,8 +181,9 @@ impl<T: TrainingOperator> Runner<T> {
         } = self;
         // What it has read ahead is of the old place.
         drop(place);
-        let (models, train, progress, position) =
-            worker.models.load(&worker.accelerator, path, train)?;
+        let parts = (worker.models, train, Object(OperatorProgress::default()));
+        let ((models, train, Object(progress)), position) =
+            worker.accelerator.resume(path, parts)?;
         if position.is_start() {
             return Err(Error::config(format!(
                 "there is no checkpoint in `{}`",
