@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
 use crate::core::error::Result;
+use crate::metric::Mean;
 use crate::train::state::Figures;
 
 /// The figures of one batch after the other: Ray SGD's `AverageMeterCollection`, with means that are exact over all ranks.
@@ -34,14 +35,8 @@ pub struct Meter {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 struct MeteredFigure {
     name: String,
-    all: WeightedSum,
-    last: WeightedSum,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
-struct WeightedSum {
-    sum: f64,
-    weight: f64,
+    all: Mean,
+    last: Mean,
 }
 
 impl Meter {
@@ -57,9 +52,9 @@ impl Meter {
         self.batches += 1;
         self.samples += samples;
         for (name, value) in figures.iter().filter(|(name, _)| *name != "num_samples") {
-            let last = WeightedSum::of(value, samples);
+            let last = Mean::weighted(value, samples);
             let figure = self.figure(name);
-            figure.all.add(last);
+            figure.all.merge(last);
             figure.last = last;
         }
     }
@@ -87,16 +82,16 @@ impl Meter {
             } in theirs.figures
             {
                 let figure = all.figure(&name);
-                figure.all.add(sum);
-                figure.last.add(last);
+                figure.all.merge(sum);
+                figure.last.merge(last);
             }
         }
         let mut figures = Figures::default();
         figures.push("batch_count", all.batches as f64);
         figures.push("num_samples", all.samples);
         for MeteredFigure { name, all, last } in all.figures {
-            figures.push(name.clone(), all.mean());
-            figures.push(format!("last_{name}"), last.mean());
+            figures.push(name.clone(), all.value());
+            figures.push(format!("last_{name}"), last.value());
         }
         Ok(figures)
     }
@@ -106,28 +101,11 @@ impl Meter {
         let at = known.unwrap_or_else(|| {
             self.figures.push(MeteredFigure {
                 name: name.to_owned(),
-                all: WeightedSum::default(),
-                last: WeightedSum::default(),
+                all: Mean::new(),
+                last: Mean::new(),
             });
             self.figures.len() - 1
         });
         &mut self.figures[at]
-    }
-}
-
-impl WeightedSum {
-    fn of(value: f64, weight: f64) -> Self {
-        // What is counted for nothing may be NaN.
-        let sum = if weight > 0.0 { value * weight } else { 0.0 };
-        Self { sum, weight }
-    }
-
-    fn add(&mut self, other: Self) {
-        self.sum += other.sum;
-        self.weight += other.weight;
-    }
-
-    fn mean(self) -> f64 {
-        self.sum / self.weight
     }
 }
