@@ -198,7 +198,7 @@ pub struct CallbackContext<'a, M> {
 /// control.should_training_stop = true;
 /// assert_ne!(control, TrainerControl::default());
 /// ```
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TrainerControl {
     /// End the training after this update.
@@ -215,7 +215,7 @@ pub struct TrainerControl {
 
 impl TrainerControl {
     /// What one of both asks for.
-    pub(super) fn and(self, other: Self) -> Self {
+    pub(super) fn or(self, other: Self) -> Self {
         Self {
             should_training_stop: self.should_training_stop || other.should_training_stop,
             should_epoch_stop: self.should_epoch_stop || other.should_epoch_stop,
@@ -230,22 +230,8 @@ impl TrainerControl {
         if accelerator.world_size() == 1 {
             return Ok(self);
         }
-        let mine = [
-            self.should_training_stop,
-            self.should_epoch_stop,
-            self.should_log,
-            self.should_evaluate,
-            self.should_save,
-        ];
-        let all = accelerator.gather_object(&mine)?;
-        let some = |at: usize| all.iter().any(|asked| asked[at]);
-        Ok(Self {
-            should_training_stop: some(0),
-            should_epoch_stop: some(1),
-            should_log: some(2),
-            should_evaluate: some(3),
-            should_save: some(4),
-        })
+        let all = accelerator.gather_object(&self)?;
+        Ok(all.into_iter().fold(self, Self::or))
     }
 }
 

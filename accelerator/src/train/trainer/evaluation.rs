@@ -11,7 +11,7 @@ use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
 use crate::metric::Mean;
 use crate::train::loss::Inputs;
-use crate::train::state::Figures;
+use crate::train::state::{Figures, LogEntry};
 
 /// Whether outputs are gathered, for the program rather than for its metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -27,15 +27,18 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    pub(super) fn evaluate_as(&self, kind: &str) -> Result<Figures> {
+    /// Evaluates on the evaluation data, and logs what comes of it.
+    pub(super) fn evaluate_and_log(&mut self) -> Result<LogEntry> {
         let Some(loader) = &self.eval else {
             return Err(Error::config(
                 "there is no evaluation data: pass `eval_dataset` to the builder of the trainer",
             ));
         };
-        let mut metrics = self.evaluation(loader, kind, Predictions::Dropped)?.metrics;
+        let mut metrics = self
+            .evaluation(loader, "eval", Predictions::Dropped)?
+            .metrics;
         metrics.push("epoch", self.state.epoch);
-        Ok(metrics)
+        Ok(self.log("eval", metrics))
     }
 
     /// The mean loss over all samples of all ranks, and the program's metrics.

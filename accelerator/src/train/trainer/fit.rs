@@ -157,10 +157,10 @@ where
     fn log_and_evaluate(&mut self, due: Due, control: TrainerControl) -> Result<TrainerControl> {
         let mut control = control;
         if due.log || control.should_log {
-            control = control.and(self.log_losses()?);
+            control = control.or(self.log_losses()?);
         }
         if due.evaluate || control.should_evaluate {
-            control = control.and(self.evaluate_now()?);
+            control = control.or(self.evaluate_now()?);
         }
         Ok(control)
     }
@@ -172,7 +172,7 @@ where
         control: TrainerControl,
     ) -> Result<TrainerControl> {
         match due.save || control.should_save {
-            true => Ok(control.and(self.save(data)?)),
+            true => Ok(control.or(self.save(data)?)),
             false => Ok(control),
         }
     }
@@ -193,15 +193,14 @@ where
                 figures.push(name, figure);
             }
         }
-        let entry = self.note("train", figures);
+        let entry = self.log("train", figures);
         self.console.logged(&self.accelerator, &entry);
         self.hook(|callback, at, control| callback.on_log(at, &entry, control))
     }
 
     /// Evaluates, and finds whether it is the best so far.
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
-        let metrics = self.evaluate_as("eval")?;
-        let entry = self.note("eval", metrics);
+        let entry = self.evaluate_and_log()?;
         let metrics = &entry.figures;
         let loss = self.state.last_loss();
         self.console.evaluated(&self.accelerator, &entry, loss);
@@ -227,8 +226,8 @@ where
         self.hook(|callback, at, control| callback.on_save(at, &saved, control))
     }
 
-    /// Keeps figures in the state, and sends them to the run.
-    pub(super) fn note(&mut self, kind: &str, figures: Figures) -> LogEntry {
+    /// Adds figures to the history, and sends them to the run.
+    pub(super) fn log(&mut self, kind: &str, figures: Figures) -> LogEntry {
         let entry = LogEntry {
             step: self.state.global_step,
             epoch: self.state.epoch,
@@ -291,7 +290,7 @@ where
         ] {
             metrics.push(name, value);
         }
-        self.note("train", metrics.clone());
+        self.log("train", metrics.clone());
         TrainOutput {
             global_step: self.state.global_step,
             training_loss,

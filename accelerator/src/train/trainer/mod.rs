@@ -228,8 +228,7 @@ where
     /// [`Error::is_config`] without evaluation data; those of the program's metrics and its data;
     /// [`Error::is_collective`] when a rank is lost.
     pub fn evaluate(&mut self) -> Result<Figures> {
-        let metrics = self.evaluate_as("eval")?;
-        Ok(self.note("eval", metrics).figures)
+        Ok(self.evaluate_and_log()?.figures)
     }
 
     /// What the model says of each sample of a data set. Every rank calls it, with the same data, and gets the same.
