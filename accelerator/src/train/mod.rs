@@ -72,6 +72,7 @@ mod callback;
 mod console;
 mod flow;
 mod loss;
+mod model_cell;
 mod operator;
 mod rates;
 mod state;

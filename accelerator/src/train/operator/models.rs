@@ -12,8 +12,8 @@ use crate::data::Batch;
 use crate::metric::Accuracy;
 use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::train::loss::LossOutput;
+use crate::train::model_cell::ModelCell;
 use crate::train::state::Figures;
-use crate::train::trainer::Held;
 
 /// What an operator trains: a [`RegisteredModel`], or a tuple of up to four.
 pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static {
@@ -103,7 +103,7 @@ impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for Reg
         let parts = (self.model.get().clone(), self.optimizer);
         let (model, optimizer) = parts.restore(restorer)?;
         Ok(Self {
-            model: Held::new(model),
+            model: ModelCell::new(model),
             optimizer,
             ..self
         })

@@ -15,7 +15,7 @@ use crate::train::state::Figures;
 /// With several workers, this program is started again for each of them, with the same arguments. It comes to the same
 /// call of [`new`](Self::new) again, where it serves as a worker and exits. What stands before the call runs in each worker,
 /// too; what stands behind it runs once, in the process that the user has started. The configuration travels to the
-/// workers; [settings](Self::with_accelerator) are made by each. WorkerProcesses end when that process does, however that is. A
+/// workers; [settings](Self::with_accelerator) are made by each. Workers end when that process does, however that is. A
 /// program may make several trainers of one operator, one after the other, unless it is a rank of a launcher, which joins
 /// its job once: see [`on`](Self::on).
 ///
@@ -220,7 +220,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
             )),
             TrainerRanks::OfProcesses(Some(workers)) => {
                 let answer = workers.call(command);
-                if !workers.are_whole() {
+                if !workers.is_usable() {
                     self.0 = TrainerRanks::OfProcesses(None);
                 }
                 answer
@@ -238,7 +238,7 @@ impl<T: TrainingOperator> fmt::Debug for OperatorTrainer<T> {
     }
 }
 
-/// WorkerProcesses may have gone to another folder.
+/// Workers may have another working folder.
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).map_err(|error| Error::io("find", path, error))
 }

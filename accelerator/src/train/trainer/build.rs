@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
-use super::{Callbacks, ComputeLoss, ComputeMetrics, Held, TrainData, Trainer, optimizer};
+use super::{Callbacks, ComputeLoss, ComputeMetrics, TrainData, Trainer, optimizer};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
@@ -17,6 +17,7 @@ use crate::optim::{Manual, PreparedOptimizer, Sharded};
 use crate::train::arguments::{EvalData, TrainSamplingStrategy, TrainingArguments, check};
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
+use crate::train::model_cell::ModelCell;
 use crate::train::state::{Figures, TrainerState};
 use accelerator_plan::TailPolicy;
 
@@ -223,7 +224,7 @@ where
             console: Console::new(rows),
             ema,
             eval,
-            model: Held::new(model),
+            model: ModelCell::new(model),
             optimizer,
             saved_at: None,
             state: TrainerState::default(),

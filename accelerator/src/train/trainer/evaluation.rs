@@ -166,12 +166,12 @@ fn prefixed(kind: &str, name: &str) -> String {
 struct OutputRows<P> {
     /// Those of the first batch, for their structure.
     first: Option<P>,
-    /// What is in the place of each of its tensors.
-    places: Vec<Place>,
+    /// The rows of each of its tensors.
+    columns: Vec<Column>,
 }
 
 /// The rows of one tensor.
-struct Place {
+struct Column {
     bytes: Vec<u8>,
     dtype: DType,
     shape: Shape,
@@ -181,45 +181,45 @@ impl<P> Default for OutputRows<P> {
     fn default() -> Self {
         Self {
             first: None,
-            places: Vec::new(),
+            columns: Vec::new(),
         }
     }
 }
 
 impl<P: Tensors> OutputRows<P> {
     fn add(&mut self, outputs: P) -> Result<()> {
-        let mut taken = Taken(Vec::new());
+        let mut taken = TakeColumns(Vec::new());
         let outputs = outputs.map_tensors(&mut taken)?;
         if self.first.is_none() {
             self.first = Some(outputs);
-            self.places = taken.0;
+            self.columns = taken.0;
             return Ok(());
         }
-        if taken.0.len() != self.places.len() {
+        if taken.0.len() != self.columns.len() {
             return Err(Error::misuse(
                 "batches have other numbers of outputs: `compute_loss` must return the same structure for each",
             ));
         }
-        for (place, more) in self.places.iter_mut().zip(taken.0) {
-            place.bytes.extend(more.bytes);
-            place.shape[0] += more.shape[0];
+        for (column, more) in self.columns.iter_mut().zip(taken.0) {
+            column.bytes.extend(more.bytes);
+            column.shape[0] += more.shape[0];
         }
         Ok(())
     }
 
     fn joined(self) -> Result<Option<P>> {
-        let mut joined = Joined(self.places.into_iter());
+        let mut joined = Joined(self.columns.into_iter());
         let first = self.first.map(|first| first.map_tensors(&mut joined));
         first.transpose()
     }
 }
 
-struct Taken(Vec<Place>);
+struct TakeColumns(Vec<Column>);
 
-impl TensorMap for Taken {
+impl TensorMap for TakeColumns {
     fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let (bytes, shape, dtype) = tensor.to_data().into_parts();
-        self.0.push(Place {
+        self.0.push(Column {
             bytes: bytes.to_vec(),
             dtype,
             shape,
@@ -228,13 +228,13 @@ impl TensorMap for Taken {
     }
 }
 
-struct Joined(std::vec::IntoIter<Place>);
+struct Joined(std::vec::IntoIter<Column>);
 
 impl TensorMap for Joined {
     fn map<const D: usize, K: Basic>(&mut self, first: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = first.device();
         Ok(match self.0.next() {
-            Some(Place {
+            Some(Column {
                 bytes,
                 dtype,
                 shape,

@@ -84,7 +84,7 @@ where
         }
         let output = self.output(data, since, before);
         self.hook(|callback, at, _| callback.on_train_end(at))?;
-        self.console.ended(&self.accelerator, &output);
+        self.console.on_train_end(&self.accelerator, &output);
         Ok(output)
     }
 
@@ -95,7 +95,7 @@ where
             if !self.accelerator.sync_gradients() {
                 continue;
             }
-            self.console.stepped(&self.state);
+            self.console.on_step_end(&self.state);
             let control = self.hook(|callback, at, control| callback.on_step_end(at, control))?;
             let due = data.flow.after_update(self.state.global_step);
             let control = self.log_and_evaluate(due, control)?;
@@ -194,7 +194,7 @@ where
             }
         }
         let entry = self.log("train", figures);
-        self.console.logged(&self.accelerator, &entry);
+        self.console.on_log(&self.accelerator, &entry);
         self.hook(|callback, at, control| callback.on_log(at, &entry, control))
     }
 
@@ -203,7 +203,7 @@ where
         let entry = self.evaluate_and_log()?;
         let metrics = &entry.figures;
         let loss = self.state.last_loss();
-        self.console.evaluated(&self.accelerator, &entry, loss);
+        self.console.on_evaluate(&self.accelerator, &entry, loss);
         let mut control =
             self.hook(|callback, at, control| callback.on_evaluate(at, metrics, control))?;
         let Some(metric) = self.arguments.best_metric() else {

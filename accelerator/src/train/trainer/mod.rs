@@ -22,6 +22,7 @@ use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::flow::Flow;
 use super::loss::{Inputs, IntoLossOutput, LossOutput};
+use super::model_cell::ModelCell;
 use super::state::{Figures, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
@@ -91,7 +92,7 @@ pub struct Trainer<M, I, O, P> {
     console: Console,
     ema: Option<Ema<M>>,
     eval: Option<PreparedLoader<O>>,
-    model: Held<M>,
+    model: ModelCell<M>,
     optimizer: PreparedOptimizer<Manual>,
     /// The update after which the last checkpoint was saved.
     saved_at: Option<u64>,
@@ -311,7 +312,7 @@ where
             parameters: self.model.get().num_params(),
         };
         self.console
-            .begun(&self.accelerator, arguments, banner, &self.state);
+            .on_train_begin(&self.accelerator, arguments, banner, &self.state);
     }
 
     /// Samples of an update, over all ranks.
@@ -346,30 +347,4 @@ where
 fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(Error::other)?;
     std::fs::write(path, text + "\n").map_err(|error| Error::io("write", path, error))
-}
-
-/// A model that steps replace: they take it, so that the optimizer updates it where it lies.
-pub(super) struct Held<M>(Option<M>);
-
-impl<M> Held<M> {
-    pub(super) fn new(model: M) -> Self {
-        Self(Some(model))
-    }
-
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
-    pub(super) fn get(&self) -> &M {
-        self.0.as_ref().expect("a model")
-    }
-
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
-    pub(super) fn replace(&mut self, by: impl FnOnce(M) -> M) {
-        let model = self.0.take().expect("a model");
-        self.0 = Some(by(model));
-    }
 }
