@@ -37,7 +37,7 @@ pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static 
     #[doc(hidden)]
     fn eval(&mut self, accelerator: &Accelerator) -> Result<()>;
 
-    /// Behind it.
+    /// After validation.
     #[doc(hidden)]
     fn train(&mut self);
 

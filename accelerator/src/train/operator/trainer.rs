@@ -14,7 +14,7 @@ use crate::train::state::Figures;
 ///
 /// With several workers, this program is started again for each of them, with the same arguments. It comes to the same
 /// call of [`new`](Self::new) again, where it serves as a worker and exits. What stands before the call runs in each worker,
-/// too; what stands behind it runs once, in the process that the user has started. The configuration travels to the
+/// too; what stands after it runs once, in the process that the user has started. The configuration travels to the
 /// workers; [settings](Self::with_accelerator) are made by each. Workers end when that process does, however that is. A
 /// program may make several trainers of one operator, one after the other, unless it is a rank of a launcher, which joins
 /// its job once: see [`on`](Self::on).

@@ -15,7 +15,7 @@ use crate::train::flow::Due;
 use crate::train::loss::Inputs;
 use crate::train::state::{Figures, LogEntry};
 
-/// What comes behind the batches of an epoch.
+/// What follows an epoch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
     /// With this training: its last update is done, or something asked for the end.

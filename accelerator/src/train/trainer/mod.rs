@@ -33,7 +33,7 @@ use crate::optim::{Manual, PreparedOptimizer};
 /// Trains a model by [arguments](TrainingArguments) instead of a loop, as Hugging Face's `Trainer` does, on as many
 /// processes as the program is started on.
 ///
-/// See the [module](super) for how it begins. Behind it:
+/// See the [module](super) for a first program. What else a trainer does:
 ///
 /// ```
 /// use accelerator::train::{Inputs, Trainer, TrainingArguments};
