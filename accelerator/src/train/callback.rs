@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::arguments::{BestMetric, TrainingArguments};
-use super::state::{Figures, LogEntry, TrainerState};
+use super::state::{LogEntry, Metrics, TrainerState};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::Saved;
 use crate::core::error::{Error, Result};
@@ -22,7 +22,7 @@ use crate::core::error::{Error, Result};
 /// impl<M> TrainerCallback<M> for GoodEnough {
 ///     fn on_step_end(&mut self, at: &CallbackContext<'_, M>, control: &mut TrainerControl) -> Result<()> {
 ///         let last = at.state.log_history.last();
-///         let loss = last.and_then(|entry| entry.figures.value("loss"));
+///         let loss = last.and_then(|entry| entry.metrics.value("loss"));
 ///         control.should_training_stop |= loss.is_some_and(|loss| loss < self.0);
 ///         Ok(())
 ///     }
@@ -34,7 +34,7 @@ use crate::core::error::{Error, Result};
 /// ```
 /// use accelerator::Result;
 /// use accelerator::checkpoint::Saved;
-/// use accelerator::train::{CallbackContext, Figures, LogEntry, TrainerCallback, TrainerControl};
+/// use accelerator::train::{CallbackContext, Metrics, LogEntry, TrainerCallback, TrainerControl};
 ///
 /// #[derive(Default)]
 /// struct Diary(Vec<String>);
@@ -55,10 +55,10 @@ use crate::core::error::{Error, Result};
 ///         Ok(())
 ///     }
 ///     fn on_log(&mut self, _: &At<'_, M>, entry: &LogEntry, control: &mut TrainerControl) -> Result<()> {
-///         control.should_evaluate |= entry.figures.value("loss").is_some_and(|loss| loss < 0.1);
+///         control.should_evaluate |= entry.metrics.value("loss").is_some_and(|loss| loss < 0.1);
 ///         Ok(())
 ///     }
-///     fn on_evaluate(&mut self, _: &At<'_, M>, metrics: &Figures, _: &mut TrainerControl) -> Result<()> {
+///     fn on_evaluate(&mut self, _: &At<'_, M>, metrics: &Metrics, _: &mut TrainerControl) -> Result<()> {
 ///         self.0.push(metrics.to_string());
 ///         Ok(())
 ///     }
@@ -131,7 +131,7 @@ pub trait TrainerCallback<M> {
     fn on_evaluate(
         &mut self,
         at: &CallbackContext<'_, M>,
-        metrics: &Figures,
+        metrics: &Metrics,
         control: &mut TrainerControl,
     ) -> Result<()> {
         Ok(())
@@ -302,7 +302,7 @@ impl<M> TrainerCallback<M> for EarlyStopping {
     fn on_evaluate(
         &mut self,
         _: &CallbackContext<'_, M>,
-        metrics: &Figures,
+        metrics: &Metrics,
         control: &mut TrainerControl,
     ) -> Result<()> {
         if let Some(value) = metrics.value(&self.metric.key) {

@@ -115,7 +115,7 @@ impl Console {
             ("Step".to_owned(), entry.step.to_string()),
             (
                 "Training Loss".to_owned(),
-                six_digits(entry.figures.value("loss")),
+                six_digits(entry.metrics.value("loss")),
             ),
         ];
         self.row(accelerator, &cells);
@@ -129,7 +129,7 @@ impl Console {
         training_loss: Option<f64>,
     ) {
         if self.columns.is_empty() {
-            let metrics = entry.figures.iter();
+            let metrics = entry.metrics.iter();
             let own = metrics.filter_map(|(name, _)| name.strip_prefix("eval_"));
             let own = own.filter(|name| !SPEEDS.contains(name));
             self.columns = own.map(str::to_owned).collect();
@@ -146,7 +146,7 @@ impl Console {
             ),
         ];
         for column in &self.columns {
-            let value = entry.figures.value(&format!("eval_{column}"));
+            let value = entry.metrics.value(&format!("eval_{column}"));
             cells.push((title(column), six_digits(value)));
         }
         self.row(accelerator, &cells);

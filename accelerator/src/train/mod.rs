@@ -91,5 +91,5 @@ pub use self::operator::{
     TrainingOperator,
 };
 pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
-pub use self::state::{Figures, LogEntry, TrainerState};
+pub use self::state::{LogEntry, Metrics, TrainerState};
 pub use self::trainer::{PredictionOutput, TrainOutput, Trainer, TrainerBuilder};

@@ -13,7 +13,7 @@ use crate::metric::Accuracy;
 use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::train::loss::LossOutput;
 use crate::train::model_cell::ModelCell;
-use crate::train::state::Figures;
+use crate::train::state::Metrics;
 
 /// What an operator trains: a [`RegisteredModel`], or a tuple of up to four.
 pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static {
@@ -24,12 +24,12 @@ pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static 
     type Kinds;
 
     #[doc(hidden)]
-    fn train_batch(&mut self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Figures> {
+    fn train_batch(&mut self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Metrics> {
         Err(several("train"))
     }
 
     #[doc(hidden)]
-    fn validate_batch(&self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Figures> {
+    fn validate_batch(&self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Metrics> {
         Err(several("validate"))
     }
 
@@ -60,24 +60,24 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
     type Batch = O;
     type Kinds = (kind::Model, kind::Optimizer);
 
-    fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Figures> {
+    fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Metrics> {
         let output = self.output(accelerator, batch)?;
         let weight = output.weight(batch);
-        let figures = figures("train", &output, batch);
+        let metrics = metrics("train", &output, batch);
         let gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
         self.step(gradients);
-        Ok(figures)
+        Ok(metrics)
     }
 
-    fn validate_batch(&self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Figures> {
+    fn validate_batch(&self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Metrics> {
         let output = self.output(accelerator, batch)?;
-        let mut figures = figures("val", &output, batch);
+        let mut metrics = metrics("val", &output, batch);
         if let Some((logits, targets)) = output.outputs {
             let mut accuracy = Accuracy::new();
             accuracy.update(logits, targets, batch.real());
-            figures.push("val_accuracy", accuracy.value());
+            metrics.push("val_accuracy", accuracy.value());
         }
-        Ok(figures)
+        Ok(metrics)
     }
 
     fn eval(&mut self, accelerator: &Accelerator) -> Result<()> {
@@ -111,12 +111,12 @@ impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for Reg
 }
 
 /// The loss of a batch, and over how many of its samples or items.
-fn figures<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Figures {
+fn metrics<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Metrics {
     let loss = output.loss.clone().into_scalar::<f64>();
-    let mut figures = Figures::default();
-    figures.push(format!("{kind}_loss"), loss);
-    figures.push("num_samples", output.count(batch) as f64);
-    figures
+    let mut metrics = Metrics::default();
+    metrics.push(format!("{kind}_loss"), loss);
+    metrics.push("num_samples", output.count(batch) as f64);
+    metrics
 }
 
 macro_rules! several_models {

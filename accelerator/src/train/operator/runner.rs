@@ -11,7 +11,7 @@ use crate::accelerator::Accelerator;
 use crate::checkpoint::Object;
 use crate::core::error::{Error, Result};
 use crate::data::{Batch, Epoch, PreparedLoader};
-use crate::train::state::Figures;
+use crate::train::state::Metrics;
 
 /// An operator on its rank.
 pub(super) struct Runner<T: TrainingOperator> {
@@ -54,7 +54,7 @@ pub(super) enum Command {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Answer {
     Done,
-    Figures(Figures),
+    Metrics(Metrics),
     Saved(PathBuf),
 }
 
@@ -105,8 +105,8 @@ impl<T: TrainingOperator> Runner<T> {
             ));
         };
         Ok(match command {
-            Command::Train(num_steps) => Answer::Figures(runner.train(*num_steps)?),
-            Command::Validate => Answer::Figures(runner.validate()?),
+            Command::Train(num_steps) => Answer::Metrics(runner.train(*num_steps)?),
+            Command::Validate => Answer::Metrics(runner.validate()?),
             Command::Save(path) => Answer::Saved(runner.save(path)?),
             Command::Load(path) => {
                 *this = this.take().map(|runner| runner.load(path)).transpose()?;
@@ -120,7 +120,7 @@ impl<T: TrainingOperator> Runner<T> {
         })
     }
 
-    fn train(&mut self, num_steps: Option<u64>) -> Result<Figures> {
+    fn train(&mut self, num_steps: Option<u64>) -> Result<Metrics> {
         let info = EpochInfo {
             epoch_idx: self.cursor.epoch,
             global_step: self.cursor.global_step,
@@ -138,12 +138,12 @@ impl<T: TrainingOperator> Runner<T> {
             .train_epoch(&mut self.worker, &mut batches, &info);
         let last_epoch = batches.last_epoch;
         self.cursor.close_at_end();
-        let mut figures = trained?;
-        figures.push("epoch", (last_epoch + 1) as f64);
-        Ok(figures)
+        let mut metrics = trained?;
+        metrics.push("epoch", (last_epoch + 1) as f64);
+        Ok(metrics)
     }
 
-    fn validate(&mut self) -> Result<Figures> {
+    fn validate(&mut self) -> Result<Metrics> {
         let Some(loader) = &self.data.validation else {
             return Err(Error::config(
                 "there is no data to validate on: pass it to `register_data` in `setup`",

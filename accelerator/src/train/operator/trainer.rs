@@ -8,7 +8,7 @@ use super::workers::{self, WorkerProcesses};
 use super::{OperatorWorker, TrainingOperator};
 use crate::accelerator::{Accelerator, AcceleratorBuilder, ProcessRole};
 use crate::core::error::{Error, Result};
-use crate::train::state::Figures;
+use crate::train::state::Metrics;
 
 /// Trains a [`TrainingOperator`] on several processes of this host, which it starts: Ray SGD's `TorchTrainer`.
 ///
@@ -21,7 +21,7 @@ use crate::train::state::Figures;
 ///
 /// With one worker, no process is started. Nor is one under `accel-launch`, torchrun, `mpirun`, `srun` or a cluster that has
 /// started the program as a rank: there it trains on the ranks that are there, whatever `num_workers` says. Each rank
-/// runs the whole program and gets the same figures; [`print`](Self::print) prints once.
+/// runs the whole program and gets the same metrics; [`print`](Self::print) prints once.
 ///
 /// Where a worker fails or dies, the call returns an error that names its rank, the others are ended, and the trainer is of
 /// no more use: a program goes on with another one that [loads](Self::load) a checkpoint.
@@ -95,8 +95,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// ```
     /// # use accelerator::prelude::*;
-    /// # use accelerator::train::{Figures, OperatorTrainer, TrainingOperator};
-    /// # fn program<LineOperator: TrainingOperator>(config: LineOperator::Config) -> Result<Vec<Figures>>
+    /// # use accelerator::train::{Metrics, OperatorTrainer, TrainingOperator};
+    /// # fn program<LineOperator: TrainingOperator>(config: LineOperator::Config) -> Result<Vec<Metrics>>
     /// # where LineOperator::Config: Clone + Send + Sync {
     /// launch(2, |accelerator| {
     ///     let mut trainer = OperatorTrainer::<LineOperator>::on(accelerator, config.clone())?;
@@ -115,20 +115,20 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// Trains on the rest of the epoch (`None`), or on so many batches of each worker, which go on where the last call
     /// ended, in the next epoch where one ends.
     ///
-    /// The figures are those of [`train_epoch`](TrainingOperator::train_epoch): by default `batch_count`, `num_samples`,
+    /// The metrics are those of [`train_epoch`](TrainingOperator::train_epoch): by default `batch_count`, `num_samples`,
     /// `train_loss` and `last_train_loss`, over all workers, with `epoch`, that of the last batch, from 1.
     ///
     /// # Errors
     ///
     /// [`Error::is_config`] for 0 batches; those of the operator; one that names the rank where a worker has ended.
-    pub fn train(&mut self, num_steps: impl Into<Option<u64>>) -> Result<Figures> {
+    pub fn train(&mut self, num_steps: impl Into<Option<u64>>) -> Result<Metrics> {
         let num_steps = num_steps.into();
         if num_steps == Some(0) {
             return Err(Error::config(
                 "0 batches are to be trained on; at least 1 is needed, or `None` for the rest of the epoch",
             ));
         }
-        self.figures(&Command::Train(num_steps))
+        self.metrics(&Command::Train(num_steps))
     }
 
     /// Validates on all samples of the validation data, each once: by default `batch_count`, `num_samples`, `val_loss`,
@@ -137,8 +137,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// # Errors
     ///
     /// [`Error::is_config`] without validation data; as [`train`](Self::train).
-    pub fn validate(&mut self) -> Result<Figures> {
-        self.figures(&Command::Validate)
+    pub fn validate(&mut self) -> Result<Metrics> {
+        self.metrics(&Command::Validate)
     }
 
     /// Saves a checkpoint in the folder `path`, as [`Accelerator::save_state`] does, and returns where: models,
@@ -205,9 +205,9 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         )))
     }
 
-    fn figures(&mut self, command: &Command) -> Result<Figures> {
+    fn metrics(&mut self, command: &Command) -> Result<Metrics> {
         match self.run(command)? {
-            Answer::Figures(figures) => Ok(figures),
+            Answer::Metrics(metrics) => Ok(metrics),
             _ => Err(unexpected()),
         }
     }

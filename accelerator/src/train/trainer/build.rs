@@ -18,7 +18,7 @@ use crate::train::arguments::{EvalData, TrainSamplingStrategy, TrainingArguments
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
 use crate::train::model_cell::ModelCell;
-use crate::train::state::{Figures, TrainerState};
+use crate::train::state::{Metrics, TrainerState};
 use accelerator_plan::TailPolicy;
 
 /// Builds a [`Trainer`]; see [`Trainer::builder`].
@@ -124,7 +124,7 @@ where
         metrics: impl Fn(P) -> R + 'static,
     ) -> Self {
         self.compute_metrics = Some(Arc::new(move |outputs| {
-            Ok(Figures::from_iter(metrics(outputs)))
+            Ok(Metrics::from_iter(metrics(outputs)))
         }));
         self
     }

@@ -11,7 +11,7 @@ use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
 use crate::metric::Mean;
 use crate::train::loss::Inputs;
-use crate::train::state::{Figures, LogEntry};
+use crate::train::state::{LogEntry, Metrics};
 
 /// Whether outputs are gathered, for the program rather than for its metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -73,7 +73,7 @@ where
         }
         let loss = accelerator.reduce_metric(loss)?;
         let outputs = outputs.joined()?;
-        let mut metrics = Figures::default();
+        let mut metrics = Metrics::default();
         metrics.push(format!("{kind}_loss"), loss.value());
         if let Some(outputs) = &outputs {
             for (name, value) in self.program_metrics(outputs)?.iter() {
@@ -138,9 +138,9 @@ where
     }
 
     /// Rank 0's, on every rank.
-    fn program_metrics(&self, outputs: &P) -> Result<Figures> {
+    fn program_metrics(&self, outputs: &P) -> Result<Metrics> {
         let Some(compute) = &self.compute_metrics else {
-            return Ok(Figures::default());
+            return Ok(Metrics::default());
         };
         let context = &self.accelerator.shared.context;
         let mine = context.on_main("compute metrics", || compute(outputs.clone()))?;

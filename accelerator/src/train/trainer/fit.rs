@@ -13,7 +13,7 @@ use crate::train::arguments::SaveStrategy;
 use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
 use crate::train::loss::Inputs;
-use crate::train::state::{Figures, LogEntry};
+use crate::train::state::{LogEntry, Metrics};
 
 /// What follows an epoch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -183,17 +183,17 @@ where
         let Some(loss) = window.mean() else {
             return Ok(TrainerControl::default());
         };
-        let mut figures = Figures::default();
-        figures.push("loss", loss);
-        for (name, figure) in [
+        let mut metrics = Metrics::default();
+        metrics.push("loss", loss);
+        for (name, metric) in [
             ("grad_norm", self.state.grad_norm),
             ("learning_rate", self.state.learning_rate),
         ] {
-            if let Some(figure) = figure {
-                figures.push(name, figure);
+            if let Some(metric) = metric {
+                metrics.push(name, metric);
             }
         }
-        let entry = self.log("train", figures);
+        let entry = self.log("train", metrics);
         self.console.on_log(&self.accelerator, &entry);
         self.hook(|callback, at, control| callback.on_log(at, &entry, control))
     }
@@ -201,7 +201,7 @@ where
     /// Evaluates, and finds whether it is the best so far.
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
         let entry = self.evaluate_and_log()?;
-        let metrics = &entry.figures;
+        let metrics = &entry.metrics;
         let loss = self.state.last_loss();
         self.console.on_evaluate(&self.accelerator, &entry, loss);
         let mut control =
@@ -226,15 +226,15 @@ where
         self.hook(|callback, at, control| callback.on_save(at, &saved, control))
     }
 
-    /// Adds figures to the history, and sends them to the run.
-    pub(super) fn log(&mut self, kind: &str, figures: Figures) -> LogEntry {
+    /// Adds metrics to the history, and sends them to the run.
+    pub(super) fn log(&mut self, kind: &str, metrics: Metrics) -> LogEntry {
         let entry = LogEntry {
             step: self.state.global_step,
             epoch: self.state.epoch,
-            figures,
+            metrics,
         };
         let prefix = format!("{kind}_");
-        let named = entry.figures.iter();
+        let named = entry.metrics.iter();
         let named = named.map(|(name, value)| (name.strip_prefix(&prefix).unwrap_or(name), value));
         self.accelerator.log(kind, named, entry.step, entry.epoch);
         self.state.log_history.push(entry.clone());
@@ -280,7 +280,7 @@ where
         };
         let share = updates as f64 / data.flow.updates.max(1) as f64;
         let training_loss = self.state.whole.mean().unwrap_or(0.0);
-        let mut metrics = Figures::default();
+        let mut metrics = Metrics::default();
         for (name, value) in [
             ("train_runtime", seconds),
             ("train_samples_per_second", of_all * share / seconds),

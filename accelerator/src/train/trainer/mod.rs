@@ -23,7 +23,7 @@ use super::console::{Banner, Console};
 use super::flow::Flow;
 use super::loss::{Inputs, IntoLossOutput, LossOutput};
 use super::model_cell::ModelCell;
-use super::state::{Figures, TrainerState};
+use super::state::{Metrics, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
@@ -117,7 +117,7 @@ impl<O: Send + 'static> TrainData<O> {
 }
 
 type ComputeLoss<M, O, P> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<P>;
-type ComputeMetrics<P> = dyn Fn(P) -> Result<Figures>;
+type ComputeMetrics<P> = dyn Fn(P) -> Result<Metrics>;
 
 struct Callbacks<M> {
     early_stopping: Option<EarlyStopping>,
@@ -141,7 +141,7 @@ pub struct TrainOutput {
     /// The mean of their losses.
     pub training_loss: f64,
     /// `train_runtime` in seconds, `train_samples_per_second`, `train_steps_per_second`, `train_loss`, `epoch`.
-    pub metrics: Figures,
+    pub metrics: Metrics,
 }
 
 /// What a model says of a data set; see [`Trainer::predict`].
@@ -162,7 +162,7 @@ pub struct PredictionOutput<P> {
     /// `None` for a data set without samples.
     pub predictions: Option<P>,
     /// `test_loss` and the program's own metrics, with `test_` before their names.
-    pub metrics: Figures,
+    pub metrics: Metrics,
 }
 
 impl<M, I, O, P> Trainer<M, I, O, P>
@@ -228,8 +228,8 @@ where
     ///
     /// [`Error::is_config`] without evaluation data; those of the program's metrics and its data;
     /// [`Error::is_collective`] when a rank is lost.
-    pub fn evaluate(&mut self) -> Result<Figures> {
-        Ok(self.evaluate_and_log()?.figures)
+    pub fn evaluate(&mut self) -> Result<Metrics> {
+        Ok(self.evaluate_and_log()?.metrics)
     }
 
     /// What the model says of each sample of a data set. Every rank calls it, with the same data, and gets the same.
