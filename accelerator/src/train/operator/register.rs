@@ -158,12 +158,12 @@ impl<M: Module + fmt::Display + 'static, O> RegisteredModel<M, O> {
             let LossOutput {
                 loss,
                 outputs,
-                items,
+                num_items,
             } = criterion(model, inputs).into_loss_output();
             LossOutput {
                 loss,
                 outputs: outputs.into_classes(),
-                items,
+                num_items,
             }
         });
         Self {
