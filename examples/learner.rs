@@ -33,7 +33,7 @@ struct Args {
     /// Where burn-train writes metrics and checkpoints
     #[arg(long, default_value = "artifacts", value_name = "DIR")]
     artifacts: PathBuf,
-    /// Go on behind this epoch, from its checkpoint
+    /// Go on after this epoch, from its checkpoint
     #[arg(long, value_name = "EPOCH")]
     checkpoint: Option<usize>,
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use accelerator::prelude::*;
 use accelerator::train::{
-    Figures, OperatorTrainer, OperatorWorker, Registered, RegisteredModel, Setup, StepInfo,
+    Metrics, OperatorTrainer, OperatorWorker, Registered, RegisteredModel, Setup, StepInfo,
     TrainingOperator,
 };
 use burn::data::dataset::InMemDataset;
@@ -54,7 +54,7 @@ impl TrainingOperator for LineOperator {
         worker: &mut OperatorWorker<Self>,
         batch: &Batch<Points>,
         info: &StepInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         if worker.config.mishap == Mishap::Slow {
             std::thread::sleep(Duration::from_millis(20));
             if info.global_step == 2 {
@@ -77,15 +77,15 @@ impl TrainingOperator for LineOperator {
         let train_loss = loss.clone().into_scalar::<f64>();
         let gradients = accelerator.backward(loss, models.model(), batch)?;
         models.step(gradients.clip_norm(CLIP));
-        Ok(Figures::from_iter([("train_loss", train_loss)]))
+        Ok(Metrics::from_iter([("train_loss", train_loss)]))
     }
 }
 
 /// What a training came to.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 pub struct Outcome {
-    pub train: Vec<Figures>,
-    pub val: Figures,
+    pub train: Vec<Metrics>,
+    pub val: Metrics,
     /// The bits of weight and bias.
     pub weights: Vec<u32>,
 }

@@ -64,7 +64,7 @@ pub fn fit_cnn(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> 
     let history = trainer.state().log_history.iter();
     let outcome = Outcome {
         losses: history
-            .filter_map(|entry| entry.figures.value("loss"))
+            .filter_map(|entry| entry.metrics.value("loss"))
             .collect(),
         parameters,
         steps: output.global_step,

@@ -98,32 +98,32 @@ where
         let mut checkpointer = components.checkpointer.take().filter(|_| is_main);
         let mut early_stopping = components.early_stopping.take().filter(|_| is_main);
         let is_read = checkpointer.is_some() || early_stopping.is_some();
-        let mut told = Told {
+        let mut events = EventSink {
             interrupter: components.interrupter.clone(),
             processor: is_main.then_some(&mut components.event_processor),
         };
         for epoch in epochs {
-            if self.train_epoch(learner, epoch, &mut told)?.is_stop() {
+            if self.train_epoch(learner, epoch, &mut events)?.is_stop() {
                 // As validation does: running statistics are each rank's own until then.
                 accelerator.sync_buffers(&learner.model())?;
                 break;
             }
-            self.validate(learner, epoch, &mut told)?;
-            told.train(LearnerEvent::EndEpoch(epoch));
+            self.validate(learner, epoch, &mut events)?;
+            events.train(LearnerEvent::EndEpoch(epoch));
             if is_read {
-                told.flush();
+                events.flush();
             }
             let store = &components.event_store;
             let mut is_enough = || {
                 let early = early_stopping.as_mut();
                 early.is_some_and(|early| early.should_stop(epoch, store))
             };
-            let mine = match told.verdict() {
-                Verdict::GoOn if is_enough() => Verdict::Enough,
+            let mine = match events.verdict() {
+                Verdict::Continue if is_enough() => Verdict::EarlyStopped,
                 verdict => verdict,
             };
-            let verdict = self.agree(mine, &told.interrupter)?;
-            if let (Verdict::GoOn | Verdict::Enough, Some(checkpointer)) =
+            let verdict = self.agree(mine, &events.interrupter)?;
+            if let (Verdict::Continue | Verdict::EarlyStopped, Some(checkpointer)) =
                 (&verdict, &mut checkpointer)
             {
                 checkpointer.checkpoint(learner, epoch, store);
@@ -139,16 +139,16 @@ where
         &self,
         learner: &mut Learner<M>,
         epoch: usize,
-        told: &mut Told<'_, M>,
+        events: &mut EventSink<'_, M>,
     ) -> Result<Verdict> {
         let accelerator = &self.accelerator;
         let total = self.train.samples() as usize;
-        told.train(start(epoch, total));
-        let mut verdict = Verdict::GoOn;
+        events.train(start(epoch, total));
+        let mut verdict = Verdict::Continue;
         for (step, batch) in self.train.epoch(epoch as u64 - 1).enumerate() {
             let (input, batch) = batch?.into_parts();
             let output = learner.train_step(input);
-            if told.interrupter.should_stop() {
+            if events.interrupter.should_stop() {
                 accelerator.set_trigger();
             }
             let gradients = accelerator.average(output.grads, &learner.model(), &batch)?;
@@ -161,24 +161,29 @@ where
                 let progress = progress(batch.consumed(), total);
                 let rate = Some(learner.lr_current());
                 let item = TrainingItem::new(output.item, progress, Some(step + 1), rate);
-                told.train(LearnerEvent::ProcessedItem(item));
+                events.train(LearnerEvent::ProcessedItem(item));
             }
             if !is_open && accelerator.check_trigger()? {
-                verdict = self.agree(told.verdict(), &told.interrupter)?;
+                verdict = self.agree(events.verdict(), &events.interrupter)?;
                 if verdict.is_stop() {
                     break;
                 }
             }
         }
-        told.train(LearnerEvent::EndSplit(epoch));
+        events.train(LearnerEvent::EndSplit(epoch));
         Ok(verdict)
     }
 
     /// Each rank computes its share, and rank 0 hands on the outputs of all.
-    fn validate(&self, learner: &Learner<M>, epoch: usize, told: &mut Told<'_, M>) -> Result<()> {
+    fn validate(
+        &self,
+        learner: &Learner<M>,
+        epoch: usize,
+        events: &mut EventSink<'_, M>,
+    ) -> Result<()> {
         let model = self.accelerator.valid(&learner.model())?;
         let total = self.valid.samples() as usize;
-        told.valid(start(epoch, total));
+        events.valid(start(epoch, total));
         for (step, batch) in self.valid.eval().enumerate() {
             let (input, batch) = batch?.into_parts();
             let output = InferenceStep::step(&model, input).into_tensors();
@@ -186,9 +191,9 @@ where
             let progress = progress(batch.consumed(), total);
             let output = ValidationOutput::from_tensors(output);
             let item = TrainingItem::new(output, progress, Some(step + 1), None);
-            told.valid(LearnerEvent::ProcessedItem(item));
+            events.valid(LearnerEvent::ProcessedItem(item));
         }
-        told.valid(LearnerEvent::EndSplit(epoch));
+        events.valid(LearnerEvent::EndSplit(epoch));
         Ok(())
     }
 
@@ -197,11 +202,11 @@ where
         let all = self.accelerator.gather_object(&mine)?;
         let mut stops = (0..).zip(all).filter(|(_, verdict)| verdict.is_stop());
         let Some((rank, verdict)) = stops.next() else {
-            return Ok(Verdict::GoOn);
+            return Ok(Verdict::Continue);
         };
         if !interrupter.should_stop() {
             match &verdict {
-                Verdict::GoOn | Verdict::Enough => {}
+                Verdict::Continue | Verdict::EarlyStopped => {}
                 Verdict::Interrupted(reason) => interrupter.stop(reason.as_deref()),
                 Verdict::Failed(error) => {
                     let error = Error::other(format!("rank {rank} has failed: {error}"));
@@ -216,9 +221,8 @@ where
 /// What a rank says of going on.
 #[derive(Deserialize, Eq, PartialEq, Serialize)]
 enum Verdict {
-    GoOn,
-    /// Early stopping says so.
-    Enough,
+    Continue,
+    EarlyStopped,
     /// With the reason, if the program gave one.
     Interrupted(Option<String>),
     Failed(String),
@@ -226,17 +230,17 @@ enum Verdict {
 
 impl Verdict {
     fn is_stop(&self) -> bool {
-        *self != Self::GoOn
+        *self != Self::Continue
     }
 }
 
-/// What burn-train is told, by rank 0.
-struct Told<'a, M: LearnerModel> {
+/// Reports events to burn-train, on rank 0 alone.
+struct EventSink<'a, M: LearnerModel> {
     interrupter: Interrupter,
     processor: Option<&'a mut SupervisedTrainingEventProcessor<M>>,
 }
 
-impl<M: LearnerModel> Told<'_, M> {
+impl<M: LearnerModel> EventSink<'_, M> {
     fn train(&mut self, event: TrainEvent<M>) {
         self.tell(|processor| processor.process_train(event));
     }
@@ -265,7 +269,7 @@ impl<M: LearnerModel> Told<'_, M> {
         match (self.interrupter.error(), self.interrupter.interruption()) {
             (Some(error), _) => Verdict::Failed(error.to_string()),
             (None, Some(stop)) => Verdict::Interrupted(stop.reason),
-            (None, None) => Verdict::GoOn,
+            (None, None) => Verdict::Continue,
         }
     }
 }

@@ -34,17 +34,24 @@ impl Mean {
 
     /// The mean `value` of `samples` samples.
     pub fn of(value: f64, samples: usize) -> Self {
-        let mut mean = Self::new();
-        mean.update(value, samples);
-        mean
+        Self::weighted(value, samples as f64)
+    }
+
+    /// What counts for nothing may be NaN.
+    pub(crate) fn weighted(value: f64, samples: f64) -> Self {
+        let sum = if samples > 0.0 { value * samples } else { 0.0 };
+        Self { sum, samples }
+    }
+
+    /// Adds the samples of another mean.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.sum += other.sum;
+        self.samples += other.samples;
     }
 
     /// Adds the mean `value` of `samples` samples; none of them, none added.
     pub fn update(&mut self, value: f64, samples: usize) {
-        if samples > 0 {
-            self.sum += value * samples as f64;
-            self.samples += samples as f64;
-        }
+        self.merge(Self::of(value, samples));
     }
 
     /// Adds a loss, the mean over `samples` samples.

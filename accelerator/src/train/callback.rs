@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::arguments::{BestMetric, TrainingArguments};
-use super::state::{Figures, LogEntry, TrainerState};
+use super::state::{LogEntry, Metrics, TrainerState};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::Saved;
 use crate::core::error::{Error, Result};
@@ -22,7 +22,7 @@ use crate::core::error::{Error, Result};
 /// impl<M> TrainerCallback<M> for GoodEnough {
 ///     fn on_step_end(&mut self, at: &CallbackContext<'_, M>, control: &mut TrainerControl) -> Result<()> {
 ///         let last = at.state.log_history.last();
-///         let loss = last.and_then(|entry| entry.figures.value("loss"));
+///         let loss = last.and_then(|entry| entry.metrics.value("loss"));
 ///         control.should_training_stop |= loss.is_some_and(|loss| loss < self.0);
 ///         Ok(())
 ///     }
@@ -34,7 +34,7 @@ use crate::core::error::{Error, Result};
 /// ```
 /// use accelerator::Result;
 /// use accelerator::checkpoint::Saved;
-/// use accelerator::train::{CallbackContext, Figures, LogEntry, TrainerCallback, TrainerControl};
+/// use accelerator::train::{CallbackContext, Metrics, LogEntry, TrainerCallback, TrainerControl};
 ///
 /// #[derive(Default)]
 /// struct Diary(Vec<String>);
@@ -55,10 +55,10 @@ use crate::core::error::{Error, Result};
 ///         Ok(())
 ///     }
 ///     fn on_log(&mut self, _: &At<'_, M>, entry: &LogEntry, control: &mut TrainerControl) -> Result<()> {
-///         control.should_evaluate |= entry.figures.value("loss").is_some_and(|loss| loss < 0.1);
+///         control.should_evaluate |= entry.metrics.value("loss").is_some_and(|loss| loss < 0.1);
 ///         Ok(())
 ///     }
-///     fn on_evaluate(&mut self, _: &At<'_, M>, metrics: &Figures, _: &mut TrainerControl) -> Result<()> {
+///     fn on_evaluate(&mut self, _: &At<'_, M>, metrics: &Metrics, _: &mut TrainerControl) -> Result<()> {
 ///         self.0.push(metrics.to_string());
 ///         Ok(())
 ///     }
@@ -131,7 +131,7 @@ pub trait TrainerCallback<M> {
     fn on_evaluate(
         &mut self,
         at: &CallbackContext<'_, M>,
-        metrics: &Figures,
+        metrics: &Metrics,
         control: &mut TrainerControl,
     ) -> Result<()> {
         Ok(())
@@ -198,7 +198,7 @@ pub struct CallbackContext<'a, M> {
 /// control.should_training_stop = true;
 /// assert_ne!(control, TrainerControl::default());
 /// ```
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TrainerControl {
     /// End the training after this update.
@@ -215,7 +215,7 @@ pub struct TrainerControl {
 
 impl TrainerControl {
     /// What one of both asks for.
-    pub(super) fn and(self, other: Self) -> Self {
+    pub(super) fn or(self, other: Self) -> Self {
         Self {
             should_training_stop: self.should_training_stop || other.should_training_stop,
             should_epoch_stop: self.should_epoch_stop || other.should_epoch_stop,
@@ -230,22 +230,8 @@ impl TrainerControl {
         if accelerator.world_size() == 1 {
             return Ok(self);
         }
-        let mine = [
-            self.should_training_stop,
-            self.should_epoch_stop,
-            self.should_log,
-            self.should_evaluate,
-            self.should_save,
-        ];
-        let all = accelerator.gather_object(&mine)?;
-        let some = |at: usize| all.iter().any(|asked| asked[at]);
-        Ok(Self {
-            should_training_stop: some(0),
-            should_epoch_stop: some(1),
-            should_log: some(2),
-            should_evaluate: some(3),
-            should_save: some(4),
-        })
+        let all = accelerator.gather_object(&self)?;
+        Ok(all.into_iter().fold(self, Self::or))
     }
 }
 
@@ -316,7 +302,7 @@ impl<M> TrainerCallback<M> for EarlyStopping {
     fn on_evaluate(
         &mut self,
         _: &CallbackContext<'_, M>,
-        metrics: &Figures,
+        metrics: &Metrics,
         control: &mut TrainerControl,
     ) -> Result<()> {
         if let Some(value) = metrics.value(&self.metric.key) {

@@ -54,7 +54,7 @@ impl Console {
     }
 
     /// The lines that Hugging Face prints when training begins or goes on.
-    pub(super) fn begun(
+    pub(super) fn on_train_begin(
         &mut self,
         accelerator: &Accelerator,
         arguments: &TrainingArguments,
@@ -98,7 +98,7 @@ impl Console {
     }
 
     /// An update is done.
-    pub(super) fn stepped(&self, state: &TrainerState) {
+    pub(super) fn on_step_end(&self, state: &TrainerState) {
         #[cfg(feature = "progress")]
         if let Some(bar) = &self.bar {
             bar.set_position(state.global_step);
@@ -107,7 +107,7 @@ impl Console {
         let _ = state;
     }
 
-    pub(super) fn logged(&mut self, accelerator: &Accelerator, entry: &LogEntry) {
+    pub(super) fn on_log(&mut self, accelerator: &Accelerator, entry: &LogEntry) {
         if self.rows != TableRows::Logs {
             return;
         }
@@ -115,21 +115,21 @@ impl Console {
             ("Step".to_owned(), entry.step.to_string()),
             (
                 "Training Loss".to_owned(),
-                six_digits(entry.figures.value("loss")),
+                six_digits(entry.metrics.value("loss")),
             ),
         ];
         self.row(accelerator, &cells);
     }
 
     /// A row of an evaluation, beside the training loss that was logged last.
-    pub(super) fn evaluated(
+    pub(super) fn on_evaluate(
         &mut self,
         accelerator: &Accelerator,
         entry: &LogEntry,
         training_loss: Option<f64>,
     ) {
         if self.columns.is_empty() {
-            let metrics = entry.figures.iter();
+            let metrics = entry.metrics.iter();
             let own = metrics.filter_map(|(name, _)| name.strip_prefix("eval_"));
             let own = own.filter(|name| !SPEEDS.contains(name));
             self.columns = own.map(str::to_owned).collect();
@@ -146,13 +146,13 @@ impl Console {
             ),
         ];
         for column in &self.columns {
-            let value = entry.figures.value(&format!("eval_{column}"));
+            let value = entry.metrics.value(&format!("eval_{column}"));
             cells.push((title(column), six_digits(value)));
         }
         self.row(accelerator, &cells);
     }
 
-    pub(super) fn ended(&mut self, accelerator: &Accelerator, output: &TrainOutput) {
+    pub(super) fn on_train_end(&mut self, accelerator: &Accelerator, output: &TrainOutput) {
         #[cfg(feature = "progress")]
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();

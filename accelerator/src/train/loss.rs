@@ -6,6 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::accelerator::{Accelerator, Tensors};
 use crate::data::Batch;
+use crate::data::weight::Weight;
 
 /// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch. See
 /// [`LossOutput`] for an example.
@@ -66,14 +67,14 @@ impl<O> Deref for Inputs<'_, O> {
 ///     let labelled = batch.has_label.clone().float();
 ///     let tokens = labelled.clone().sum().into_scalar::<f64>();
 ///     let loss = (errors * labelled).sum() / tokens;
-///     LossOutput::new(loss).over(tokens as usize).with_outputs(outputs)
+///     LossOutput::new(loss).with_num_items(tokens as usize).with_outputs(outputs)
 /// }
 /// ```
 #[derive(Clone, Debug)]
 pub struct LossOutput<P = ()> {
     pub(super) loss: Tensor<1>,
     pub(super) outputs: P,
-    pub(super) items: Option<usize>,
+    pub(super) num_items: Option<usize>,
 }
 
 impl LossOutput {
@@ -82,7 +83,7 @@ impl LossOutput {
         Self {
             loss,
             outputs: (),
-            items: None,
+            num_items: None,
         }
     }
 }
@@ -91,9 +92,9 @@ impl<P> LossOutput<P> {
     /// Over how many items the loss is the mean, where they are not its samples: tokens with a label. Gradients and
     /// losses are then averaged over the items of all ranks and batches: Hugging Face's `num_items_in_batch`.
     #[must_use]
-    pub fn over(self, items: usize) -> Self {
+    pub fn with_num_items(self, num_items: usize) -> Self {
         Self {
-            items: Some(items),
+            num_items: Some(num_items),
             ..self
         }
     }
@@ -103,7 +104,24 @@ impl<P> LossOutput<P> {
         LossOutput {
             loss: self.loss,
             outputs,
-            items: self.items,
+            num_items: self.num_items,
+        }
+    }
+
+    /// Over how many of this rank's items the loss is the mean; none of an idle batch.
+    pub(super) fn count<O>(&self, batch: &Batch<O>) -> usize {
+        match self.num_items {
+            Some(items) if !batch.is_idle() => items,
+            Some(_) => 0,
+            None => batch.real(),
+        }
+    }
+
+    /// What the batch counts in the average of gradients.
+    pub(super) fn weight<O>(&self, batch: &Batch<O>) -> Weight {
+        match self.num_items {
+            Some(items) => batch.with_weight(items as f64),
+            None => batch.weight(),
         }
     }
 }

@@ -175,6 +175,7 @@ mod callback;
 mod console;
 mod flow;
 mod loss;
+mod model_cell;
 mod operator;
 mod rates;
 mod state;
@@ -193,5 +194,5 @@ pub use self::operator::{
     TrainingOperator,
 };
 pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
-pub use self::state::{Figures, LogEntry, TrainerState};
+pub use self::state::{LogEntry, Metrics, TrainerState};
 pub use self::trainer::{PredictionOutput, TrainOutput, Trainer, TrainerBuilder};

@@ -10,9 +10,9 @@ words! {
     /// How the learning rate goes over a training, by the names of Hugging Face.
     ///
     /// `T` is the number of updates, `w` the number of those of the warm-up, in which the rate grows linearly from 0, and
-    /// `p = (k - w) / (T - w)` how far update `k` is behind it. The rate is that of the arguments, times
+    /// `p = (k - w) / (T - w)` how far update `k` is after it. The rate is that of the arguments, times
     ///
-    /// | name | behind the warm-up |
+    /// | name | after the warm-up |
     /// |---|---|
     /// | `linear` | `1 - p` |
     /// | `cosine` | `(1 + cos(2π · num_cycles · p)) / 2`, with half a cycle unless said otherwise |
@@ -133,9 +133,9 @@ impl LrSchedule {
         if k < warmup {
             return k as f64 / warmup as f64;
         }
-        let behind = (k - warmup) as f64;
+        let after = (k - warmup) as f64;
         let rest = updates.saturating_sub(warmup).max(1) as f64;
-        let progress = behind / rest;
+        let progress = after / rest;
         match kind {
             LrSchedulerType::Linear => (updates.saturating_sub(k) as f64 / rest).max(0.0),
             LrSchedulerType::Cosine => cosine(progress, kwargs.num_cycles),

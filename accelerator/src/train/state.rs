@@ -6,22 +6,22 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Figures by name, in the order in which they came: `loss`, `eval_accuracy`.
+/// Metrics by name, in the order in which they came: `loss`, `eval_accuracy`.
 ///
 /// ```
-/// use accelerator::train::Figures;
+/// use accelerator::train::Metrics;
 ///
-/// let figures: Figures = [("loss", 0.5), ("learning_rate", 1e-3)].into_iter().collect();
-/// assert_eq!(figures.value("loss"), Some(0.5));
-/// assert!(figures.iter().all(|(_, value)| value > 0.0));
-/// assert_eq!(figures.to_string(), "{'loss': 0.5, 'learning_rate': 0.001}");
+/// let metrics: Metrics = [("loss", 0.5), ("learning_rate", 1e-3)].into_iter().collect();
+/// assert_eq!(metrics.value("loss"), Some(0.5));
+/// assert!(metrics.iter().all(|(_, value)| value > 0.0));
+/// assert_eq!(metrics.to_string(), "{'loss': 0.5, 'learning_rate': 0.001}");
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(transparent)]
-pub struct Figures(Vec<(String, f64)>);
+pub struct Metrics(Vec<(String, f64)>);
 
-impl Figures {
-    /// The figure of that name.
+impl Metrics {
+    /// The metric of that name.
     pub fn value(&self, name: &str) -> Option<f64> {
         let found = self.0.iter().find(|(known, _)| known == name);
         found.map(|(_, value)| *value)
@@ -37,10 +37,10 @@ impl Figures {
     }
 }
 
-impl<N: Into<String>> FromIterator<(N, f64)> for Figures {
-    fn from_iter<I: IntoIterator<Item = (N, f64)>>(figures: I) -> Self {
+impl<N: Into<String>> FromIterator<(N, f64)> for Metrics {
+    fn from_iter<I: IntoIterator<Item = (N, f64)>>(metrics: I) -> Self {
         Self(
-            figures
+            metrics
                 .into_iter()
                 .map(|(name, value)| (name.into(), value))
                 .collect(),
@@ -49,7 +49,7 @@ impl<N: Into<String>> FromIterator<(N, f64)> for Figures {
 }
 
 /// As Hugging Face prints them: four digits each.
-impl fmt::Display for Figures {
+impl fmt::Display for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("{")?;
         for (at, (name, value)) in self.iter().enumerate() {
@@ -60,7 +60,7 @@ impl fmt::Display for Figures {
     }
 }
 
-/// C's `%.4g`, as far as figures of a training need it.
+/// C's `%.4g`, as far as metrics of a training need it.
 fn four_digits(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return value.to_string();
@@ -78,8 +78,8 @@ fn four_digits(value: f64) -> String {
 /// use accelerator::train::LogEntry;
 ///
 /// fn row(entry: &LogEntry) -> String {
-///     let figures: Vec<_> = entry.figures.iter().map(|(name, value)| format!("{name} {value}")).collect();
-///     format!("update {}, epoch {}: {}", entry.step, entry.epoch, figures.join(", "))
+///     let metrics: Vec<_> = entry.metrics.iter().map(|(name, value)| format!("{name} {value}")).collect();
+///     format!("update {}, epoch {}: {}", entry.step, entry.epoch, metrics.join(", "))
 /// }
 /// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
@@ -90,7 +90,7 @@ pub struct LogEntry {
     /// The epochs so far, with their fraction.
     pub epoch: f64,
     /// `loss`, `grad_norm` and `learning_rate` of training, `eval_loss` and so on of an evaluation.
-    pub figures: Figures,
+    pub metrics: Metrics,
 }
 
 /// Where a training stands; it is saved in checkpoints.
@@ -150,7 +150,7 @@ impl TrainerState {
     pub(super) fn last_loss(&self) -> Option<f64> {
         let entries = self.log_history.iter().rev();
         entries
-            .filter_map(|entry| entry.figures.value("loss"))
+            .filter_map(|entry| entry.metrics.value("loss"))
             .next()
     }
 }
@@ -179,7 +179,7 @@ mod tests {
     use super::four_digits;
 
     #[test]
-    fn figures_have_four_digits() {
+    fn metrics_have_four_digits() {
         for (value, expected) in [
             (1.69837, "1.698"),
             (0.0155217, "0.01552"),

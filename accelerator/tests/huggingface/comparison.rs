@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use accelerator::train::{Figures, LogEntry};
+use accelerator::train::{LogEntry, Metrics};
 use burn::tensor::FloatDType;
 
 use super::fixture::{Case, Entry, Fixture};
@@ -46,7 +46,7 @@ impl<'a> Comparison<'a> {
         ] {
             let found: Vec<_> = steps
                 .iter()
-                .map(|x| x.figures.value(name).unwrap())
+                .map(|x| x.metrics.value(name).unwrap())
                 .collect();
             self.close(name, &found, expected);
         }
@@ -96,14 +96,14 @@ impl<'a> Comparison<'a> {
     /// Each log has the mean loss of the updates since the one before, and the whole that of all, resumed or not.
     fn windows(&mut self, own: &Trained, stepwise: &Trained) {
         let logged = stepwise.state.log_history.iter();
-        let losses: Vec<_> = logged.filter_map(|x| x.figures.value("loss")).collect();
+        let losses: Vec<_> = logged.filter_map(|x| x.metrics.value("loss")).collect();
         let mut start = 0;
         for entry in &own.state.log_history {
             let (name, window) = match has(entry, "loss") {
                 true => ("loss", &losses[start..entry.step as usize]),
                 false => ("train_loss", &losses[..]),
             };
-            if let Some(found) = entry.figures.value(name) {
+            if let Some(found) = entry.metrics.value(name) {
                 let mean = window.iter().sum::<f64>() / window.len() as f64;
                 self.close("the mean of a window", &[found], &[mean]);
                 start = entry.step as usize;
@@ -123,7 +123,7 @@ impl<'a> Comparison<'a> {
     fn log(&mut self, ours: &[&LogEntry], theirs: &[Entry]) {
         let step = |entry: &Entry| (entry["step"] as u64, kind(entry.keys()));
         let expected: Vec<_> = theirs.iter().map(step).collect();
-        let names = |x: &LogEntry| x.figures.iter().map(|x| x.0.to_owned()).collect::<Vec<_>>();
+        let names = |x: &LogEntry| x.metrics.iter().map(|x| x.0.to_owned()).collect::<Vec<_>>();
         let found: Vec<_> = ours
             .iter()
             .map(|x| (x.step, kind(names(x).iter())))
@@ -136,7 +136,7 @@ impl<'a> Comparison<'a> {
                     "epoch" => Some(ours.epoch),
                     // Hugging Face divides the sum of the run alone by all updates.
                     "train_loss" if self.case.resume.is_some() => continue,
-                    name => ours.figures.value(name),
+                    name => ours.metrics.value(name),
                 };
                 let found: Vec<_> = found.into_iter().collect();
                 self.close(&format!("log {} {name}", ours.step), &found, &[value]);
@@ -176,10 +176,10 @@ impl<'a> Comparison<'a> {
 }
 
 fn has(entry: &LogEntry, name: &str) -> bool {
-    entry.figures.value(name).is_some()
+    entry.metrics.value(name).is_some()
 }
 
-/// Which figures make an entry what it is: times are of each machine, and an evaluation's metrics are compared by value.
+/// Which metrics make an entry what it is: times are of each machine, and an evaluation's metrics are compared by value.
 fn kind<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
     let is_timed = |name: &&String| name.ends_with("_runtime") || name.ends_with("_per_second");
     let names = names.filter(|name| !is_timed(name) && !["step", "epoch"].contains(&&***name));
@@ -190,8 +190,8 @@ fn kind<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
 
 /// The numbers of the line that an entry is as text, with four digits.
 fn printed(entry: &LogEntry) -> BTreeMap<String, f64> {
-    let figures = entry.figures.iter().chain([("epoch", entry.epoch)]);
-    numbers(&figures.collect::<Figures>().to_string())
+    let metrics = entry.metrics.iter().chain([("epoch", entry.epoch)]);
+    numbers(&metrics.collect::<Metrics>().to_string())
 }
 
 /// Those of `{'loss': '9.342', 'epoch': 0.1}`.

@@ -86,7 +86,7 @@ impl Model for OneWeight {
         let tokens = rows.x.dims()[1];
         let loss = LossOutput::new(distances.powi_scalar(2).mean());
         let loss = match &*case.name {
-            "weighted" => loss.over(tokens),
+            "weighted" => loss.with_num_items(tokens),
             _ => loss,
         };
         loss.with_outputs((rows.x.clone(), rows.labels.clone()))

@@ -3,7 +3,7 @@
 use accelerator::data::Loader;
 use accelerator::prelude::*;
 use accelerator::train::{
-    Figures, Inputs, LrSchedulerType, OperatorTrainer, OperatorWorker, OptimizerName, Registered,
+    Inputs, LrSchedulerType, Metrics, OperatorTrainer, OperatorWorker, OptimizerName, Registered,
     RegisteredModel, SaveStrategy, Setup, StepInfo, Trainer, TrainingArguments, TrainingOperator,
 };
 use burn::data::dataloader::batcher::Batcher;
@@ -115,7 +115,7 @@ impl TrainingOperator for Classifier {
         worker: &mut OperatorWorker<Self>,
         batch: &Batch<Labelled>,
         info: &StepInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         assert_eq!(info.global_step, self.seen);
         self.seen += 1;
         let OperatorWorker {
@@ -131,7 +131,7 @@ impl TrainingOperator for Classifier {
             Some(clip) => gradients.clip_norm(clip),
             None => gradients,
         });
-        Ok(Figures::from_iter([("train_loss", train_loss)]))
+        Ok(Metrics::from_iter([("train_loss", train_loss)]))
     }
 
     fn state_dict(&self) -> Result<serde_json::Value> {
@@ -263,22 +263,22 @@ fn the_defaults_train_as_a_loop_by_hand() {
 }
 
 #[test]
-fn figures_are_means_over_the_samples_of_all_ranks() {
-    let figures = |world_size| {
+fn metrics_are_means_over_the_samples_of_all_ranks() {
+    let metrics = |world_size| {
         on_ranks(world_size, |accelerator| {
             // Nothing is learned, so that one loss is the other's mean.
             let mut trainer = OperatorTrainer::<Plain>::on(accelerator, 0.0)?;
             Ok((trainer.train(None)?, trainer.validate()?))
         })
     };
-    let alone = figures(1).remove(0);
-    let expected = |found: &Figures, name: &str| {
+    let alone = metrics(1).remove(0);
+    let expected = |found: &Metrics, name: &str| {
         let value = found.value(name).unwrap();
         assert!(value.is_finite(), "{name}: {value}");
         value
     };
     for (world_size, batches, val_batches) in [(1, 6.0, 2.0), (2, 3.0, 1.0), (3, 2.0, 1.0)] {
-        for (train, val) in figures(world_size) {
+        for (train, val) in metrics(world_size) {
             let names: Vec<_> = train.iter().map(|(name, _)| name).collect();
             assert_eq!(
                 names,
@@ -327,8 +327,8 @@ fn steps_go_on_over_calls_and_into_the_next_epoch() {
         (Some(13), (13.0, 48.0, 7.0)),
     ];
     for (num_steps, expected) in calls {
-        let figures = trainer.train(num_steps).unwrap();
-        let found = ["batch_count", "num_samples", "epoch"].map(|name| figures.value(name));
+        let metrics = trainer.train(num_steps).unwrap();
+        let found = ["batch_count", "num_samples", "epoch"].map(|name| metrics.value(name));
         let (batches, samples, epoch) = expected;
         assert_eq!(
             found,
@@ -423,7 +423,7 @@ impl TrainingOperator for Pair {
         worker: &mut OperatorWorker<Self>,
         batch: &Batch<Labelled>,
         _: &StepInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         let OperatorWorker {
             accelerator,
             models: (first, second),
@@ -436,7 +436,7 @@ impl TrainingOperator for Pair {
             let gradients = accelerator.backward(loss, models.model(), batch)?;
             models.step(gradients);
         }
-        Ok(Figures::from_iter(losses))
+        Ok(Metrics::from_iter(losses))
     }
 }
 
@@ -457,9 +457,9 @@ fn several_models_are_trained_by_the_programs_own_method() {
     let folder = tempfile::tempdir().unwrap();
     let outcomes = on_ranks(2, |accelerator| {
         let mut trainer = OperatorTrainer::<Pair>::on(accelerator, ())?;
-        let figures = trainer.train(None)?;
+        let metrics = trainer.train(None)?;
         assert!(
-            figures.value("first_loss").is_some() && figures.value("last_second_loss").is_some()
+            metrics.value("first_loss").is_some() && metrics.value("last_second_loss").is_some()
         );
         assert!(
             trainer.validate().unwrap_err().is_config(),

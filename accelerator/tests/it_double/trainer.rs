@@ -119,7 +119,7 @@ fn weight(trainer: &LineTrainer) -> f64 {
 fn logged(trainer: &LineTrainer, name: &str) -> Vec<(u64, f64)> {
     let history = trainer.state().log_history.iter();
     history
-        .filter_map(|entry| Some((entry.step, entry.figures.value(name)?)))
+        .filter_map(|entry| Some((entry.step, entry.metrics.value(name)?)))
         .collect()
 }
 

@@ -110,9 +110,9 @@ fn state(folder: &Path) -> Value {
     let best = state["best_model_checkpoint"].take();
     assert!(best.is_string(), "{state}");
     for entry in state["log_history"].as_array_mut().unwrap() {
-        let figures = entry["figures"].as_array_mut().unwrap();
-        figures.retain(|figure| {
-            let name = figure[0].as_str().unwrap();
+        let metrics = entry["metrics"].as_array_mut().unwrap();
+        metrics.retain(|metric| {
+            let name = metric[0].as_str().unwrap();
             !name.ends_with("runtime") && !name.ends_with("per_second")
         });
     }

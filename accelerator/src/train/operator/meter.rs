@@ -1,25 +1,26 @@
-//! Figures of batches, as one of all ranks.
+//! Metrics of batches, as one of all ranks.
 
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
 use crate::core::error::Result;
-use crate::train::state::Figures;
+use crate::metric::Mean;
+use crate::train::state::Metrics;
 
-/// The figures of one batch after the other: Ray SGD's `AverageMeterCollection`, with means that are exact over all ranks.
+/// The metrics of one batch after the other: Ray SGD's `AverageMeterCollection`, with means that are exact over all ranks.
 ///
 /// ```
-/// use accelerator::train::{Figures, Meter};
+/// use accelerator::train::{Metrics, Meter};
 ///
-/// let figures = accelerator::launch(2, |accelerator| {
+/// let metrics = accelerator::launch(2, |accelerator| {
 ///     let mut meter = Meter::new();
 ///     // A loss of 0 over one sample on rank 0, and of 1 over three on rank 1.
 ///     let rank = accelerator.rank();
-///     meter.update(&Figures::from_iter([("train_loss", rank as f64)]), 1 + 2 * rank);
+///     meter.update(&Metrics::from_iter([("train_loss", rank as f64)]), 1 + 2 * rank);
 ///     meter.summary(&accelerator)
 /// })?;
 /// assert_eq!(
-///     figures[0].to_string(),
+///     metrics[0].to_string(),
 ///     "{'batch_count': 1, 'num_samples': 4, 'train_loss': 0.75, 'last_train_loss': 0.75}"
 /// );
 /// # Ok::<(), accelerator::Error>(())
@@ -27,21 +28,15 @@ use crate::train::state::Figures;
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub struct Meter {
     batches: u64,
-    figures: Vec<MeteredFigure>,
+    entries: Vec<MeterEntry>,
     samples: f64,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
-struct MeteredFigure {
+struct MeterEntry {
     name: String,
-    all: WeightedSum,
-    last: WeightedSum,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
-struct WeightedSum {
-    sum: f64,
-    weight: f64,
+    all: Mean,
+    last: Mean,
 }
 
 impl Meter {
@@ -50,17 +45,17 @@ impl Meter {
         Self::default()
     }
 
-    /// Adds the figures of a batch of this rank: means over `num_samples`, where that is one of them, else over `samples`.
+    /// Adds the metrics of a batch of this rank: means over `num_samples`, where that is one of them, else over `samples`.
     /// Without samples, as on an idle rank, they count for nothing.
-    pub fn update(&mut self, figures: &Figures, samples: usize) {
-        let samples = figures.value("num_samples").unwrap_or(samples as f64);
+    pub fn update(&mut self, metrics: &Metrics, samples: usize) {
+        let samples = metrics.value("num_samples").unwrap_or(samples as f64);
         self.batches += 1;
         self.samples += samples;
-        for (name, value) in figures.iter().filter(|(name, _)| *name != "num_samples") {
-            let last = WeightedSum::of(value, samples);
-            let figure = self.figure(name);
-            figure.all.add(last);
-            figure.last = last;
+        for (name, value) in metrics.iter().filter(|(name, _)| *name != "num_samples") {
+            let last = Mean::weighted(value, samples);
+            let entry = self.entry(name);
+            entry.all.merge(last);
+            entry.last = last;
         }
     }
 
@@ -69,65 +64,48 @@ impl Meter {
         self.batches
     }
 
-    /// The figures of all ranks, the same on each: `batch_count`, the most of one rank, `num_samples` of all, and for each
-    /// figure its mean over them, and that of the last batches as `last_…`. Every rank calls it.
+    /// The metrics of all ranks, the same on each: `batch_count`, the most of one rank, `num_samples` of all, and for each
+    /// metric its mean over them, and that of the last batches as `last_…`. Every rank calls it.
     ///
     /// # Errors
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
-    pub fn summary(&self, accelerator: &Accelerator) -> Result<Figures> {
+    pub fn summary(&self, accelerator: &Accelerator) -> Result<Metrics> {
         let mut all = Self::new();
         for theirs in accelerator.gather_object(self)? {
             all.batches = all.batches.max(theirs.batches);
             all.samples += theirs.samples;
-            for MeteredFigure {
+            for MeterEntry {
                 name,
                 all: sum,
                 last,
-            } in theirs.figures
+            } in theirs.entries
             {
-                let figure = all.figure(&name);
-                figure.all.add(sum);
-                figure.last.add(last);
+                let entry = all.entry(&name);
+                entry.all.merge(sum);
+                entry.last.merge(last);
             }
         }
-        let mut figures = Figures::default();
-        figures.push("batch_count", all.batches as f64);
-        figures.push("num_samples", all.samples);
-        for MeteredFigure { name, all, last } in all.figures {
-            figures.push(name.clone(), all.mean());
-            figures.push(format!("last_{name}"), last.mean());
+        let mut metrics = Metrics::default();
+        metrics.push("batch_count", all.batches as f64);
+        metrics.push("num_samples", all.samples);
+        for MeterEntry { name, all, last } in all.entries {
+            metrics.push(name.clone(), all.value());
+            metrics.push(format!("last_{name}"), last.value());
         }
-        Ok(figures)
+        Ok(metrics)
     }
 
-    fn figure(&mut self, name: &str) -> &mut MeteredFigure {
-        let known = self.figures.iter().position(|figure| figure.name == name);
+    fn entry(&mut self, name: &str) -> &mut MeterEntry {
+        let known = self.entries.iter().position(|entry| entry.name == name);
         let at = known.unwrap_or_else(|| {
-            self.figures.push(MeteredFigure {
+            self.entries.push(MeterEntry {
                 name: name.to_owned(),
-                all: WeightedSum::default(),
-                last: WeightedSum::default(),
+                all: Mean::new(),
+                last: Mean::new(),
             });
-            self.figures.len() - 1
+            self.entries.len() - 1
         });
-        &mut self.figures[at]
-    }
-}
-
-impl WeightedSum {
-    fn of(value: f64, weight: f64) -> Self {
-        // What is counted for nothing may be NaN.
-        let sum = if weight > 0.0 { value * weight } else { 0.0 };
-        Self { sum, weight }
-    }
-
-    fn add(&mut self, other: Self) {
-        self.sum += other.sum;
-        self.weight += other.weight;
-    }
-
-    fn mean(self) -> f64 {
-        self.sum / self.weight
+        &mut self.entries[at]
     }
 }

@@ -15,7 +15,7 @@ pub use self::models::RegisteredModels;
 pub use self::register::{CriterionOutputs, Registered, RegisteredData, RegisteredModel, Setup};
 pub use self::runner::TrainBatches;
 pub use self::trainer::OperatorTrainer;
-use super::state::Figures;
+use super::state::Metrics;
 use crate::accelerator::Accelerator;
 use crate::core::error::Result;
 use crate::data::{Batch, Epoch};
@@ -97,7 +97,7 @@ use crate::data::{Batch, Epoch};
 /// # use accelerator::train::{Registered, RegisteredModel, Setup};
 /// # use burn::nn::Linear;
 /// # use burn::tensor::Tensor;
-/// use accelerator::train::{Figures, StepInfo, TrainingOperator, OperatorWorker};
+/// use accelerator::train::{Metrics, StepInfo, TrainingOperator, OperatorWorker};
 /// # struct Clipping;
 ///
 /// impl TrainingOperator for Clipping {
@@ -109,13 +109,13 @@ use crate::data::{Batch, Epoch};
 ///         worker: &mut OperatorWorker<Self>,
 ///         batch: &Batch<Tensor<2>>,
 ///         _: &StepInfo,
-///     ) -> Result<Figures> {
+///     ) -> Result<Metrics> {
 ///         let OperatorWorker { accelerator, models, .. } = worker;
 ///         let loss = models.loss(accelerator, batch)?;
 ///         let train_loss = loss.clone().into_scalar::<f64>();
 ///         let gradients = accelerator.backward(loss, models.model(), batch)?;
 ///         models.step(gradients.clip_norm(1.0));
-///         Ok(Figures::from_iter([("train_loss", train_loss)]))
+///         Ok(Metrics::from_iter([("train_loss", train_loss)]))
 ///     }
 /// }
 /// ```
@@ -134,7 +134,7 @@ pub trait TrainingOperator: Sized + 'static {
     /// Those of the program, and of [`Setup`].
     fn setup(setup: &Setup<Self>, config: &Self::Config) -> Result<Registered<Self>>;
 
-    /// Trains on those batches, and returns the figures of all ranks: by default with
+    /// Trains on those batches, and returns the metrics of all ranks: by default with
     /// [`train_batch`](Self::train_batch) and a [`Meter`].
     ///
     /// # Errors
@@ -145,7 +145,7 @@ pub trait TrainingOperator: Sized + 'static {
         worker: &mut OperatorWorker<Self>,
         batches: &mut TrainBatches<'_, BatchOf<Self>>,
         info: &EpochInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         let mut meter = Meter::new();
         for batch in batches {
             let batch = batch?;
@@ -154,17 +154,17 @@ pub trait TrainingOperator: Sized + 'static {
                 epoch_idx: batch.epoch(),
                 global_step: info.global_step + meter.batches(),
             };
-            let figures = self.train_batch(worker, &batch, &info)?;
-            meter.update(&figures, batch.real());
+            let metrics = self.train_batch(worker, &batch, &info)?;
+            meter.update(&metrics, batch.real());
         }
         meter.summary(&worker.accelerator)
     }
 
-    /// Trains on a batch, and returns the figures of this rank, which are means over its samples. `num_samples`
+    /// Trains on a batch, and returns the metrics of this rank, which are means over its samples. `num_samples`
     /// among them says over how many; [`Batch::real`] by default.
     ///
     /// By default, forward, backward, and a step of the optimizer with its scheduler where the accumulation window ends;
-    /// the figure is `train_loss`.
+    /// the metric is `train_loss`.
     ///
     /// # Errors
     ///
@@ -175,11 +175,11 @@ pub trait TrainingOperator: Sized + 'static {
         worker: &mut OperatorWorker<Self>,
         batch: &Batch<BatchOf<Self>>,
         info: &StepInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         worker.models.train_batch(&worker.accelerator, batch)
     }
 
-    /// Validates on those batches, each sample once, and returns the figures of all ranks: by default with
+    /// Validates on those batches, each sample once, and returns the metrics of all ranks: by default with
     /// [`validate_batch`](Self::validate_batch) and a [`Meter`]. Meanwhile [`RegisteredModel::model`] is the model that
     /// records no gradients.
     ///
@@ -191,7 +191,7 @@ pub trait TrainingOperator: Sized + 'static {
         worker: &mut OperatorWorker<Self>,
         batches: Epoch<BatchOf<Self>>,
         info: &EpochInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         let mut meter = Meter::new();
         for batch in batches {
             let batch = batch?;
@@ -200,8 +200,8 @@ pub trait TrainingOperator: Sized + 'static {
                 epoch_idx: info.epoch_idx,
                 global_step: info.global_step,
             };
-            let figures = self.validate_batch(worker, &batch, &info)?;
-            meter.update(&figures, batch.real());
+            let metrics = self.validate_batch(worker, &batch, &info)?;
+            meter.update(&metrics, batch.real());
         }
         meter.summary(&worker.accelerator)
     }
@@ -216,7 +216,7 @@ pub trait TrainingOperator: Sized + 'static {
         worker: &mut OperatorWorker<Self>,
         batch: &Batch<BatchOf<Self>>,
         info: &StepInfo,
-    ) -> Result<Figures> {
+    ) -> Result<Metrics> {
         worker.models.validate_batch(&worker.accelerator, batch)
     }
 

@@ -1,33 +1,35 @@
 //! What each model of an operator can do by itself.
 
 use core::fmt;
-use std::path::Path;
 
 use burn::module::Module;
 
 use super::register::RegisteredModel;
-use super::runner::OperatorProgress;
 use crate::accelerator::Accelerator;
-use crate::checkpoint::{Object, Position, Saved};
+use crate::checkpoint::{PartKind, Restorer, Resume, Save, kind};
 use crate::core::error::{Error, Result};
-use crate::data::{Batch, PreparedLoader};
+use crate::data::Batch;
 use crate::metric::Accuracy;
+use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::train::loss::LossOutput;
-use crate::train::state::Figures;
-use crate::train::trainer::Held;
+use crate::train::model_cell::ModelCell;
+use crate::train::state::Metrics;
 
 /// What an operator trains: a [`RegisteredModel`], or a tuple of up to four.
-pub trait RegisteredModels: Sized + 'static {
+pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static {
     /// What its loaders make of samples.
     type Batch: Send + 'static;
 
     #[doc(hidden)]
-    fn train_batch(&mut self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Figures> {
+    type Kinds;
+
+    #[doc(hidden)]
+    fn train_batch(&mut self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Metrics> {
         Err(several("train"))
     }
 
     #[doc(hidden)]
-    fn validate_batch(&self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Figures> {
+    fn validate_batch(&self, _: &Accelerator, _: &Batch<Self::Batch>) -> Result<Metrics> {
         Err(several("validate"))
     }
 
@@ -35,31 +37,13 @@ pub trait RegisteredModels: Sized + 'static {
     #[doc(hidden)]
     fn eval(&mut self, accelerator: &Accelerator) -> Result<()>;
 
-    /// Behind it.
+    /// After validation.
     #[doc(hidden)]
     fn train(&mut self);
 
+    /// What `Resume` takes back.
     #[doc(hidden)]
-    fn save(
-        &self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: &PreparedLoader<Self::Batch>,
-        progress: &OperatorProgress,
-    ) -> Result<Saved>;
-
-    #[doc(hidden)]
-    fn load(
-        self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: PreparedLoader<Self::Batch>,
-    ) -> Result<(
-        Self,
-        PreparedLoader<Self::Batch>,
-        OperatorProgress,
-        Position,
-    )>;
+    fn parts(&self) -> impl Save<Self::Kinds>;
 }
 
 fn several(what: &str) -> Error {
@@ -74,28 +58,26 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
     for RegisteredModel<M, O>
 {
     type Batch = O;
+    type Kinds = (kind::Model, kind::Optimizer);
 
-    fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Figures> {
+    fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Metrics> {
         let output = self.output(accelerator, batch)?;
-        let weight = match output.items {
-            Some(items) => batch.with_weight(items as f64),
-            None => batch.weight(),
-        };
-        let figures = figures("train", &output, batch);
+        let weight = output.weight(batch);
+        let metrics = metrics("train", &output, batch);
         let gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
         self.step(gradients);
-        Ok(figures)
+        Ok(metrics)
     }
 
-    fn validate_batch(&self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Figures> {
+    fn validate_batch(&self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Metrics> {
         let output = self.output(accelerator, batch)?;
-        let mut figures = figures("val", &output, batch);
+        let mut metrics = metrics("val", &output, batch);
         if let Some((logits, targets)) = output.outputs {
             let mut accuracy = Accuracy::new();
             accuracy.update(logits, targets, batch.real());
-            figures.push("val_accuracy", accuracy.value());
+            metrics.push("val_accuracy", accuracy.value());
         }
-        Ok(figures)
+        Ok(metrics)
     }
 
     fn eval(&mut self, accelerator: &Accelerator) -> Result<()> {
@@ -107,61 +89,43 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
         self.valid = None;
     }
 
-    fn save(
-        &self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: &PreparedLoader<O>,
-        progress: &OperatorProgress,
-    ) -> Result<Saved> {
-        let parts = (self.model.get(), &self.optimizer, loader, Object(progress));
-        accelerator.save_state(path, parts)
+    fn parts(&self) -> impl Save<Self::Kinds> {
+        (self.model.get(), &self.optimizer)
+    }
+}
+
+impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for RegisteredModel<M, O> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        <(M, PreparedOptimizer<Scheduled>)>::kinds(kinds);
     }
 
-    fn load(
-        self,
-        accelerator: &Accelerator,
-        path: &Path,
-        loader: PreparedLoader<O>,
-    ) -> Result<(Self, PreparedLoader<O>, OperatorProgress, Position)> {
-        let model = self.model.get().clone();
-        let parts = (
-            model,
-            self.optimizer,
-            loader,
-            Object(OperatorProgress::default()),
-        );
-        let ((model, optimizer, loader, Object(progress)), position) =
-            accelerator.resume(path, parts)?;
-        let loaded = Self {
-            model: Held::new(model),
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        let parts = (self.model.get().clone(), self.optimizer);
+        let (model, optimizer) = parts.restore(restorer)?;
+        Ok(Self {
+            model: ModelCell::new(model),
             optimizer,
             ..self
-        };
-        Ok((loaded, loader, progress, position))
+        })
     }
 }
 
 /// The loss of a batch, and over how many of its samples or items.
-fn figures<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Figures {
-    let count = match output.items {
-        Some(items) if !batch.is_idle() => items,
-        Some(_) => 0,
-        None => batch.real(),
-    };
+fn metrics<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Metrics {
     let loss = output.loss.clone().into_scalar::<f64>();
-    let mut figures = Figures::default();
-    figures.push(format!("{kind}_loss"), loss);
-    figures.push("num_samples", count as f64);
-    figures
+    let mut metrics = Metrics::default();
+    metrics.push(format!("{kind}_loss"), loss);
+    metrics.push("num_samples", output.count(batch) as f64);
+    metrics
 }
 
 macro_rules! several_models {
-    ($($model:ident $optimizer:ident $part:ident),+) => {
+    ($($model:ident $part:ident),+) => {
         impl<O: Send + 'static, $($model: Module + fmt::Display + 'static),+> RegisteredModels
             for ($(RegisteredModel<$model, O>,)+)
         {
             type Batch = O;
+            type Kinds = ($(<RegisteredModel<$model, O> as RegisteredModels>::Kinds,)+);
 
             fn eval(&mut self, accelerator: &Accelerator) -> Result<()> {
                 let ($($part,)+) = self;
@@ -174,45 +138,14 @@ macro_rules! several_models {
                 $($part.train();)+
             }
 
-            fn save(
-                &self,
-                accelerator: &Accelerator,
-                path: &Path,
-                loader: &PreparedLoader<O>,
-                progress: &OperatorProgress,
-            ) -> Result<Saved> {
+            fn parts(&self) -> impl Save<Self::Kinds> {
                 let ($($part,)+) = self;
-                let models = ($(($part.model.get(), &$part.optimizer),)+);
-                accelerator.save_state(path, (models, loader, Object(progress)))
-            }
-
-            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
-            fn load(
-                self,
-                accelerator: &Accelerator,
-                path: &Path,
-                loader: PreparedLoader<O>,
-            ) -> Result<(Self, PreparedLoader<O>, OperatorProgress, Position)> {
-                let ($($part,)+) = self;
-                let models = ($(($part.model.get().clone(), $part.optimizer),)+);
-                let parts = (models, loader, Object(OperatorProgress::default()));
-                let ((models, loader, Object(progress)), position) =
-                    accelerator.resume(path, parts)?;
-                let ($(($model, $optimizer),)+) = models;
-                let models = ($(
-                    RegisteredModel {
-                        criterion: $part.criterion,
-                        model: Held::new($model),
-                        optimizer: $optimizer,
-                        valid: None,
-                    },
-                )+);
-                Ok((models, loader, progress, position))
+                ($($part.parts(),)+)
             }
         }
     };
 }
 
-several_models!(A AO a, B BO b);
-several_models!(A AO a, B BO b, C CO c);
-several_models!(A AO a, B BO b, C CO c, D DO d);
+several_models!(A a, B b);
+several_models!(A a, B b, C c);
+several_models!(A a, B b, C c, D d);

@@ -13,7 +13,7 @@ use crate::data::{Batch, Loader, PreparedLoader};
 use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::reduce::AveragedGradients;
 use crate::train::loss::{Inputs, IntoLossOutput, LossOutput};
-use crate::train::trainer::Held;
+use crate::train::model_cell::ModelCell;
 
 /// What [`TrainingOperator::setup`] registers with.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl<T: TrainingOperator> Setup<T> {
         let model = accelerator.prepare(accelerator.init(model_init))?;
         Ok(RegisteredModel {
             criterion: None,
-            model: Held::new(model),
+            model: ModelCell::new(model),
             optimizer: accelerator.prepare(optimizer)?,
             valid: None,
         })
@@ -117,7 +117,7 @@ impl<O> fmt::Debug for RegisteredData<O> {
 /// A model with its optimizer and scheduler; of [`Setup::register`].
 pub struct RegisteredModel<M, O> {
     pub(super) criterion: Option<Box<Criterion<M, O>>>,
-    pub(super) model: Held<M>,
+    pub(super) model: ModelCell<M>,
     pub(super) optimizer: PreparedOptimizer<Scheduled>,
     /// While it is validated.
     pub(super) valid: Option<M>,
@@ -158,12 +158,12 @@ impl<M: Module + fmt::Display + 'static, O> RegisteredModel<M, O> {
             let LossOutput {
                 loss,
                 outputs,
-                items,
+                num_items,
             } = criterion(model, inputs).into_loss_output();
             LossOutput {
                 loss,
                 outputs: outputs.into_classes(),
-                items,
+                num_items,
             }
         });
         Self {

@@ -8,20 +8,21 @@ use serde::{Deserialize, Serialize};
 use super::register::{Registered, RegisteredData, Setup};
 use super::{BatchOf, EpochInfo, OperatorWorker, RegisteredModels, TrainingOperator};
 use crate::accelerator::Accelerator;
+use crate::checkpoint::Object;
 use crate::core::error::{Error, Result};
 use crate::data::{Batch, Epoch, PreparedLoader};
-use crate::train::state::Figures;
+use crate::train::state::Metrics;
 
 /// An operator on its rank.
 pub(super) struct Runner<T: TrainingOperator> {
     data: RegisteredData<BatchOf<T>>,
     operator: T,
-    place: DataPlace<BatchOf<T>>,
+    cursor: EpochCursor<BatchOf<T>>,
     pub(super) worker: OperatorWorker<T>,
 }
 
 /// Where the training stands in its data.
-struct DataPlace<O> {
+struct EpochCursor<O> {
     epoch: u64,
     global_step: u64,
     /// The epoch that is read.
@@ -32,7 +33,7 @@ struct DataPlace<O> {
 
 /// What is saved beside models, optimizers and loader.
 #[derive(Debug, Default, Deserialize, Serialize)]
-pub struct OperatorProgress {
+struct OperatorProgress {
     global_step: u64,
     state_dict: serde_json::Value,
 }
@@ -53,7 +54,7 @@ pub(super) enum Command {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Answer {
     Done,
-    Figures(Figures),
+    Metrics(Metrics),
     Saved(PathBuf),
 }
 
@@ -71,7 +72,7 @@ impl Command {
     }
 
     /// Whether ranks that fail to do it all return the error, and are as they were.
-    pub(super) fn can_fail_alike(&self) -> bool {
+    pub(super) fn is_recoverable(&self) -> bool {
         matches!(self, Self::Save(_))
     }
 }
@@ -87,7 +88,7 @@ impl<T: TrainingOperator> Runner<T> {
         Ok(Self {
             data,
             operator,
-            place: DataPlace::at(0, 0),
+            cursor: EpochCursor::at(0, 0),
             worker: OperatorWorker {
                 accelerator,
                 config,
@@ -104,8 +105,8 @@ impl<T: TrainingOperator> Runner<T> {
             ));
         };
         Ok(match command {
-            Command::Train(num_steps) => Answer::Figures(runner.train(*num_steps)?),
-            Command::Validate => Answer::Figures(runner.validate()?),
+            Command::Train(num_steps) => Answer::Metrics(runner.train(*num_steps)?),
+            Command::Validate => Answer::Metrics(runner.validate()?),
             Command::Save(path) => Answer::Saved(runner.save(path)?),
             Command::Load(path) => {
                 *this = this.take().map(|runner| runner.load(path)).transpose()?;
@@ -119,30 +120,30 @@ impl<T: TrainingOperator> Runner<T> {
         })
     }
 
-    fn train(&mut self, num_steps: Option<u64>) -> Result<Figures> {
+    fn train(&mut self, num_steps: Option<u64>) -> Result<Metrics> {
         let info = EpochInfo {
-            epoch_idx: self.place.epoch,
-            global_step: self.place.global_step,
+            epoch_idx: self.cursor.epoch,
+            global_step: self.cursor.global_step,
             num_steps,
         };
         let mut batches = TrainBatches {
             has_ended: false,
-            last_epoch: self.place.epoch,
+            last_epoch: self.cursor.epoch,
             loader: &self.data.train,
-            place: &mut self.place,
+            cursor: &mut self.cursor,
             remaining: num_steps,
         };
         let trained = self
             .operator
             .train_epoch(&mut self.worker, &mut batches, &info);
         let last_epoch = batches.last_epoch;
-        self.place.close_at_end();
-        let mut figures = trained?;
-        figures.push("epoch", (last_epoch + 1) as f64);
-        Ok(figures)
+        self.cursor.close_at_end();
+        let mut metrics = trained?;
+        metrics.push("epoch", (last_epoch + 1) as f64);
+        Ok(metrics)
     }
 
-    fn validate(&mut self) -> Result<Figures> {
+    fn validate(&mut self) -> Result<Metrics> {
         let Some(loader) = &self.data.validation else {
             return Err(Error::config(
                 "there is no data to validate on: pass it to `register_data` in `setup`",
@@ -151,8 +152,8 @@ impl<T: TrainingOperator> Runner<T> {
         let worker = &mut self.worker;
         worker.models.eval(&worker.accelerator)?;
         let info = EpochInfo {
-            epoch_idx: self.place.epoch,
-            global_step: self.place.global_step,
+            epoch_idx: self.cursor.epoch,
+            global_step: self.cursor.global_step,
             num_steps: None,
         };
         let validated = self.operator.validate(worker, loader.eval(), &info);
@@ -162,15 +163,12 @@ impl<T: TrainingOperator> Runner<T> {
 
     fn save(&self, path: &Path) -> Result<PathBuf> {
         let progress = OperatorProgress {
-            global_step: self.place.global_step,
+            global_step: self.cursor.global_step,
             state_dict: self.operator.state_dict()?,
         };
-        let OperatorWorker {
-            accelerator,
-            models,
-            ..
-        } = &self.worker;
-        let saved = models.save(accelerator, path, &self.data.train, &progress)?;
+        let worker = &self.worker;
+        let parts = (worker.models.parts(), &self.data.train, Object(&progress));
+        let saved = worker.accelerator.save_state(path, parts)?;
         Ok(saved.path().to_owned())
     }
 
@@ -178,13 +176,14 @@ impl<T: TrainingOperator> Runner<T> {
         let Self {
             data: RegisteredData { train, validation },
             mut operator,
-            place,
+            cursor,
             worker,
         } = self;
-        // What it has read ahead is of the old place.
-        drop(place);
-        let (models, train, progress, position) =
-            worker.models.load(&worker.accelerator, path, train)?;
+        // What it has read ahead is of the old position.
+        drop(cursor);
+        let parts = (worker.models, train, Object(OperatorProgress::default()));
+        let ((models, train, Object(progress)), position) =
+            worker.accelerator.resume(path, parts)?;
         if position.is_start() {
             return Err(Error::config(format!(
                 "there is no checkpoint in `{}`",
@@ -195,13 +194,13 @@ impl<T: TrainingOperator> Runner<T> {
         Ok(Self {
             data: RegisteredData { train, validation },
             operator,
-            place: DataPlace::at(position.epoch(), progress.global_step),
+            cursor: EpochCursor::at(position.epoch(), progress.global_step),
             worker: OperatorWorker { models, ..worker },
         })
     }
 }
 
-impl<O> DataPlace<O> {
+impl<O> EpochCursor<O> {
     fn at(epoch: u64, global_step: u64) -> Self {
         Self {
             epoch,
@@ -211,13 +210,13 @@ impl<O> DataPlace<O> {
         }
     }
 
-    /// Sees the end of an epoch whose last batch was taken, so that the next call begins another.
+    /// Ends an epoch whose last batch was taken, so that the next call begins another.
     fn close_at_end(&mut self) {
         if !core::mem::take(&mut self.is_at_end) {
             return;
         }
         if let Some(mut epoch) = self.open.take() {
-            // Nothing is left, and the loader learns that the program knows.
+            // The loader counts an epoch as read once it has returned `None`.
             let _ = epoch.next();
             self.epoch += 1;
         }
@@ -231,7 +230,7 @@ pub struct TrainBatches<'a, O> {
     /// That of the last batch.
     last_epoch: u64,
     loader: &'a PreparedLoader<O>,
-    place: &'a mut DataPlace<O>,
+    cursor: &'a mut EpochCursor<O>,
     remaining: Option<u64>,
 }
 
@@ -242,17 +241,17 @@ impl<O: Send + 'static> Iterator for TrainBatches<'_, O> {
         if self.has_ended || self.remaining == Some(0) {
             return None;
         }
-        let place = &mut *self.place;
+        let cursor = &mut *self.cursor;
         let mut begins = false;
         loop {
-            let open = place.open.get_or_insert_with(|| {
+            let open = cursor.open.get_or_insert_with(|| {
                 begins = true;
-                self.loader.epoch(place.epoch)
+                self.loader.epoch(cursor.epoch)
             });
             match open.next() {
                 Some(Ok(batch)) => {
-                    place.global_step += 1;
-                    place.is_at_end = batch.is_last();
+                    cursor.global_step += 1;
+                    cursor.is_at_end = batch.is_last();
                     self.last_epoch = batch.epoch();
                     self.remaining = self.remaining.map(|remaining| remaining - 1);
                     return Some(Ok(batch));
@@ -262,10 +261,10 @@ impl<O: Send + 'static> Iterator for TrainBatches<'_, O> {
                     return Some(Err(error));
                 }
                 None => {
-                    place.open = None;
-                    place.is_at_end = false;
-                    place.epoch += 1;
-                    // One without batches would go on for ever.
+                    cursor.open = None;
+                    cursor.is_at_end = false;
+                    cursor.epoch += 1;
+                    // An epoch without batches would be begun for ever.
                     if self.remaining.is_none() || begins {
                         self.has_ended = true;
                         return None;
@@ -279,7 +278,7 @@ impl<O: Send + 'static> Iterator for TrainBatches<'_, O> {
 impl<O> fmt::Debug for TrainBatches<'_, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TrainBatches")
-            .field("epoch", &self.place.epoch)
+            .field("epoch", &self.cursor.epoch)
             .field("remaining", &self.remaining)
             .finish_non_exhaustive()
     }

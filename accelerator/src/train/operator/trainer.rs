@@ -8,20 +8,20 @@ use super::workers::{self, WorkerProcesses};
 use super::{OperatorWorker, TrainingOperator};
 use crate::accelerator::{Accelerator, AcceleratorBuilder, ProcessRole};
 use crate::core::error::{Error, Result};
-use crate::train::state::Figures;
+use crate::train::state::Metrics;
 
 /// Trains a [`TrainingOperator`] on several processes of this host, which it starts: Ray SGD's `TorchTrainer`.
 ///
 /// With several workers, this program is started again for each of them, with the same arguments. It comes to the same
 /// call of [`new`](Self::new) again, where it serves as a worker and exits. What stands before the call runs in each worker,
-/// too; what stands behind it runs once, in the process that the user has started. The configuration travels to the
-/// workers; [settings](Self::with_accelerator) are made by each. WorkerProcesses end when that process does, however that is. A
+/// too; what stands after it runs once, in the process that the user has started. The configuration travels to the
+/// workers; [settings](Self::with_accelerator) are made by each. Workers end when that process does, however that is. A
 /// program may make several trainers of one operator, one after the other, unless it is a rank of a launcher, which joins
 /// its job once: see [`on`](Self::on).
 ///
 /// With one worker, no process is started. Nor is one under `accel-launch`, torchrun, `mpirun`, `srun` or a cluster that has
 /// started the program as a rank: there it trains on the ranks that are there, whatever `num_workers` says. Each rank
-/// runs the whole program and gets the same figures; [`print`](Self::print) prints once.
+/// runs the whole program and gets the same metrics; [`print`](Self::print) prints once.
 ///
 /// Where a worker fails or dies, the call returns an error that names its rank, the others are ended, and the trainer is of
 /// no more use: a program goes on with another one that [loads](Self::load) a checkpoint.
@@ -95,8 +95,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// ```
     /// # use accelerator::prelude::*;
-    /// # use accelerator::train::{Figures, OperatorTrainer, TrainingOperator};
-    /// # fn program<LineOperator: TrainingOperator>(config: LineOperator::Config) -> Result<Vec<Figures>>
+    /// # use accelerator::train::{Metrics, OperatorTrainer, TrainingOperator};
+    /// # fn program<LineOperator: TrainingOperator>(config: LineOperator::Config) -> Result<Vec<Metrics>>
     /// # where LineOperator::Config: Clone + Send + Sync {
     /// launch(2, |accelerator| {
     ///     let mut trainer = OperatorTrainer::<LineOperator>::on(accelerator, config.clone())?;
@@ -115,20 +115,20 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// Trains on the rest of the epoch (`None`), or on so many batches of each worker, which go on where the last call
     /// ended, in the next epoch where one ends.
     ///
-    /// The figures are those of [`train_epoch`](TrainingOperator::train_epoch): by default `batch_count`, `num_samples`,
+    /// The metrics are those of [`train_epoch`](TrainingOperator::train_epoch): by default `batch_count`, `num_samples`,
     /// `train_loss` and `last_train_loss`, over all workers, with `epoch`, that of the last batch, from 1.
     ///
     /// # Errors
     ///
     /// [`Error::is_config`] for 0 batches; those of the operator; one that names the rank where a worker has ended.
-    pub fn train(&mut self, num_steps: impl Into<Option<u64>>) -> Result<Figures> {
+    pub fn train(&mut self, num_steps: impl Into<Option<u64>>) -> Result<Metrics> {
         let num_steps = num_steps.into();
         if num_steps == Some(0) {
             return Err(Error::config(
                 "0 batches are to be trained on; at least 1 is needed, or `None` for the rest of the epoch",
             ));
         }
-        self.figures(&Command::Train(num_steps))
+        self.metrics(&Command::Train(num_steps))
     }
 
     /// Validates on all samples of the validation data, each once: by default `batch_count`, `num_samples`, `val_loss`,
@@ -137,8 +137,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// # Errors
     ///
     /// [`Error::is_config`] without validation data; as [`train`](Self::train).
-    pub fn validate(&mut self) -> Result<Figures> {
-        self.figures(&Command::Validate)
+    pub fn validate(&mut self) -> Result<Metrics> {
+        self.metrics(&Command::Validate)
     }
 
     /// Saves a checkpoint in the folder `path`, as [`Accelerator::save_state`] does, and returns where: models,
@@ -205,9 +205,9 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         )))
     }
 
-    fn figures(&mut self, command: &Command) -> Result<Figures> {
+    fn metrics(&mut self, command: &Command) -> Result<Metrics> {
         match self.run(command)? {
-            Answer::Figures(figures) => Ok(figures),
+            Answer::Metrics(metrics) => Ok(metrics),
             _ => Err(unexpected()),
         }
     }
@@ -220,7 +220,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
             )),
             TrainerRanks::OfProcesses(Some(workers)) => {
                 let answer = workers.call(command);
-                if !workers.are_whole() {
+                if !workers.is_usable() {
                     self.0 = TrainerRanks::OfProcesses(None);
                 }
                 answer
@@ -238,7 +238,7 @@ impl<T: TrainingOperator> fmt::Debug for OperatorTrainer<T> {
     }
 }
 
-/// WorkerProcesses may have gone to another folder.
+/// Workers may have another working folder.
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).map_err(|error| Error::io("find", path, error))
 }

@@ -21,7 +21,7 @@ pub(super) const JOB: &str = "operator_trainer";
 pub(super) struct WorkerProcesses {
     events: Receiver<(usize, WorkerEvent)>,
     /// Whether all answer.
-    are_whole: bool,
+    is_usable: bool,
     processes: RankProcesses,
 }
 
@@ -55,7 +55,7 @@ impl WorkerProcesses {
         }
         let mut workers = Self {
             events,
-            are_whole: true,
+            is_usable: true,
             processes,
         };
         workers.call(&Command::Setup(operator_name::<T>(), bytes))?;
@@ -66,13 +66,13 @@ impl WorkerProcesses {
     /// first: others that lose it in a collective say so by errors of their own.
     pub(super) fn call(&mut self, command: &Command) -> Result<Answer> {
         let answer = self.answer(command);
-        self.are_whole &= answer.is_ok() || command.can_fail_alike();
+        self.is_usable &= answer.is_ok() || command.is_recoverable();
         answer
     }
 
     /// Whether they can be called again.
-    pub(super) fn are_whole(&self) -> bool {
-        self.are_whole
+    pub(super) fn is_usable(&self) -> bool {
+        self.is_usable
     }
 
     fn answer(&mut self, command: &Command) -> Result<Answer> {
@@ -103,12 +103,12 @@ impl WorkerProcesses {
                 }
                 // One that has answered why may end.
                 Some((rank, WorkerEvent::Closed)) if answers[rank].is_none() => {
-                    self.are_whole = false;
+                    self.is_usable = false;
                     return Err(self.processes.failure(rank));
                 }
                 Some((_, WorkerEvent::Closed)) => {}
                 None => {
-                    self.are_whole = false;
+                    self.is_usable = false;
                     break;
                 }
             }
@@ -165,7 +165,7 @@ fn serve_commands<T: TrainingOperator>(
             Err(error) => WorkerAnswer::Failed(Failure::of(error)),
         };
         if let (Err(error), Some(runner)) = (&outcome, &runner)
-            && !command.can_fail_alike()
+            && !command.is_recoverable()
         {
             let group = runner.worker.accelerator.group();
             group.abort(format!("it returned an error: {error:?}"));
@@ -173,7 +173,7 @@ fn serve_commands<T: TrainingOperator>(
         send_to_parent(&answer)?;
         match (outcome, &command) {
             (Ok(_), Command::Shutdown) => return Ok(()),
-            (Err(error), _) if !command.can_fail_alike() => return Err(error),
+            (Err(error), _) if !command.is_recoverable() => return Err(error),
             _ => {}
         }
     }

@@ -8,7 +8,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
-use super::{Callbacks, ComputeLoss, ComputeMetrics, Held, TrainData, Trainer, optimizer};
+use super::{Callbacks, ComputeLoss, ComputeMetrics, TrainData, Trainer, optimizer};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
@@ -20,7 +20,8 @@ use crate::train::arguments::{
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
-use crate::train::state::{Figures, TrainerState};
+use crate::train::model_cell::ModelCell;
+use crate::train::state::{Metrics, TrainerState};
 use accelerator_plan::TailPolicy;
 
 /// Builds a [`Trainer`]; see [`Trainer::builder`].
@@ -126,7 +127,7 @@ where
         metrics: impl Fn(P) -> R + 'static,
     ) -> Self {
         self.compute_metrics = Some(Arc::new(move |outputs| {
-            Ok(Figures::from_iter(metrics(outputs)))
+            Ok(Metrics::from_iter(metrics(outputs)))
         }));
         self
     }
@@ -238,7 +239,7 @@ where
             console: Console::new(rows),
             ema,
             eval,
-            model: Held::new(model),
+            model: ModelCell::new(model),
             optimizer,
             saved_at: None,
             state: TrainerState::default(),

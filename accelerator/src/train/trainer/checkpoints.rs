@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use accelerator_manifest::Folder;
 use burn::module::Module;
 
-use super::{Held, TrainData, Trainer};
+use super::{TrainData, Trainer};
 use crate::accelerator::Tensors;
 use crate::checkpoint::{Checkpoints, Object, Position, Saved};
 use crate::core::error::{Error, Result};
 use crate::ema::Ema;
 use crate::train::arguments::ResumeFrom;
 use crate::train::callback::TrainerCallback;
+use crate::train::model_cell::ModelCell;
 
 impl<M, I, O, P> Trainer<M, I, O, P>
 where
@@ -66,19 +67,19 @@ where
         let mut trainer = Self {
             accelerator,
             ema,
-            model: Held::new(model),
+            model: ModelCell::new(model),
             optimizer,
             state,
             // At another number of ranks a batch of all ranks stays as large as it was.
             train: Some(TrainData::new(&self.arguments, loader)),
             ..self
         };
-        trainer.take_up(&folder, &position)?;
+        trainer.restore_state(&folder, &position)?;
         Ok(trainer)
     }
 
     /// What the checkpoint did not know of itself, and what callbacks remember.
-    fn take_up(&mut self, folder: &Path, position: &Position) -> Result<()> {
+    fn restore_state(&mut self, folder: &Path, position: &Position) -> Result<()> {
         let state = &mut self.state;
         if let Some(number) = position.checkpoint()
             && state.best_global_step == Some(state.global_step)
@@ -149,7 +150,7 @@ where
         };
         let accelerator = &self.accelerator;
         let loaded = accelerator.load_model(self.model.get().clone(), &best)?;
-        self.model = Held::new(loaded);
+        self.model = ModelCell::new(loaded);
         if let (Some(ema), Some(decay)) = (&self.ema, self.arguments.ema_decay) {
             let averaged = accelerator.load_model(ema.model().clone(), best.join("model-2"))?;
             self.ema = Some(Ema::new(&averaged, decay));

@@ -10,8 +10,8 @@ use crate::accelerator::{TensorMap, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
 use crate::metric::Mean;
-use crate::train::loss::{Inputs, LossOutput};
-use crate::train::state::Figures;
+use crate::train::loss::Inputs;
+use crate::train::state::{LogEntry, Metrics};
 
 /// Whether outputs are gathered, for the program rather than for its metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -27,15 +27,18 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    pub(super) fn evaluate_as(&self, kind: &str) -> Result<Figures> {
+    /// Evaluates on the evaluation data, and logs what comes of it.
+    pub(super) fn evaluate_and_log(&mut self) -> Result<LogEntry> {
         let Some(loader) = &self.eval else {
             return Err(Error::config(
                 "there is no evaluation data: pass `eval_dataset` to the builder of the trainer",
             ));
         };
-        let mut metrics = self.evaluation(loader, kind, Predictions::Dropped)?.metrics;
+        let mut metrics = self
+            .evaluation(loader, "eval", Predictions::Dropped)?
+            .metrics;
         metrics.push("epoch", self.state.epoch);
-        Ok(metrics)
+        Ok(self.log("eval", metrics))
     }
 
     /// The mean loss over all samples of all ranks, and the program's metrics.
@@ -62,7 +65,7 @@ where
                 batch: &batch,
             };
             let output = accelerator.forward(&valid, |model| (self.compute_loss)(model, &inputs));
-            loss.update_with(output.loss.clone(), items(&output, &inputs));
+            loss.update_with(output.loss.clone(), output.count(&batch));
             if gathers {
                 outputs.add(accelerator.gather_for_metrics(output.outputs, &batch)?)?;
             }
@@ -70,7 +73,7 @@ where
         }
         let loss = accelerator.reduce_metric(loss)?;
         let outputs = outputs.joined()?;
-        let mut metrics = Figures::default();
+        let mut metrics = Metrics::default();
         metrics.push(format!("{kind}_loss"), loss.value());
         if let Some(outputs) = &outputs {
             for (name, value) in self.program_metrics(outputs)?.iter() {
@@ -135,24 +138,15 @@ where
     }
 
     /// Rank 0's, on every rank.
-    fn program_metrics(&self, outputs: &P) -> Result<Figures> {
+    fn program_metrics(&self, outputs: &P) -> Result<Metrics> {
         let Some(compute) = &self.compute_metrics else {
-            return Ok(Figures::default());
+            return Ok(Metrics::default());
         };
         let context = &self.accelerator.shared.context;
         let mine = context.on_main("compute metrics", || compute(outputs.clone()))?;
         let group = self.accelerator.group().for_purpose("tell the metrics");
         let told = group.broadcast_object(mine.as_ref(), 0)?;
         Ok(told)
-    }
-}
-
-/// Over how many of this rank's items the loss of a batch is a mean; none of an idle one.
-fn items<O, P>(output: &LossOutput<P>, inputs: &Inputs<'_, O>) -> usize {
-    match output.items {
-        Some(items) if !inputs.is_idle() => items,
-        Some(_) => 0,
-        None => inputs.real(),
     }
 }
 
@@ -172,12 +166,12 @@ fn prefixed(kind: &str, name: &str) -> String {
 struct OutputRows<P> {
     /// Those of the first batch, for their structure.
     first: Option<P>,
-    /// What is in the place of each of its tensors.
-    places: Vec<Place>,
+    /// The rows of each of its tensors.
+    columns: Vec<Column>,
 }
 
 /// The rows of one tensor.
-struct Place {
+struct Column {
     bytes: Vec<u8>,
     dtype: DType,
     shape: Shape,
@@ -187,45 +181,45 @@ impl<P> Default for OutputRows<P> {
     fn default() -> Self {
         Self {
             first: None,
-            places: Vec::new(),
+            columns: Vec::new(),
         }
     }
 }
 
 impl<P: Tensors> OutputRows<P> {
     fn add(&mut self, outputs: P) -> Result<()> {
-        let mut taken = Taken(Vec::new());
+        let mut taken = TakeColumns(Vec::new());
         let outputs = outputs.map_tensors(&mut taken)?;
         if self.first.is_none() {
             self.first = Some(outputs);
-            self.places = taken.0;
+            self.columns = taken.0;
             return Ok(());
         }
-        if taken.0.len() != self.places.len() {
+        if taken.0.len() != self.columns.len() {
             return Err(Error::misuse(
                 "batches have other numbers of outputs: `compute_loss` must return the same structure for each",
             ));
         }
-        for (place, more) in self.places.iter_mut().zip(taken.0) {
-            place.bytes.extend(more.bytes);
-            place.shape[0] += more.shape[0];
+        for (column, more) in self.columns.iter_mut().zip(taken.0) {
+            column.bytes.extend(more.bytes);
+            column.shape[0] += more.shape[0];
         }
         Ok(())
     }
 
     fn joined(self) -> Result<Option<P>> {
-        let mut joined = Joined(self.places.into_iter());
+        let mut joined = Joined(self.columns.into_iter());
         let first = self.first.map(|first| first.map_tensors(&mut joined));
         first.transpose()
     }
 }
 
-struct Taken(Vec<Place>);
+struct TakeColumns(Vec<Column>);
 
-impl TensorMap for Taken {
+impl TensorMap for TakeColumns {
     fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let (bytes, shape, dtype) = tensor.to_data().into_parts();
-        self.0.push(Place {
+        self.0.push(Column {
             bytes: bytes.to_vec(),
             dtype,
             shape,
@@ -234,13 +228,13 @@ impl TensorMap for Taken {
     }
 }
 
-struct Joined(std::vec::IntoIter<Place>);
+struct Joined(std::vec::IntoIter<Column>);
 
 impl TensorMap for Joined {
     fn map<const D: usize, K: Basic>(&mut self, first: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = first.device();
         Ok(match self.0.next() {
-            Some(Place {
+            Some(Column {
                 bytes,
                 dtype,
                 shape,

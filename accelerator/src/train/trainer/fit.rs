@@ -13,9 +13,9 @@ use crate::train::arguments::SaveStrategy;
 use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
 use crate::train::loss::Inputs;
-use crate::train::state::{Figures, LogEntry};
+use crate::train::state::{LogEntry, Metrics};
 
-/// What comes behind the batches of an epoch.
+/// What follows an epoch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
     /// With this training: its last update is done, or something asked for the end.
@@ -84,7 +84,7 @@ where
         }
         let output = self.output(data, since, before);
         self.hook(|callback, at, _| callback.on_train_end(at))?;
-        self.console.ended(&self.accelerator, &output);
+        self.console.on_train_end(&self.accelerator, &output);
         Ok(output)
     }
 
@@ -95,7 +95,7 @@ where
             if !self.accelerator.sync_gradients() {
                 continue;
             }
-            self.console.stepped(&self.state);
+            self.console.on_step_end(&self.state);
             let control = self.hook(|callback, at, control| callback.on_step_end(at, control))?;
             let due = data.flow.after_update(self.state.global_step);
             let control = self.log_and_evaluate(due, control)?;
@@ -129,10 +129,7 @@ where
         } = self;
         let inputs = Inputs { accelerator, batch };
         let output = accelerator.forward(self.model.get(), |model| compute_loss(model, &inputs));
-        let weight = match output.items {
-            Some(items) => batch.with_weight(items as f64),
-            None => batch.weight(),
-        };
+        let weight = output.weight(batch);
         let mut gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
         let rate = data.flow.schedule.rate(optimizer.steps());
         if !gradients.is_accumulating() {
@@ -160,10 +157,10 @@ where
     fn log_and_evaluate(&mut self, due: Due, control: TrainerControl) -> Result<TrainerControl> {
         let mut control = control;
         if due.log || control.should_log {
-            control = control.and(self.log_losses()?);
+            control = control.or(self.log_losses()?);
         }
         if due.evaluate || control.should_evaluate {
-            control = control.and(self.evaluate_now()?);
+            control = control.or(self.evaluate_now()?);
         }
         Ok(control)
     }
@@ -175,7 +172,7 @@ where
         control: TrainerControl,
     ) -> Result<TrainerControl> {
         match due.save || control.should_save {
-            true => Ok(control.and(self.save(data)?)),
+            true => Ok(control.or(self.save(data)?)),
             false => Ok(control),
         }
     }
@@ -186,28 +183,27 @@ where
         let Some(loss) = window.mean() else {
             return Ok(TrainerControl::default());
         };
-        let mut figures = Figures::default();
-        figures.push("loss", loss);
-        for (name, figure) in [
+        let mut metrics = Metrics::default();
+        metrics.push("loss", loss);
+        for (name, metric) in [
             ("grad_norm", self.state.grad_norm),
             ("learning_rate", self.state.learning_rate),
         ] {
-            if let Some(figure) = figure {
-                figures.push(name, figure);
+            if let Some(metric) = metric {
+                metrics.push(name, metric);
             }
         }
-        let entry = self.note("train", figures);
-        self.console.logged(&self.accelerator, &entry);
+        let entry = self.log("train", metrics);
+        self.console.on_log(&self.accelerator, &entry);
         self.hook(|callback, at, control| callback.on_log(at, &entry, control))
     }
 
     /// Evaluates, and finds whether it is the best so far.
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
-        let metrics = self.evaluate_as("eval")?;
-        let entry = self.note("eval", metrics);
-        let metrics = &entry.figures;
+        let entry = self.evaluate_and_log()?;
+        let metrics = &entry.metrics;
         let loss = self.state.last_loss();
-        self.console.evaluated(&self.accelerator, &entry, loss);
+        self.console.on_evaluate(&self.accelerator, &entry, loss);
         let mut control =
             self.hook(|callback, at, control| callback.on_evaluate(at, metrics, control))?;
         let Some(metric) = self.arguments.best_metric() else {
@@ -230,15 +226,15 @@ where
         self.hook(|callback, at, control| callback.on_save(at, &saved, control))
     }
 
-    /// Keeps figures in the state, and sends them to the run.
-    pub(super) fn note(&mut self, kind: &str, figures: Figures) -> LogEntry {
+    /// Adds metrics to the history, and sends them to the run.
+    pub(super) fn log(&mut self, kind: &str, metrics: Metrics) -> LogEntry {
         let entry = LogEntry {
             step: self.state.global_step,
             epoch: self.state.epoch,
-            figures,
+            metrics,
         };
         let prefix = format!("{kind}_");
-        let named = entry.figures.iter();
+        let named = entry.metrics.iter();
         let named = named.map(|(name, value)| (name.strip_prefix(&prefix).unwrap_or(name), value));
         self.accelerator.log(kind, named, entry.step, entry.epoch);
         self.state.log_history.push(entry.clone());
@@ -284,7 +280,7 @@ where
         };
         let share = updates as f64 / data.flow.updates.max(1) as f64;
         let training_loss = self.state.whole.mean().unwrap_or(0.0);
-        let mut metrics = Figures::default();
+        let mut metrics = Metrics::default();
         for (name, value) in [
             ("train_runtime", seconds),
             ("train_samples_per_second", of_all * share / seconds),
@@ -294,7 +290,7 @@ where
         ] {
             metrics.push(name, value);
         }
-        self.note("train", metrics.clone());
+        self.log("train", metrics.clone());
         TrainOutput {
             global_step: self.state.global_step,
             training_loss,

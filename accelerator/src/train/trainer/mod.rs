@@ -22,7 +22,8 @@ use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::flow::Flow;
 use super::loss::{Inputs, IntoLossOutput, LossOutput};
-use super::state::{Figures, TrainerState};
+use super::model_cell::ModelCell;
+use super::state::{Metrics, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
@@ -32,7 +33,7 @@ use crate::optim::{Manual, PreparedOptimizer};
 /// Trains a model by [arguments](TrainingArguments) instead of a loop, as Hugging Face's `Trainer` does, on as many
 /// processes as the program is started on.
 ///
-/// See the [module](super) for how it begins. Behind it:
+/// See the [module](super) for a first program. What else a trainer does:
 ///
 /// ```
 /// use accelerator::train::{Inputs, Trainer, TrainingArguments};
@@ -91,7 +92,7 @@ pub struct Trainer<M, I, O, P> {
     console: Console,
     ema: Option<Ema<M>>,
     eval: Option<PreparedLoader<O>>,
-    model: Held<M>,
+    model: ModelCell<M>,
     optimizer: PreparedOptimizer<Manual>,
     /// The update after which the last checkpoint was saved.
     saved_at: Option<u64>,
@@ -116,7 +117,7 @@ impl<O: Send + 'static> TrainData<O> {
 }
 
 type ComputeLoss<M, O, P> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<P>;
-type ComputeMetrics<P> = dyn Fn(P) -> Result<Figures>;
+type ComputeMetrics<P> = dyn Fn(P) -> Result<Metrics>;
 
 struct Callbacks<M> {
     early_stopping: Option<EarlyStopping>,
@@ -140,7 +141,7 @@ pub struct TrainOutput {
     /// The mean of their losses.
     pub training_loss: f64,
     /// `train_runtime` in seconds, `train_samples_per_second`, `train_steps_per_second`, `train_loss`, `epoch`.
-    pub metrics: Figures,
+    pub metrics: Metrics,
 }
 
 /// What a model says of a data set; see [`Trainer::predict`].
@@ -161,7 +162,7 @@ pub struct PredictionOutput<P> {
     /// `None` for a data set without samples.
     pub predictions: Option<P>,
     /// `test_loss` and the program's own metrics, with `test_` before their names.
-    pub metrics: Figures,
+    pub metrics: Metrics,
 }
 
 impl<M, I, O, P> Trainer<M, I, O, P>
@@ -227,9 +228,8 @@ where
     ///
     /// [`Error::is_config`] without evaluation data; those of the program's metrics and its data;
     /// [`Error::is_collective`] when a rank is lost.
-    pub fn evaluate(&mut self) -> Result<Figures> {
-        let metrics = self.evaluate_as("eval")?;
-        Ok(self.note("eval", metrics).figures)
+    pub fn evaluate(&mut self) -> Result<Metrics> {
+        Ok(self.evaluate_and_log()?.metrics)
     }
 
     /// What the model says of each sample of a data set. Every rank calls it, with the same data, and gets the same.
@@ -312,7 +312,7 @@ where
             parameters: self.model.get().num_params(),
         };
         self.console
-            .begun(&self.accelerator, arguments, banner, &self.state);
+            .on_train_begin(&self.accelerator, arguments, banner, &self.state);
     }
 
     /// Samples of an update, over all ranks.
@@ -347,30 +347,4 @@ where
 fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(Error::other)?;
     std::fs::write(path, text + "\n").map_err(|error| Error::io("write", path, error))
-}
-
-/// A model that steps replace: they take it, so that the optimizer updates it where it lies.
-pub(super) struct Held<M>(Option<M>);
-
-impl<M> Held<M> {
-    pub(super) fn new(model: M) -> Self {
-        Self(Some(model))
-    }
-
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
-    pub(super) fn get(&self) -> &M {
-        self.0.as_ref().expect("a model")
-    }
-
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
-    pub(super) fn replace(&mut self, by: impl FnOnce(M) -> M) {
-        let model = self.0.take().expect("a model");
-        self.0 = Some(by(model));
-    }
 }
