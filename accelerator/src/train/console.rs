@@ -34,7 +34,7 @@ pub(super) enum TableRows {
 pub(super) struct Banner {
     pub(super) samples: u64,
     pub(super) epochs: u64,
-    pub(super) batch: usize,
+    pub(super) batch: u64,
     /// Of an update, over all ranks.
     pub(super) total_batch: u64,
     pub(super) accumulation: usize,
@@ -65,7 +65,7 @@ impl Console {
         for (name, number) in [
             ("Num examples", banner.samples),
             ("Num Epochs", banner.epochs),
-            ("Instantaneous batch size per device", banner.batch as u64),
+            ("Instantaneous batch size per device", banner.batch),
             (
                 "Total train batch size (w. parallel, distributed & accumulation)",
                 banner.total_batch,
@@ -83,6 +83,9 @@ impl Console {
                 "  Resuming training from checkpoint with epoch {} and global step {}",
                 state.epoch, state.global_step
             );
+        }
+        if state.global_step >= banner.updates {
+            let _ = writeln!(text, "  Nothing is left to train");
         }
         accelerator.print(text.trim_end());
         #[cfg(feature = "progress")]

@@ -76,7 +76,7 @@
 //! ```
 //! use accelerator::prelude::*;
 //! use accelerator::train::{
-//!     BatchOf, CriterionOutputs, EpochInfo, Figures, IntoLossOutput, Meter, OperatorTrainer, OperatorWorker,
+//!     BatchOf, CriterionOutputs, EpochInfo, Metrics, IntoLossOutput, Meter, OperatorTrainer, OperatorWorker,
 //!     Registered, RegisteredData, RegisteredModel, RegisteredModels, Setup, StepInfo, TrainBatches, TrainingOperator,
 //! };
 //! use burn::lr_scheduler::constant::ConstantLr;
@@ -115,7 +115,7 @@
 //!         worker: &mut OperatorWorker<Self>,
 //!         batches: &mut TrainBatches<'_, BatchOf<Self>>,
 //!         info: &EpochInfo,
-//!     ) -> Result<Figures> {
+//!     ) -> Result<Metrics> {
 //!         assert_eq!((info.epoch_idx, info.num_steps), (self.epochs, None));
 //!         self.epochs += 1;
 //!         let mut meter = Meter::new();
@@ -138,10 +138,10 @@
 //!         worker: &mut OperatorWorker<Self>,
 //!         batch: &Batch<Tensor<2>>,
 //!         info: &StepInfo,
-//!     ) -> Result<Figures> {
+//!     ) -> Result<Metrics> {
 //!         assert!(info.batch_idx < 2 && info.epoch_idx <= self.epochs && worker.config < 1.0);
 //!         let loss = worker.models.loss(&worker.accelerator, batch)?;
-//!         Ok(Figures::from_iter([("val_loss", loss.into_scalar::<f64>())]))
+//!         Ok(Metrics::from_iter([("val_loss", loss.into_scalar::<f64>())]))
 //!     }
 //!
 //!     fn state_dict(&self) -> Result<serde_json::Value> {

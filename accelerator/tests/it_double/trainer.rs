@@ -283,6 +283,71 @@ fn a_training_goes_on_where_it_was() {
     }
 }
 
+#[test]
+fn a_training_that_begins_leaves_the_checkpoints_of_another_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = TrainingArguments {
+        output_dir: folder.path().into(),
+        resume_from_checkpoint: ResumeFrom::Auto,
+        save_strategy: SaveStrategy::Epoch,
+        ..arguments()
+    };
+    // There is none yet.
+    train(&arguments, 20);
+    let accelerator = || {
+        arguments
+            .accelerator()
+            .dtype(FloatDType::F64)
+            .build()
+            .unwrap()
+    };
+    let accelerator = accelerator();
+    arguments.resume_from_checkpoint = ResumeFrom::No;
+    let refused = builder(&accelerator, &arguments, 20).build().unwrap_err();
+    assert!(refused.is_config());
+    assert!(
+        refused
+            .to_string()
+            .contains("checkpoints of another training"),
+        "{refused}"
+    );
+    assert_eq!(checkpoints(folder.path()), [5]);
+    arguments.num_train_epochs = 2.0;
+    arguments.resume_from_checkpoint = ResumeFrom::Auto;
+    let (_, output) = train(&arguments, 20);
+    assert_eq!(output.global_step, 10);
+}
+
+#[test]
+fn a_best_checkpoint_that_is_gone_fails_before_the_first_update() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = TrainingArguments {
+        eval_strategy: IntervalStrategy::Epoch,
+        // The first one is the best.
+        greater_is_better: Some(true),
+        load_best_model_at_end: true,
+        num_train_epochs: 2.0,
+        output_dir: folder.path().into(),
+        save_strategy: SaveStrategy::Epoch,
+        ..arguments()
+    };
+    let (trainer, _) = train(&arguments, 20);
+    let best = trainer.state().best_model_checkpoint.clone().unwrap();
+    assert_eq!(trainer.state().best_global_step, Some(5));
+    std::fs::remove_dir_all(best).unwrap();
+    arguments.resume_from_checkpoint = ResumeFrom::Newest;
+    let accelerator = arguments
+        .accelerator()
+        .dtype(FloatDType::F64)
+        .build()
+        .unwrap();
+    let error = builder(&accelerator, &arguments, 20).build().unwrap_err();
+    assert!(
+        error.to_string().contains("load_best_model_at_end"),
+        "{error}"
+    );
+}
+
 struct FailAt(u64);
 
 impl<M> TrainerCallback<M> for FailAt {
@@ -409,7 +474,10 @@ fn ranks_with_other_arguments_are_told() {
             Ok(built.unwrap_err().to_string())
         });
     for error in errors.unwrap() {
-        assert!(error.contains("the arguments of a trainer"), "{error}");
+        assert!(
+            error.contains("`learning_rate` differs between ranks"),
+            "{error}"
+        );
     }
 }
 

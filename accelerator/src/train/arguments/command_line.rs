@@ -94,9 +94,13 @@ fn flag(argument: &Argument, default: &Value) -> Arg {
             .value_delimiter(',')
             .value_name("WORD")
             .help(help),
-        Value::Null => arg.value_name("VALUE").help(help),
+        Value::Null => arg
+            .allow_negative_numbers(true)
+            .value_name("VALUE")
+            .help(help),
         Value::Object(_) => arg.value_name("JSON").help(help),
         Value::Number(number) => arg
+            .allow_negative_numbers(true)
             .value_name("N")
             .help(format!("{help} [default: {number}]")),
         Value::String(word) => arg
@@ -136,7 +140,7 @@ mod tests {
         let parsed = parse(
             "--data-dir d --per-device-train-batch-size 64 --learning_rate 1e-3 --bf16 --eval-strategy epoch \
              --report-to csv,tensorboard --resume-from-checkpoint a/b --greater-is-better false --disable-tqdm True \
-             --seed 1 --seed 42",
+             --seed 1 --seed 42 --max-steps -1",
         )
         .unwrap();
         let expected = TrainingArguments {

@@ -211,6 +211,10 @@ impl Contradictions {
         self.expect(a.momentum == 0.0 || a.optim == OptimizerName::Sgd, || {
             format!("momentum is set with optim {}: it is for sgd", a.optim)
         });
+        for (at, word) in a.report_to.iter().enumerate() {
+            let is_first = !a.report_to[..at].contains(word);
+            self.expect(is_first, || format!("report_to has {word} twice"));
+        }
         let has_mlflow = cfg!(feature = "mlflow");
         self.expect(
             has_mlflow || !a.report_to.contains(&ReportTo::Mlflow),

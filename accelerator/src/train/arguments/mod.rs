@@ -114,7 +114,7 @@ arguments! {
         save_steps: f64 = 500.0,
         /// How many checkpoints to keep, beside the best one [default: all].
         save_total_limit: Option<usize> = None,
-        /// Go on from the newest checkpoint of `output_dir`, or from that of a path.
+        /// Go on from the newest checkpoint of `output_dir` (auto: if there is one), or from that of a path.
         resume_from_checkpoint: ResumeFrom = ResumeFrom::No,
         /// End with the weights of the best checkpoint.
         load_best_model_at_end: bool = false,
@@ -143,7 +143,7 @@ arguments! {
         /// Fail at a loss that is NaN or infinite.
         stop_at_non_finite_loss: bool = false,
 
-        /// Where the run goes: run (the folder `runs`), csv, tensorboard, mlflow.
+        /// Where the run goes: none, run (the folder `runs`), csv, tensorboard, mlflow.
         report_to: Vec<ReportTo> = Vec::new(),
         /// The name of the run [default: that of output_dir].
         run_name: Option<String> = None,
@@ -192,6 +192,7 @@ words! {
 words! {
     /// Where a training is recorded. Each begins a run in the folder `runs`.
     pub enum ReportTo: "report_to" {
+        None = "none",
         Run = "run",
         Csv = "csv",
         TensorBoard = "tensorboard",
@@ -199,8 +200,8 @@ words! {
     }
 }
 
-/// Whether a training goes on from a checkpoint: `true`, `false` or a path. A job that was restarted goes on in any
-/// case.
+/// Whether a training goes on from a checkpoint: `true`, `false`, `auto` or a path. A job that the launcher restarts goes
+/// on in any case.
 ///
 /// ```
 /// use accelerator::train::{ResumeFrom, TrainingArguments};
@@ -209,6 +210,8 @@ words! {
 /// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::No);
 /// arguments.set("resume_from_checkpoint", "true")?;
 /// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Newest);
+/// arguments.set("resume_from_checkpoint", "auto")?;
+/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Auto);
 /// arguments.set("resume_from_checkpoint", "out/checkpoint-000002")?;
 /// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Path("out/checkpoint-000002".into()));
 /// # Ok::<(), accelerator::Error>(())
@@ -219,6 +222,8 @@ pub enum ResumeFrom {
     /// It begins anew.
     #[default]
     No,
+    /// From the newest good checkpoint of `output_dir`, if there is one: for a job that an engine starts again.
+    Auto,
     /// From the newest good checkpoint of `output_dir`, which must be there.
     Newest,
     /// From that checkpoint, or the newest one of that folder.
@@ -237,6 +242,7 @@ impl From<ResumeWord> for ResumeFrom {
         match word {
             ResumeWord::Flag(false) => Self::No,
             ResumeWord::Flag(true) => Self::Newest,
+            ResumeWord::Path(path) if path.as_os_str() == "auto" => Self::Auto,
             ResumeWord::Path(path) => Self::Path(path),
         }
     }
@@ -246,6 +252,7 @@ impl From<ResumeFrom> for ResumeWord {
     fn from(from: ResumeFrom) -> Self {
         match from {
             ResumeFrom::No => Self::Flag(false),
+            ResumeFrom::Auto => Self::Path("auto".into()),
             ResumeFrom::Newest => Self::Flag(true),
             ResumeFrom::Path(path) => Self::Path(path),
         }
@@ -323,7 +330,7 @@ impl ReportTo {
     /// What a run is delivered to; the run itself is always there.
     fn tracker(self) -> Option<crate::Tracker> {
         match self {
-            Self::Run => None,
+            Self::None | Self::Run => None,
             Self::Csv => Some(crate::Tracker::Csv),
             Self::TensorBoard => Some(crate::Tracker::TensorBoard),
             #[cfg(feature = "mlflow")]

@@ -1,7 +1,8 @@
 use core::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use accelerator_manifest::Folder;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::module::Module;
@@ -10,13 +11,13 @@ use burn::tensor::Device;
 
 use super::{Callbacks, ComputeLoss, ComputeMetrics, TrainData, Trainer, optimizer};
 use crate::accelerator::{Accelerator, Tensors};
-use crate::core::agreement;
+use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Result};
 use crate::data::{Loader, LoaderBuilder};
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer, Sharded};
 use crate::train::arguments::{
-    EvalData, SaveStrategy, TrainSamplingStrategy, TrainingArguments, check,
+    EvalData, ResumeFrom, SaveStrategy, TrainSamplingStrategy, TrainingArguments, check,
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
@@ -156,8 +157,9 @@ where
     ///
     /// # Errors
     ///
-    /// The same on every rank: [`Error::is_config`] for arguments that contradict, all at once, or a checkpoint to go on
-    /// from that is not there; [`Error::is_misuse`] where ranks have other arguments; those of
+    /// The same on every rank: [`Error::is_config`] for arguments that contradict, all at once, a checkpoint to go on from
+    /// that is not there, or an `output_dir` with checkpoints of another training; [`Error::is_io`] where it cannot be
+    /// written; [`Error::is_misuse`] where ranks have other arguments; those of
     /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build), [`Accelerator::prepare`] and
     /// [`Accelerator::resume`].
     pub fn build(self) -> Result<Trainer<M, I, O, P>> {
@@ -184,15 +186,18 @@ where
             Some(accelerator) => accelerator,
             None => arguments.accelerator().build()?,
         };
-        agreement::check(
-            accelerator.group(),
-            "the arguments of a trainer",
-            &serde_json::to_string(&arguments).map_err(Error::other)?,
-        )?;
+        let terms = arguments.to_map()?.into_iter();
+        let terms: Vec<_> = terms
+            .map(|(name, value)| Term::new(format!("the argument `{name}`"), value))
+            .collect();
+        agreement::check_all(accelerator.group(), &terms)?;
+        let resumes = resume_folder(&arguments, &accelerator);
         if self.train.is_some() && arguments.save_strategy != SaveStrategy::No {
             let folder = &arguments.output_dir;
             let context = &accelerator.shared.context;
-            context.on_main("prepare the folder of checkpoints", || check_folder(folder))?;
+            context.on_main("prepare the folder of checkpoints", || {
+                check_folder(folder, resumes.is_some())
+            })?;
         }
         accelerator.set_accumulation_steps(arguments.gradient_accumulation_steps)?;
         let stopping = arguments
@@ -215,6 +220,11 @@ where
         let train = match self.train {
             Some(dataset) => {
                 let loader = accelerator.prepare(train_loader(&arguments, &collator, dataset))?;
+                // At another number of ranks, a batch of all ranks stays as large as it was.
+                let loader = match &resumes {
+                    Some(folder) => accelerator.resume_loader(folder, loader)?,
+                    None => loader,
+                };
                 Some(TrainData::new(&arguments, loader))
             }
             None => None,
@@ -247,7 +257,7 @@ where
             was_preempted: false,
             watches: false,
         };
-        let trainer = trainer.resumed()?;
+        let trainer = trainer.resumed(resumes)?;
         trainer.check_metric()?;
         Ok(trainer)
     }
@@ -263,12 +273,30 @@ where
     }
 }
 
-/// Whether checkpoints can be written there: said before the first update, and not at the first save.
-fn check_folder(folder: &Path) -> Result<()> {
+/// Where the checkpoint is looked for that the arguments or a restart ask for.
+fn resume_folder(arguments: &TrainingArguments, accelerator: &Accelerator) -> Option<PathBuf> {
+    match &arguments.resume_from_checkpoint {
+        ResumeFrom::Path(path) => Some(path.clone()),
+        ResumeFrom::Auto | ResumeFrom::Newest => Some(arguments.output_dir.clone()),
+        ResumeFrom::No => (accelerator.restarts() > 0).then(|| arguments.output_dir.clone()),
+    }
+}
+
+/// Whether checkpoints can be written there: said before the first update, and not at the first save. A training that
+/// begins finds none, which a restart would go on from.
+fn check_folder(folder: &Path, resumes: bool) -> Result<()> {
     let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
-    probe
-        .map(drop)
-        .map_err(|error| Error::io("write checkpoints to output_dir", folder, error))
+    probe.map_err(|error| Error::io("write checkpoints to output_dir", folder, error))?;
+    let before = Folder::open(folder)?.checkpoints()?;
+    match before.last() {
+        Some(last) if !resumes => Err(Error::config(format!(
+            "output_dir `{}` has checkpoints of another training, up to {}: go on from them by \
+             resume_from_checkpoint (true or auto), name another folder, or remove them",
+            folder.display(),
+            last.number(),
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn train_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(

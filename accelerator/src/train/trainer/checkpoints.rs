@@ -20,13 +20,10 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Goes on from the checkpoint that the arguments or a restart ask for.
-    pub(super) fn resumed(self) -> Result<Self> {
-        let folder = match &self.arguments.resume_from_checkpoint {
-            ResumeFrom::Path(path) => path.clone(),
-            ResumeFrom::Newest => self.arguments.output_dir.clone(),
-            ResumeFrom::No if self.accelerator.restarts() > 0 => self.arguments.output_dir.clone(),
-            ResumeFrom::No => return Ok(self),
+    /// Goes on from the checkpoint there, if one is asked for.
+    pub(super) fn resumed(self, folder: Option<PathBuf>) -> Result<Self> {
+        let Some(folder) = folder else {
+            return Ok(self);
         };
         let model = self.model.get().clone();
         let Self {
@@ -37,7 +34,7 @@ where
             train,
             ..
         } = self;
-        let Some(TrainData { loader, .. }) = train else {
+        let Some(TrainData { flow, loader }) = train else {
             return Err(Error::config(
                 "resume_from_checkpoint: there is no training data to go on with; pass `train_dataset`",
             ));
@@ -48,17 +45,20 @@ where
                 let (model, optimizer, loader, state) = parts;
                 let parts = (model, optimizer, loader, state, ema);
                 let ((model, optimizer, loader, state, ema), position) =
-                    accelerator.resume(&folder, parts)?;
+                    accelerator.resume(&folder, parts).map_err(unfit)?;
                 ((model, optimizer, loader, state), Some(ema), position)
             }
             None => {
-                let (parts, position) = accelerator.resume(&folder, parts)?;
+                let (parts, position) = accelerator.resume(&folder, parts).map_err(unfit)?;
                 (parts, None, position)
             }
         };
         let (model, optimizer, loader, Object(state)) = parts;
-        let is_asked = self.arguments.resume_from_checkpoint != ResumeFrom::No;
-        if position.is_start() && is_asked {
+        let may_be_absent = matches!(
+            self.arguments.resume_from_checkpoint,
+            ResumeFrom::No | ResumeFrom::Auto
+        );
+        if position.is_start() && !may_be_absent {
             return Err(Error::config(format!(
                 "resume_from_checkpoint: there is no checkpoint in `{}`; leave the argument out to begin anew",
                 folder.display()
@@ -70,11 +70,11 @@ where
             model: ModelCell::new(model),
             optimizer,
             state,
-            // At another number of ranks a batch of all ranks stays as large as it was.
-            train: Some(TrainData::new(&self.arguments, loader)),
+            train: Some(TrainData { flow, loader }),
             ..self
         };
         trainer.restore_state(&folder, &position)?;
+        trainer.check_best()?;
         Ok(trainer)
     }
 
@@ -100,6 +100,22 @@ where
                 callback.restore(remembered)?;
             }
         }
+        Ok(())
+    }
+
+    /// Whether the best checkpoint so far is there to be loaded at the end.
+    fn check_best(&self) -> Result<()> {
+        let best = self.state.best_model_checkpoint.as_deref();
+        let is_wanted = self.arguments.load_best_model_at_end;
+        let context = &self.accelerator.shared.context;
+        context.on_main("find the best checkpoint", || match best {
+            Some(best) if is_wanted && !best.exists() => Err(Error::config(format!(
+                "load_best_model_at_end: the best checkpoint so far, `{}`, is gone: leave the argument out, or put it \
+                 back",
+                best.display()
+            ))),
+            _ => Ok(()),
+        })?;
         Ok(())
     }
 
@@ -156,6 +172,20 @@ where
             self.ema = Some(Ema::new(&averaged, decay));
         }
         Ok(())
+    }
+}
+
+/// A checkpoint of other parts, in the words of arguments.
+fn unfit(error: Error) -> Error {
+    match error.is_checkpoint() {
+        true => {
+            let message = format!(
+                "resume_from_checkpoint: {error}; a training goes on with the model, `optim`, `ema_decay`, \
+                 `sharded_optimizer`, `tail`, `data_seed` and batch size of its checkpoint"
+            );
+            Error::with_source(error.kind(), message, error)
+        }
+        false => error,
     }
 }
 

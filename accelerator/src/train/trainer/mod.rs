@@ -17,7 +17,7 @@ use burn::module::Module;
 use serde::Serialize;
 
 pub use self::build::TrainerBuilder;
-use super::arguments::TrainingArguments;
+use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::flow::Flow;
@@ -302,10 +302,11 @@ where
 {
     fn print_banner(&mut self, data: &TrainData<O>) {
         let arguments = &self.arguments;
+        let ranks = self.accelerator.world_size() as u64;
         let banner = Banner {
             samples: data.loader.samples(),
             epochs: data.flow.epochs,
-            batch: arguments.per_device_train_batch_size,
+            batch: data.loader.global_batch().unwrap_or(0).div_ceil(ranks),
             total_batch: self.batch_of_update(data),
             accumulation: arguments.gradient_accumulation_steps,
             updates: data.flow.updates,
@@ -324,7 +325,11 @@ where
     /// Begins the run that the arguments ask for, or goes on with it.
     fn begin_run(&self) -> Result<()> {
         let arguments = &self.arguments;
-        if arguments.report_to.is_empty() {
+        if arguments
+            .report_to
+            .iter()
+            .all(|word| *word == ReportTo::None)
+        {
             return Ok(());
         }
         let of_folder = || {
