@@ -174,6 +174,7 @@ mod arguments;
 mod callback;
 mod console;
 mod flow;
+mod local_rounds;
 mod loss;
 mod model_cell;
 mod operator;

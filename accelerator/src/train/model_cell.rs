@@ -20,6 +20,14 @@ impl<M> ModelCell<M> {
         clippy::expect_used,
         reason = "`replace` alone takes it, and puts one back unless it panics"
     )]
+    pub(super) fn get_mut(&mut self) -> &mut M {
+        self.0.as_mut().expect("a model")
+    }
+
+    #[expect(
+        clippy::expect_used,
+        reason = "`replace` alone takes it, and puts one back unless it panics"
+    )]
     pub(super) fn replace(&mut self, by: impl FnOnce(M) -> M) {
         let model = self.0.take().expect("a model");
         self.0 = Some(by(model));

@@ -138,11 +138,11 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
-    /// Notes the loss of an update.
-    pub(super) fn add_loss(&mut self, loss: Option<f64>) {
+    /// Notes the mean loss of some updates.
+    pub(super) fn add_losses(&mut self, loss: Option<f64>, updates: u64) {
         if let Some(loss) = loss {
-            self.window.add(loss);
-            self.whole.add(loss);
+            self.window.add(loss, updates);
+            self.whole.add(loss, updates);
         }
     }
 
@@ -163,9 +163,9 @@ pub(super) struct LossMean {
 }
 
 impl LossMean {
-    fn add(&mut self, loss: f64) {
-        self.sum += loss;
-        self.updates += 1;
+    fn add(&mut self, loss: f64, updates: u64) {
+        self.sum += loss * updates as f64;
+        self.updates += updates;
     }
 
     /// The mean; `None` of none.

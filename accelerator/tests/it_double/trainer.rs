@@ -10,10 +10,11 @@ use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
+use accelerator::prelude::{LoaderBuilder, LocalSgdConfig, LocalTraining as _};
 use accelerator::train::{
-    CallbackContext, Inputs, IntervalStrategy, OptimizerName, ResumeFrom, SaveStrategy,
-    TrainOutput, TrainSamplingStrategy, Trainer, TrainerBuilder, TrainerCallback, TrainerControl,
-    TrainingArguments,
+    CallbackContext, Inputs, IntervalStrategy, LrSchedulerType, OptimizerName, ResumeFrom,
+    SaveStrategy, TrainOutput, TrainSamplingStrategy, Trainer, TrainerBuilder, TrainerCallback,
+    TrainerControl, TrainingArguments,
 };
 use accelerator::{Accelerator, Error, Result};
 
@@ -346,6 +347,65 @@ fn a_best_checkpoint_that_is_gone_fails_before_the_first_update() {
         error.to_string().contains("load_best_model_at_end"),
         "{error}"
     );
+}
+
+/// Ranks step by themselves, and their logs, evaluations and checkpoints are of what they have together.
+#[test]
+fn local_sgd_has_the_bits_of_a_loop_by_hand() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = TrainingArguments {
+        eval_strategy: IntervalStrategy::Epoch,
+        local_sgd_steps: Some(2),
+        logging_strategy: IntervalStrategy::Epoch,
+        lr_scheduler_type: LrSchedulerType::Constant,
+        num_train_epochs: 2.0,
+        output_dir: folder.path().into(),
+        save_strategy: SaveStrategy::Epoch,
+        ..arguments()
+    };
+    // Three steps an epoch, the last one of two samples: an average ends each.
+    let by_hand = arguments
+        .accelerator()
+        .dtype(FloatDType::F64)
+        .launch(2, |accelerator| {
+            let model = accelerator.init(line);
+            let train = LoaderBuilder::new(Points).batch_size(4).build(points(18));
+            let optimizer = burn::optim::SgdConfig::new().init();
+            let (mut model, mut optimizer, train) =
+                accelerator.prepare((model, optimizer, train))?;
+            let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+            for epoch in 0..2 {
+                for batch in train.epoch(epoch) {
+                    let batch = batch?;
+                    let outputs = model.forward(batch.x.clone());
+                    let loss = (outputs - batch.y.clone()).powi_scalar(2).mean();
+                    let gradients = local.backward(loss, &model, &batch)?.clip_norm(1.0);
+                    model = optimizer.step(0.1, model, gradients);
+                    local.step(&mut model)?;
+                }
+                local.average(&mut model)?;
+            }
+            Ok(model.weight.val().into_data())
+        });
+    let by_arguments = arguments
+        .accelerator()
+        .dtype(FloatDType::F64)
+        .launch(2, |accelerator| {
+            let mut trainer = builder(&accelerator, &arguments, 18).build()?;
+            let output = trainer.train()?;
+            assert_eq!(output.global_step, 6);
+            let losses = [logged(&trainer, "loss"), logged(&trainer, "eval_loss")];
+            Ok((trainer.model().weight.val().into_data(), losses))
+        });
+    let (by_hand, by_arguments) = (by_hand.unwrap(), by_arguments.unwrap());
+    assert_eq!(by_arguments[0], by_arguments[1]);
+    assert_eq!(by_arguments[0].0, by_hand[0]);
+    let [losses, evaluated] = &by_arguments[0].1;
+    assert!(
+        losses[1].1 < losses[0].1 && evaluated[1].1 < evaluated[0].1,
+        "{losses:?} {evaluated:?}"
+    );
+    assert_eq!(checkpoints(folder.path()), [3, 6]);
 }
 
 struct FailAt(u64);

@@ -88,6 +88,7 @@ impl Contradictions {
         for (name, every) in [
             ("early_stopping_patience", a.early_stopping_patience),
             ("check_replicas_steps", a.check_replicas_steps),
+            ("local_sgd_steps", a.local_sgd_steps),
         ] {
             self.expect(every != Some(0), || {
                 format!("{name} is 0; expected at least 1")
@@ -211,6 +212,18 @@ impl Contradictions {
         self.expect(a.momentum == 0.0 || a.optim == OptimizerName::Sgd, || {
             format!("momentum is set with optim {}: it is for sgd", a.optim)
         });
+        for (name, is_set) in [
+            ("sharded_optimizer", a.sharded_optimizer),
+            ("ema_decay", a.ema_decay.is_some()),
+            ("check_replicas_steps", a.check_replicas_steps.is_some()),
+        ] {
+            self.expect(!is_set || a.local_sgd_steps.is_none(), || {
+                format!(
+                    "{name} is set with local_sgd_steps, with which ranks have other weights between averages: \
+                     leave one of them out"
+                )
+            });
+        }
         for (at, word) in a.report_to.iter().enumerate() {
             let is_first = !a.report_to[..at].contains(word);
             self.expect(is_first, || format!("report_to has {word} twice"));

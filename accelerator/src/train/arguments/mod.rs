@@ -82,6 +82,8 @@ arguments! {
         max_grad_norm: f64 = 1.0,
         /// Share the optimizer's state out over the ranks (ZeRO, stage 1).
         sharded_optimizer: bool = false,
+        /// Step each rank by its own gradients, and average the weights after so many updates (local SGD).
+        local_sgd_steps: Option<u64> = None,
         /// Average the weights exponentially with this decay, and evaluate and save the averages.
         ema_decay: Option<f64> = None,
 

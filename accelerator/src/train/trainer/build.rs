@@ -21,6 +21,7 @@ use crate::train::arguments::{
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
+use crate::train::local_rounds::LocalRounds;
 use crate::train::model_cell::ModelCell;
 use crate::train::state::{Metrics, TrainerState};
 use accelerator_plan::TailPolicy;
@@ -249,6 +250,7 @@ where
             console: Console::new(rows),
             ema,
             eval,
+            local: None,
             model: ModelCell::new(model),
             optimizer,
             saved_at: None,
@@ -257,7 +259,11 @@ where
             was_preempted: false,
             watches: false,
         };
-        let trainer = trainer.resumed(resumes)?;
+        let mut trainer = trainer.resumed(resumes)?;
+        if let Some(every) = trainer.arguments.local_sgd_steps {
+            let model = trainer.model.get();
+            trainer.local = Some(LocalRounds::begin(&trainer.accelerator, model, every)?);
+        }
         trainer.check_metric()?;
         Ok(trainer)
     }

@@ -8,6 +8,7 @@ use crate::accelerator::Tensors;
 use crate::core::error::{Error, Result};
 use crate::core::preemption::Preemption;
 use crate::data::Batch;
+use crate::local::LocalTraining as _;
 use crate::optim::StepOutcome;
 use crate::train::arguments::SaveStrategy;
 use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
@@ -79,6 +80,8 @@ where
             let control = self.save_if_due(data, due, control)?;
             stops = end == EpochEnd::EndsTraining || control.should_training_stop;
         }
+        self.share_losses()?;
+        self.average_weights()?;
         if !self.was_preempted {
             self.load_best()?;
         }
@@ -123,6 +126,7 @@ where
             accelerator,
             arguments,
             compute_loss,
+            local,
             optimizer,
             state,
             ..
@@ -130,16 +134,23 @@ where
         let inputs = Inputs { accelerator, batch };
         let output = accelerator.forward(self.model.get(), |model| compute_loss(model, &inputs));
         let weight = output.weight(batch);
-        let mut gradients = accelerator.backward(output.loss, self.model.get(), weight)?;
+        let model = self.model.get();
+        let mut gradients = match local {
+            Some(local) => local.sgd.backward(output.loss, model, weight)?,
+            None => accelerator.backward(output.loss, model, weight)?,
+        };
         let rate = data.flow.schedule.rate(optimizer.steps());
         if !gradients.is_accumulating() {
             state.global_step += 1;
             state.epoch =
                 batch.epoch() as f64 + (batch.step() + 1) as f64 / data.flow.batches as f64;
             state.learning_rate = Some(rate);
-            state.add_loss(gradients.loss());
-            // A norm that is not clipped to is computed for logs alone.
-            let logs = data.flow.may_log(state.global_step, batch.is_last());
+            match local {
+                Some(local) => local.note(&gradients),
+                None => state.add_losses(gradients.loss(), 1),
+            }
+            // A norm that is not clipped to is computed for logs alone; of local SGD each rank has another.
+            let logs = local.is_none() && data.flow.may_log(state.global_step, batch.is_last());
             state.grad_norm = if logs { gradients.norm() } else { None };
             if arguments.max_grad_norm > 0.0 {
                 gradients = gradients.clip_norm(arguments.max_grad_norm);
@@ -147,6 +158,9 @@ where
         }
         self.model
             .replace(|model| optimizer.step(rate, model, gradients));
+        if let Some(local) = local {
+            local.sgd.step(self.model.get_mut())?;
+        }
         if let (Some(ema), StepOutcome::Stepped { .. }) = (&mut self.ema, optimizer.outcome()) {
             ema.update(self.model.get());
         }
@@ -157,9 +171,11 @@ where
     fn log_and_evaluate(&mut self, due: Due, control: TrainerControl) -> Result<TrainerControl> {
         let mut control = control;
         if due.log || control.should_log {
+            self.share_losses()?;
             control = control.or(self.log_losses()?);
         }
         if due.evaluate || control.should_evaluate {
+            self.average_weights()?;
             control = control.or(self.evaluate_now()?);
         }
         Ok(control)
@@ -222,6 +238,8 @@ where
     }
 
     fn save(&mut self, data: &TrainData<O>) -> Result<TrainerControl> {
+        self.share_losses()?;
+        self.average_weights()?;
         let saved = self.save_checkpoint(data)?;
         self.hook(|callback, at, control| callback.on_save(at, &saved, control))
     }

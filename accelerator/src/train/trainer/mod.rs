@@ -4,6 +4,7 @@ mod build;
 mod checkpoints;
 mod evaluation;
 mod fit;
+mod local;
 mod optimizer;
 
 use core::fmt;
@@ -21,6 +22,7 @@ use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::flow::Flow;
+use super::local_rounds::LocalRounds;
 use super::loss::{Inputs, IntoLossOutput, LossOutput};
 use super::model_cell::ModelCell;
 use super::state::{Metrics, TrainerState};
@@ -92,6 +94,7 @@ pub struct Trainer<M, I, O, P> {
     console: Console,
     ema: Option<Ema<M>>,
     eval: Option<PreparedLoader<O>>,
+    local: Option<LocalRounds>,
     model: ModelCell<M>,
     optimizer: PreparedOptimizer<Manual>,
     /// The update after which the last checkpoint was saved.
