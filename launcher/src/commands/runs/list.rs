@@ -211,7 +211,8 @@ fn cells(run: &RunSummary, metrics: &[&str]) -> Vec<String> {
 
 fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
     match key {
-        "age" => b.created_ms.cmp(&a.created_ms),
+        // Of one millisecond, by the order in which a process began them.
+        "age" => (b.created_ms, b.id).cmp(&(a.created_ms, a.id)),
         "name" => a.folder.cmp(&b.folder),
         "status" => a.status.cmp(&b.status),
         "duration" => a.duration_ms().cmp(&b.duration_ms()),
