@@ -94,13 +94,15 @@ fn builder(
         .eval_dataset(points(8))
 }
 
+/// One rank, in f64.
+fn alone(arguments: &TrainingArguments) -> Accelerator {
+    let accelerator = arguments.accelerator().dtype(FloatDType::F64).build();
+    accelerator.unwrap()
+}
+
 /// Trains in f64, on one rank.
 fn train(arguments: &TrainingArguments, count: usize) -> (LineTrainer, TrainOutput) {
-    let accelerator = arguments
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .build()
-        .unwrap();
+    let accelerator = alone(arguments);
     let mut trainer = builder(&accelerator, arguments, count).build().unwrap();
     let output = trainer.train().unwrap();
     (trainer, output)
@@ -169,11 +171,7 @@ fn the_best_checkpoint_is_kept_and_loaded() {
             save_total_limit: Some(limit),
             ..arguments()
         };
-        let accelerator = arguments
-            .accelerator()
-            .dtype(FloatDType::F64)
-            .build()
-            .unwrap();
+        let accelerator = alone(&arguments);
         let mut trainer = builder(&accelerator, &arguments, 24)
             .compute_metrics(told(&[0.1, 0.5, 0.3, 0.2, 0.4, 0.45]))
             .build()
@@ -203,11 +201,7 @@ fn an_early_stop() {
         ..arguments()
     };
     for goes_on in [false, true] {
-        let accelerator = arguments
-            .accelerator()
-            .dtype(FloatDType::F64)
-            .build()
-            .unwrap();
+        let accelerator = alone(&arguments);
         let mut trainer = builder(&accelerator, &arguments, 40)
             .compute_metrics(told(&[0.1, 0.5, 0.5, 0.6, 0.59, 0.58, 0.9, 0.9, 0.9, 0.9]))
             .build()
@@ -238,13 +232,7 @@ fn a_training_goes_on_where_it_was() {
             train_sampling_strategy: TrainSamplingStrategy::Random,
             ..arguments()
         };
-        let accelerator = || {
-            arguments
-                .accelerator()
-                .dtype(FloatDType::F64)
-                .build()
-                .unwrap()
-        };
+        let accelerator = || alone(&arguments);
         let mut undisturbed = builder(&accelerator(), &arguments, 20).build().unwrap();
         undisturbed.train().unwrap();
 
@@ -255,11 +243,7 @@ fn a_training_goes_on_where_it_was() {
             .unwrap();
         assert!(killed.train().unwrap_err().is_other());
         arguments.resume_from_checkpoint = ResumeFrom::Newest;
-        let accelerator = arguments
-            .accelerator()
-            .dtype(FloatDType::F64)
-            .build()
-            .unwrap();
+        let accelerator = alone(&arguments);
         let resumed = builder(&accelerator, &arguments, 20).build();
         let mut resumed = match (resumed, kill_at) {
             (Err(error), 1) => {
@@ -295,13 +279,7 @@ fn a_training_that_begins_leaves_the_checkpoints_of_another_alone() {
     };
     // There is none yet.
     train(&arguments, 20);
-    let accelerator = || {
-        arguments
-            .accelerator()
-            .dtype(FloatDType::F64)
-            .build()
-            .unwrap()
-    };
+    let accelerator = || alone(&arguments);
     let accelerator = accelerator();
     arguments.resume_from_checkpoint = ResumeFrom::No;
     let refused = builder(&accelerator, &arguments, 20).build().unwrap_err();
@@ -337,11 +315,7 @@ fn a_best_checkpoint_that_is_gone_fails_before_the_first_update() {
     assert_eq!(trainer.state().best_global_step, Some(5));
     std::fs::remove_dir_all(best).unwrap();
     arguments.resume_from_checkpoint = ResumeFrom::Newest;
-    let accelerator = arguments
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .build()
-        .unwrap();
+    let accelerator = alone(&arguments);
     let error = builder(&accelerator, &arguments, 20).build().unwrap_err();
     assert!(
         error.to_string().contains("load_best_model_at_end"),
@@ -502,11 +476,7 @@ fn a_metric_that_is_not_there_fails_before_the_first_update() {
         metric_for_best_model: Some("acuracy".to_owned()),
         ..arguments()
     };
-    let accelerator = arguments
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .build()
-        .unwrap();
+    let accelerator = alone(&arguments);
     let error = builder(&accelerator, &arguments, 20)
         .compute_metrics(|_| [("accuracy", 1.0)])
         .build()

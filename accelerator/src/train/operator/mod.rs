@@ -103,7 +103,7 @@ use crate::data::{Batch, Epoch};
 /// impl TrainingOperator for Clipping {
 /// #   type Config = ();
 /// #   type Models = RegisteredModel<Linear, Tensor<2>>;
-/// #   fn setup(_: &Setup<Self>, _: &()) -> Result<Registered<Self>> { unimplemented!() }
+/// #   fn setup(_: &Setup<Self>, _: &()) -> Result<Registered<Self>> { Err(Error::other("not shown")) }
 ///     fn train_batch(
 ///         &mut self,
 ///         worker: &mut OperatorWorker<Self>,

@@ -8,9 +8,9 @@ use burn::tensor::{DType, Shape, Tensor, TensorData};
 use super::{PredictionOutput, Trainer};
 use crate::accelerator::{TensorMap, Tensors};
 use crate::core::error::{Error, Result};
-use crate::data::PreparedLoader;
+use crate::data::{Batch, PreparedLoader};
 use crate::metric::Mean;
-use crate::train::loss::Inputs;
+use crate::train::loss::{Inputs, LossOutput};
 use crate::train::state::{LogEntry, Metrics};
 
 /// Whether outputs are gathered, for the program rather than for its metrics.
@@ -51,20 +51,13 @@ where
         let since = Instant::now();
         let gathers = predictions == Predictions::Kept || self.compute_metrics.is_some();
         let accelerator = &self.accelerator;
-        let valid = match &self.ema {
-            Some(ema) => ema.model().clone(),
-            None => accelerator.valid(self.model.get())?,
-        };
+        let valid = self.valid_model()?;
         let mut loss = Mean::new();
         let mut outputs = OutputRows::default();
         let mut batches = 0_u64;
         for batch in loader.eval() {
             let batch = batch?;
-            let inputs = Inputs {
-                accelerator,
-                batch: &batch,
-            };
-            let output = accelerator.forward(&valid, |model| (self.compute_loss)(model, &inputs));
+            let output = self.compute_loss(&valid, &batch);
             loss.update_with(output.loss.clone(), output.count(&batch));
             if gathers {
                 outputs.add(accelerator.gather_for_metrics(output.outputs, &batch)?)?;
@@ -107,14 +100,7 @@ where
             return Ok(());
         };
         let batch = batch?;
-        let valid = self.accelerator.valid(self.model.get())?;
-        let inputs = Inputs {
-            accelerator: &self.accelerator,
-            batch: &batch,
-        };
-        let output = self
-            .accelerator
-            .forward(&valid, |model| (self.compute_loss)(model, &inputs));
+        let output = self.compute_loss(&self.valid_model()?, &batch);
         let outputs = self
             .accelerator
             .gather_for_metrics(output.outputs, &batch)?;
@@ -135,6 +121,21 @@ where
                 .map(|name| format!(", {name}"))
                 .collect::<String>()
         )))
+    }
+
+    /// The program's loss of a batch, in the precision of the arguments.
+    pub(super) fn compute_loss(&self, model: &M, batch: &Batch<O>) -> LossOutput<P> {
+        let accelerator = &self.accelerator;
+        let inputs = Inputs { accelerator, batch };
+        accelerator.forward(model, |model| (self.compute_loss)(model, &inputs))
+    }
+
+    /// The model that is evaluated, which records no gradients.
+    fn valid_model(&self) -> Result<M> {
+        match &self.ema {
+            Some(ema) => Ok(ema.model().clone()),
+            None => self.accelerator.valid(self.model.get()),
+        }
     }
 
     /// Rank 0's, on every rank.

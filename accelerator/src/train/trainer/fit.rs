@@ -13,7 +13,6 @@ use crate::optim::StepOutcome;
 use crate::train::arguments::SaveStrategy;
 use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
-use crate::train::loss::Inputs;
 use crate::train::state::{LogEntry, Metrics};
 
 /// What follows an epoch.
@@ -122,17 +121,15 @@ where
 
     /// Forward and backward of a batch, and the optimizer's step at the end of a window.
     fn micro_step(&mut self, data: &TrainData<O>, batch: &Batch<O>) -> Result<()> {
+        let output = self.compute_loss(self.model.get(), batch);
         let Self {
             accelerator,
             arguments,
-            compute_loss,
             local,
             optimizer,
             state,
             ..
         } = self;
-        let inputs = Inputs { accelerator, batch };
-        let output = accelerator.forward(self.model.get(), |model| compute_loss(model, &inputs));
         let weight = output.weight(batch);
         let model = self.model.get();
         let mut gradients = match local {
@@ -161,7 +158,10 @@ where
         if let Some(local) = local {
             local.sgd.step(self.model.get_mut())?;
         }
-        if let (Some(ema), StepOutcome::Stepped { .. }) = (&mut self.ema, optimizer.outcome()) {
+        // Asked for the average alone: on a GPU, the outcome waits for the device.
+        if let Some(ema) = &mut self.ema
+            && matches!(optimizer.outcome(), StepOutcome::Stepped { .. })
+        {
             ema.update(self.model.get());
         }
         Ok(())
