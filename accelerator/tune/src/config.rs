@@ -1,0 +1,134 @@
+//! The configuration of a trial.
+
+use std::fmt;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// What one trial is to try: a tree of JSON values, whose leaves have paths such as `optimizer/lr`.
+///
+/// ```
+/// use accelerator_tune::Config;
+///
+/// let config: Config = serde_json::from_str(r#"{"optimizer": {"lr": 0.01}, "layers": 3}"#)?;
+/// assert_eq!(config.parse::<f64>("optimizer/lr")?, 0.01);
+/// assert_eq!(config.parse_or("momentum", 0.9)?, 0.9);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct Config(Map<String, Value>);
+
+impl Config {
+    /// The value at a path, as a type.
+    ///
+    /// # Errors
+    /// [`Error::is_misuse`] where there is none, or it is of another type.
+    pub fn parse<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
+        let Some(value) = self.value(path) else {
+            let known: Vec<_> = self.leaves().into_iter().map(|(path, _)| path).collect();
+            return Err(Error::misuse(format!(
+                "the configuration has no `{path}`; it has {}",
+                match known.is_empty() {
+                    true => "nothing".to_owned(),
+                    false => known.join(", "),
+                }
+            )));
+        };
+        T::deserialize(value).map_err(|error| {
+            Error::misuse(format!("`{path}` of the configuration is {value}: {error}"))
+                .with_source(error)
+        })
+    }
+
+    /// The value at a path, as a type, or `default` where there is none.
+    ///
+    /// # Errors
+    /// [`Error::is_misuse`] where it is of another type.
+    pub fn parse_or<T: DeserializeOwned>(&self, path: &str, default: T) -> Result<T> {
+        match self.value(path) {
+            Some(_) => self.parse(path),
+            None => Ok(default),
+        }
+    }
+
+    /// The whole configuration as a type.
+    ///
+    /// # Errors
+    /// [`Error::is_misuse`] where it does not have the type's fields.
+    pub fn parse_all<T: DeserializeOwned>(&self) -> Result<T> {
+        let value = Value::Object(self.0.clone());
+        T::deserialize(value).map_err(|error| {
+            Error::misuse(format!("the configuration: {error}")).with_source(error)
+        })
+    }
+
+    /// The value at a path.
+    #[must_use]
+    pub fn value(&self, path: &str) -> Option<&Value> {
+        let mut parts = path.split('/');
+        let mut value = self.0.get(parts.next()?)?;
+        for part in parts {
+            value = match value {
+                Value::Object(map) => map.get(part)?,
+                Value::Array(values) => values.get(part.parse::<usize>().ok()?)?,
+                _ => return None,
+            };
+        }
+        Some(value)
+    }
+
+    /// Sets the value at the top of the tree.
+    pub fn insert(&mut self, name: impl Into<String>, value: impl Into<Value>) {
+        self.0.insert(name.into(), value.into());
+    }
+
+    /// Every value that is no table or list, with its path, by path.
+    #[must_use]
+    pub fn leaves(&self) -> Vec<(String, &Value)> {
+        let mut found = Vec::new();
+        for (name, value) in &self.0 {
+            add_leaves(name.clone(), value, &mut found);
+        }
+        found
+    }
+
+    /// The tree itself.
+    #[must_use]
+    pub fn as_map(&self) -> &Map<String, Value> {
+        &self.0
+    }
+}
+
+impl From<Map<String, Value>> for Config {
+    fn from(map: Map<String, Value>) -> Self {
+        Self(map)
+    }
+}
+
+/// As JSON.
+impl fmt::Display for Config {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = serde_json::to_string(&self.0).map_err(|_| fmt::Error)?;
+        formatter.write_str(&text)
+    }
+}
+
+fn add_leaves<'a>(path: String, value: &'a Value, found: &mut Vec<(String, &'a Value)>) {
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            for (name, value) in map {
+                add_leaves(format!("{path}/{name}"), value, found);
+            }
+        }
+        Value::Array(values) if !values.is_empty() => {
+            for (index, value) in values.iter().enumerate() {
+                add_leaves(format!("{path}/{index}"), value, found);
+            }
+        }
+        _ => found.push((path, value)),
+    }
+}

@@ -1,0 +1,74 @@
+//! What a search makes larger or smaller.
+
+use std::cmp::Ordering;
+
+use serde::{Deserialize, Serialize};
+
+/// Whether a larger or a smaller value of a metric is better.
+///
+/// ```
+/// use accelerator_tune::Mode;
+///
+/// assert!(Mode::Max.is_better(0.9, 0.8));
+/// assert!(Mode::Min.is_better(0.1, f64::NAN));
+/// ```
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Smaller is better: a loss.
+    Min,
+    /// Larger is better: an accuracy.
+    Max,
+}
+
+impl Mode {
+    /// Whether `value` is strictly better than `than`. NaN is worse than every number.
+    #[must_use]
+    pub fn is_better(self, value: f64, than: f64) -> bool {
+        self.compare(value, than) == Ordering::Greater
+    }
+
+    /// Orders values from the worst to the best. NaN is the worst.
+    #[must_use]
+    pub fn compare(self, left: f64, right: f64) -> Ordering {
+        match (left.is_nan(), right.is_nan()) {
+            (true, true) => Ordering::Equal,
+            (true, false) => Ordering::Less,
+            (false, true) => Ordering::Greater,
+            (false, false) => {
+                let order = left.partial_cmp(&right).unwrap_or(Ordering::Equal);
+                match self {
+                    Self::Max => order,
+                    Self::Min => order.reverse(),
+                }
+            }
+        }
+    }
+}
+
+/// The metric that a search optimizes, and in which direction.
+///
+/// ```
+/// use accelerator_tune::{Mode, Objective};
+///
+/// let objective = Objective::new("mean_accuracy", Mode::Max);
+/// assert_eq!(objective.metric, "mean_accuracy");
+/// ```
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Objective {
+    /// The metric's name, as trials report it.
+    pub metric: String,
+    /// Its direction.
+    pub mode: Mode,
+}
+
+impl Objective {
+    /// Of that metric.
+    #[must_use]
+    pub fn new(metric: impl Into<String>, mode: Mode) -> Self {
+        Self {
+            metric: metric.into(),
+            mode,
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Who suggests configurations.
+
+use crate::config::Config;
+use crate::error::Result;
+use crate::trial::TrialId;
+
+/// Suggests the configurations that trials try: an ask-and-tell interface.
+///
+/// A search journals every reply. Where it is resumed, the searcher is made anew and the calls are repeated in their order,
+/// so a searcher is deterministic: the same calls get the same replies.
+pub trait Searcher: Send {
+    /// The configuration of the next trial.
+    ///
+    /// # Errors
+    /// Where it cannot say, as one that lives in another process which has ended. That ends the search.
+    fn ask(&mut self, trial: TrialId) -> Result<Suggestion>;
+
+    /// A trial has reported a value of the objective, which may be NaN, and goes on.
+    ///
+    /// # Errors
+    /// See [`ask`](Self::ask).
+    fn report(&mut self, _trial: TrialId, _iteration: u64, _value: f64) -> Result<()> {
+        Ok(())
+    }
+
+    /// A trial has ended.
+    ///
+    /// # Errors
+    /// See [`ask`](Self::ask).
+    fn tell(&mut self, _trial: TrialId, _end: TrialEnd) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether suggestions depend on what trials reported. One that does not is asked ahead of time.
+    fn is_adaptive(&self) -> bool {
+        true
+    }
+}
+
+/// A searcher's reply.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Suggestion {
+    /// Try that.
+    Config(Config),
+    /// There is nothing left to try.
+    Exhausted,
+}
+
+/// How a trial ended, as its searcher learns it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TrialEnd {
+    /// It ran to its end, with this last value of the objective.
+    Completed(f64),
+    /// A scheduler stopped it early, with this last value.
+    Stopped(f64),
+    /// It failed, or never reported a number.
+    Failed,
+}

@@ -1,0 +1,5 @@
+//! Trials.
+
+pub use id::TrialId;
+
+mod id;
