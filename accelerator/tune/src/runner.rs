@@ -1,0 +1,105 @@
+//! What carries trials out: processes, or a simulation.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::Config;
+use crate::error::Result;
+use crate::metrics::Metrics;
+use crate::trial::TrialId;
+
+/// Carries trials out, several at a time. It decides nothing.
+///
+/// No call waits for a trial; what trials do arrives as events.
+pub(crate) trait TrialRunner {
+    /// How many trials can compute at the same time.
+    ///
+    /// More may be started: they take turns, from report to report.
+    fn slots(&self) -> usize;
+
+    /// Starts an attempt at a trial: it runs to its first report.
+    ///
+    /// # Errors
+    /// Where nothing can be started at all. What goes wrong with one trial is an event.
+    fn start(&mut self, start: TrialStart) -> Result<()>;
+
+    /// Tells a trial, which has reported and waits, what to do.
+    fn answer(&mut self, trial: TrialId, answer: Answer) -> Result<()>;
+
+    /// Ends an attempt without waiting for it. None of its events arrives any more.
+    fn kill(&mut self, trial: TrialId);
+
+    /// The next event, waiting for it that long at most.
+    fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>>;
+
+    /// Ends every process, within seconds.
+    fn close(&mut self);
+}
+
+/// An attempt at a trial.
+#[derive(Clone, Debug)]
+pub(crate) struct TrialStart {
+    pub(crate) trial: TrialId,
+    pub(crate) config: Config,
+    /// The trial's folder, which exists.
+    pub(crate) folder: PathBuf,
+    /// Where it goes on.
+    pub(crate) restore: Option<Restore>,
+}
+
+/// A checkpoint to go on from.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct Restore {
+    pub(crate) folder: PathBuf,
+    /// How many iterations were done when it was saved.
+    pub(crate) iteration: u64,
+}
+
+/// What a trial does after a report.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Answer {
+    /// Go on to the next report.
+    Continue,
+    /// Save to that folder, which does not exist yet, and go on.
+    Save(PathBuf),
+    /// Save to that folder and end.
+    Pause(PathBuf),
+    /// End.
+    Stop,
+}
+
+/// What a trial did.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum RunnerEvent {
+    /// Its process runs.
+    Started { trial: TrialId, location: Location },
+    /// It reports after an iteration, counted from 1, and waits for the answer.
+    Reported {
+        trial: TrialId,
+        iteration: u64,
+        metrics: Metrics,
+        /// Seconds since the report before, or since its attempt began to compute.
+        seconds: f64,
+    },
+    /// A checkpoint is complete, on the disk, under its final name.
+    Saved {
+        trial: TrialId,
+        iteration: u64,
+        bytes: u64,
+    },
+    /// It has nothing more to do. Its attempt is over.
+    Ended { trial: TrialId },
+    /// Its attempt is over: the program failed, or its process ended.
+    Failed { trial: TrialId, message: String },
+    /// After [`Answer::Pause`] or [`Answer::Stop`]: its attempt is over, and its slot is free.
+    Left { trial: TrialId },
+}
+
+/// Where a trial runs.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Location {
+    pub(crate) host: String,
+    pub(crate) pid: u32,
+}
