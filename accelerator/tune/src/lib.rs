@@ -2,15 +2,21 @@
 //! bad ones early.
 
 pub use config::Config;
+pub use core::CheckpointSettings;
 pub use error::{Error, Result};
 pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
 pub use searcher::{Searcher, Suggestion, TrialEnd};
+pub use stop::{Plateau, Stop};
 pub use trial::TrialId;
 pub use view::{TrialResult, TrialStatus};
 
 mod config;
+#[allow(dead_code)]
+mod core;
 mod error;
+#[allow(dead_code)]
+mod journal;
 mod metrics;
 mod objective;
 #[allow(dead_code)]
@@ -18,6 +24,7 @@ mod runner;
 #[allow(dead_code)]
 mod scheduler;
 mod searcher;
+mod stop;
 mod trial;
 #[allow(dead_code)]
 mod view;

@@ -42,6 +42,24 @@ pub struct TrialResult {
     pub metrics: Metrics,
 }
 
+impl TrialResult {
+    /// The value of a metric, of those that the search adds too.
+    #[must_use]
+    pub fn value(&self, metric: &str) -> Option<f64> {
+        #[expect(
+            clippy::cast_precision_loss,
+            reason = "fewer than 2^53 iterations or seconds"
+        )]
+        match metric {
+            "training_iteration" => Some(self.training_iteration as f64),
+            "time_this_iter_s" => Some(self.time_this_iter_s),
+            "time_total_s" => Some(self.time_total_s),
+            "timestamp" => Some(self.timestamp as f64),
+            _ => self.metrics.value(metric),
+        }
+    }
+}
+
 /// A trial as tables show it.
 #[derive(Clone, Debug)]
 pub(crate) struct TrialView {

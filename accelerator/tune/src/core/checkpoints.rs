@@ -1,0 +1,131 @@
+//! Which checkpoints are kept.
+//!
+//! None is indispensable: a trial is re-run from the newest one that is left. So pruning costs time at worst.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Branch, CheckpointKey, Core, prefix};
+use crate::trial::TrialId;
+use crate::view::TrialStatus;
+
+/// When trials save, and what is kept on the disk.
+///
+/// Schedulers that pause trials, or copy them, ask for checkpoints besides.
+///
+/// ```
+/// use accelerator_tune::CheckpointSettings;
+///
+/// let settings = CheckpointSettings { frequency: Some(5), keep_best: Some(3), ..Default::default() };
+/// ```
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointSettings {
+    /// A trial saves after every so many iterations.
+    pub frequency: Option<u64>,
+    /// A trial saves when a scheduler or a stop rule ends it.
+    pub at_end: bool,
+    /// How many of its newest checkpoints each trial keeps.
+    pub keep_per_trial: usize,
+    /// Of trials that have ended, so many keep their checkpoints: those with the best values of the objective. All of them
+    /// where it is absent.
+    pub keep_best: Option<usize>,
+    /// How many bytes the checkpoints of a search have at most. Trials that have ended lose theirs first, the worst before
+    /// the others, and then those that are paused. Those of running trials and of the best one stay.
+    pub budget: Option<u64>,
+}
+
+impl Default for CheckpointSettings {
+    fn default() -> Self {
+        Self {
+            frequency: None,
+            at_end: false,
+            keep_per_trial: 1,
+            keep_best: None,
+            budget: None,
+        }
+    }
+}
+
+/// The checkpoints to delete now.
+pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<CheckpointKey> {
+    let pinned = pinned(core);
+    let mut gone = BTreeSet::new();
+    let mut newer: Option<(Branch, usize)> = None;
+    for key in core.checkpoints().keys().rev() {
+        let count = match newer {
+            Some((branch, count)) if branch.trial == key.branch.trial => count,
+            _ => 0,
+        };
+        newer = Some((key.branch, count + 1));
+        if count >= settings.keep_per_trial.max(1) && !pinned.contains(key) {
+            gone.insert(*key);
+        }
+    }
+    let ended = ranked(core, |status| {
+        matches!(status, TrialStatus::Terminated | TrialStatus::Error)
+    });
+    let of = |trial: TrialId| {
+        let keys = core.checkpoints().keys();
+        keys.filter(move |key| key.branch.trial == trial).copied()
+    };
+    if let Some(best) = settings.keep_best {
+        let worse = ended.iter().skip(best);
+        gone.extend(
+            worse
+                .flat_map(|trial| of(*trial))
+                .filter(|key| !pinned.contains(key)),
+        );
+    }
+    if let Some(budget) = settings.budget {
+        let mut bytes: u64 = core
+            .checkpoints()
+            .iter()
+            .filter(|(key, _)| !gone.contains(key))
+            .map(|(_, bytes)| bytes)
+            .sum();
+        let paused = ranked(core, |status| status == TrialStatus::Paused);
+        let worst_first = ended.iter().skip(1).rev().chain(paused.iter().rev());
+        for key in worst_first.flat_map(|trial| of(*trial)) {
+            if bytes <= budget {
+                break;
+            }
+            if !pinned.contains(&key) && gone.insert(key) {
+                bytes -= core.checkpoints()[&key];
+            }
+        }
+    }
+    gone.into_iter().collect()
+}
+
+/// Checkpoints that trials go on from which have not begun.
+fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
+    if !core.rules.shares_prefixes {
+        return BTreeSet::new();
+    }
+    let keys = core.checkpoints().keys().filter(|key| {
+        prefix::is_fork(&core.trials, &core.waiting, key.branch.trial, key.iteration)
+    });
+    keys.copied().collect()
+}
+
+/// Trials of a status, those with the best values first.
+fn ranked(core: &Core, is: impl Fn(TrialStatus) -> bool) -> Vec<TrialId> {
+    let objective = &core.rules.objective;
+    let mut trials: Vec<_> = core
+        .trials
+        .iter()
+        .filter(|trial| is(trial.status))
+        .collect();
+    let value = |best: &Option<crate::view::TrialResult>| {
+        let value = best.as_ref().and_then(|best| best.value(&objective.metric));
+        value.unwrap_or(f64::NAN)
+    };
+    trials.sort_by(|left, right| {
+        objective
+            .mode
+            .compare(value(&right.best), value(&left.best))
+    });
+    trials.into_iter().map(|trial| trial.id).collect()
+}

@@ -1,0 +1,125 @@
+//! What comes into the core, and what goes out.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::Config;
+use crate::searcher::TrialEnd;
+use crate::trial::TrialId;
+use crate::view::TrialResult;
+
+/// What has happened. The journal holds these, in the order in which they were processed.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Event {
+    /// A process carries the search out from here on, with that many slots. Attempts of an earlier one are gone.
+    Opened { slots: usize },
+    /// The searcher's reply to [`Action::Ask`]; `None` where nothing is left to try.
+    Suggested {
+        trial: TrialId,
+        config: Option<Config>,
+    },
+    /// A trial has reported.
+    Reported { trial: TrialId, result: TrialResult },
+    /// A trial has nothing more to do.
+    Ended { trial: TrialId },
+    /// An attempt at a trial has failed.
+    Failed { trial: TrialId, message: String },
+    /// A checkpoint is complete.
+    Saved {
+        checkpoint: CheckpointKey,
+        bytes: u64,
+    },
+    /// A checkpoint is about to be deleted.
+    Deleted { checkpoint: CheckpointKey },
+    /// The last line: nothing is left to do.
+    Finished,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Action {
+    /// The searcher is asked, and the reply is the next event.
+    Ask(TrialId),
+    /// A result counts: the trial's files get it, and the searcher learns of its value.
+    Take { trial: TrialId, result: TrialResult },
+    /// The searcher learns of an end.
+    Tell(TrialId, TrialEnd),
+    /// A line of the decision log.
+    Log(Decision),
+    /// Looked at again: whether the trial is to run, and what it is answered.
+    Revisit(TrialId),
+    /// Every trial has ended.
+    Finish,
+}
+
+/// A decision, which in ordered mode depends on nothing but the configuration and what trials reported.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "decision")]
+pub(crate) enum Decision {
+    /// A trial begins.
+    Start {
+        trial: TrialId,
+        config: Config,
+        /// What it goes on from: a trial whose configuration is the same that far.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        from: Option<Origin>,
+    },
+    /// After a report.
+    Continue { trial: TrialId, iteration: u64 },
+    /// After a report: and a checkpoint is saved.
+    Save { trial: TrialId, iteration: u64 },
+    /// After a report.
+    Pause { trial: TrialId, iteration: u64 },
+    /// A paused trial goes on.
+    Resume { trial: TrialId, iteration: u64 },
+    /// After a report: it goes on as a copy of another, changed.
+    Exploit {
+        trial: TrialId,
+        iteration: u64,
+        from: Origin,
+        config: Config,
+    },
+    /// It has ended.
+    End {
+        trial: TrialId,
+        iteration: u64,
+        why: EndReason,
+    },
+}
+
+/// Why a trial has ended.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum EndReason {
+    /// By itself.
+    Completed,
+    /// A stop rule of the search.
+    StopRule,
+    /// The scheduler.
+    Scheduler,
+    /// It failed more often than it may.
+    Failed,
+}
+
+/// Another trial, and how many of its iterations count.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Origin {
+    pub(crate) trial: TrialId,
+    pub(crate) iteration: u64,
+}
+
+/// Which checkpoint.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub(crate) struct CheckpointKey {
+    pub(crate) branch: Branch,
+    /// How many iterations were done.
+    pub(crate) iteration: u64,
+}
+
+/// A trial with one configuration. Exploiting another gives a trial a new branch.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub(crate) struct Branch {
+    pub(crate) trial: TrialId,
+    /// How often it has exploited another.
+    pub(crate) generation: u32,
+}

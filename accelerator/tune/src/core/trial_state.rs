@@ -1,0 +1,127 @@
+use std::collections::{BTreeSet, VecDeque};
+
+use super::event::{Branch, EndReason, Origin};
+use crate::config::Config;
+use crate::trial::TrialId;
+use crate::view::{TrialResult, TrialStatus};
+
+/// A trial as the core knows it.
+#[derive(Debug)]
+pub(crate) struct TrialState {
+    pub(crate) id: TrialId,
+    pub(crate) status: TrialStatus,
+    /// What it was and is, oldest first; never empty.
+    pub(crate) branches: Vec<BranchState>,
+    /// The virtual time of its next report, while it runs.
+    pub(super) due: u64,
+    /// How many of its iterations are decided about.
+    pub(crate) decided: u64,
+    /// What it did and waits to be decided about.
+    pub(super) pending: Option<Pending>,
+    /// The newest results, as many as stop rules and forks need.
+    pub(super) recent: VecDeque<TrialResult>,
+    pub(crate) last: Option<TrialResult>,
+    pub(crate) best: Option<TrialResult>,
+    pub(crate) failures: u32,
+    pub(crate) error: Option<String>,
+    pub(crate) end: Option<EndReason>,
+}
+
+/// One branch of a trial.
+#[derive(Debug)]
+pub(crate) struct BranchState {
+    pub(crate) config: Config,
+    /// Where it begins: nothing, or a checkpoint of another.
+    pub(crate) origin: Option<(Branch, Origin)>,
+    /// After which iterations a checkpoint was asked for.
+    pub(crate) saves: BTreeSet<u64>,
+}
+
+/// What a running trial did.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Pending {
+    Reported(TrialResult),
+    Ended,
+    Failed,
+}
+
+impl TrialState {
+    pub(super) fn new(id: TrialId, config: Config) -> Self {
+        Self {
+            id,
+            status: TrialStatus::Pending,
+            branches: vec![BranchState::new(config, None)],
+            due: 0,
+            decided: 0,
+            pending: None,
+            recent: VecDeque::new(),
+            last: None,
+            best: None,
+            failures: 0,
+            error: None,
+            end: None,
+        }
+    }
+
+    /// What it is now.
+    pub(crate) fn branch(&self) -> Branch {
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "fewer than 2^32 iterations"
+        )]
+        Branch {
+            trial: self.id,
+            generation: (self.branches.len() - 1) as u32,
+        }
+    }
+
+    pub(crate) fn branch_state(&self) -> &BranchState {
+        #[expect(
+            clippy::expect_used,
+            reason = "it is made with one branch, and loses none"
+        )]
+        self.branches.last().expect("a trial has a branch")
+    }
+
+    pub(super) fn branch_state_mut(&mut self) -> &mut BranchState {
+        #[expect(
+            clippy::expect_used,
+            reason = "it is made with one branch, and loses none"
+        )]
+        self.branches.last_mut().expect("a trial has a branch")
+    }
+
+    pub(crate) fn config(&self) -> &Config {
+        &self.branch_state().config
+    }
+
+    /// Whether it runs, and what it does next is not known yet.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.status == TrialStatus::Running && self.pending.is_none()
+    }
+
+    /// The iteration up to which it has reported, decided about or not.
+    pub(crate) fn reported(&self) -> u64 {
+        match &self.pending {
+            Some(Pending::Reported(result)) => result.training_iteration,
+            _ => self.decided,
+        }
+    }
+}
+
+impl BranchState {
+    pub(super) fn new(config: Config, origin: Option<(Branch, Origin)>) -> Self {
+        Self {
+            config,
+            origin,
+            saves: BTreeSet::new(),
+        }
+    }
+
+    /// The iteration at which it begins.
+    pub(crate) fn start(&self) -> u64 {
+        self.origin
+            .as_ref()
+            .map_or(0, |(_, origin)| origin.iteration)
+    }
+}

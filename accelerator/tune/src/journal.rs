@@ -1,0 +1,252 @@
+//! The journal of a search: a JSON line for each event. It is the truth; all other files follow from it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::core::Event;
+use crate::error::{Error, Kind, Result};
+
+/// The journal's file in a search's folder.
+pub(crate) const JOURNAL: &str = "journal.jsonl";
+
+/// The first line of a journal.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Head {
+    /// Of the format.
+    pub(crate) version: u32,
+    /// Part of the names of trials.
+    pub(crate) id: String,
+    /// Seconds since 1970.
+    pub(crate) created: u64,
+    /// What was asked for.
+    pub(crate) spec: Value,
+}
+
+/// The version of the format.
+pub(crate) const VERSION: u32 = 1;
+
+/// A journal that is being written.
+///
+/// A line is handed to the system before its event takes effect, so it survives the end of this process. It is on the disk
+/// within [`SYNC`], and before anything is done that cannot be undone. A machine that loses power loses the newest
+/// events, and the search repeats what they were about.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    file: File,
+    path: PathBuf,
+    synced: Instant,
+    is_synced: bool,
+}
+
+impl Journal {
+    /// Begins one in a folder that has none.
+    pub(crate) fn create(folder: &Path, head: &Head) -> Result<Self> {
+        let path = folder.join(JOURNAL);
+        // Whoever finds a journal finds its head.
+        let draft = folder.join("journal.new");
+        let mut line = to_line(head)?;
+        line.push(b'\n');
+        let write = || {
+            let mut file = File::create(&draft)?;
+            file.write_all(&line)?;
+            file.sync_all()?;
+            fs::rename(&draft, &path)?;
+            File::open(folder)?.sync_all()
+        };
+        write().map_err(|error| Error::io("write", &path, error))?;
+        Self::append_to(path)
+    }
+
+    /// Goes on with one that was [read](read): what is behind its last intact line is cut off.
+    pub(crate) fn reopen(folder: &Path, intact: u64) -> Result<Self> {
+        let journal = Self::append_to(folder.join(JOURNAL))?;
+        let cut = journal.file.set_len(intact);
+        cut.map_err(|error| Error::io("write", &journal.path, error))?;
+        Ok(journal)
+    }
+
+    /// Appends an event.
+    pub(crate) fn append(&mut self, event: &Event) -> Result<()> {
+        let mut line = to_line(event)?;
+        line.push(b'\n');
+        let written = self.file.write_all(&line);
+        written.map_err(|error| Error::io("write", &self.path, error))?;
+        self.is_synced = false;
+        if self.synced.elapsed() > SYNC {
+            self.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until every line is on the disk.
+    pub(crate) fn sync(&mut self) -> Result<()> {
+        if !self.is_synced {
+            let synced = self.file.sync_data();
+            synced.map_err(|error| Error::io("write", &self.path, error))?;
+            self.is_synced = true;
+        }
+        self.synced = Instant::now();
+        Ok(())
+    }
+
+    fn append_to(path: PathBuf) -> Result<Self> {
+        let file = OpenOptions::new().append(true).open(&path);
+        let file = file.map_err(|error| Error::io("write", &path, error))?;
+        Ok(Self {
+            file,
+            path,
+            synced: Instant::now(),
+            is_synced: true,
+        })
+    }
+}
+
+/// What a journal holds.
+#[derive(Debug)]
+pub(crate) struct Journaled {
+    pub(crate) head: Head,
+    pub(crate) events: Vec<Event>,
+    /// How many bytes its intact lines have.
+    pub(crate) intact: u64,
+}
+
+/// Reads the journal in a folder; `None` where there is none. An incomplete last line, of a process that was killed or a
+/// machine that lost power, is left out.
+pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
+    let path = folder.join(JOURNAL);
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("read", &path, error)),
+    };
+    let mut lines = BufReader::new(file);
+    let mut line = Vec::new();
+    let mut next = |line: &mut Vec<u8>| {
+        line.clear();
+        let bytes = lines.read_until(b'\n', line);
+        bytes.map_err(|error| Error::io("read", &path, error))
+    };
+    let corrupt = |at: u64, error: &serde_json::Error| {
+        let what = format!(
+            "the line at byte {at} of {} is no line of a search's journal of format {VERSION} ({error}); restore it, or remove \
+             the folder and search anew",
+            path.display()
+        );
+        Error::new(Kind::Corrupt, what)
+    };
+    let mut intact = next(&mut line)? as u64;
+    let head: Head = serde_json::from_slice(&line).map_err(|error| corrupt(0, &error))?;
+    if head.version != VERSION {
+        return Err(Error::new(
+            Kind::Corrupt,
+            format!(
+                "{} has format {}; this program knows format {VERSION}",
+                path.display(),
+                head.version
+            ),
+        ));
+    }
+    let mut events = Vec::new();
+    let mut torn: Option<(u64, serde_json::Error)> = None;
+    loop {
+        let bytes = next(&mut line)? as u64;
+        if bytes == 0 {
+            break;
+        }
+        match serde_json::from_slice(&line) {
+            // Lines behind one that is not intact: it was not the last.
+            Ok::<Event, _>(_) if torn.is_some() => {
+                if let Some((at, error)) = &torn {
+                    return Err(corrupt(*at, error));
+                }
+            }
+            Ok(event) if line.ends_with(b"\n") => {
+                events.push(event);
+                intact += bytes;
+            }
+            Ok(_) => break,
+            Err(error) => torn = torn.or(Some((intact, error))),
+        }
+    }
+    Ok(Some(Journaled {
+        head,
+        events,
+        intact,
+    }))
+}
+
+/// How long a line may be on its way to the disk.
+const SYNC: Duration = Duration::from_millis(500);
+
+fn to_line(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| {
+        Error::new(Kind::Io, format!("the journal's line: {error}")).with_source(error)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trial::TrialId;
+
+    fn ended(trial: u32) -> Event {
+        let trial = TrialId::new(trial);
+        Event::Ended { trial }
+    }
+
+    fn begun(folder: &Path) -> Journal {
+        let head = Head {
+            version: VERSION,
+            id: "358bb".to_owned(),
+            created: 0,
+            spec: Value::Null,
+        };
+        let mut journal = Journal::create(folder, &head).unwrap();
+        journal.append(&ended(1)).unwrap();
+        journal.append(&ended(2)).unwrap();
+        journal
+    }
+
+    #[test]
+    fn an_incomplete_last_line_is_cut_off() {
+        for torn in [
+            "{\"ended\":{\"trial\"",
+            "{\"ended\":{\"trial\":3}}",
+            "\0\0\0\n",
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            begun(folder.path());
+            let path = folder.path().join(JOURNAL);
+            let mut file = OpenOptions::new().append(true).open(&path).unwrap();
+            file.write_all(torn.as_bytes()).unwrap();
+            let read_back = read(folder.path()).unwrap().unwrap();
+            assert_eq!(read_back.events, [ended(1), ended(2)], "{torn:?}");
+            let mut journal = Journal::reopen(folder.path(), read_back.intact).unwrap();
+            journal.append(&ended(4)).unwrap();
+            let again = read(folder.path()).unwrap().unwrap();
+            assert_eq!(again.events, [ended(1), ended(2), ended(4)], "{torn:?}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_line_before_others_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        begun(folder.path());
+        let path = folder.path().join(JOURNAL);
+        let text = fs::read_to_string(&path).unwrap();
+        fs::write(&path, text.replacen("\"ended\"", "\"ebded\"", 1)).unwrap();
+        let error = read(folder.path()).unwrap_err();
+        assert!(error.is_corrupt(), "{error}");
+    }
+
+    #[test]
+    fn a_folder_without_a_journal_has_none() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(read(folder.path()).unwrap().is_none());
+    }
+}

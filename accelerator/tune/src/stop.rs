@@ -1,0 +1,274 @@
+//! When a trial has run long enough.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+use crate::objective::{Mode, Objective};
+use crate::trial::TrialId;
+use crate::view::TrialResult;
+
+/// Ends trials: any of its conditions is enough.
+///
+/// In a file it is a table as Ray Tune's `stop`, of metrics and their thresholds: `training_iteration = 100`,
+/// `mean_accuracy = 0.99`, `loss = "<= 0.1"`. A plain number is reached from below; of the objective of a search that
+/// minimizes, from above. The key `plateau` holds a [`Plateau`].
+///
+/// ```
+/// use accelerator_tune::Stop;
+///
+/// let stop = Stop::new()
+///     .iterations(100)
+///     .at_least("mean_accuracy", 0.99)
+///     .when(|_trial, result| result.metrics.value("loss").is_some_and(f64::is_nan));
+/// let same: Stop = serde_json::from_str(r#"{"training_iteration": 100, "mean_accuracy": 0.99}"#)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(try_from = "Map<String, Value>", into = "Map<String, Value>")]
+pub struct Stop {
+    thresholds: Vec<(String, Threshold)>,
+    plateau: Option<Plateau>,
+    closures: Vec<StopFn>,
+}
+
+impl Stop {
+    /// Never.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// After that many iterations.
+    #[must_use]
+    pub fn iterations(self, iterations: u32) -> Self {
+        self.at_least(ITERATION, f64::from(iterations))
+    }
+
+    /// After that many seconds of the trial's own time, at its next report.
+    #[must_use]
+    pub fn seconds(self, seconds: f64) -> Self {
+        self.at_least(TIME_TOTAL, seconds)
+    }
+
+    /// Once the metric is that large.
+    #[must_use]
+    pub fn at_least(mut self, metric: impl Into<String>, value: f64) -> Self {
+        self.thresholds
+            .push((metric.into(), Threshold::AtLeast(value)));
+        self
+    }
+
+    /// Once the metric is that small.
+    #[must_use]
+    pub fn at_most(mut self, metric: impl Into<String>, value: f64) -> Self {
+        self.thresholds
+            .push((metric.into(), Threshold::AtMost(value)));
+        self
+    }
+
+    /// Once a metric does not move any more.
+    #[must_use]
+    pub fn plateau(mut self, plateau: Plateau) -> Self {
+        self.plateau = Some(plateau);
+        self
+    }
+
+    /// Where a closure says so. It depends on nothing but its arguments: it is called again when a search resumes.
+    #[must_use]
+    pub fn when(
+        mut self,
+        stops: impl Fn(TrialId, &TrialResult) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.closures.push(StopFn(Arc::new(stops)));
+        self
+    }
+
+    /// How many results of a trial it looks at.
+    pub(crate) fn window(&self) -> usize {
+        self.plateau.as_ref().map_or(0, |plateau| plateau.results)
+    }
+
+    /// Whether the trial ends. `recent` holds its results up to the window, the newest last.
+    pub(crate) fn is_due(
+        &self,
+        objective: &Objective,
+        trial: TrialId,
+        recent: &[TrialResult],
+    ) -> bool {
+        let Some(result) = recent.last() else {
+            return false;
+        };
+        let reached = self.thresholds.iter().any(|(metric, threshold)| {
+            let Some(value) = result.value(metric) else {
+                return false;
+            };
+            match *threshold {
+                Threshold::AtLeast(least) => value >= least,
+                Threshold::AtMost(most) => value <= most,
+                Threshold::Plain(at) => {
+                    let minimizes = objective.mode == Mode::Min && *metric == objective.metric;
+                    match minimizes {
+                        true => value <= at,
+                        false => value >= at,
+                    }
+                }
+            }
+        });
+        let is_flat = || {
+            let plateau = self.plateau.as_ref();
+            plateau.is_some_and(|plateau| plateau.holds(recent))
+        };
+        let said = || self.closures.iter().any(|stops| (stops.0)(trial, result));
+        reached || is_flat() || said()
+    }
+}
+
+/// A metric that does not move: the standard deviation of its newest values is small.
+///
+/// ```
+/// use accelerator_tune::{Plateau, Stop};
+///
+/// let plateau = Plateau { metric: "loss".into(), std: 0.01, results: 4, grace_period: 4 };
+/// let stop = Stop::new().plateau(plateau);
+/// ```
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plateau {
+    /// The metric.
+    pub metric: String,
+    /// The standard deviation below which it does not move.
+    #[serde(default = "default_std")]
+    pub std: f64,
+    /// How many of the newest values are looked at.
+    #[serde(default = "default_results")]
+    pub results: usize,
+    /// How many iterations a trial has at least.
+    #[serde(default = "default_grace")]
+    pub grace_period: u64,
+}
+
+impl Plateau {
+    fn holds(&self, recent: &[TrialResult]) -> bool {
+        let Some(last) = recent.last() else {
+            return false;
+        };
+        if last.training_iteration < self.grace_period || recent.len() < self.results {
+            return false;
+        }
+        let newest = &recent[recent.len() - self.results..];
+        let Some(values) = newest
+            .iter()
+            .map(|result| result.value(&self.metric))
+            .collect::<Option<Vec<_>>>()
+        else {
+            return false;
+        };
+        #[expect(clippy::cast_precision_loss, reason = "a few values")]
+        let count = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / count;
+        let variance = values
+            .iter()
+            .map(|value| (value - mean).powi(2))
+            .sum::<f64>()
+            / count;
+        variance.sqrt() < self.std
+    }
+}
+
+/// Counted by the search.
+pub(crate) const ITERATION: &str = "training_iteration";
+/// Measured by the search.
+pub(crate) const TIME_TOTAL: &str = "time_total_s";
+const PLATEAU: &str = "plateau";
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Threshold {
+    AtLeast(f64),
+    AtMost(f64),
+    /// In the direction of the objective.
+    Plain(f64),
+}
+
+#[derive(Clone)]
+struct StopFn(Arc<dyn Fn(TrialId, &TrialResult) -> bool + Send + Sync>);
+
+impl fmt::Debug for StopFn {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("closure")
+    }
+}
+
+impl TryFrom<Map<String, Value>> for Stop {
+    type Error = Error;
+
+    fn try_from(table: Map<String, Value>) -> Result<Self> {
+        let mut stop = Self::new();
+        for (metric, value) in table {
+            if metric == PLATEAU {
+                let plateau = serde_json::from_value(value);
+                let plateau =
+                    plateau.map_err(|error| Error::misuse(format!("`stop.plateau`: {error}")))?;
+                stop.plateau = Some(plateau);
+                continue;
+            }
+            let threshold = match &value {
+                Value::Number(number) => number.as_f64().map(Threshold::Plain),
+                Value::String(text) => parse_threshold(text),
+                _ => None,
+            };
+            let threshold = threshold.ok_or_else(|| {
+                Error::misuse(format!(
+                    "`stop.{metric}` is {value}; it is a number, or a text such as \">= 0.99\" or \"<= 0.1\""
+                ))
+            })?;
+            stop.thresholds.push((metric, threshold));
+        }
+        Ok(stop)
+    }
+}
+
+impl From<Stop> for Map<String, Value> {
+    fn from(stop: Stop) -> Self {
+        let mut table = Self::new();
+        for (metric, threshold) in stop.thresholds {
+            let value = match threshold {
+                Threshold::Plain(at) => at.into(),
+                Threshold::AtLeast(at) => format!(">= {at}").into(),
+                Threshold::AtMost(at) => format!("<= {at}").into(),
+            };
+            table.insert(metric, value);
+        }
+        if let Some(plateau) = stop.plateau
+            && let Ok(plateau) = serde_json::to_value(plateau)
+        {
+            table.insert(PLATEAU.to_owned(), plateau);
+        }
+        table
+    }
+}
+
+fn parse_threshold(text: &str) -> Option<Threshold> {
+    let text = text.trim();
+    let (make, number): (fn(f64) -> Threshold, _) = if let Some(number) = text.strip_prefix(">=") {
+        (Threshold::AtLeast, number)
+    } else {
+        (Threshold::AtMost, text.strip_prefix("<=")?)
+    };
+    number.trim().parse().ok().map(make)
+}
+
+fn default_std() -> f64 {
+    0.01
+}
+
+fn default_results() -> usize {
+    4
+}
+
+fn default_grace() -> u64 {
+    4
+}
