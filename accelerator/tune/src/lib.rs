@@ -23,6 +23,8 @@ mod objective;
 mod runner;
 #[allow(dead_code)]
 mod scheduler;
+#[allow(dead_code)]
+mod search;
 mod searcher;
 mod stop;
 mod trial;

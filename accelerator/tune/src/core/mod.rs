@@ -160,6 +160,16 @@ impl Core {
         self.is_finished
     }
 
+    /// The metric of the objective.
+    pub(crate) fn metric(&self) -> &str {
+        &self.rules.objective.metric
+    }
+
+    /// Whether the searcher's reply is the next event.
+    pub(crate) fn is_asking(&self) -> bool {
+        self.is_asking
+    }
+
     /// How many trials there will be, once that is known.
     pub(crate) fn expected(&self) -> Option<usize> {
         self.is_exhausted.then_some(self.trials.len())

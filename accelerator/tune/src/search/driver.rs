@@ -1,0 +1,602 @@
+//! The loop of a search: it carries out what the core decides, and journals what comes of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::{fs, io};
+
+use super::decisions::DecisionLog;
+use crate::config::Config;
+use crate::core::{
+    Action, Branch, CheckpointKey, CheckpointSettings, Core, Decision, Event, TrialState, prunable,
+    result_after,
+};
+use crate::error::{Error, Kind, Result};
+use crate::journal::Journal;
+use crate::metrics::Metrics;
+use crate::runner::{Answer, Location, Restore, RunnerEvent, TrialRunner, TrialStart};
+use crate::searcher::{Searcher, Suggestion};
+use crate::trial::TrialId;
+use crate::view::{TrialResult, TrialStatus};
+
+/// The files of trials.
+pub(crate) trait Files {
+    /// The trial's folder, whether it is there or not.
+    fn path(&self, trial: &TrialState) -> PathBuf;
+
+    /// Makes the trial's folder, where it is not there.
+    fn begin(&mut self, trial: &TrialState) -> Result<()>;
+
+    /// A result counts.
+    fn take(&mut self, trial: &TrialState, result: &TrialResult) -> Result<()>;
+
+    /// A trial has ended, or an attempt at it has failed.
+    fn end(&mut self, trial: &TrialState) -> Result<()>;
+}
+
+/// How far a search may go.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Limits {
+    /// When it pauses.
+    pub(crate) deadline: Option<Instant>,
+    /// How long a trial may take for one iteration.
+    pub(crate) report_timeout: Option<Duration>,
+}
+
+/// Why a search's loop has ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Ending {
+    /// Every trial has ended.
+    Finished,
+    /// It was interrupted, and can be resumed.
+    Interrupted,
+    /// Its time is over. It can be resumed.
+    OutOfTime,
+}
+
+/// A search that runs.
+pub(crate) struct Driver<'a> {
+    pub(crate) core: Core,
+    pub(crate) journal: Journal,
+    pub(crate) decisions: DecisionLog,
+    pub(crate) runner: &'a mut dyn TrialRunner,
+    pub(crate) searcher: &'a mut dyn Searcher,
+    pub(crate) files: &'a mut dyn Files,
+    pub(crate) settings: CheckpointSettings,
+    pub(crate) limits: Limits,
+    pub(crate) attempts: BTreeMap<TrialId, Attempt>,
+    /// Trials that cannot start before a checkpoint is saved.
+    pub(crate) blocked: BTreeSet<TrialId>,
+    pub(crate) closing: Option<Instant>,
+    /// The searcher is still to be asked for this trial.
+    pub(crate) asked: Option<TrialId>,
+}
+
+/// What runs for a trial.
+#[derive(Debug)]
+pub(crate) struct Attempt {
+    /// Whose configuration it has: the trial's branch, or one that it goes back to.
+    branch: Branch,
+    /// The iteration at which it is to save and end: where the next branch begins.
+    until: Option<u64>,
+    state: AttemptState,
+    since: Instant,
+    pub(crate) location: Option<Location>,
+    /// What it loads, until it has reported.
+    restores: Option<CheckpointKey>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum AttemptState {
+    Computing,
+    /// It has reported this iteration, and waits.
+    Waiting(u64),
+    /// It saves what it has after its last iteration, or ends.
+    Leaving,
+}
+
+impl Driver<'_> {
+    /// Carries the search out until it ends. `interrupted` is asked often; `refresh` may draw.
+    pub(crate) fn run(
+        &mut self,
+        interrupted: &dyn Fn() -> u32,
+        refresh: &mut dyn FnMut(&Self) -> Result<()>,
+    ) -> Result<Ending> {
+        if let Some(trial) = self.asked.take() {
+            let config = ask(self.searcher, trial)?;
+            self.happen(Event::Suggested { trial, config })?;
+        }
+        let slots = self.runner.slots();
+        self.happen(Event::Opened { slots })?;
+        let mut ending = Ending::Finished;
+        while !self.core.is_finished() {
+            refresh(self)?;
+            if self.closing.is_none() {
+                let is_over = self.limits.deadline.is_some_and(|at| Instant::now() >= at);
+                if interrupted() > 0 || is_over {
+                    ending = match is_over {
+                        true => Ending::OutOfTime,
+                        false => Ending::Interrupted,
+                    };
+                    self.close()?;
+                }
+            }
+            if let Some(until) = self.closing
+                && (self.attempts.is_empty() || Instant::now() >= until || interrupted() > 1)
+            {
+                break;
+            }
+            self.check_timeouts()?;
+            if let Some(event) = self.runner.next(TICK)? {
+                self.take(event)?;
+            }
+        }
+        if self.core.is_finished() {
+            // Trials that were told to save as they end.
+            let until = Instant::now() + GRACE;
+            while !self.attempts.is_empty() && Instant::now() < until && interrupted() == 0 {
+                if let Some(event) = self.runner.next(TICK)? {
+                    self.take(event)?;
+                }
+            }
+            self.journal.append(&Event::Finished)?;
+            ending = Ending::Finished;
+        }
+        self.journal.sync()?;
+        refresh(self)?;
+        Ok(ending)
+    }
+
+    /// An event takes effect.
+    fn happen(&mut self, event: Event) -> Result<()> {
+        self.journal.append(&event)?;
+        let mut actions = self.core.step(event);
+        loop {
+            let mut asked = None;
+            for action in actions {
+                match action {
+                    Action::Ask(trial) => asked = Some(trial),
+                    action => self.act(action)?,
+                }
+            }
+            let Some(trial) = asked else {
+                return Ok(());
+            };
+            let config = ask(self.searcher, trial)?;
+            let event = Event::Suggested { trial, config };
+            self.journal.append(&event)?;
+            actions = self.core.step(event);
+        }
+    }
+
+    fn act(&mut self, action: Action) -> Result<()> {
+        match action {
+            // By `happen`.
+            Action::Ask(_) => {}
+            Action::Log(decision) => self.decisions.append(&decision)?,
+            Action::Take { trial, result } => {
+                if let Some(state) = self.core.trial(trial) {
+                    self.files.take(state, &result)?;
+                }
+                tell_result(self.searcher, &self.core, trial, &result)?;
+            }
+            Action::Tell(trial, end) => {
+                self.searcher.tell(trial, end)?;
+                if let Some(state) = self.core.trial(trial) {
+                    self.files.end(state)?;
+                }
+            }
+            Action::Revisit(trial) => self.revisit(trial)?,
+            Action::Finish => {}
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, event: RunnerEvent) -> Result<()> {
+        match event {
+            RunnerEvent::Started { trial, location } => {
+                if let Some(attempt) = self.attempts.get_mut(&trial) {
+                    attempt.location = Some(location);
+                    attempt.since = Instant::now();
+                }
+            }
+            RunnerEvent::Reported {
+                trial,
+                iteration,
+                metrics,
+                seconds,
+            } => self.reported(trial, iteration, metrics, seconds)?,
+            RunnerEvent::Saved {
+                trial,
+                iteration,
+                bytes,
+            } => {
+                if let Some(attempt) = self.attempts.get(&trial) {
+                    let checkpoint = CheckpointKey {
+                        branch: attempt.branch,
+                        iteration,
+                    };
+                    self.happen(Event::Saved { checkpoint, bytes })?;
+                    self.prune()?;
+                    self.unblock()?;
+                }
+            }
+            RunnerEvent::Left { trial } => {
+                self.attempts.remove(&trial);
+                self.revisit(trial)?;
+                self.unblock()?;
+            }
+            RunnerEvent::Ended { trial } => {
+                let attempt = self.attempts.remove(&trial);
+                if attempt.is_some_and(|attempt| attempt.until.is_some()) {
+                    let message = "it ended earlier than the time before".to_owned();
+                    self.happen(Event::Failed { trial, message })?;
+                } else {
+                    self.happen(Event::Ended { trial })?;
+                }
+                self.unblock()?;
+            }
+            RunnerEvent::Failed { trial, message } => self.failed(trial, message)?,
+        }
+        Ok(())
+    }
+
+    fn reported(
+        &mut self,
+        trial: TrialId,
+        iteration: u64,
+        metrics: Metrics,
+        seconds: f64,
+    ) -> Result<()> {
+        let Some(attempt) = self.attempts.get_mut(&trial) else {
+            return Ok(());
+        };
+        attempt.state = AttemptState::Waiting(iteration);
+        attempt.restores = None;
+        let is_own = attempt.until.is_none();
+        let branch = attempt.branch;
+        let Some(state) = self.core.trial(trial) else {
+            return Ok(());
+        };
+        if is_own && branch == state.branch() && state.is_awaited() && iteration > state.decided {
+            if iteration != state.decided + 1 {
+                let message = format!(
+                    "it reported iteration {iteration} after {}; iterations are counted from the checkpoint that it loads",
+                    state.decided
+                );
+                self.runner.kill(trial);
+                return self.failed(trial, message);
+            }
+            let last = state.last.as_ref();
+            let result = result_after(last, iteration, metrics, seconds, unix_time());
+            return self.happen(Event::Reported { trial, result });
+        }
+        self.revisit(trial)
+    }
+
+    fn failed(&mut self, trial: TrialId, message: String) -> Result<()> {
+        self.attempts.remove(&trial);
+        if self.closing.is_none() {
+            self.happen(Event::Failed { trial, message })?;
+            if let Some(state) = self.core.trial(trial) {
+                self.files.end(state)?;
+            }
+        }
+        self.unblock()
+    }
+
+    /// Brings what runs for a trial in line with what was decided.
+    fn revisit(&mut self, trial: TrialId) -> Result<()> {
+        let Some(state) = self.core.trial(trial) else {
+            return Ok(());
+        };
+        let Some(attempt) = self.attempts.get(&trial) else {
+            if state.is_awaited() && self.closing.is_none() {
+                return self.start(trial);
+            }
+            return Ok(());
+        };
+        match attempt.state {
+            AttemptState::Waiting(iteration) => {
+                let Some(answer) = self.answer(state, attempt, iteration) else {
+                    return Ok(());
+                };
+                if let Some(attempt) = self.attempts.get_mut(&trial) {
+                    attempt.since = Instant::now();
+                    attempt.state = match answer {
+                        Answer::Continue | Answer::Save(_) => AttemptState::Computing,
+                        Answer::Pause(_) | Answer::Stop => AttemptState::Leaving,
+                    };
+                }
+                self.runner.answer(trial, answer)
+            }
+            // It has ended while it computes: it failed in another attempt.
+            AttemptState::Computing if state.end.is_some() => {
+                self.runner.kill(trial);
+                self.attempts.remove(&trial);
+                Ok(())
+            }
+            AttemptState::Computing | AttemptState::Leaving => Ok(()),
+        }
+    }
+
+    /// What a trial is told after an iteration; `None` while that is not decided.
+    fn answer(&self, state: &TrialState, attempt: &Attempt, iteration: u64) -> Option<Answer> {
+        let key = CheckpointKey {
+            branch: attempt.branch,
+            iteration,
+        };
+        let is_saved = self.core.checkpoints().contains_key(&key);
+        let pause = || match is_saved {
+            true => Answer::Stop,
+            false => Answer::Pause(self.checkpoint_folder(key)),
+        };
+        if let Some(until) = attempt.until {
+            return Some(match iteration < until {
+                true => Answer::Continue,
+                false => pause(),
+            });
+        }
+        if attempt.branch != state.branch() {
+            return Some(Answer::Stop);
+        }
+        if iteration > state.decided {
+            return self.closing.map(|_| pause());
+        }
+        let is_wanted = state.branch_state().saves.contains(&iteration);
+        let go_on = match is_wanted && !is_saved {
+            true => Answer::Save(self.checkpoint_folder(key)),
+            false => Answer::Continue,
+        };
+        if iteration < state.decided {
+            return Some(go_on);
+        }
+        Some(match state.status {
+            TrialStatus::Running if self.closing.is_some() => pause(),
+            TrialStatus::Running | TrialStatus::Pending => go_on,
+            TrialStatus::Paused => pause(),
+            TrialStatus::Terminated | TrialStatus::Error if is_wanted => pause(),
+            TrialStatus::Terminated | TrialStatus::Error => Answer::Stop,
+        })
+    }
+
+    /// Starts an attempt from the nearest checkpoint.
+    fn start(&mut self, trial: TrialId) -> Result<()> {
+        let Some(state) = self.core.trial(trial) else {
+            return Ok(());
+        };
+        let checkpoint = self.core.nearest_checkpoint(state.branch(), state.decided);
+        let line = self.core.lineage(state.branch());
+        // The first branch that the checkpoint is of, or begins.
+        let mut at = match checkpoint {
+            Some(key) => line
+                .iter()
+                .position(|branch| *branch == key.branch)
+                .unwrap_or(0),
+            None => 0,
+        };
+        let reached = checkpoint.map_or(0, |key| key.iteration);
+        let starts = |branch: Branch| self.core.branch(branch).map_or(0, |state| state.start());
+        while at + 1 < line.len() && starts(line[at + 1]) <= reached {
+            at += 1;
+        }
+        let branch = line[at];
+        let until = line.get(at + 1).map(|next| starts(*next));
+        if until.is_some() && self.is_being_made(branch, until) {
+            self.blocked.insert(trial);
+            return Ok(());
+        }
+        let Some(config) = self.core.branch(branch).map(|state| state.config.clone()) else {
+            return Ok(());
+        };
+        let restore = checkpoint.map(|key| Restore {
+            folder: self.checkpoint_folder(key),
+            iteration: key.iteration,
+        });
+        self.files.begin(state)?;
+        let folder = self.files.path(state);
+        let start = TrialStart {
+            trial,
+            config,
+            folder,
+            restore,
+        };
+        let attempt = Attempt {
+            branch,
+            until,
+            state: AttemptState::Computing,
+            since: Instant::now(),
+            location: None,
+            restores: checkpoint,
+        };
+        self.attempts.insert(trial, attempt);
+        self.runner.start(start)
+    }
+
+    /// Whether an attempt that runs will save the checkpoint at which another branch begins.
+    fn is_being_made(&self, branch: Branch, until: Option<u64>) -> bool {
+        let Some(until) = until else {
+            return false;
+        };
+        self.attempts.values().any(|attempt| {
+            let reached = match attempt.state {
+                AttemptState::Waiting(iteration) => iteration,
+                _ => 0,
+            };
+            let saves = match attempt.until {
+                Some(end) => end == until,
+                None => self
+                    .core
+                    .branch(branch)
+                    .is_some_and(|state| state.saves.contains(&until)),
+            };
+            attempt.branch == branch && saves && reached <= until
+        })
+    }
+
+    fn unblock(&mut self) -> Result<()> {
+        for trial in std::mem::take(&mut self.blocked) {
+            self.revisit(trial)?;
+        }
+        Ok(())
+    }
+
+    fn prune(&mut self) -> Result<()> {
+        for checkpoint in prunable(&self.core, &self.settings) {
+            let mut attempts = self.attempts.values();
+            let is_in_use = attempts.any(|attempt| attempt.restores == Some(checkpoint));
+            if is_in_use {
+                continue;
+            }
+            self.happen(Event::Deleted { checkpoint })?;
+            // A journal that names a checkpoint which is gone would be wrong.
+            self.journal.sync()?;
+            remove(&self.checkpoint_folder(checkpoint))?;
+        }
+        Ok(())
+    }
+
+    /// Attempts save at their next report, and end.
+    fn close(&mut self) -> Result<()> {
+        self.closing = Some(Instant::now() + GRACE);
+        let trials: Vec<_> = self.attempts.keys().copied().collect();
+        for trial in trials {
+            self.revisit(trial)?;
+        }
+        Ok(())
+    }
+
+    fn check_timeouts(&mut self) -> Result<()> {
+        let Some(most) = self.limits.report_timeout else {
+            return Ok(());
+        };
+        let late: Vec<_> = self
+            .attempts
+            .iter()
+            .filter(|(_, attempt)| {
+                attempt.location.is_some()
+                    && !matches!(attempt.state, AttemptState::Waiting(_))
+                    && attempt.since.elapsed() > most
+            })
+            .map(|(trial, _)| *trial)
+            .collect();
+        for trial in late {
+            self.runner.kill(trial);
+            let message = format!("it did not report within {most:?}, and was ended");
+            self.failed(trial, message)?;
+        }
+        Ok(())
+    }
+
+    fn checkpoint_folder(&self, key: CheckpointKey) -> PathBuf {
+        let name = checkpoint_name(key);
+        let trial = self.core.trial(key.branch.trial);
+        trial.map_or_else(
+            || PathBuf::from(&name),
+            |trial| self.files.path(trial).join(&name),
+        )
+    }
+}
+
+/// What a journal comes to.
+pub(crate) struct Replayed {
+    pub(crate) decisions: Vec<Decision>,
+    /// Results that count, by trial.
+    pub(crate) results: BTreeMap<TrialId, Vec<TrialResult>>,
+    /// The searcher was to be asked.
+    pub(crate) asked: Option<TrialId>,
+}
+
+/// Brings a new core, and its searcher, to where the events of a journal have left them.
+pub(crate) fn replay(
+    core: &mut Core,
+    searcher: &mut dyn Searcher,
+    events: Vec<Event>,
+) -> Result<Replayed> {
+    let mut replayed = Replayed {
+        decisions: Vec::new(),
+        results: BTreeMap::new(),
+        asked: None,
+    };
+    for event in events {
+        if let Event::Suggested { trial, config } = &event {
+            let again = ask(searcher, *trial)?;
+            if again != *config {
+                let shown = |config: &Option<Config>| match config {
+                    Some(config) => config.to_string(),
+                    None => "nothing".to_owned(),
+                };
+                return Err(Error::new(
+                    Kind::Conflict,
+                    format!(
+                        "the searcher suggests {} for trial {trial}, and suggested {} before: it is of another version, or not \
+                         deterministic; use the one that began the search, or another folder",
+                        shown(&again),
+                        shown(config)
+                    ),
+                ));
+            }
+        }
+        for action in core.step(event) {
+            match action {
+                Action::Ask(trial) => replayed.asked = Some(trial),
+                Action::Log(decision) => replayed.decisions.push(decision),
+                Action::Take { trial, result } => {
+                    tell_result(searcher, core, trial, &result)?;
+                    replayed.results.entry(trial).or_default().push(result);
+                }
+                Action::Tell(trial, end) => searcher.tell(trial, end)?,
+                Action::Revisit(_) | Action::Finish => {}
+            }
+        }
+        if !core.is_asking() {
+            replayed.asked = None;
+        }
+    }
+    Ok(replayed)
+}
+
+/// Such as `checkpoint_000004`.
+pub(crate) fn checkpoint_name(key: CheckpointKey) -> String {
+    let CheckpointKey { branch, iteration } = key;
+    match branch.generation {
+        0 => format!("checkpoint_{iteration:06}"),
+        generation => format!("checkpoint_{iteration:06}.{generation}"),
+    }
+}
+
+const TICK: Duration = Duration::from_millis(100);
+/// How long trials have to save when a search is interrupted, or has ended.
+const GRACE: Duration = Duration::from_secs(30);
+
+fn ask(searcher: &mut dyn Searcher, trial: TrialId) -> Result<Option<Config>> {
+    Ok(match searcher.ask(trial)? {
+        Suggestion::Config(config) => Some(config),
+        Suggestion::Exhausted => None,
+    })
+}
+
+fn tell_result(
+    searcher: &mut dyn Searcher,
+    core: &Core,
+    trial: TrialId,
+    result: &TrialResult,
+) -> Result<()> {
+    match result.value(core.metric()) {
+        Some(value) => searcher.report(trial, result.training_iteration, value),
+        None => Ok(()),
+    }
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(Error::io("delete", folder, error)),
+    }
+}
+
+fn unix_time() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
+}

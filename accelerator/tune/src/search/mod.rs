@@ -1,0 +1,4 @@
+//! Carrying a search out.
+
+mod decisions;
+mod driver;
