@@ -1,1 +1,177 @@
+//! A search without processes: trials report when a seeded generator says so.
 
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
+use super::event::Event;
+use super::{Action, Core, Decision, Order, Rules, result_after};
+use crate::config::Config;
+use crate::metrics::Metrics;
+use crate::objective::{Mode, Objective};
+use crate::scheduler::Policy;
+use crate::stop::Stop;
+use crate::trial::TrialId;
+use crate::view::TrialStatus;
+
+/// What happens by chance.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chance {
+    pub(super) seed: u64,
+    pub(super) slots: usize,
+    /// Of a thousand events, at so many an attempt fails.
+    pub(super) failures: u64,
+    /// Of a thousand events, at so many everything ends, and is resumed from the journal.
+    pub(super) crashes: u64,
+}
+
+/// What a search came to.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub(super) decisions: Vec<Decision>,
+    pub(super) core: Core,
+    pub(super) events: Vec<Event>,
+}
+
+pub(super) fn rules(order: Order, iterations: u32) -> Rules {
+    Rules {
+        objective: Objective::new("score", Mode::Max),
+        scheduler_metric: "score".to_owned(),
+        scheduler_time: "training_iteration".to_owned(),
+        stop: Stop::new().iterations(iterations),
+        order,
+        max_failures: None,
+        checkpoint_frequency: None,
+        checkpoint_at_end: false,
+        max_trials: None,
+        lookahead: 3,
+        shares_prefixes: false,
+    }
+}
+
+/// Runs a search to its end. Trial n has `configs[n]`, and after iteration t the score `score(config, t)`.
+pub(super) fn simulate(
+    rules: &dyn Fn() -> Rules,
+    policy: &dyn Fn() -> Box<dyn Policy>,
+    configs: &[Config],
+    score: &dyn Fn(&Config, u64) -> f64,
+    chance: Chance,
+) -> Outcome {
+    let mut random = Random(chance.seed);
+    let mut events = Vec::new();
+    let mut decisions = Vec::new();
+    let mut core = Core::new(rules(), policy());
+    let step =
+        |core: &mut Core, event: Event, decisions: &mut Vec<Decision>, events: &mut Vec<Event>| {
+            let mut next = Some(event);
+            while let Some(event) = next.take() {
+                events.push(event.clone());
+                for action in core.step(event) {
+                    match action {
+                        Action::Ask(trial) => {
+                            let config = configs.get(trial.index()).cloned();
+                            next = Some(Event::Suggested { trial, config });
+                        }
+                        Action::Log(decision) => decisions.push(decision),
+                        _ => {}
+                    }
+                }
+            }
+        };
+    let opened = Event::Opened {
+        slots: chance.slots,
+    };
+    step(&mut core, opened.clone(), &mut decisions, &mut events);
+    // Attempts, each with the iteration it computes next.
+    let mut computing: BTreeMap<TrialId, u64> = BTreeMap::new();
+    for _ in 0..1_000_000 {
+        if core.is_finished() {
+            return Outcome {
+                decisions,
+                core,
+                events,
+            };
+        }
+        if random.below(1000) < chance.crashes {
+            computing.clear();
+            core = Core::new(rules(), policy());
+            let mut again = Vec::new();
+            for event in &events {
+                for action in core.step(event.clone()) {
+                    if let Action::Log(decision) = action {
+                        again.push(decision);
+                    }
+                }
+            }
+            assert_eq!(again, decisions, "the journal leads to other decisions");
+            step(&mut core, opened.clone(), &mut decisions, &mut events);
+            continue;
+        }
+        let awaited = core.trials().iter().filter(|trial| trial.is_awaited());
+        let awaited: Vec<_> = awaited.map(|trial| (trial.id, trial.decided)).collect();
+        computing.retain(|trial, _| awaited.iter().any(|(awaited, _)| awaited == trial));
+        for (trial, decided) in &awaited {
+            // As many as there are slots compute; the others wait for their turn.
+            if computing.len() < chance.slots {
+                computing.entry(*trial).or_insert(decided + 1);
+            }
+        }
+        let nth = random.below(computing.len() as u64) as usize;
+        let trial = *computing.keys().nth(nth).unwrap();
+        computing.remove(&trial);
+        let state = core.trial(trial).unwrap();
+        let event = if random.below(1000) < chance.failures {
+            let message = "killed".to_owned();
+            Event::Failed { trial, message }
+        } else {
+            let iteration = state.decided + 1;
+            let metrics = Metrics::from([("score", score(state.config(), iteration))]);
+            let result = result_after(state.last.as_ref(), iteration, metrics, 1.0, 0);
+            Event::Reported { trial, result }
+        };
+        step(&mut core, event, &mut decisions, &mut events);
+    }
+    panic!("the search does not end: {:?}", core.trials());
+}
+
+/// Configurations with a quality each.
+pub(super) fn configs(count: u64, seed: u64) -> Vec<Config> {
+    let mut random = Random(seed);
+    let config = |quality: u64| {
+        let mut config = Config::default();
+        config.insert("quality", json!(quality));
+        config
+    };
+    (0..count).map(|_| config(random.below(1000))).collect()
+}
+
+pub(super) fn quality(config: &Config) -> f64 {
+    config.parse("quality").unwrap()
+}
+
+/// Every trial has ended once, and each iteration of it was decided about once.
+pub(super) fn check(outcome: &Outcome) {
+    for state in outcome.core.trials() {
+        assert!(
+            matches!(state.status, TrialStatus::Terminated | TrialStatus::Error),
+            "{state:?}"
+        );
+        let ends = outcome.decisions.iter().filter(
+            |decision| matches!(decision, Decision::End { trial, .. } if *trial == state.id),
+        );
+        assert_eq!(ends.count(), 1, "{}", state.id);
+    }
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % bound
+    }
+}

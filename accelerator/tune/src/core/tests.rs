@@ -1,1 +1,211 @@
+use std::collections::BTreeMap;
 
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::simulation::{Chance, Outcome, check, configs, quality, rules, simulate};
+use super::{Core, Decision, Order};
+use crate::config::Config;
+use crate::scheduler::{Observation, Policy, Supply, Verdict};
+use crate::trial::TrialId;
+
+/// Pauses each trial after every iteration, and continues the better half of those that are paused; stops those that are
+/// worse than what came before.
+#[derive(Debug, Default)]
+struct OrderSensitive {
+    scores: Vec<f64>,
+    paused: BTreeMap<TrialId, f64>,
+}
+
+impl Policy for OrderSensitive {
+    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+
+    fn report(&mut self, observation: Observation, waits: bool) -> Verdict {
+        let value = observation.value.unwrap();
+        let rank = self.scores.iter().filter(|score| **score > value).count();
+        self.scores.push(value);
+        if rank * 3 > self.scores.len() * 2 {
+            return Verdict::Stop;
+        }
+        if waits && rank * 2 > self.scores.len() {
+            self.paused.insert(observation.trial, value);
+            return Verdict::Pause;
+        }
+        Verdict::Continue
+    }
+
+    fn complete(&mut self, _last: Observation) {}
+
+    fn fail(&mut self, _trial: TrialId) {}
+
+    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+        let best = paused
+            .iter()
+            .copied()
+            .max_by(|left, right| self.paused[left].total_cmp(&self.paused[right]))?;
+        (supply != Supply::New || self.paused[&best] > 500.0).then_some(best)
+    }
+
+    fn status(&self) -> Vec<String> {
+        Vec::new()
+    }
+}
+
+fn run(order: Order, trials: u64, chance: Chance) -> Outcome {
+    let configs = configs(trials, 7);
+    let outcome = simulate(
+        &|| rules(order, 6),
+        &|| Box::<OrderSensitive>::default(),
+        &configs,
+        &|config, iteration| quality(config) + iteration as f64,
+        chance,
+    );
+    check(&outcome);
+    assert_eq!(outcome.core.trials().len() as u64, trials);
+    outcome
+}
+
+const UNDISTURBED: Chance = Chance {
+    seed: 0,
+    slots: 4,
+    failures: 0,
+    crashes: 0,
+};
+
+proptest! {
+    #[test]
+    fn in_ordered_mode_decisions_depend_on_neither_slots_nor_timing_nor_kills(
+        seed: u64,
+        slots in 1_usize..6,
+        workers in 1_usize..6,
+        failures in 0_u64..100,
+        crashes in 0_u64..60,
+    ) {
+        let order = Order::Ordered { workers };
+        let undisturbed = run(order, 20, UNDISTURBED);
+        let chance = Chance { seed, slots, failures, crashes };
+        let disturbed = run(order, 20, chance);
+        prop_assert_eq!(undisturbed.decisions, disturbed.decisions);
+    }
+
+    #[test]
+    fn in_eager_mode_the_journal_leads_to_the_same_decisions(
+        seed: u64,
+        slots in 1_usize..6,
+        failures in 0_u64..100,
+    ) {
+        let chance = Chance { seed, slots, failures, crashes: 20 };
+        let outcome = run(Order::Eager, 20, chance);
+        let mut again = Core::new(rules(Order::Eager, 6), Box::<OrderSensitive>::default());
+        let mut decisions = Vec::new();
+        for event in outcome.events {
+            for action in again.step(event) {
+                if let super::Action::Log(decision) = action {
+                    decisions.push(decision);
+                }
+            }
+        }
+        prop_assert_eq!(outcome.decisions, decisions);
+    }
+}
+
+#[test]
+fn order_matters_to_decisions_in_eager_mode() {
+    let run_with = |seed| {
+        let chance = Chance {
+            seed,
+            ..UNDISTURBED
+        };
+        run(Order::Eager, 20, chance).decisions
+    };
+    assert_ne!(run_with(1), run_with(2));
+}
+
+/// Three rates from iteration 4 on, of each two from iteration 2 on, for one rate before.
+fn schedules() -> Vec<Config> {
+    let mut configs = Vec::new();
+    for second in [0.1, 0.2] {
+        for third in [1.0, 2.0, 3.0] {
+            let mut config = Config::default();
+            config.insert(
+                "lr",
+                json!({"schedule": [[0, 0.5], [2, second], [4, third]]}),
+            );
+            configs.push(config);
+        }
+    }
+    configs
+}
+
+/// As a trial whose state is all that it has seen: a hash of the rates so far.
+fn scheduled_score(config: &Config, iteration: u64) -> f64 {
+    let steps: Vec<(u64, f64)> = config.parse("lr/schedule").unwrap();
+    let rate = |at: u64| {
+        let (_, rate) = steps.iter().rev().find(|(start, _)| *start <= at).unwrap();
+        *rate
+    };
+    (0..iteration).fold(1.0, |state, at| state * 0.5 + rate(at))
+}
+
+#[test]
+fn trials_that_begin_alike_train_what_they_share_once() {
+    let shared = || super::Rules {
+        shares_prefixes: true,
+        lookahead: usize::MAX,
+        ..rules(Order::Ordered { workers: 2 }, 6)
+    };
+    let fifo = || -> Box<dyn Policy> { Box::new(GoOn) };
+    let configs = schedules();
+    let outcome = simulate(&shared, &fifo, &configs, &scheduled_score, UNDISTURBED);
+    check(&outcome);
+    let separate = || rules(Order::Ordered { workers: 2 }, 6);
+    let apart = simulate(&separate, &fifo, &configs, &scheduled_score, UNDISTURBED);
+    for (one, other) in outcome.core.trials().iter().zip(apart.core.trials()) {
+        assert_eq!(one.last, other.last, "{}", one.id);
+    }
+    let computed = |outcome: &Outcome| {
+        let events = outcome.events.iter();
+        events
+            .filter(|event| matches!(event, super::Event::Reported { .. }))
+            .count()
+    };
+    // 2 + 2·2 + 6·2 of 6·6.
+    assert_eq!((computed(&outcome), computed(&apart)), (18, 36));
+    let origins = outcome
+        .decisions
+        .iter()
+        .filter_map(|decision| match decision {
+            Decision::Start { trial, from, .. } => Some((
+                trial.number(),
+                from.map(|from| (from.trial.number(), from.iteration)),
+            )),
+            _ => None,
+        });
+    let origins: BTreeMap<_, _> = origins.collect();
+    assert_eq!(origins[&3], Some((0, 2)));
+    assert_eq!(origins[&1], Some((0, 4)));
+    assert_eq!(origins[&5].map(|(_, iteration)| iteration), Some(4));
+}
+
+#[derive(Debug)]
+struct GoOn;
+
+impl Policy for GoOn {
+    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+
+    fn report(&mut self, _observation: Observation, _waits: bool) -> Verdict {
+        Verdict::Continue
+    }
+
+    fn complete(&mut self, _last: Observation) {}
+
+    fn fail(&mut self, _trial: TrialId) {}
+
+    fn resume(&mut self, paused: &[TrialId], _supply: Supply) -> Option<TrialId> {
+        paused.first().copied()
+    }
+
+    fn status(&self) -> Vec<String> {
+        Vec::new()
+    }
+}
