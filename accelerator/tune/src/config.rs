@@ -86,6 +86,25 @@ impl Config {
         self.0.insert(name.into(), value.into());
     }
 
+    /// Sets the value at a path, whose tables and lists are there.
+    pub(crate) fn set(&mut self, path: &str, value: Value) {
+        let mut parts = path.split('/');
+        let mut place = parts.next().and_then(|name| self.0.get_mut(name));
+        for part in parts {
+            place = match place {
+                Some(Value::Object(map)) => map.get_mut(part),
+                Some(Value::Array(values)) => {
+                    let index = part.parse::<usize>().ok();
+                    index.and_then(|index| values.get_mut(index))
+                }
+                _ => None,
+            };
+        }
+        if let Some(place) = place {
+            *place = value;
+        }
+    }
+
     /// Every value that is no table or list, with its path, by path.
     #[must_use]
     pub fn leaves(&self) -> Vec<(String, &Value)> {

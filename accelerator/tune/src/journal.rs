@@ -23,8 +23,20 @@ pub(crate) struct Head {
     pub(crate) id: String,
     /// Seconds since 1970.
     pub(crate) created: u64,
+    /// When the searcher is asked.
+    pub(crate) asks: Asking,
     /// What was asked for.
     pub(crate) spec: Value,
+}
+
+/// When a searcher is asked for a trial.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Asking {
+    /// Before the trial can begin.
+    Ahead,
+    /// When it can begin, since the reply depends on what trials reported.
+    InTime,
 }
 
 /// The version of the format.
@@ -204,6 +216,7 @@ mod tests {
             version: VERSION,
             id: "358bb".to_owned(),
             created: 0,
+            asks: Asking::Ahead,
             spec: Value::Null,
         };
         let mut journal = Journal::create(folder, &head).unwrap();

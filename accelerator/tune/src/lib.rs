@@ -6,7 +6,11 @@ pub use core::CheckpointSettings;
 pub use error::{Error, Result};
 pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
-pub use searcher::{Searcher, Suggestion, TrialEnd};
+pub use searcher::{Searcher, Suggestion, TrialEnd, VariantGenerator};
+pub use space::{
+    Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,
+    qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
+};
 pub use stop::{Plateau, Stop};
 pub use trial::TrialId;
 pub use view::{TrialResult, TrialStatus};
@@ -26,6 +30,8 @@ mod scheduler;
 #[allow(dead_code)]
 mod search;
 mod searcher;
+#[allow(dead_code)]
+mod space;
 mod stop;
 mod trial;
 #[allow(dead_code)]

@@ -78,6 +78,8 @@ pub(crate) struct TrialView {
     /// Its newest failure.
     pub(crate) error: Option<String>,
     pub(crate) folder: PathBuf,
+    /// Its newest checkpoint on the disk.
+    pub(crate) checkpoint: Option<PathBuf>,
 }
 
 /// A search as tables and reports show it.

@@ -55,13 +55,13 @@ pub(crate) enum Ending {
 }
 
 /// A search that runs.
-pub(crate) struct Driver<'a> {
+pub(crate) struct Driver<'a, F> {
     pub(crate) core: Core,
     pub(crate) journal: Journal,
     pub(crate) decisions: DecisionLog,
     pub(crate) runner: &'a mut dyn TrialRunner,
     pub(crate) searcher: &'a mut dyn Searcher,
-    pub(crate) files: &'a mut dyn Files,
+    pub(crate) files: &'a mut F,
     pub(crate) settings: CheckpointSettings,
     pub(crate) limits: Limits,
     pub(crate) attempts: BTreeMap<TrialId, Attempt>,
@@ -95,7 +95,7 @@ enum AttemptState {
     Leaving,
 }
 
-impl Driver<'_> {
+impl<F: Files> Driver<'_, F> {
     /// Carries the search out until it ends. `interrupted` is asked often; `refresh` may draw.
     pub(crate) fn run(
         &mut self,
@@ -145,6 +145,11 @@ impl Driver<'_> {
         self.journal.sync()?;
         refresh(self)?;
         Ok(ending)
+    }
+
+    /// Where a trial runs.
+    pub(crate) fn location(&self, trial: TrialId) -> Option<Location> {
+        self.attempts.get(&trial)?.location.clone()
     }
 
     /// An event takes effect.

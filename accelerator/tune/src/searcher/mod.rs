@@ -4,6 +4,10 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::trial::TrialId;
 
+pub use variants::VariantGenerator;
+
+mod variants;
+
 /// Suggests the configurations that trials try: an ask-and-tell interface.
 ///
 /// A search journals every reply. Where it is resumed, the searcher is made anew and the calls are repeated in their order,

@@ -1,0 +1,274 @@
+//! A search, from code.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::run::{RunOptions, run};
+use super::spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
+use crate::config::Config;
+use crate::core::CheckpointSettings;
+use crate::error::Result;
+use crate::objective::Objective;
+use crate::output::{Display, Results};
+use crate::pool::{Pool, Resources, WorkerReuse};
+use crate::runner::TrialRunner;
+use crate::scheduler::Scheduler;
+use crate::searcher::Searcher;
+use crate::space::Space;
+use crate::stop::Stop;
+use crate::trial::{Trainable, TrialSession, serve_function, serve_trainable};
+
+/// A search over configurations: Ray's `tune.run`.
+///
+/// Trials are processes of this program. It is started again for each, with the same arguments, and comes to
+/// [`run`](Self::run) again, where it carries trials out and exits. What stands before that call runs in each of them.
+///
+/// A search is resumed by running it again: its folder has a journal, and what was decided stays decided. After
+/// `kill -9`, or a machine's loss, trials go on from their newest checkpoints.
+///
+/// ```no_run
+/// use accelerator_tune::{Asha, Mode, Objective, Search, Space, Stop, loguniform, uniform};
+///
+/// fn main() -> Result<(), Box<dyn std::error::Error>> {
+///     let space = Space::new([("lr", loguniform(1e-4, 1e-1)), ("momentum", uniform(0.1, 0.9))]);
+///     let results = Search::new("line", Objective::new("loss", Mode::Min))
+///         .space(space)
+///         .num_samples(16)
+///         .scheduler(Asha::default())
+///         .stop(Stop::new().iterations(50))
+///         .run_fn(|trial, config| {
+///             let (lr, momentum): (f64, f64) = (config.parse("lr")?, config.parse("momentum")?);
+///             let (mut x, mut speed) = (5.0, 0.0);
+///             loop {
+///                 speed = momentum * speed - lr * 2.0 * x;
+///                 x += speed;
+///                 trial.report([("loss", x * x)])?;
+///             }
+///         })?;
+///     println!("Best config is: {:?}", results.best_config());
+///     Ok(())
+/// }
+/// ```
+pub struct Search {
+    spec: SearchSpec,
+    searcher: Option<Box<dyn Searcher>>,
+    options: RunOptions,
+}
+
+impl std::fmt::Debug for Search {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Search")
+            .field("spec", &self.spec)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Search {
+    /// Of that name, which begins the names of its trials.
+    #[must_use]
+    pub fn new(name: impl Into<String>, objective: Objective) -> Self {
+        Self::from(SearchSpec::new(name, objective))
+    }
+
+    /// What configurations are drawn from.
+    #[must_use]
+    pub fn space(mut self, space: Space) -> Self {
+        self.spec.space = space;
+        self
+    }
+
+    /// How many configurations are drawn; with grids, how often each point of them is tried.
+    #[must_use]
+    pub fn num_samples(mut self, samples: u32) -> Self {
+        self.spec.num_samples = samples;
+        self
+    }
+
+    /// What randomness follows from; 0 otherwise.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.spec.seed = seed;
+        self
+    }
+
+    /// Configurations that are tried first. Each is one of the samples.
+    #[must_use]
+    pub fn points_to_evaluate(mut self, points: impl IntoIterator<Item = Config>) -> Self {
+        self.spec.points_to_evaluate = points.into_iter().collect();
+        self
+    }
+
+    /// Who suggests configurations; at random, and over grids, otherwise.
+    #[must_use]
+    pub fn search_alg(mut self, algorithm: SearchAlgorithm) -> Self {
+        self.spec.search_alg = algorithm;
+        self
+    }
+
+    /// A searcher of one's own suggests configurations, [`num_samples`](Self::num_samples) at most.
+    #[must_use]
+    pub fn searcher(mut self, searcher: impl Searcher + 'static) -> Self {
+        self.searcher = Some(Box::new(searcher));
+        self
+    }
+
+    /// Who ends trials early; nobody otherwise.
+    #[must_use]
+    pub fn scheduler(mut self, scheduler: impl Into<Scheduler>) -> Self {
+        self.spec.scheduler = scheduler.into();
+        self
+    }
+
+    /// When a trial has run long enough; when it ends by itself otherwise.
+    #[must_use]
+    pub fn stop(mut self, stop: Stop) -> Self {
+        self.spec.stop = stop;
+        self
+    }
+
+    /// In which order reports are taken.
+    #[must_use]
+    pub fn order(mut self, order: SearchOrder) -> Self {
+        self.spec.order = order;
+        self
+    }
+
+    /// How often a trial is repeated that failed; never otherwise.
+    #[must_use]
+    pub fn max_failures(mut self, most: MaxFailures) -> Self {
+        self.spec.max_failures = most;
+        self
+    }
+
+    /// Configurations that are equal in their first iterations train those once. Values differ by iteration where they
+    /// are written as `{"schedule": [[0, 0.1], [10, 0.01]]}`: 0.1 in the first ten iterations, then 0.01.
+    #[must_use]
+    pub fn share_prefixes(mut self) -> Self {
+        self.spec.share_prefixes = true;
+        self
+    }
+
+    /// When trials save, and what is kept.
+    #[must_use]
+    pub fn checkpoints(mut self, settings: CheckpointSettings) -> Self {
+        self.spec.checkpoints = settings;
+        self
+    }
+
+    /// What a trial runs on; one core otherwise.
+    #[must_use]
+    pub fn resources_per_trial(mut self, resources: Resources) -> Self {
+        self.spec.resources_per_trial = resources;
+        self
+    }
+
+    /// Whether a process runs several trials, one after the other.
+    #[must_use]
+    pub fn reuse_workers(mut self, reuse: WorkerReuse) -> Self {
+        self.spec.reuse_workers = reuse;
+        self
+    }
+
+    /// How many trials run at the same time; what fits the machine otherwise.
+    #[must_use]
+    pub fn slots(mut self, slots: usize) -> Self {
+        self.spec.slots = Some(slots);
+        self
+    }
+
+    /// After how long the search pauses. Running it again resumes it.
+    #[must_use]
+    pub fn time_budget(mut self, budget: Duration) -> Self {
+        self.spec.time_budget_s = Some(budget.as_secs_f64());
+        self
+    }
+
+    /// How long a trial may take for an iteration. One that takes longer has failed.
+    #[must_use]
+    pub fn report_timeout(mut self, timeout: Duration) -> Self {
+        self.spec.report_timeout_s = Some(timeout.as_secs_f64());
+        self
+    }
+
+    /// Where its files are; `tune/NAME` otherwise.
+    #[must_use]
+    pub fn folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.options.folder = Some(folder.into());
+        self
+    }
+
+    /// What is printed while it runs.
+    #[must_use]
+    pub fn display(mut self, display: Display) -> Self {
+        self.options.display = display;
+        self
+    }
+
+    /// What it is.
+    #[must_use]
+    pub fn spec(&self) -> &SearchSpec {
+        &self.spec
+    }
+
+    /// Runs trials of a class until all have ended.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for settings that cannot be;
+    /// [`Error::is_conflict`](crate::Error::is_conflict) where the folder has another search, or another process carries
+    /// it out; [`Error::is_io`](crate::Error::is_io) where files cannot be written or no process started. That trials
+    /// fail is no error: see [`Results`].
+    pub fn run<T: Trainable + 'static>(self) -> Result<Results> {
+        serve_trainable::<T>();
+        self.run_in_processes()
+    }
+
+    /// Runs trials of a function until all have ended. It reports after each iteration.
+    ///
+    /// # Errors
+    ///
+    /// See [`run`](Self::run).
+    pub fn run_fn(
+        self,
+        function: impl FnMut(
+            &mut TrialSession,
+            &Config,
+        ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
+        + 'static,
+    ) -> Result<Results> {
+        serve_function(function);
+        self.run_in_processes()
+    }
+
+    fn run_in_processes(self) -> Result<Results> {
+        self.run_on(|spec, folder| {
+            let pool = Pool::new(
+                &spec.resources_per_trial,
+                spec.slots,
+                spec.reuse_workers,
+                folder,
+            )?;
+            Ok(Box::new(pool))
+        })
+    }
+
+    pub(crate) fn run_on(
+        self,
+        runner: impl FnOnce(&SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
+    ) -> Result<Results> {
+        run(self.spec, self.searcher, self.options, runner)
+    }
+}
+
+/// As a file describes it.
+impl From<SearchSpec> for Search {
+    fn from(spec: SearchSpec) -> Self {
+        Self {
+            spec,
+            searcher: None,
+            options: RunOptions::default(),
+        }
+    }
+}

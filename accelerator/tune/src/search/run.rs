@@ -1,0 +1,264 @@
+//! A search from its folder to its results.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::collections::BTreeMap;
+use std::fs;
+use std::hash::BuildHasher;
+
+use super::decisions::DecisionLog;
+use super::driver::{Driver, Ending, Limits, Replayed, checkpoint_name, replay};
+use super::files::TrialFiles;
+use super::interrupt::Interrupts;
+use super::lock::SearchLock;
+use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
+use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
+use crate::error::{Error, Kind, Result};
+use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
+use crate::output::{Console, Display, Results, write_report};
+use crate::runner::{Location, TrialRunner};
+use crate::searcher::{Searcher, VariantGenerator};
+use crate::trial::TrialId;
+use crate::view::{SearchView, TrialView};
+
+/// How a search is run, whatever it is.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RunOptions {
+    pub(crate) folder: Option<PathBuf>,
+    pub(crate) display: Display,
+}
+
+/// Begins a search or resumes it, and waits until it ends.
+pub(crate) fn run(
+    spec: SearchSpec,
+    searcher: Option<Box<dyn Searcher>>,
+    options: RunOptions,
+    runner: impl FnOnce(&SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
+) -> Result<Results> {
+    let folder = options
+        .folder
+        .unwrap_or_else(|| Path::new("tune").join(&spec.name));
+    let (mut searcher, asks, expected) = set_up(&spec, searcher)?;
+    let mut core = new_core(&spec, asks)?;
+    let limits = limits(&spec)?;
+    fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
+    let _lock = SearchLock::take(&folder)?;
+    let (head, journal, events) = match journal::read(&folder)? {
+        None => {
+            let head = Head {
+                version: VERSION,
+                id: new_id(),
+                created: unix_time(),
+                asks,
+                spec: spec.to_json()?,
+            };
+            let journal = Journal::create(&folder, &head)?;
+            (head, journal, Vec::new())
+        }
+        Some(before) => {
+            spec.check_same(&before.head.spec, &folder)?;
+            let journal = Journal::reopen(&folder, before.intact)?;
+            (before.head, journal, before.events)
+        }
+    };
+    let replayed = replay(&mut core, &mut *searcher, events)?;
+    let was_finished = core.is_finished();
+    let decisions = DecisionLog::open(&folder, &replayed.decisions)?;
+    let Replayed { results, asked, .. } = replayed;
+    let parameters = spec.space.parameters();
+    let mut files = TrialFiles::new(&folder, &spec.name, &head.id, parameters, results);
+    files.restore(core.trials())?;
+    let mut console = Console::new(options.display);
+    let mut shown = |core: &Core, files: &TrialFiles, requested: Option<String>, at: &dyn Fn(TrialId) -> Option<Location>| {
+        view(&spec, &folder, core, files, expected, requested, at)
+    };
+    if was_finished {
+        let view = shown(&core, &files, None, &|_| None);
+        return Ok(Results::new(view, Ending::Finished));
+    }
+    let interrupts = Interrupts::watch()?;
+    let mut runner = runner(&spec, &folder)?;
+    let (view, ending) = {
+        let mut driver = Driver {
+            core,
+            journal,
+            decisions,
+            runner: &mut *runner,
+            searcher: &mut *searcher,
+            files: &mut files,
+            settings: spec.checkpoints.clone(),
+            limits,
+            attempts: Default::default(),
+            blocked: Default::default(),
+            closing: None,
+            asked,
+        };
+        let mut refresh = |driver: &Driver<'_, TrialFiles>| {
+            if !console.is_due() {
+                return Ok(());
+            }
+            let at = |trial| driver.location(trial);
+            let requested = Some(driver.requested());
+            console.show(&shown(&driver.core, driver.files, requested, &at))
+        };
+        let ending = driver.run(&|| interrupts.count(), &mut refresh);
+        driver.runner.close();
+        let ending = ending?;
+        (shown(&driver.core, driver.files, None, &|_| None), ending)
+    };
+    console.finish(&view)?;
+    let results = Results::new(view, ending);
+    results.dataframe()?.to_csv(folder.join("results.csv"))?;
+    write_report(&results, &folder.join("report.html"))?;
+    Ok(results)
+}
+
+/// A search in a folder, as it was left.
+pub(crate) fn read(folder: &Path) -> Result<(SearchSpec, SearchView)> {
+    let Some(journaled) = journal::read(folder)? else {
+        return Err(Error::new(
+            Kind::NotFound,
+            format!(
+                "{} has no search: it has no {JOURNAL}",
+                folder.display()
+            ),
+        ));
+    };
+    let head = journaled.head;
+    let spec: SearchSpec = serde_json::from_value(head.spec).map_err(|error| {
+        let what = format!("the specification in {}: {error}", folder.join(JOURNAL).display());
+        Error::new(Kind::Corrupt, what).with_source(error)
+    })?;
+    let mut core = new_core(&spec, head.asks)?;
+    for event in journaled.events {
+        core.step(event);
+    }
+    let parameters = spec.space.parameters();
+    let files = TrialFiles::new(folder, &spec.name, &head.id, parameters, BTreeMap::new());
+    let view = view(&spec, folder, &core, &files, core.expected(), None, &|_| None);
+    Ok((spec, view))
+}
+
+fn set_up(
+    spec: &SearchSpec,
+    searcher: Option<Box<dyn Searcher>>,
+) -> Result<(Box<dyn Searcher>, Asking, Option<usize>)> {
+    let (searcher, expected): (Box<dyn Searcher>, _) = match (searcher, &spec.search_alg) {
+        (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
+        (None, SearchAlgorithm::Variants) => {
+            let variants = VariantGenerator::new(&spec.space, spec.num_samples, spec.seed)?
+                .with_points(&spec.points_to_evaluate);
+            let expected = variants.len();
+            (Box::new(variants), Some(expected))
+        }
+        (None, SearchAlgorithm::Optuna(optuna)) => {
+            let searcher = optuna.start(&spec.space, &spec.objective(), spec.seed)?;
+            (Box::new(searcher), Some(spec.num_samples as usize))
+        }
+    };
+    let asking = match searcher.is_adaptive() {
+        true => Asking::InTime,
+        false => Asking::Ahead,
+    };
+    Ok((searcher, asking, expected))
+}
+
+fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
+    let objective = spec.objective();
+    let policy = spec.scheduler.policy(&objective, spec.seed)?;
+    let (lookahead, max_trials) = match asks {
+        // All of them, so that it is known where they part.
+        Asking::Ahead if spec.share_prefixes => (usize::MAX, None),
+        Asking::Ahead => (LOOKAHEAD, None),
+        Asking::InTime => (0, Some(spec.num_samples)),
+    };
+    let rules = Rules {
+        scheduler_metric: spec.scheduler.metric(&objective).to_owned(),
+        scheduler_time: spec.scheduler.time_attr().to_owned(),
+        objective,
+        stop: spec.stop.clone(),
+        order: match spec.order {
+            SearchOrder::Eager => Order::Eager,
+            SearchOrder::Ordered { workers: 0 } => {
+                return Err(Error::misuse("`order.ordered.workers` is 0; it is at least 1"));
+            }
+            SearchOrder::Ordered { workers } => Order::Ordered { workers },
+        },
+        max_failures: spec.max_failures.most(),
+        checkpoint_frequency: spec.checkpoints.frequency.filter(|every| *every > 0),
+        checkpoint_at_end: spec.checkpoints.at_end,
+        max_trials,
+        lookahead,
+        shares_prefixes: spec.share_prefixes,
+    };
+    Ok(Core::new(rules, policy))
+}
+
+fn limits(spec: &SearchSpec) -> Result<Limits> {
+    let duration = |name: &str, seconds: Option<f64>| {
+        let seconds = seconds.map(|seconds| {
+            Duration::try_from_secs_f64(seconds)
+                .map_err(|error| Error::misuse(format!("`{name}` is {seconds}: {error}")))
+        });
+        seconds.transpose()
+    };
+    let budget = duration("time_budget_s", spec.time_budget_s)?;
+    Ok(Limits {
+        deadline: budget.map(|budget| Instant::now() + budget),
+        report_timeout: duration("report_timeout_s", spec.report_timeout_s)?,
+    })
+}
+
+fn view(
+    spec: &SearchSpec,
+    folder: &Path,
+    core: &Core,
+    files: &TrialFiles,
+    expected: Option<usize>,
+    resources: Option<String>,
+    location: &dyn Fn(TrialId) -> Option<Location>,
+) -> SearchView {
+    let trial = |state: &TrialState| {
+        let folder = files.path(state);
+        let of_trial = |key: &&CheckpointKey| key.branch.trial == state.id;
+        let newest = core.checkpoints().keys().rev().find(of_trial);
+        TrialView {
+            id: state.id,
+            name: files.name(state.id),
+            status: state.status,
+            location: location(state.id),
+            config: state.config().clone(),
+            last: state.last.clone(),
+            best: state.best.clone(),
+            failures: state.failures,
+            error: state.error.clone(),
+            checkpoint: newest.map(|key| folder.join(checkpoint_name(*key))),
+            folder,
+        }
+    };
+    SearchView {
+        name: spec.name.clone(),
+        folder: folder.to_owned(),
+        objective: spec.objective(),
+        parameters: spec.space.parameters(),
+        scheduler: core.policy().status(),
+        rungs: core.policy().rungs(),
+        trials: core.trials().iter().map(trial).collect(),
+        expected: core.expected().or(expected),
+        resources,
+    }
+}
+
+/// How many trials a searcher is asked for before they can begin, where its replies do not depend on results: Ray's number.
+const LOOKAHEAD: usize = 200;
+
+/// Five hexadecimal digits.
+fn new_id() -> String {
+    let random = std::hash::RandomState::new().hash_one(std::process::id());
+    format!("{:05x}", random & 0xf_ffff)
+}
+
+fn unix_time() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
+}

@@ -1,0 +1,269 @@
+//! What a search is asked for.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::core::CheckpointSettings;
+use crate::error::{Error, Kind, Result};
+use crate::objective::{Mode, Objective};
+use crate::pool::{Resources, WorkerReuse};
+use crate::scheduler::Scheduler;
+use crate::searcher::Optuna;
+use crate::space::Space;
+use crate::stop::Stop;
+
+/// A search, as a file describes it.
+///
+/// ```
+/// use accelerator_tune::SearchSpec;
+///
+/// let spec: SearchSpec = serde_json::from_str(r#"{
+///     "name": "mnist",
+///     "metric": "mean_accuracy",
+///     "mode": "max",
+///     "space": {"lr": {"loguniform": [1e-4, 1e-1]}, "momentum": {"uniform": [0.1, 0.9]}},
+///     "num_samples": 9,
+///     "scheduler": {"type": "asha", "max_t": 16},
+///     "stop": {"training_iteration": 16}
+/// }"#)?;
+/// assert_eq!(spec.num_samples, 9);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct SearchSpec {
+    /// The first part of its trials' names.
+    pub name: String,
+    /// The metric that it optimizes.
+    pub metric: String,
+    /// In which direction.
+    pub mode: Mode,
+    /// What configurations are drawn from.
+    #[serde(alias = "config")]
+    pub space: Space,
+    /// How many configurations are drawn; with grids, how often each point of them is tried.
+    #[serde(default = "one")]
+    pub num_samples: u32,
+    /// What randomness follows from.
+    #[serde(default)]
+    pub seed: u64,
+    /// Configurations that are tried first. Each is one of the samples.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub points_to_evaluate: Vec<Config>,
+    /// Who suggests configurations.
+    #[serde(default)]
+    pub search_alg: SearchAlgorithm,
+    /// Who ends trials early.
+    #[serde(default)]
+    pub scheduler: Scheduler,
+    /// When a trial has run long enough.
+    #[serde(default)]
+    pub stop: Stop,
+    /// In which order reports are taken.
+    #[serde(default)]
+    pub order: SearchOrder,
+    /// How often a trial is repeated that failed, from its newest checkpoint; -1 for any number of times.
+    #[serde(default)]
+    pub max_failures: MaxFailures,
+    /// Whether configurations that are equal in their first iterations train those once.
+    #[serde(default)]
+    pub share_prefixes: bool,
+    /// When trials save, and what is kept.
+    #[serde(default)]
+    pub checkpoints: CheckpointSettings,
+    /// What a trial runs on.
+    #[serde(default)]
+    pub resources_per_trial: Resources,
+    /// Whether a process runs several trials, one after the other.
+    #[serde(default)]
+    pub reuse_workers: WorkerReuse,
+    /// How many trials run at the same time; what fits the machine where it is absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slots: Option<usize>,
+    /// After how many seconds the search pauses, to be resumed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_budget_s: Option<f64>,
+    /// How many seconds a trial may take for an iteration; one that takes longer has failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub report_timeout_s: Option<f64>,
+}
+
+impl SearchSpec {
+    /// Of one configuration without parameters, drawn once.
+    #[must_use]
+    pub fn new(name: impl Into<String>, objective: Objective) -> Self {
+        Self {
+            name: name.into(),
+            metric: objective.metric,
+            mode: objective.mode,
+            space: Space::default(),
+            num_samples: 1,
+            seed: 0,
+            points_to_evaluate: Vec::new(),
+            search_alg: SearchAlgorithm::default(),
+            scheduler: Scheduler::default(),
+            stop: Stop::default(),
+            order: SearchOrder::default(),
+            max_failures: MaxFailures::default(),
+            share_prefixes: false,
+            checkpoints: CheckpointSettings::default(),
+            resources_per_trial: Resources::default(),
+            reuse_workers: WorkerReuse::default(),
+            slots: None,
+            time_budget_s: None,
+            report_timeout_s: None,
+        }
+    }
+
+    /// What it optimizes.
+    #[must_use]
+    pub fn objective(&self) -> Objective {
+        Objective::new(self.metric.clone(), self.mode)
+    }
+
+    /// As the journal's head holds it.
+    pub(crate) fn to_json(&self) -> Result<Value> {
+        serde_json::to_value(self)
+            .map_err(|error| Error::misuse(format!("the search cannot be written: {error}")))
+    }
+
+    /// Fails where this is not the search that `before` describes. What only says how it is carried out may differ.
+    pub(crate) fn check_same(&self, before: &Value, folder: &std::path::Path) -> Result<()> {
+        let now = self.to_json()?;
+        let (Value::Object(now), Value::Object(before)) = (&now, before) else {
+            return Ok(());
+        };
+        let names = now.keys().chain(before.keys());
+        let mut differing: Vec<_> = names
+            .filter(|name| !HOW.contains(&name.as_str()) && now.get(*name) != before.get(*name))
+            .collect();
+        differing.sort_unstable();
+        differing.dedup();
+        let Some(first) = differing.first() else {
+            return Ok(());
+        };
+        let shown = |value: Option<&Value>| value.map_or_else(|| "nothing".to_owned(), Value::to_string);
+        let others = match differing.len() {
+            1 => String::new(),
+            more => format!(" ({} more differ)", more - 1),
+        };
+        Err(Error::new(
+            Kind::Conflict,
+            format!(
+                "{} holds another search: its `{first}` is {}, and now {}{others}; choose another folder, or remove that one",
+                folder.display(),
+                shown(before.get(*first)),
+                shown(now.get(*first)),
+            ),
+        ))
+    }
+}
+
+/// Who suggests configurations.
+///
+/// ```
+/// use accelerator_tune::SearchAlgorithm;
+///
+/// let random = SearchAlgorithm::default();
+/// assert!(matches!(random, SearchAlgorithm::Variants));
+/// ```
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum SearchAlgorithm {
+    /// At random, and over grids.
+    #[default]
+    #[serde(alias = "random", alias = "basic_variant")]
+    Variants,
+    /// A sampler of Optuna, in a process of Python.
+    Optuna(Optuna),
+}
+
+/// In which order reports are taken.
+///
+/// ```
+/// use accelerator_tune::SearchOrder;
+///
+/// let ordered: SearchOrder = serde_json::from_str(r#"{"ordered": {"workers": 4}}"#)?;
+/// assert_eq!(ordered, SearchOrder::Ordered { workers: 4 });
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SearchOrder {
+    /// As they arrive: no slot waits for another, and another run may decide otherwise.
+    #[default]
+    Eager,
+    /// As that many workers would give them if each iteration took the same time. Decisions then follow from the
+    /// specification and what trials report: they are the same at any number of slots, at any speed, and after any
+    /// interruption. A trial that is faster than others waits for them.
+    Ordered {
+        /// How many trials are under way at a time. Where there are fewer slots, they take turns.
+        workers: usize,
+    },
+}
+
+/// How often a trial is repeated that failed.
+///
+/// ```
+/// use accelerator_tune::MaxFailures;
+///
+/// let any: MaxFailures = serde_json::from_str("-1")?;
+/// assert_eq!(any, MaxFailures::Unlimited);
+/// assert_eq!(MaxFailures::default(), MaxFailures::AtMost(0));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(from = "i64", into = "i64")]
+pub enum MaxFailures {
+    /// So often.
+    AtMost(u32),
+    /// Until it succeeds.
+    Unlimited,
+}
+
+impl MaxFailures {
+    pub(crate) fn most(self) -> Option<u32> {
+        match self {
+            Self::AtMost(most) => Some(most),
+            Self::Unlimited => None,
+        }
+    }
+}
+
+impl Default for MaxFailures {
+    fn default() -> Self {
+        Self::AtMost(0)
+    }
+}
+
+impl From<i64> for MaxFailures {
+    fn from(most: i64) -> Self {
+        match most {
+            ..0 => Self::Unlimited,
+            most => Self::AtMost(u32::try_from(most).unwrap_or(u32::MAX)),
+        }
+    }
+}
+
+impl From<MaxFailures> for i64 {
+    fn from(most: MaxFailures) -> Self {
+        match most {
+            MaxFailures::AtMost(most) => most.into(),
+            MaxFailures::Unlimited => -1,
+        }
+    }
+}
+
+/// What says how a search is carried out, and not which it is.
+const HOW: [&str; 5] = [
+    "report_timeout_s",
+    "resources_per_trial",
+    "reuse_workers",
+    "slots",
+    "time_budget_s",
+];
+
+fn one() -> u32 {
+    1
+}

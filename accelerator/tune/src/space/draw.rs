@@ -1,0 +1,224 @@
+//! Drawing a configuration.
+
+use serde_json::{Map, Value};
+
+use super::random::Random;
+use super::{Cases, Node, Parameter, Space};
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+/// Where the parts of a draw come from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Draw<'a> {
+    pub(crate) seed: u64,
+    /// The number of the draw.
+    pub(crate) number: u64,
+    /// Which option of each grid, in the order of their paths.
+    pub(crate) grid: &'a [(String, usize)],
+}
+
+impl Space {
+    /// Every grid's path and number of options, by path.
+    pub(crate) fn grids(&self) -> Vec<(String, usize)> {
+        let mut grids = Vec::new();
+        for (name, parameter) in self.table() {
+            add_grids(&parameter.0, name, &mut grids);
+        }
+        grids.sort();
+        grids
+    }
+
+    /// Fails where something cannot be drawn; the message has its path.
+    pub(crate) fn check(&self) -> Result<()> {
+        let mut parameters = self.table().iter();
+        parameters.try_for_each(|(name, parameter)| check(&parameter.0, name))
+    }
+
+    /// A configuration.
+    pub(crate) fn draw(&self, draw: Draw<'_>) -> Result<Config> {
+        let mut later = Vec::new();
+        let mut map = Map::new();
+        for (name, parameter) in self.table() {
+            let value = drawn(&parameter.0, name, draw, &mut later)?;
+            map.insert(name.clone(), value);
+        }
+        let mut config = Config::from(map);
+        for pass in 1.. {
+            if later.is_empty() {
+                break;
+            }
+            let mut failed = None;
+            let mut again = Vec::new();
+            for (path, node) in std::mem::take(&mut later) {
+                match resolved(&node, &config) {
+                    Ok(parameter) => {
+                        let mut nested = Vec::new();
+                        let value = drawn(&parameter.0, &path, draw, &mut nested)?;
+                        again.extend(nested);
+                        config.set(&path, value);
+                    }
+                    Err(error) => {
+                        failed = Some(error);
+                        again.push((path, node));
+                    }
+                }
+            }
+            if let (Some(error), true) = (failed, pass == PASSES) {
+                let paths: Vec<_> = again.iter().map(|(path, _)| format!("`{path}`")).collect();
+                return Err(Error::misuse(format!(
+                    "{} cannot be drawn: {error}; what it depends on is not there, or depends on it",
+                    paths.join(", ")
+                )));
+            }
+            later = again;
+        }
+        Ok(config)
+    }
+}
+
+/// How often parameters that depend on others are tried: Ray's number.
+const PASSES: usize = 20;
+
+fn drawn(
+    node: &Node,
+    path: &str,
+    draw: Draw<'_>,
+    later: &mut Vec<(String, Node)>,
+) -> Result<Value> {
+    let random = || {
+        let number = draw.number.to_le_bytes();
+        Random::of(draw.seed, &[&number, path.as_bytes()])
+    };
+    Ok(match node {
+        Node::Constant(value) => value.clone(),
+        Node::Domain(domain) => {
+            domain.check().map_err(|error| at(path, &error))?;
+            domain.sample(&mut random())
+        }
+        Node::Choice(options) => {
+            if options.is_empty() {
+                return Err(at(path, &"`choice` has no options"));
+            }
+            let chosen = random().below(options.len() as u64);
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "below the number of options"
+            )]
+            let option = &options[chosen as usize];
+            drawn(&option.0, path, draw, later)?
+        }
+        Node::Grid(options) => {
+            let grid = draw.grid.iter().find(|(grid, _)| grid == path);
+            let Some(option) = grid.and_then(|(_, index)| options.get(*index)) else {
+                return Err(at(
+                    path,
+                    &"`grid_search` stands within what is drawn; a grid's size has to be known",
+                ));
+            };
+            drawn(&option.0, path, draw, later)?
+        }
+        Node::Table(table) => {
+            let mut map = Map::new();
+            for (name, parameter) in table {
+                let value = drawn(&parameter.0, &format!("{path}/{name}"), draw, later)?;
+                map.insert(name.clone(), value);
+            }
+            Value::Object(map)
+        }
+        Node::List(parameters) => {
+            let parameters = parameters.iter().enumerate();
+            let values = parameters.map(|(index, parameter)| {
+                drawn(&parameter.0, &format!("{path}/{index}"), draw, later)
+            });
+            Value::Array(values.collect::<Result<_>>()?)
+        }
+        Node::SampleFrom(_) | Node::Cases(_) => {
+            later.push((path.to_owned(), node.clone()));
+            // Not to be seen: it is absent until it is drawn.
+            Value::Null
+        }
+    })
+}
+
+fn resolved(node: &Node, config: &Config) -> Result<Parameter> {
+    match node {
+        Node::SampleFrom(sample) => (sample.0)(config),
+        Node::Cases(cases) => case(cases, config),
+        other => Ok(Parameter(other.clone())),
+    }
+}
+
+fn case(
+    Cases {
+        of,
+        cases,
+        otherwise,
+    }: &Cases,
+    config: &Config,
+) -> Result<Parameter> {
+    let value = match config.value(of) {
+        None | Some(Value::Null) => {
+            return Err(Error::misuse(format!("the configuration has no `{of}`")));
+        }
+        Some(Value::String(text)) => text.clone(),
+        Some(value) => value.to_string(),
+    };
+    let found = cases.get(&value).or(otherwise.as_deref());
+    found.cloned().ok_or_else(|| {
+        let known: Vec<_> = cases.keys().map(String::as_str).collect();
+        Error::misuse(format!(
+            "`{of}` is {value}, and there are cases for {}; add one, or `otherwise`",
+            known.join(", ")
+        ))
+    })
+}
+
+fn add_grids(node: &Node, path: &str, grids: &mut Vec<(String, usize)>) {
+    match node {
+        Node::Grid(options) => grids.push((path.to_owned(), options.len())),
+        Node::Table(table) => {
+            for (name, parameter) in table {
+                add_grids(&parameter.0, &format!("{path}/{name}"), grids);
+            }
+        }
+        Node::List(parameters) => {
+            for (index, parameter) in parameters.iter().enumerate() {
+                add_grids(&parameter.0, &format!("{path}/{index}"), grids);
+            }
+        }
+        _ => {}
+    }
+}
+
+fn check(node: &Node, path: &str) -> Result<()> {
+    let check_all = |options: &[Parameter], name: &str| {
+        if options.is_empty() {
+            return Err(at(path, &format!("`{name}` has no options")));
+        }
+        options.iter().try_for_each(|option| check(&option.0, path))
+    };
+    match node {
+        Node::Domain(domain) => domain.check().map_err(|error| at(path, &error)),
+        Node::Choice(options) => check_all(options, "choice"),
+        Node::Grid(options) => check_all(options, "grid_search"),
+        Node::Table(table) => {
+            let mut parameters = table.iter();
+            parameters
+                .try_for_each(|(name, parameter)| check(&parameter.0, &format!("{path}/{name}")))
+        }
+        Node::List(parameters) => {
+            let mut parameters = parameters.iter().enumerate();
+            parameters
+                .try_for_each(|(index, parameter)| check(&parameter.0, &format!("{path}/{index}")))
+        }
+        Node::Cases(cases) => {
+            let cases = cases.cases.values().chain(cases.otherwise.as_deref());
+            cases.into_iter().try_for_each(|case| check(&case.0, path))
+        }
+        Node::Constant(_) | Node::SampleFrom(_) => Ok(()),
+    }
+}
+
+fn at(path: &str, error: &dyn std::fmt::Display) -> Error {
+    Error::misuse(format!("the parameter `{path}`: {error}"))
+}

@@ -1,0 +1,347 @@
+//! What configurations are drawn from: Ray Tune's search spaces.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize, Serializer};
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+pub use domain::Domain;
+pub(crate) use draw::Draw;
+pub(crate) use random::Random;
+
+mod domain;
+mod draw;
+mod file;
+mod random;
+#[cfg(test)]
+mod tests;
+
+/// A table of parameters. A file has the same names as the functions of this crate:
+///
+/// ```
+/// use accelerator_tune::{Space, choice, loguniform, randint, sample_from, uniform};
+///
+/// let space = Space::new([
+///     ("lr", loguniform(1e-4, 1e-1)),
+///     ("optimizer", choice([
+///         Space::new([("name", "sgd".into()), ("momentum", uniform(0.1, 0.9))]).into(),
+///         Space::new([("name", "adam".into())]).into(),
+///     ])),
+///     ("layers", randint(1, 5)),
+///     ("width", sample_from(|config| Ok((64 / config.parse::<u64>("layers")?).into()))),
+/// ]);
+/// let of_file: Space = serde_json::from_str(r#"{
+///     "lr": {"loguniform": [1e-4, 1e-1]},
+///     "optimizer": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam"}]},
+///     "layers": {"randint": [1, 5]},
+///     "width": {"sample_from": {"of": "optimizer/name", "cases": {"sgd": 64, "adam": {"randint": [8, 16]}}}}
+/// }"#)?;
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+///
+/// What is drawn for a parameter follows from the seed, the number of the trial and the parameter's path. So another
+/// parameter beside it changes nothing, and it is the same on every machine.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(try_from = "Value")]
+pub struct Space(BTreeMap<String, Parameter>);
+
+impl Space {
+    /// Of these parameters.
+    pub fn new<K: Into<String>>(parameters: impl IntoIterator<Item = (K, Parameter)>) -> Self {
+        let named = parameters
+            .into_iter()
+            .map(|(name, parameter)| (name.into(), parameter));
+        Self(named.collect())
+    }
+
+    /// Reads what a file has.
+    ///
+    /// # Errors
+    /// [`Error::is_misuse`] with the path of what is wrong.
+    pub fn from_value(value: Value) -> Result<Self> {
+        match file::parse("", value)? {
+            Parameter(Node::Table(table)) => Ok(Self(table)),
+            _ => Err(Error::misuse("the search space is no table of parameters")),
+        }
+    }
+
+    /// The paths of what is drawn, by path. Constants are not among them.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<String> {
+        let mut paths = Vec::new();
+        for (name, parameter) in &self.0 {
+            parameter.0.add_drawn(name, &mut paths);
+        }
+        paths.sort();
+        paths.dedup();
+        paths
+    }
+
+    pub(crate) fn table(&self) -> &BTreeMap<String, Parameter> {
+        &self.0
+    }
+}
+
+/// A parameter of a [`Space`]: a constant, what a value is drawn from, a table, or a list.
+///
+/// ```
+/// use accelerator_tune::{Parameter, Space, uniform};
+///
+/// let lr: Parameter = uniform(0.0, 1.0);
+/// let epochs: Parameter = 10.into();
+/// let space = Space::new([("lr", lr), ("epochs", epochs)]);
+/// assert_eq!(space.parameters(), ["lr"]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Parameter(pub(crate) Node);
+
+#[derive(Clone, Debug)]
+pub(crate) enum Node {
+    Constant(Value),
+    Domain(Domain),
+    Choice(Vec<Parameter>),
+    Grid(Vec<Parameter>),
+    Table(BTreeMap<String, Parameter>),
+    List(Vec<Parameter>),
+    SampleFrom(SampleFrom),
+    Cases(Cases),
+}
+
+/// A closure that sees what was drawn.
+#[derive(Clone)]
+pub(crate) struct SampleFrom(pub(crate) Arc<SampleFn>);
+
+type SampleFn = dyn Fn(&Config) -> Result<Parameter> + Send + Sync;
+
+impl fmt::Debug for SampleFrom {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("closure")
+    }
+}
+
+/// A parameter that depends on the value of another.
+#[derive(Clone, Debug)]
+pub(crate) struct Cases {
+    pub(crate) of: String,
+    pub(crate) cases: BTreeMap<String, Parameter>,
+    pub(crate) otherwise: Option<Box<Parameter>>,
+}
+
+impl Node {
+    fn add_drawn(&self, path: &str, paths: &mut Vec<String>) {
+        match self {
+            Self::Constant(_) => {}
+            Self::Domain(_) | Self::SampleFrom(_) | Self::Cases(_) => paths.push(path.to_owned()),
+            Self::Choice(options) | Self::Grid(options) => {
+                let are_nested = options
+                    .iter()
+                    .any(|option| matches!(option.0, Self::Table(_) | Self::List(_)));
+                if !are_nested {
+                    paths.push(path.to_owned());
+                }
+                for option in options {
+                    match &option.0 {
+                        Self::Table(table) => {
+                            // Which of them was chosen shows in its constants, too.
+                            for (name, parameter) in table {
+                                let path = format!("{path}/{name}");
+                                match parameter.0 {
+                                    Self::Constant(_) => paths.push(path),
+                                    _ => parameter.0.add_drawn(&path, paths),
+                                }
+                            }
+                        }
+                        other => other.add_drawn(path, paths),
+                    }
+                }
+            }
+            Self::Table(table) => {
+                for (name, parameter) in table {
+                    parameter.0.add_drawn(&format!("{path}/{name}"), paths);
+                }
+            }
+            Self::List(parameters) => {
+                for (index, parameter) in parameters.iter().enumerate() {
+                    parameter.0.add_drawn(&format!("{path}/{index}"), paths);
+                }
+            }
+        }
+    }
+}
+
+impl<T: Into<Value>> From<T> for Parameter {
+    fn from(value: T) -> Self {
+        Self(Node::Constant(value.into()))
+    }
+}
+
+impl From<Domain> for Parameter {
+    fn from(domain: Domain) -> Self {
+        Self(Node::Domain(domain))
+    }
+}
+
+impl From<Space> for Parameter {
+    fn from(space: Space) -> Self {
+        Self(Node::Table(space.0))
+    }
+}
+
+/// Any number from `low` to below `high`.
+///
+/// ```
+/// let lr = accelerator_tune::uniform(0.001, 1.0);
+/// ```
+#[must_use]
+pub fn uniform(low: f64, high: f64) -> Parameter {
+    Domain::Uniform(low, high).into()
+}
+
+/// A multiple of `q` from `low` to `high`, of which each is one: a number of [`uniform`], rounded.
+///
+/// ```
+/// let dropout = accelerator_tune::quniform(0.0, 0.5, 0.1);
+/// ```
+#[must_use]
+pub fn quniform(low: f64, high: f64, q: f64) -> Parameter {
+    Domain::QUniform(low, high, q).into()
+}
+
+/// Any number from `low` to below `high`, whose logarithm is uniform.
+///
+/// ```
+/// let lr = accelerator_tune::loguniform(1e-4, 1e-1);
+/// ```
+#[must_use]
+pub fn loguniform(low: f64, high: f64) -> Parameter {
+    Domain::LogUniform(low, high).into()
+}
+
+/// A number of [`loguniform`], rounded to a multiple of `q`.
+///
+/// ```
+/// let width = accelerator_tune::qloguniform(8.0, 512.0, 8.0);
+/// ```
+#[must_use]
+pub fn qloguniform(low: f64, high: f64, q: f64) -> Parameter {
+    Domain::QLogUniform(low, high, q).into()
+}
+
+/// An integer from `low` to below `high`.
+///
+/// ```
+/// let layers = accelerator_tune::randint(1, 5);
+/// ```
+#[must_use]
+pub fn randint(low: i64, high: i64) -> Parameter {
+    Domain::RandInt(low, high).into()
+}
+
+/// A multiple of `q` from `low` to `high`, both included.
+///
+/// ```
+/// let batch = accelerator_tune::qrandint(16, 128, 16);
+/// ```
+#[must_use]
+pub fn qrandint(low: i64, high: i64, q: i64) -> Parameter {
+    Domain::QRandInt(low, high, q).into()
+}
+
+/// An integer from `low` to below `high`, whose logarithm is uniform.
+///
+/// ```
+/// let width = accelerator_tune::lograndint(8, 1024);
+/// ```
+#[must_use]
+pub fn lograndint(low: i64, high: i64) -> Parameter {
+    Domain::LogRandInt(low, high).into()
+}
+
+/// An integer of [`lograndint`], rounded to a multiple of `q` from `low` to `high`.
+///
+/// ```
+/// let width = accelerator_tune::qlograndint(8, 1024, 8);
+/// ```
+#[must_use]
+pub fn qlograndint(low: i64, high: i64, q: i64) -> Parameter {
+    Domain::QLogRandInt(low, high, q).into()
+}
+
+/// A number of the normal distribution with that mean and standard deviation.
+///
+/// ```
+/// let bias = accelerator_tune::randn(0.0, 1.0);
+/// ```
+#[must_use]
+pub fn randn(mean: f64, sd: f64) -> Parameter {
+    Domain::Randn(mean, sd).into()
+}
+
+/// A number of [`randn`], rounded to a multiple of `q`.
+///
+/// ```
+/// let bias = accelerator_tune::qrandn(0.0, 1.0, 0.25);
+/// ```
+#[must_use]
+pub fn qrandn(mean: f64, sd: f64, q: f64) -> Parameter {
+    Domain::QRandn(mean, sd, q).into()
+}
+
+/// One of the options, each as likely as the others. What is in an option is drawn where it is chosen.
+///
+/// ```
+/// let activation = accelerator_tune::choice(["relu".into(), "gelu".into()]);
+/// ```
+#[must_use]
+pub fn choice(options: impl IntoIterator<Item = Parameter>) -> Parameter {
+    Parameter(Node::Choice(options.into_iter().collect()))
+}
+
+/// Each of the options: a trial for each combination with other grids.
+///
+/// ```
+/// let depth = accelerator_tune::grid_search([1.into(), 2.into(), 3.into()]);
+/// ```
+#[must_use]
+pub fn grid_search(options: impl IntoIterator<Item = Parameter>) -> Parameter {
+    Parameter(Node::Grid(options.into_iter().collect()))
+}
+
+/// What a closure makes of the parameters that are drawn already: a value, or what it is drawn from. It is called again
+/// where it fails for want of a parameter that comes later.
+///
+/// ```
+/// use accelerator_tune::{sample_from, uniform};
+///
+/// let momentum = sample_from(|config| {
+///     Ok(match config.parse::<String>("optimizer")?.as_str() {
+///         "sgd" => uniform(0.1, 0.9),
+///         _ => 0.0.into(),
+///     })
+/// });
+/// ```
+#[must_use]
+pub fn sample_from(
+    sample: impl Fn(&Config) -> Result<Parameter> + Send + Sync + 'static,
+) -> Parameter {
+    Parameter(Node::SampleFrom(SampleFrom(Arc::new(sample))))
+}
+
+impl TryFrom<Value> for Space {
+    type Error = Error;
+
+    fn try_from(value: Value) -> Result<Self> {
+        Self::from_value(value)
+    }
+}
+
+impl Serialize for Space {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        file::value(self.clone().into()).serialize(serializer)
+    }
+}
