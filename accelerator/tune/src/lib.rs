@@ -6,6 +6,7 @@ pub use core::CheckpointSettings;
 pub use error::{Error, Result};
 pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
+pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
 pub use searcher::{Searcher, Suggestion, TrialEnd, VariantGenerator};
 pub use space::{
     Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,

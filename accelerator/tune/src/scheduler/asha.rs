@@ -1,0 +1,292 @@
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Compatibility, Observation, Policy, Rung, Supply, Verdict, iteration_attr, misuse, rungs,
+};
+use crate::config::Config;
+use crate::error::Result;
+use crate::objective::Mode;
+use crate::space::Random;
+use crate::trial::TrialId;
+use std::collections::BTreeMap;
+
+/// Asynchronous successive halving in the stopping form: Ray Tune's `ASHAScheduler`.
+///
+/// A trial that reaches a rung is compared with those that were there before, and ends where it is worse than the best
+/// `1/reduction_factor` of them. It needs no checkpoints. See [`AshaPromotion`](crate::AshaPromotion) for the form that
+/// gives trials a second chance.
+///
+/// ```
+/// use accelerator_tune::Asha;
+///
+/// // Compared after 1, 4, 16 and 64 iterations; none takes more than 100.
+/// let asha = Asha::default();
+/// assert_eq!((asha.grace_period, asha.reduction_factor, asha.max_t), (1, 4, 100));
+/// ```
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Asha {
+    /// What it compares; the search's metric where it is absent.
+    pub metric: Option<String>,
+    /// In which direction; the search's where it is absent.
+    pub mode: Option<Mode>,
+    /// What counts as time.
+    pub time_attr: String,
+    /// The time at which a trial ends.
+    pub max_t: u64,
+    /// No trial ends before that time.
+    pub grace_period: u64,
+    /// One in so many goes on at each rung.
+    pub reduction_factor: u64,
+    /// How many brackets there are. Each next one begins a rung later; trials are drawn into one.
+    pub brackets: u32,
+    /// Whether trials end at `max_t`.
+    pub stop_last_trials: bool,
+    /// Whether it decides as Ray Tune.
+    pub compatibility: Compatibility,
+}
+
+impl Default for Asha {
+    fn default() -> Self {
+        Self {
+            metric: None,
+            mode: None,
+            time_attr: iteration_attr(),
+            max_t: 100,
+            grace_period: 1,
+            reduction_factor: 4,
+            brackets: 1,
+            stop_last_trials: true,
+            compatibility: Compatibility::Exact,
+        }
+    }
+}
+
+impl Asha {
+    pub(super) fn policy(&self, mode: Mode, seed: u64) -> Result<Box<dyn Policy>> {
+        Ok(Box::new(self.halving(mode, seed)?))
+    }
+
+    pub(super) fn halving(&self, mode: Mode, seed: u64) -> Result<Halving> {
+        rungs::check("asha", self.grace_period, self.reduction_factor, self.max_t)?;
+        let times = rungs::times(self.grace_period, self.reduction_factor, self.max_t);
+        if self.brackets == 0 || self.brackets as usize > times.len() {
+            let what = format!(
+                "`brackets` is {}; with {} rungs it is from 1 to {}",
+                self.brackets,
+                times.len(),
+                times.len()
+            );
+            return Err(misuse("asha", &what));
+        }
+        let bracket = |number: u32| match self.compatibility {
+            Compatibility::Exact => times[number as usize..].to_vec(),
+            Compatibility::Ray => {
+                rungs::times_of_ray(self.grace_period, self.reduction_factor, self.max_t, number)
+            }
+        };
+        let brackets = (0..self.brackets).map(|number| {
+            let rungs = bracket(number).into_iter().map(|time| StopRung {
+                time,
+                entries: Vec::new(),
+            });
+            rungs.collect()
+        });
+        Ok(Halving {
+            settings: self.clone(),
+            mode,
+            seed,
+            brackets: brackets.collect(),
+            bracket_of: BTreeMap::new(),
+            stopped: 0,
+        })
+    }
+}
+
+/// The state of [`Asha`].
+#[derive(Debug)]
+pub(super) struct Halving {
+    settings: Asha,
+    mode: Mode,
+    seed: u64,
+    /// Each with its rungs, from the bottom.
+    brackets: Vec<Vec<StopRung>>,
+    bracket_of: BTreeMap<TrialId, usize>,
+    stopped: usize,
+}
+
+/// Scores are larger where they are better.
+#[derive(Debug)]
+struct StopRung {
+    time: u64,
+    entries: Vec<(TrialId, f64)>,
+}
+
+impl Halving {
+    /// The cutoffs, from the bottom rung of the first bracket; scores, of which larger is better.
+    #[cfg(test)]
+    pub(super) fn cutoffs(&self) -> Vec<Option<f64>> {
+        let rungs = self.brackets.iter().flatten();
+        rungs.map(|rung| self.cutoff(rung)).collect()
+    }
+
+    #[cfg(test)]
+    pub(super) fn set_bracket(&mut self, trial: TrialId, bracket: usize) {
+        self.bracket_of.insert(trial, bracket);
+    }
+
+    fn cutoff(&self, rung: &StopRung) -> Option<f64> {
+        let scores: Vec<_> = rung.entries.iter().map(|(_, score)| *score).collect();
+        #[expect(clippy::cast_precision_loss, reason = "a small factor")]
+        let fraction = 1.0 - 1.0 / self.settings.reduction_factor as f64;
+        rungs::percentile(&scores, fraction, self.settings.compatibility)
+    }
+
+    fn score(&self, value: Option<f64>) -> Option<f64> {
+        let score = value.map(|value| match self.mode {
+            Mode::Max => value,
+            Mode::Min => -value,
+        });
+        match self.settings.compatibility {
+            Compatibility::Ray => score,
+            Compatibility::Exact => Some(
+                score
+                    .filter(|score| !score.is_nan())
+                    .unwrap_or(f64::NEG_INFINITY),
+            ),
+        }
+    }
+
+    /// Whether the trial goes on; it enters the rung that it has reached.
+    fn enter(&mut self, trial: TrialId, time: f64, score: f64) -> bool {
+        let bracket = self.bracket_of.get(&trial).copied().unwrap_or(0);
+        let reached = self.brackets[bracket].iter().rposition(|rung| {
+            let is_in = rung.entries.iter().any(|(entered, _)| *entered == trial);
+            #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+            let is_reached = time >= rung.time as f64;
+            match (self.settings.compatibility, self.settings.stop_last_trials) {
+                // A rung that was passed over is entered later.
+                (Compatibility::Ray, true) => is_reached && !is_in,
+                _ => is_reached,
+            }
+        });
+        let Some(index) = reached else {
+            return true;
+        };
+        let rung = &self.brackets[bracket][index];
+        if rung.entries.iter().any(|(entered, _)| *entered == trial) {
+            return true;
+        }
+        let cutoff = self.cutoff(rung);
+        self.brackets[bracket][index].entries.push((trial, score));
+        // What is below a cutoff that is NaN goes on, as Ray has it.
+        !cutoff.is_some_and(|cutoff| score < cutoff)
+    }
+
+    fn draw_bracket(&self, trial: TrialId) -> usize {
+        // The probabilities are a softmax of the numbers of rungs.
+        #[expect(clippy::cast_precision_loss, reason = "a few rungs")]
+        let weights: Vec<_> = self
+            .brackets
+            .iter()
+            .map(|rungs| libm::exp(rungs.len() as f64 - self.brackets[0].len() as f64))
+            .collect();
+        let number = trial.number().to_le_bytes();
+        let mut rest = Random::of(self.seed, &[b"bracket", &number]).unit();
+        rest *= weights.iter().sum::<f64>();
+        let below = weights.iter().position(|weight| {
+            rest -= weight;
+            rest < 0.0
+        });
+        below.unwrap_or(0)
+    }
+}
+
+impl Policy for Halving {
+    fn add(&mut self, trial: TrialId, _config: &Config) {
+        let bracket = self.draw_bracket(trial);
+        self.bracket_of.insert(trial, bracket);
+    }
+
+    fn report(&mut self, observation: Observation, _waits: bool) -> Verdict {
+        let Some(score) = self.score(observation.value) else {
+            return Verdict::Continue;
+        };
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+        let is_last = observation.time >= self.settings.max_t as f64;
+        let goes_on = !(is_last && self.settings.stop_last_trials)
+            && self.enter(observation.trial, observation.time, score);
+        if goes_on {
+            return Verdict::Continue;
+        }
+        self.stopped += 1;
+        Verdict::Stop
+    }
+
+    fn complete(&mut self, last: Observation) {
+        if let Some(score) = self.score(last.value) {
+            self.enter(last.trial, last.time, score);
+        }
+        self.bracket_of.remove(&last.trial);
+    }
+
+    fn fail(&mut self, trial: TrialId) {
+        if self.settings.compatibility == Compatibility::Exact {
+            // The worst of the next rung.
+            let bracket = self.bracket_of.get(&trial).copied().unwrap_or(0);
+            let rungs = &mut self.brackets[bracket];
+            let is_in = |rung: &StopRung| rung.entries.iter().any(|(entered, _)| *entered == trial);
+            let next = rungs.iter().rposition(is_in).map_or(0, |index| index + 1);
+            if let Some(rung) = rungs.get_mut(next) {
+                rung.entries.push((trial, f64::NEG_INFINITY));
+            }
+        }
+        self.bracket_of.remove(&trial);
+    }
+
+    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+        super::oldest(paused, supply)
+    }
+
+    fn status(&self) -> Vec<String> {
+        let mut lines = vec![format!(
+            "Using AsyncHyperBand: num_stopped={}",
+            self.stopped
+        )];
+        for bracket in &self.brackets {
+            let rungs = bracket.iter().rev().map(|rung| {
+                let cutoff = match self.cutoff(rung) {
+                    None => "None".to_owned(),
+                    Some(score) => in_users_sign(self.mode, score).to_string(),
+                };
+                format!("Iter {}.000: {cutoff}", rung.time)
+            });
+            let rungs: Vec<_> = rungs.collect();
+            lines.push(format!("Bracket: {}", rungs.join(" | ")));
+        }
+        lines
+    }
+
+    fn rungs(&self) -> Vec<Rung> {
+        let rungs = self.brackets.iter().flatten().map(|rung| {
+            let entries = rung.entries.iter();
+            let sign = |score| in_users_sign(self.mode, score);
+            #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+            Rung {
+                time: rung.time as f64,
+                entries: entries
+                    .map(|(trial, score)| (*trial, sign(*score)))
+                    .collect(),
+                cutoff: self.cutoff(rung).map(sign),
+            }
+        });
+        rungs.collect()
+    }
+}
+
+fn in_users_sign(mode: Mode, score: f64) -> f64 {
+    match mode {
+        Mode::Max => score,
+        Mode::Min => -score,
+    }
+}

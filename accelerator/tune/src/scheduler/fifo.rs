@@ -1,0 +1,27 @@
+use super::{Observation, Policy, Supply, Verdict};
+use crate::config::Config;
+use crate::trial::TrialId;
+
+/// Every trial runs to its end.
+#[derive(Debug)]
+pub(super) struct Fifo;
+
+impl Policy for Fifo {
+    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+
+    fn report(&mut self, _observation: Observation, _waits: bool) -> Verdict {
+        Verdict::Continue
+    }
+
+    fn complete(&mut self, _last: Observation) {}
+
+    fn fail(&mut self, _trial: TrialId) {}
+
+    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+        super::oldest(paused, supply)
+    }
+
+    fn status(&self) -> Vec<String> {
+        vec!["Using FIFO scheduling algorithm.".to_owned()]
+    }
+}

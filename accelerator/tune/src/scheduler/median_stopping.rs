@@ -1,0 +1,176 @@
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Compatibility, Observation, Policy, Supply, Verdict, iteration_attr, misuse};
+use crate::config::Config;
+use crate::error::Result;
+use crate::objective::Mode;
+use crate::trial::TrialId;
+
+/// Stops a trial whose best value is worse than the median of the other trials' means so far (Golovin et al. 2017, Google
+/// Vizier): Ray Tune's `MedianStoppingRule`.
+///
+/// ```
+/// use accelerator_tune::MedianStopping;
+///
+/// let median = MedianStopping { grace_period: 3.0, ..MedianStopping::default() };
+/// assert_eq!(median.min_samples_required, 3);
+/// ```
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MedianStopping {
+    /// What it compares; the search's metric where it is absent.
+    pub metric: Option<String>,
+    /// In which direction; the search's where it is absent.
+    pub mode: Option<Mode>,
+    /// What counts as time.
+    pub time_attr: String,
+    /// No trial ends before that time, and no earlier value counts for a mean.
+    pub grace_period: f64,
+    /// With fewer other trials that have come as far, none ends.
+    pub min_samples_required: usize,
+    /// Whether it decides as Ray Tune, to which the last value of a trial that has ended counts twice.
+    pub compatibility: Compatibility,
+}
+
+impl Default for MedianStopping {
+    fn default() -> Self {
+        Self {
+            metric: None,
+            mode: None,
+            time_attr: iteration_attr(),
+            grace_period: 1.0,
+            min_samples_required: 3,
+            compatibility: Compatibility::Exact,
+        }
+    }
+}
+
+impl MedianStopping {
+    pub(super) fn policy(&self, mode: Mode) -> Result<Box<dyn Policy>> {
+        if !self.grace_period.is_finite() {
+            return Err(misuse(
+                "median_stopping",
+                "`grace_period` is no finite number",
+            ));
+        }
+        Ok(Box::new(Median {
+            settings: self.clone(),
+            mode,
+            results: BTreeMap::new(),
+            stopped: 0,
+        }))
+    }
+}
+
+/// The state of [`MedianStopping`].
+#[derive(Debug)]
+struct Median {
+    settings: MedianStopping,
+    mode: Mode,
+    /// Times and values of each trial, as they came.
+    results: BTreeMap<TrialId, Vec<(f64, f64)>>,
+    stopped: usize,
+}
+
+impl Median {
+    fn mean(&self, results: &[(f64, f64)], until: f64) -> f64 {
+        let within = results
+            .iter()
+            .filter(|(time, value)| {
+                (self.settings.grace_period..=until).contains(time) && value.is_finite()
+            })
+            .map(|(_, value)| *value);
+        let (sum, count) =
+            within.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
+        sum / count
+    }
+
+    fn best(&self, trial: TrialId) -> f64 {
+        let values = self.results[&trial].iter().map(|(_, value)| *value);
+        let best = values.reduce(|best, value| match self.mode.is_better(value, best) {
+            true => value,
+            false => best,
+        });
+        best.unwrap_or(f64::NAN)
+    }
+}
+
+impl Policy for Median {
+    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+
+    fn report(&mut self, observation: Observation, _waits: bool) -> Verdict {
+        let Observation { trial, time, .. } = observation;
+        let value = match (observation.value, self.settings.compatibility) {
+            (Some(value), _) => value,
+            (None, Compatibility::Exact) => f64::NAN,
+            (None, Compatibility::Ray) => return Verdict::Continue,
+        };
+        self.results.entry(trial).or_default().push((time, value));
+        if time < self.settings.grace_period {
+            return Verdict::Continue;
+        }
+        let others = self.results.iter().filter(|(other, results)| {
+            **other != trial && results.last().is_some_and(|(last, _)| *last >= time)
+        });
+        let mut means: Vec<_> = others
+            .map(|(_, results)| self.mean(results, time))
+            .collect();
+        if means.len() < self.settings.min_samples_required || means.is_empty() {
+            return Verdict::Continue;
+        }
+        if self.settings.compatibility == Compatibility::Exact {
+            // A trial without a number has no mean.
+            means.retain(|mean| !mean.is_nan());
+        }
+        let Some(median) = median(&mut means) else {
+            return Verdict::Continue;
+        };
+        let best = self.best(trial);
+        let is_worse = match self.settings.compatibility {
+            Compatibility::Ray if median.is_nan() || best.is_nan() => false,
+            _ => self.mode.is_better(median, best),
+        };
+        if !is_worse {
+            return Verdict::Continue;
+        }
+        self.stopped += 1;
+        Verdict::Stop
+    }
+
+    fn complete(&mut self, last: Observation) {
+        if let (Compatibility::Ray, Some(value)) = (self.settings.compatibility, last.value) {
+            let results = self.results.entry(last.trial).or_default();
+            results.push((last.time, value));
+        }
+    }
+
+    fn fail(&mut self, _trial: TrialId) {}
+
+    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+        super::oldest(paused, supply)
+    }
+
+    fn status(&self) -> Vec<String> {
+        vec![format!(
+            "Using MedianStoppingRule: num_stopped={}.",
+            self.stopped
+        )]
+    }
+}
+
+fn median(values: &mut [f64]) -> Option<f64> {
+    if values.is_empty() {
+        return None;
+    }
+    if values.iter().any(|value| value.is_nan()) {
+        return Some(f64::NAN);
+    }
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    Some(match values.len() % 2 {
+        1 => values[middle],
+        _ => f64::midpoint(values[middle - 1], values[middle]),
+    })
+}

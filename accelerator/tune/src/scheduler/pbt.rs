@@ -1,0 +1,371 @@
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{Observation, Policy, Supply, Verdict, iteration_attr, misuse};
+use crate::config::Config;
+use crate::error::Result;
+use crate::objective::Mode;
+use crate::space::{Node, Parameter, Random, Space};
+use crate::trial::TrialId;
+
+/// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials go on as copies of good ones, with
+/// parameters that are changed a little. Ray Tune's `PopulationBasedTraining`, in its asynchronous form.
+///
+/// Trials have to save checkpoints.
+///
+/// ```
+/// use accelerator_tune::{Pbt, Space, loguniform};
+///
+/// let pbt = Pbt::new(5.0, Space::new([("lr", loguniform(1e-4, 1e-1))]));
+/// assert_eq!(pbt.quantile_fraction, 0.25);
+/// ```
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pbt {
+    /// What it compares; the search's metric where it is absent.
+    #[serde(default)]
+    pub metric: Option<String>,
+    /// In which direction; the search's where it is absent.
+    #[serde(default)]
+    pub mode: Option<Mode>,
+    /// What counts as time.
+    #[serde(default = "iteration_attr")]
+    pub time_attr: String,
+    /// After how much time each trial is compared with the others.
+    pub perturbation_interval: f64,
+    /// No trial is compared before that time.
+    #[serde(default)]
+    pub burn_in_period: f64,
+    /// What is changed: a distribution, or a list of values, for each parameter by its path.
+    pub hyperparam_mutations: Space,
+    /// The part of the population that is replaced, and the part that it is replaced by.
+    #[serde(default = "default_quantile")]
+    pub quantile_fraction: f64,
+    /// How probable it is that a parameter is drawn anew instead of changed.
+    #[serde(default = "default_resample")]
+    pub resample_probability: f64,
+    /// What a number is multiplied by, either of them as likely.
+    #[serde(default = "default_factors")]
+    pub perturbation_factors: (f64, f64),
+}
+
+impl PartialEq for Pbt {
+    fn eq(&self, other: &Self) -> bool {
+        serde_json::to_value(self).ok() == serde_json::to_value(other).ok()
+    }
+}
+
+impl Pbt {
+    /// With Ray's other settings.
+    #[must_use]
+    pub fn new(perturbation_interval: f64, hyperparam_mutations: Space) -> Self {
+        Self {
+            metric: None,
+            mode: None,
+            time_attr: iteration_attr(),
+            perturbation_interval,
+            burn_in_period: 0.0,
+            hyperparam_mutations,
+            quantile_fraction: default_quantile(),
+            resample_probability: default_resample(),
+            perturbation_factors: default_factors(),
+        }
+    }
+
+    pub(super) fn policy(&self, mode: Mode, seed: u64) -> Result<Box<dyn Policy>> {
+        let wrong = |what: String| Err(misuse("pbt", &what));
+        if !(self.perturbation_interval > 0.0 && self.perturbation_interval.is_finite()) {
+            let found = self.perturbation_interval;
+            return wrong(format!("`perturbation_interval` is {found}; it is above 0"));
+        }
+        if !(0.0..=0.5).contains(&self.quantile_fraction) {
+            let found = self.quantile_fraction;
+            return wrong(format!(
+                "`quantile_fraction` is {found}; it is from 0 to 0.5"
+            ));
+        }
+        if !(0.0..=1.0).contains(&self.resample_probability) {
+            let found = self.resample_probability;
+            return wrong(format!(
+                "`resample_probability` is {found}; it is from 0 to 1"
+            ));
+        }
+        self.hyperparam_mutations.check()?;
+        let mut mutations = Vec::new();
+        for (name, parameter) in self.hyperparam_mutations.table() {
+            add_mutations(name, parameter, &mut mutations)?;
+        }
+        if mutations.is_empty() {
+            return wrong("`hyperparam_mutations` is empty; name what is to be changed".to_owned());
+        }
+        Ok(Box::new(Population {
+            settings: self.clone(),
+            mode,
+            seed,
+            mutations,
+            members: BTreeMap::new(),
+            saves: 0,
+            exploits: 0,
+        }))
+    }
+}
+
+/// The state of [`Pbt`].
+#[derive(Debug)]
+struct Population {
+    settings: Pbt,
+    mode: Mode,
+    seed: u64,
+    mutations: Vec<(String, Mutation)>,
+    members: BTreeMap<TrialId, Member>,
+    saves: u64,
+    exploits: u64,
+}
+
+#[derive(Debug)]
+struct Member {
+    config: Config,
+    last_perturbation: f64,
+    /// At its last comparison.
+    score: Option<f64>,
+    time: f64,
+    /// The iteration of its newest checkpoint that was asked for here, and the time.
+    checkpoint: Option<(u64, f64)>,
+    exploits: u64,
+}
+
+/// How a parameter is changed.
+#[derive(Clone, Debug)]
+enum Mutation {
+    Domain(crate::space::Domain),
+    /// One of these, or its neighbour.
+    List(Vec<Value>),
+}
+
+impl Population {
+    /// The worst and the best of the population.
+    fn quantiles(&self) -> (Vec<TrialId>, Vec<TrialId>) {
+        let scored = self.members.iter().filter_map(|(trial, member)| {
+            let score = member.score.filter(|score| !score.is_nan())?;
+            Some((*trial, score))
+        });
+        let mut scored: Vec<_> = scored.collect();
+        if scored.len() <= 1 {
+            return (Vec::new(), Vec::new());
+        }
+        scored.sort_by(|(_, left), (_, right)| self.mode.compare(*left, *right));
+        #[expect(clippy::cast_precision_loss, reason = "a count of trials")]
+        let count = (scored.len() as f64 * self.settings.quantile_fraction).ceil();
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "at most half of the population"
+        )]
+        let count = (count as usize).min(scored.len() / 2);
+        let ids = |trials: &[(TrialId, f64)]| trials.iter().map(|(trial, _)| *trial).collect();
+        (ids(&scored[..count]), ids(&scored[scored.len() - count..]))
+    }
+
+    fn explore(&self, config: &Config, random: &mut Random) -> Config {
+        let mut config = config.clone();
+        for (path, mutation) in &self.mutations {
+            let Some(value) = config.value(path).cloned() else {
+                continue;
+            };
+            let resamples = random.unit() < self.settings.resample_probability;
+            let changed = match mutation {
+                Mutation::List(values) => {
+                    let at = values.iter().position(|known| *known == value);
+                    let index = match at {
+                        Some(at) if !resamples => match random.below(2) {
+                            0 => at.saturating_sub(1),
+                            _ => (at + 1).min(values.len() - 1),
+                        },
+                        _ => index_below(random, values.len()),
+                    };
+                    values[index].clone()
+                }
+                Mutation::Domain(domain) => match value.as_f64() {
+                    Some(number) if !resamples => {
+                        let (up, down) = self.settings.perturbation_factors;
+                        let factor = if random.below(2) == 0 { up } else { down };
+                        domain.clamp(number * factor)
+                    }
+                    _ => domain.sample(random),
+                },
+            };
+            config.set(path, changed);
+        }
+        config
+    }
+
+    fn exploit(&mut self, trial: TrialId, upper: &[TrialId]) -> Option<Verdict> {
+        let exploits = self.members.get(&trial)?.exploits;
+        let parts: [&[u8]; 3] = [
+            b"exploit",
+            &trial.number().to_le_bytes(),
+            &exploits.to_le_bytes(),
+        ];
+        let mut random = Random::of(self.seed, &parts);
+        let donor = upper[index_below(&mut random, upper.len())];
+        let from = self.members.get(&donor)?;
+        let (iteration, time) = from.checkpoint?;
+        let score = from.score;
+        let config = self.explore(&from.config, &mut random);
+        let member = self.members.get_mut(&trial)?;
+        member.config = config.clone();
+        member.last_perturbation = time;
+        member.time = time;
+        member.score = score;
+        member.checkpoint = None;
+        member.exploits += 1;
+        self.exploits += 1;
+        Some(Verdict::Exploit {
+            donor,
+            iteration,
+            config,
+        })
+    }
+}
+
+impl Policy for Population {
+    fn add(&mut self, trial: TrialId, config: &Config) {
+        let member = Member {
+            config: config.clone(),
+            last_perturbation: 0.0,
+            score: None,
+            time: 0.0,
+            checkpoint: None,
+            exploits: 0,
+        };
+        self.members.insert(trial, member);
+    }
+
+    fn report(&mut self, observation: Observation, waits: bool) -> Verdict {
+        let Observation {
+            trial,
+            iteration,
+            time,
+            value,
+        } = observation;
+        let Some(member) = self.members.get_mut(&trial) else {
+            return Verdict::Continue;
+        };
+        if time < self.settings.burn_in_period
+            || time - member.last_perturbation < self.settings.perturbation_interval
+        {
+            return Verdict::Continue;
+        }
+        member.score = value;
+        member.time = time;
+        member.last_perturbation = time;
+        let (lower, upper) = self.quantiles();
+        let is_upper = upper.contains(&trial);
+        if lower.contains(&trial)
+            && let Some(exploit) = self.exploit(trial, &upper)
+        {
+            return exploit;
+        }
+        if (is_upper || waits)
+            && let Some(member) = self.members.get_mut(&trial)
+        {
+            member.checkpoint = Some((iteration, time));
+            self.saves += 1;
+        }
+        match (waits, is_upper) {
+            (true, _) => Verdict::Pause,
+            (false, true) => Verdict::Save,
+            (false, false) => Verdict::Continue,
+        }
+    }
+
+    fn complete(&mut self, last: Observation) {
+        // A trial that has ended is no part of the population, as to Ray.
+        self.members.remove(&last.trial);
+    }
+
+    fn fail(&mut self, trial: TrialId) {
+        self.members.remove(&trial);
+    }
+
+    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+        if supply == Supply::New {
+            return None;
+        }
+        // The one that is behind.
+        let time = |trial: &TrialId| self.members.get(trial).map_or(0.0, |member| member.time);
+        let mut paused = paused.iter().copied();
+        let first = paused.next()?;
+        Some(
+            paused.fold(first, |least, trial| match time(&trial) < time(&least) {
+                true => trial,
+                false => least,
+            }),
+        )
+    }
+
+    fn status(&self) -> Vec<String> {
+        vec![format!(
+            "PopulationBasedTraining: {} checkpoints, {} perturbs",
+            self.saves, self.exploits
+        )]
+    }
+}
+
+fn add_mutations(
+    path: &str,
+    parameter: &Parameter,
+    mutations: &mut Vec<(String, Mutation)>,
+) -> Result<()> {
+    let mutation = match &parameter.0 {
+        Node::Domain(domain) => Mutation::Domain(*domain),
+        Node::Constant(Value::Array(values)) if !values.is_empty() => {
+            Mutation::List(values.clone())
+        }
+        Node::Choice(options) => {
+            let values = options.iter().map(|option| match &option.0 {
+                Node::Constant(value) => Ok(value.clone()),
+                _ => {
+                    let what =
+                        format!("the options of `{path}` in `hyperparam_mutations` are values");
+                    Err(misuse("pbt", &what))
+                }
+            });
+            Mutation::List(values.collect::<Result<_>>()?)
+        }
+        Node::Table(table) => {
+            for (name, parameter) in table {
+                add_mutations(&format!("{path}/{name}"), parameter, mutations)?;
+            }
+            return Ok(());
+        }
+        _ => {
+            let what = format!(
+                "`{path}` in `hyperparam_mutations` is neither a distribution nor a list of values"
+            );
+            return Err(misuse("pbt", &what));
+        }
+    };
+    mutations.push((path.to_owned(), mutation));
+    Ok(())
+}
+
+fn index_below(random: &mut Random, count: usize) -> usize {
+    #[expect(clippy::cast_possible_truncation, reason = "below a count in memory")]
+    let index = random.below(count as u64) as usize;
+    index
+}
+
+fn default_quantile() -> f64 {
+    0.25
+}
+
+fn default_resample() -> f64 {
+    0.25
+}
+
+fn default_factors() -> (f64, f64) {
+    (1.2, 0.8)
+}
