@@ -6,34 +6,32 @@ pub use core::CheckpointSettings;
 pub use error::{Error, Result};
 pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
+pub use output::{DataFrame, Display, Results, Scope, SearchEnd};
+pub use pool::{Resources, WorkerReuse};
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
+pub use search::{MaxFailures, Search, SearchAlgorithm, SearchOrder, SearchSpec};
 pub use searcher::{Searcher, Suggestion, TrialEnd, VariantGenerator};
 pub use space::{
     Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,
     qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
 };
 pub use stop::{Plateau, Stop};
-pub use trial::TrialId;
-pub use view::{TrialResult, TrialStatus};
+pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialId, TrialSession};
+pub use view::{Trial, TrialResult, TrialStatus};
 
 mod config;
-#[allow(dead_code)]
 mod core;
 mod error;
-#[allow(dead_code)]
 mod journal;
 mod metrics;
 mod objective;
-#[allow(dead_code)]
+mod output;
+mod pool;
 mod runner;
-#[allow(dead_code)]
 mod scheduler;
-#[allow(dead_code)]
 mod search;
 mod searcher;
-#[allow(dead_code)]
 mod space;
 mod stop;
 mod trial;
-#[allow(dead_code)]
 mod view;

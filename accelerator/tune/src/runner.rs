@@ -19,6 +19,9 @@ pub(crate) trait TrialRunner {
     /// More may be started: they take turns, from report to report.
     fn slots(&self) -> usize;
 
+    /// What is in use of what there is, such as `2.0/2 CPUs, 0.0/0 GPUs`.
+    fn requested(&self) -> Option<String>;
+
     /// Starts an attempt at a trial: it runs to its first report.
     ///
     /// # Errors
@@ -95,6 +98,20 @@ pub(crate) enum RunnerEvent {
     Failed { trial: TrialId, message: String },
     /// After [`Answer::Pause`] or [`Answer::Stop`]: its attempt is over, and its slot is free.
     Left { trial: TrialId },
+}
+
+impl RunnerEvent {
+    /// Whose it is.
+    pub(crate) fn trial(&self) -> TrialId {
+        match self {
+            Self::Started { trial, .. }
+            | Self::Reported { trial, .. }
+            | Self::Saved { trial, .. }
+            | Self::Ended { trial }
+            | Self::Failed { trial, .. }
+            | Self::Left { trial } => *trial,
+        }
+    }
 }
 
 /// Where a trial runs.

@@ -12,6 +12,13 @@ use crate::scheduler::Rung;
 use crate::trial::TrialId;
 
 /// How far a trial is, in Ray's words.
+///
+/// ```
+/// use accelerator_tune::TrialStatus;
+///
+/// assert_eq!(serde_json::to_string(&TrialStatus::Pending)?, "\"PENDING\"");
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum TrialStatus {
@@ -28,6 +35,14 @@ pub enum TrialStatus {
 }
 
 /// One result of a trial.
+///
+/// ```
+/// use accelerator_tune::TrialResult;
+///
+/// fn accuracy(result: &TrialResult) -> Option<f64> {
+///     result.value("mean_accuracy")
+/// }
+/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct TrialResult {
     /// How many iterations are done.
@@ -60,26 +75,40 @@ impl TrialResult {
     }
 }
 
-/// A trial as tables show it.
+/// A trial of a search.
+///
+/// ```
+/// use accelerator_tune::{Results, Trial};
+///
+/// fn checkpoints(results: &Results) -> impl Iterator<Item = &std::path::Path> {
+///     results.trials().iter().filter_map(|trial: &Trial| trial.checkpoint.as_deref())
+/// }
+/// ```
 #[derive(Clone, Debug)]
-pub(crate) struct TrialView {
-    pub(crate) id: TrialId,
+#[non_exhaustive]
+pub struct Trial {
+    /// Its number.
+    pub id: TrialId,
     /// Such as `MnistTrainable_358bb_00006`.
-    pub(crate) name: String,
-    pub(crate) status: TrialStatus,
+    pub name: String,
+    /// How far it is.
+    pub status: TrialStatus,
+    /// Where it runs.
     pub(crate) location: Option<Location>,
-    pub(crate) config: Config,
+    /// What it tries.
+    pub config: Config,
     /// Its newest result.
-    pub(crate) last: Option<TrialResult>,
+    pub last: Option<TrialResult>,
     /// Its best result by the objective.
-    pub(crate) best: Option<TrialResult>,
+    pub best: Option<TrialResult>,
     /// How often an attempt at it has failed.
-    pub(crate) failures: u32,
+    pub failures: u32,
     /// Its newest failure.
-    pub(crate) error: Option<String>,
-    pub(crate) folder: PathBuf,
+    pub error: Option<String>,
+    /// What it has written.
+    pub folder: PathBuf,
     /// Its newest checkpoint on the disk.
-    pub(crate) checkpoint: Option<PathBuf>,
+    pub checkpoint: Option<PathBuf>,
 }
 
 /// A search as tables and reports show it.
@@ -94,7 +123,7 @@ pub(crate) struct SearchView {
     pub(crate) scheduler: Vec<String>,
     pub(crate) rungs: Vec<Rung>,
     /// In the order of numbers.
-    pub(crate) trials: Vec<TrialView>,
+    pub(crate) trials: Vec<Trial>,
     /// How many trials there will be, where that is known.
     pub(crate) expected: Option<usize>,
     /// Such as `Resources requested: 2.0/2 CPUs, 0.0/0 GPUs`; none where nothing runs.

@@ -16,7 +16,7 @@ use crate::scheduler::Scheduler;
 use crate::searcher::Searcher;
 use crate::space::Space;
 use crate::stop::Stop;
-use crate::trial::{Trainable, TrialSession, serve_function, serve_trainable};
+use crate::trial::{BoxError, Trainable, TrialSession, serve_function, serve_trainable};
 
 /// A search over configurations: Ray's `tune.run`.
 ///
@@ -45,7 +45,7 @@ use crate::trial::{Trainable, TrialSession, serve_function, serve_trainable};
 ///                 trial.report([("loss", x * x)])?;
 ///             }
 ///         })?;
-///     println!("Best config is: {:?}", results.best_config());
+///     println!("Best config is: {:?}", results.best_config("loss", Mode::Min));
 ///     Ok(())
 /// }
 /// ```
@@ -232,11 +232,7 @@ impl Search {
     /// See [`run`](Self::run).
     pub fn run_fn(
         self,
-        function: impl FnMut(
-            &mut TrialSession,
-            &Config,
-        ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
-        + 'static,
+        function: impl FnMut(&mut TrialSession, &Config) -> Result<(), BoxError> + 'static,
     ) -> Result<Results> {
         serve_function(function);
         self.run_in_processes()

@@ -14,6 +14,7 @@ use crate::core::{
 use crate::error::{Error, Kind, Result};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
+use crate::output::SearchEnd;
 use crate::runner::{Answer, Location, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::{Searcher, Suggestion};
 use crate::trial::TrialId;
@@ -41,17 +42,6 @@ pub(crate) struct Limits {
     pub(crate) deadline: Option<Instant>,
     /// How long a trial may take for one iteration.
     pub(crate) report_timeout: Option<Duration>,
-}
-
-/// Why a search's loop has ended.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Ending {
-    /// Every trial has ended.
-    Finished,
-    /// It was interrupted, and can be resumed.
-    Interrupted,
-    /// Its time is over. It can be resumed.
-    OutOfTime,
 }
 
 /// A search that runs.
@@ -101,22 +91,22 @@ impl<F: Files> Driver<'_, F> {
         &mut self,
         interrupted: &dyn Fn() -> u32,
         refresh: &mut dyn FnMut(&Self) -> Result<()>,
-    ) -> Result<Ending> {
+    ) -> Result<SearchEnd> {
         if let Some(trial) = self.asked.take() {
             let config = ask(self.searcher, trial)?;
             self.happen(Event::Suggested { trial, config })?;
         }
         let slots = self.runner.slots();
         self.happen(Event::Opened { slots })?;
-        let mut ending = Ending::Finished;
+        let mut ending = SearchEnd::Finished;
         while !self.core.is_finished() {
             refresh(self)?;
             if self.closing.is_none() {
                 let is_over = self.limits.deadline.is_some_and(|at| Instant::now() >= at);
                 if interrupted() > 0 || is_over {
                     ending = match is_over {
-                        true => Ending::OutOfTime,
-                        false => Ending::Interrupted,
+                        true => SearchEnd::OutOfTime,
+                        false => SearchEnd::Interrupted,
                     };
                     self.close()?;
                 }
@@ -140,7 +130,7 @@ impl<F: Files> Driver<'_, F> {
                 }
             }
             self.journal.append(&Event::Finished)?;
-            ending = Ending::Finished;
+            ending = SearchEnd::Finished;
         }
         self.journal.sync()?;
         refresh(self)?;

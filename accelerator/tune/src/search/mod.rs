@@ -1,4 +1,13 @@
 //! Carrying a search out.
 
+pub use builder::Search;
+pub use spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
+
+mod builder;
 mod decisions;
 mod driver;
+mod files;
+mod interrupt;
+mod lock;
+mod run;
+mod spec;

@@ -1,13 +1,13 @@
 //! A search from its folder to its results.
 
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::collections::BTreeMap;
 use std::fs;
 use std::hash::BuildHasher;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Ending, Limits, Replayed, checkpoint_name, replay};
+use super::driver::{Driver, Files, Limits, Replayed, checkpoint_name, replay};
 use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
@@ -15,11 +15,11 @@ use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
 use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
-use crate::output::{Console, Display, Results, write_report};
+use crate::output::{Console, Display, Results, SearchEnd};
 use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
 use crate::trial::TrialId;
-use crate::view::{SearchView, TrialView};
+use crate::view::{SearchView, Trial};
 
 /// How a search is run, whatever it is.
 #[derive(Clone, Debug, Default)]
@@ -69,12 +69,15 @@ pub(crate) fn run(
     let mut files = TrialFiles::new(&folder, &spec.name, &head.id, parameters, results);
     files.restore(core.trials())?;
     let mut console = Console::new(options.display);
-    let mut shown = |core: &Core, files: &TrialFiles, requested: Option<String>, at: &dyn Fn(TrialId) -> Option<Location>| {
+    let shown = |core: &Core,
+                 files: &TrialFiles,
+                 requested: Option<String>,
+                 at: &dyn Fn(TrialId) -> Option<Location>| {
         view(&spec, &folder, core, files, expected, requested, at)
     };
     if was_finished {
         let view = shown(&core, &files, None, &|_| None);
-        return Ok(Results::new(view, Ending::Finished));
+        return Ok(Results::new(view, SearchEnd::Finished));
     }
     let interrupts = Interrupts::watch()?;
     let mut runner = runner(&spec, &folder)?;
@@ -98,18 +101,18 @@ pub(crate) fn run(
                 return Ok(());
             }
             let at = |trial| driver.location(trial);
-            let requested = Some(driver.requested());
-            console.show(&shown(&driver.core, driver.files, requested, &at))
+            let requested = driver.runner.requested();
+            console.show(&shown(&driver.core, driver.files, requested, &at));
+            Ok(())
         };
         let ending = driver.run(&|| interrupts.count(), &mut refresh);
         driver.runner.close();
         let ending = ending?;
         (shown(&driver.core, driver.files, None, &|_| None), ending)
     };
-    console.finish(&view)?;
+    console.finish(&view);
     let results = Results::new(view, ending);
-    results.dataframe()?.to_csv(folder.join("results.csv"))?;
-    write_report(&results, &folder.join("report.html"))?;
+    results.dataframe().to_csv(folder.join("results.csv"))?;
     Ok(results)
 }
 
@@ -118,15 +121,15 @@ pub(crate) fn read(folder: &Path) -> Result<(SearchSpec, SearchView)> {
     let Some(journaled) = journal::read(folder)? else {
         return Err(Error::new(
             Kind::NotFound,
-            format!(
-                "{} has no search: it has no {JOURNAL}",
-                folder.display()
-            ),
+            format!("{} has no search: it has no {JOURNAL}", folder.display()),
         ));
     };
     let head = journaled.head;
     let spec: SearchSpec = serde_json::from_value(head.spec).map_err(|error| {
-        let what = format!("the specification in {}: {error}", folder.join(JOURNAL).display());
+        let what = format!(
+            "the specification in {}: {error}",
+            folder.join(JOURNAL).display()
+        );
         Error::new(Kind::Corrupt, what).with_source(error)
     })?;
     let mut core = new_core(&spec, head.asks)?;
@@ -135,7 +138,9 @@ pub(crate) fn read(folder: &Path) -> Result<(SearchSpec, SearchView)> {
     }
     let parameters = spec.space.parameters();
     let files = TrialFiles::new(folder, &spec.name, &head.id, parameters, BTreeMap::new());
-    let view = view(&spec, folder, &core, &files, core.expected(), None, &|_| None);
+    let view = view(&spec, folder, &core, &files, core.expected(), None, &|_| {
+        None
+    });
     Ok((spec, view))
 }
 
@@ -150,10 +155,6 @@ fn set_up(
                 .with_points(&spec.points_to_evaluate);
             let expected = variants.len();
             (Box::new(variants), Some(expected))
-        }
-        (None, SearchAlgorithm::Optuna(optuna)) => {
-            let searcher = optuna.start(&spec.space, &spec.objective(), spec.seed)?;
-            (Box::new(searcher), Some(spec.num_samples as usize))
         }
     };
     let asking = match searcher.is_adaptive() {
@@ -180,7 +181,9 @@ fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
         order: match spec.order {
             SearchOrder::Eager => Order::Eager,
             SearchOrder::Ordered { workers: 0 } => {
-                return Err(Error::misuse("`order.ordered.workers` is 0; it is at least 1"));
+                return Err(Error::misuse(
+                    "`order.ordered.workers` is 0; it is at least 1",
+                ));
             }
             SearchOrder::Ordered { workers } => Order::Ordered { workers },
         },
@@ -222,7 +225,7 @@ fn view(
         let folder = files.path(state);
         let of_trial = |key: &&CheckpointKey| key.branch.trial == state.id;
         let newest = core.checkpoints().keys().rev().find(of_trial);
-        TrialView {
+        Trial {
             id: state.id,
             name: files.name(state.id),
             status: state.status,

@@ -9,7 +9,6 @@ use crate::error::{Error, Kind, Result};
 use crate::objective::{Mode, Objective};
 use crate::pool::{Resources, WorkerReuse};
 use crate::scheduler::Scheduler;
-use crate::searcher::Optuna;
 use crate::space::Space;
 use crate::stop::Stop;
 
@@ -143,7 +142,8 @@ impl SearchSpec {
         let Some(first) = differing.first() else {
             return Ok(());
         };
-        let shown = |value: Option<&Value>| value.map_or_else(|| "nothing".to_owned(), Value::to_string);
+        let shown =
+            |value: Option<&Value>| value.map_or_else(|| "nothing".to_owned(), Value::to_string);
         let others = match differing.len() {
             1 => String::new(),
             more => format!(" ({} more differ)", more - 1),
@@ -175,8 +175,6 @@ pub enum SearchAlgorithm {
     #[default]
     #[serde(alias = "random", alias = "basic_variant")]
     Variants,
-    /// A sampler of Optuna, in a process of Python.
-    Optuna(Optuna),
 }
 
 /// In which order reports are taken.

@@ -59,6 +59,17 @@ impl Space {
         Self(named.collect())
     }
 
+    /// A list of parameters, for a place where a value is one.
+    ///
+    /// ```
+    /// use accelerator_tune::{Space, uniform};
+    ///
+    /// let betas = Space::list([uniform(0.8, 0.95), 0.999.into()]);
+    /// ```
+    pub fn list(parameters: impl IntoIterator<Item = Parameter>) -> Parameter {
+        Parameter(Node::List(parameters.into_iter().collect()))
+    }
+
     /// Reads what a file has.
     ///
     /// # Errors

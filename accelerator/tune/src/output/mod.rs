@@ -1,0 +1,16 @@
+//! What people look at: tables, files, results.
+
+pub(crate) use console::Console;
+pub use console::Display;
+pub use dataframe::DataFrame;
+pub use results::{Results, Scope, SearchEnd};
+
+pub(crate) use trial_folder::{TrialFolder, folder_name, trial_name};
+
+mod console;
+mod csv;
+mod dataframe;
+mod number;
+mod results;
+mod table;
+mod trial_folder;

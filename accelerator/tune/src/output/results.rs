@@ -1,0 +1,194 @@
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::dataframe::DataFrame;
+use super::table::{Rows, status};
+use super::trial_folder::read_results;
+use crate::config::Config;
+use crate::error::Result;
+use crate::objective::Mode;
+use crate::trial::TrialId;
+use crate::view::{SearchView, Trial, TrialResult};
+
+/// What a search has come to: Ray Tune's `ExperimentAnalysis`.
+///
+/// ```
+/// use accelerator_tune::{Mode, Results, SearchEnd};
+///
+/// fn tell(results: &Results) {
+///     if results.ending() == SearchEnd::Finished {
+///         println!("Best config is: {:?}", results.best_config("mean_accuracy", Mode::Max));
+///     }
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Results {
+    view: SearchView,
+    ending: SearchEnd,
+}
+
+/// Why a search has ended.
+///
+/// ```
+/// use accelerator_tune::SearchEnd;
+///
+/// assert_ne!(SearchEnd::Finished, SearchEnd::Interrupted);
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum SearchEnd {
+    /// Every trial has ended.
+    Finished,
+    /// It was interrupted. Running it again resumes it.
+    Interrupted,
+    /// Its time is over. Running it again resumes it.
+    OutOfTime,
+}
+
+/// Which value of a trial counts.
+///
+/// ```
+/// use accelerator_tune::Scope;
+///
+/// assert_eq!(Scope::default(), Scope::Best);
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Scope {
+    /// The best that it reported.
+    #[default]
+    Best,
+    /// The last.
+    Last,
+    /// The mean of all.
+    Average,
+    /// The mean of so many of the last.
+    LastAverage(usize),
+}
+
+impl Results {
+    pub(crate) fn new(view: SearchView, ending: SearchEnd) -> Self {
+        Self { view, ending }
+    }
+
+    /// Why the search has ended.
+    #[must_use]
+    pub fn ending(&self) -> SearchEnd {
+        self.ending
+    }
+
+    /// The folder with everything that it has written.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.view.folder
+    }
+
+    /// All trials, by number.
+    #[must_use]
+    pub fn trials(&self) -> &[Trial] {
+        &self.view.trials
+    }
+
+    /// Everything that a trial has reported, as its folder has it.
+    ///
+    /// # Errors
+    /// [`Error::is_io`](crate::Error::is_io) where that cannot be read.
+    pub fn history(&self, trial: TrialId) -> Result<Vec<TrialResult>> {
+        match self.view.trials.get(trial.index()) {
+            Some(trial) => read_results(&trial.folder),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// The configuration of the trial that has reported the best value of a metric.
+    #[must_use]
+    pub fn best_config(&self, metric: &str, mode: Mode) -> Option<&Config> {
+        let (trial, _) = self.best_trial(metric, mode, Scope::Best)?;
+        Some(&trial.config)
+    }
+
+    /// The best trial, and its value. Trials that never reported a number are out of the question.
+    #[must_use]
+    pub fn best_trial(&self, metric: &str, mode: Mode, scope: Scope) -> Option<(&Trial, f64)> {
+        let scored = self.view.trials.iter().filter_map(|trial| {
+            let value = self.value(trial, metric, mode, scope)?;
+            (!value.is_nan()).then_some((trial, value))
+        });
+        scored.reduce(|best, other| match mode.is_better(other.1, best.1) {
+            true => other,
+            false => best,
+        })
+    }
+
+    /// The last result of each trial, with its configuration.
+    #[must_use]
+    pub fn dataframe(&self) -> DataFrame {
+        let metric = &self.view.objective.metric;
+        let rows = self.view.trials.iter().map(|trial| {
+            let mut row: Vec<(String, Value)> = Vec::new();
+            let mut add = |name: &str, value: Value| row.push((name.to_owned(), value));
+            if let Some(last) = &trial.last {
+                for (name, value) in last.metrics.iter() {
+                    add(name, value.into());
+                }
+                let best = trial.best.as_ref().and_then(|best| best.value(metric));
+                add(&format!("best_{metric}"), best.into());
+                add("training_iteration", last.training_iteration.into());
+                add("time_this_iter_s", last.time_this_iter_s.into());
+                add("time_total_s", last.time_total_s.into());
+                add("timestamp", last.timestamp.into());
+            }
+            add("trial_id", trial.id.to_string().into());
+            add("trial_name", trial.name.as_str().into());
+            let status = serde_json::to_value(trial.status);
+            add("status", status.unwrap_or(Value::Null));
+            add("failures", trial.failures.into());
+            for (path, value) in trial.config.leaves() {
+                add(&format!("config/{path}"), value.clone());
+            }
+            row
+        });
+        DataFrame::new(rows.collect())
+    }
+
+    /// The table that is shown while the search runs, with every trial.
+    #[must_use]
+    pub fn status(&self) -> String {
+        status(&self.view, Rows::All)
+    }
+
+    pub(crate) fn view(&self) -> &SearchView {
+        &self.view
+    }
+
+    fn value(&self, trial: &Trial, metric: &str, mode: Mode, scope: Scope) -> Option<f64> {
+        let objective = &self.view.objective;
+        let of = |result: &Option<TrialResult>| result.as_ref()?.value(metric);
+        if scope == Scope::Last {
+            return of(&trial.last);
+        }
+        if scope == Scope::Best && objective.metric == metric && objective.mode == mode {
+            return of(&trial.best);
+        }
+        let history = read_results(&trial.folder).ok()?;
+        let values = history.iter().filter_map(|result| result.value(metric));
+        let values: Vec<_> = values.collect();
+        let mean = |values: &[f64]| {
+            #[expect(clippy::cast_precision_loss, reason = "a count of results")]
+            let count = values.len() as f64;
+            (!values.is_empty()).then(|| values.iter().sum::<f64>() / count)
+        };
+        match scope {
+            Scope::Best => {
+                values
+                    .into_iter()
+                    .reduce(|best, value| match mode.is_better(value, best) {
+                        true => value,
+                        false => best,
+                    })
+            }
+            Scope::Last => values.last().copied(),
+            Scope::Average => mean(&values),
+            Scope::LastAverage(count) => mean(&values[values.len().saturating_sub(count)..]),
+        }
+    }
+}

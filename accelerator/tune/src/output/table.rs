@@ -1,0 +1,380 @@
+//! The status table, in the format of Ray Tune.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use serde_json::Value;
+
+use super::number::{general, python};
+use super::trial_folder::ERROR;
+use crate::stop::{ITERATION, TIME_TOTAL};
+use crate::view::{SearchView, Trial, TrialStatus};
+
+/// How many trials are shown.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Rows {
+    /// So many at most, of each status alike.
+    AtMost(usize),
+    All,
+}
+
+/// The whole status.
+pub(crate) fn status(view: &SearchView, rows: Rows) -> String {
+    let mut lines = vec!["== Status ==".to_owned()];
+    lines.extend(memory());
+    lines.extend(view.scheduler.iter().cloned());
+    if let Some(resources) = &view.resources {
+        lines.push(format!("Resources requested: {resources}"));
+    }
+    lines.extend(best_line(view));
+    lines.push(format!("Result logdir: {}", view.folder.display()));
+    let counts = counts(view.trials.iter());
+    let expected = view.expected.unwrap_or(view.trials.len());
+    lines.push(format!(
+        "Number of trials: {}/{expected} ({})",
+        view.trials.len(),
+        counts.join(", ")
+    ));
+    let shown = shown_trials(&view.trials, rows);
+    if !shown.is_empty() {
+        lines.push(trial_table(view, &shown));
+    }
+    if shown.len() < view.trials.len() {
+        let hidden = view
+            .trials
+            .iter()
+            .filter(|trial| !shown.iter().any(|shown| shown.id == trial.id));
+        let hidden: Vec<_> = hidden.collect();
+        let states = self::counts(hidden.iter().copied()).join(", ");
+        lines.push(format!(
+            "... {} more trials not shown ({states})",
+            hidden.len()
+        ));
+    }
+    lines.extend(errors(view));
+    let mut text = lines.join("\n");
+    text.push('\n');
+    text
+}
+
+/// Such as `Current best trial: 358bb_00006 with mean_accuracy=0.1174 and parameters={'lr': 0.1}`.
+pub(crate) fn best_line(view: &SearchView) -> Option<String> {
+    let objective = &view.objective;
+    let scored = view.trials.iter().filter_map(|trial| {
+        let value = trial.best.as_ref()?.value(&objective.metric)?;
+        (!value.is_nan()).then_some((trial, value))
+    });
+    let (trial, value) =
+        scored.reduce(
+            |best, other| match objective.mode.is_better(other.1, best.1) {
+                true => other,
+                false => best,
+            },
+        )?;
+    let id = trial.name.strip_prefix(&format!("{}_", view.name));
+    Some(format!(
+        "Current best trial: {} with {}={value} and parameters={}",
+        id.unwrap_or(&trial.name),
+        objective.metric,
+        python(&Value::Object(trial.config.as_map().clone()))
+    ))
+}
+
+/// Such as `25 PENDING`, by the names of statuses.
+pub(crate) fn counts<'a>(trials: impl Iterator<Item = &'a Trial>) -> Vec<String> {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for trial in trials {
+        *counts.entry(word(trial.status)).or_default() += 1;
+    }
+    counts
+        .into_iter()
+        .map(|(word, count)| format!("{count} {word}"))
+        .collect()
+}
+
+/// How statuses are written.
+pub(crate) fn word(status: TrialStatus) -> &'static str {
+    match status {
+        TrialStatus::Pending => "PENDING",
+        TrialStatus::Running => "RUNNING",
+        TrialStatus::Paused => "PAUSED",
+        TrialStatus::Terminated => "TERMINATED",
+        TrialStatus::Error => "ERROR",
+    }
+}
+
+/// Statuses in the order of the table.
+const ORDER: [TrialStatus; 5] = [
+    TrialStatus::Running,
+    TrialStatus::Paused,
+    TrialStatus::Pending,
+    TrialStatus::Terminated,
+    TrialStatus::Error,
+];
+/// Metrics that have a column where they are reported, and its header.
+const METRICS: [(&str, &str); 7] = [
+    ("mean_accuracy", "acc"),
+    ("mean_loss", "loss"),
+    (ITERATION, "iter"),
+    (TIME_TOTAL, "total time (s)"),
+    ("timesteps_total", "ts"),
+    ("episode_reward_mean", "reward"),
+    ("neg_mean_loss", "neg_mean_loss"),
+];
+/// How many other metrics have one.
+const INFERRED: usize = 3;
+
+/// One status after the other gives a trial, until there are enough; those with the lowest numbers.
+fn shown_trials(trials: &[Trial], rows: Rows) -> Vec<&Trial> {
+    let mut by_word: BTreeMap<&str, Vec<&Trial>> = BTreeMap::new();
+    for trial in trials {
+        by_word.entry(word(trial.status)).or_default().push(trial);
+    }
+    if let Rows::AtMost(most) = rows {
+        let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut left = most;
+        let mut has_changed = true;
+        while left > 0 && has_changed {
+            has_changed = false;
+            for (word, trials) in &by_word {
+                let taken = taken.entry(word).or_default();
+                if *taken < trials.len() && left > 0 {
+                    *taken += 1;
+                    left -= 1;
+                    has_changed = true;
+                }
+            }
+        }
+        for (word, trials) in &mut by_word {
+            trials.truncate(taken.get(word).copied().unwrap_or(0));
+        }
+    }
+    let mut shown = Vec::new();
+    for status in ORDER {
+        shown.extend(by_word.remove(word(status)).unwrap_or_default());
+    }
+    shown
+}
+
+fn trial_table(view: &SearchView, shown: &[&Trial]) -> String {
+    let mut headers = vec![
+        "Trial name".to_owned(),
+        "status".to_owned(),
+        "loc".to_owned(),
+    ];
+    headers.extend(view.parameters.iter().cloned());
+    let metrics = metric_columns(view);
+    headers.extend(metrics.iter().map(|(_, header)| header.clone()));
+    let rows = shown.iter().map(|trial| {
+        let location = trial
+            .location
+            .as_ref()
+            .filter(|_| trial.status == TrialStatus::Running);
+        let location = location.map_or_else(String::new, |at| format!("{}:{}", at.host, at.pid));
+        let mut cells = vec![
+            Cell::text(&trial.name),
+            Cell::text(word(trial.status)),
+            Cell::text(&location),
+        ];
+        cells.extend(
+            view.parameters
+                .iter()
+                .map(|path| Cell::value(trial.config.value(path))),
+        );
+        cells.extend(metrics.iter().map(|(name, _)| {
+            let value = trial.last.as_ref().and_then(|last| last.value(name));
+            value.map_or_else(|| Cell::text(""), Cell::number)
+        }));
+        cells
+    });
+    psql(&headers, &rows.collect::<Vec<_>>())
+}
+
+/// Metrics with their headers: Ray's own, the objective, and a few others.
+fn metric_columns(view: &SearchView) -> Vec<(String, String)> {
+    let lasts = || view.trials.iter().filter_map(|trial| trial.last.as_ref());
+    let is_there = |name: &str| lasts().any(|last| last.value(name).is_some());
+    let known = METRICS.iter().filter(|(name, _)| is_there(name));
+    let mut columns: Vec<_> = known
+        .map(|(name, header)| ((*name).to_owned(), (*header).to_owned()))
+        .collect();
+    let objective = &view.objective.metric;
+    let add = |columns: &mut Vec<(String, String)>, name: &str| {
+        if !columns.iter().any(|(known, _)| known == name) {
+            columns.push((name.to_owned(), name.to_owned()));
+        }
+    };
+    if is_there(objective) {
+        add(&mut columns, objective);
+    }
+    let before = columns.len();
+    for name in lasts()
+        .flat_map(|last| last.metrics.iter())
+        .map(|(name, _)| name)
+    {
+        if columns.len() == before + INFERRED {
+            break;
+        }
+        add(&mut columns, name);
+    }
+    columns
+}
+
+#[derive(Clone, Debug)]
+struct Cell {
+    text: String,
+    is_number: bool,
+}
+
+impl Cell {
+    fn text(text: &str) -> Self {
+        Self {
+            text: text.to_owned(),
+            is_number: false,
+        }
+    }
+
+    fn number(value: f64) -> Self {
+        Self {
+            text: general(value),
+            is_number: true,
+        }
+    }
+
+    fn value(value: Option<&Value>) -> Self {
+        match value {
+            None | Some(Value::Null) => Self::text(""),
+            Some(Value::Number(number)) => {
+                number.as_f64().map_or_else(|| Self::text(""), Self::number)
+            }
+            Some(Value::String(text)) => Self::text(text),
+            Some(other) => Self::text(&python(other)),
+        }
+    }
+}
+
+/// As Python's `tabulate` draws its format `psql`: text to the left, numbers by their decimal points.
+fn psql(headers: &[String], rows: &[Vec<Cell>]) -> String {
+    let columns: Vec<_> = headers
+        .iter()
+        .enumerate()
+        .map(|(index, header)| {
+            let cells: Vec<_> = rows.iter().map(|row| &row[index]).collect();
+            column(header, &cells)
+        })
+        .collect();
+    let rule = |cross: &str| {
+        let widths = columns
+            .iter()
+            .map(|lines| "-".repeat(lines[0].chars().count() + 2));
+        widths.collect::<Vec<_>>().join(cross)
+    };
+    let line = |index: usize| {
+        let cells: Vec<_> = columns.iter().map(|lines| lines[index].as_str()).collect();
+        format!("| {} |", cells.join(" | "))
+    };
+    let mut lines = vec![
+        format!("+{}+", rule("+")),
+        line(0),
+        format!("|{}|", rule("+")),
+    ];
+    lines.extend((1..=rows.len()).map(line));
+    lines.push(format!("+{}+", rule("+")));
+    lines.join("\n")
+}
+
+/// The header and the cells of a column, all as wide as the widest.
+fn column(header: &str, cells: &[&Cell]) -> Vec<String> {
+    let mut filled = cells.iter().filter(|cell| !cell.text.is_empty()).peekable();
+    let is_numeric = filled.peek().is_some() && filled.all(|cell| cell.is_number);
+    let width = |text: &str| text.chars().count();
+    let mut texts: Vec<_> = cells.iter().map(|cell| cell.text.clone()).collect();
+    if is_numeric {
+        let most = texts
+            .iter()
+            .map(|text| after_point(text))
+            .max()
+            .unwrap_or(0);
+        for text in &mut texts {
+            let missing = most - after_point(text);
+            text.push_str(&" ".repeat(usize::try_from(missing).unwrap_or(0)));
+        }
+    }
+    let widest = texts
+        .iter()
+        .map(|text| width(text))
+        .max()
+        .unwrap_or(0)
+        .max(width(header) + 2);
+    let texts = std::iter::once(header.to_owned()).chain(texts);
+    let padded = texts.map(|text| match is_numeric {
+        true => format!("{text:>widest$}"),
+        false => format!("{text:<widest$}"),
+    });
+    padded.collect()
+}
+
+/// How many characters follow the decimal point, or the exponent's sign; -1 where there is neither.
+fn after_point(text: &str) -> isize {
+    let point = text.rfind('.').or_else(|| text.rfind('e'));
+    let after = point
+        .filter(|_| !text.is_empty())
+        .map(|at| text.len() - at - 1);
+    after
+        .and_then(|after| isize::try_from(after).ok())
+        .unwrap_or(-1)
+}
+
+/// Such as `Memory usage on this node: 19.0/250.9 GiB`; none where the system does not say.
+fn memory() -> Option<String> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let field = |name: &str| -> Option<f64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim_start_matches(':')
+            .trim()
+            .strip_suffix(" kB")?
+            .parse()
+            .ok()
+    };
+    let (total, available) = (field("MemTotal")?, field("MemAvailable")?);
+    let used = total - available;
+    let gib = 1024.0 * 1024.0;
+    let warning = match used > 0.9 * total {
+        true => ": ***LOW MEMORY*** less than 10% of the memory on this node is available for use",
+        false => "",
+    };
+    Some(format!(
+        "Memory usage on this node: {:.1}/{:.1} GiB{warning}",
+        used / gib,
+        total / gib
+    ))
+}
+
+/// The table of trials that have failed.
+fn errors(view: &SearchView) -> Option<String> {
+    let failed = view.trials.iter().filter(|trial| trial.failures > 0);
+    let failed: Vec<_> = failed.collect();
+    if failed.is_empty() {
+        return None;
+    }
+    let headers = ["Trial name", "# failures", "error file"].map(str::to_owned);
+    let rows = failed.iter().map(|trial| {
+        // As Ray marks those that succeeded in the end.
+        let mark = if trial.status == TrialStatus::Error {
+            ""
+        } else {
+            "*"
+        };
+        vec![
+            Cell::text(&trial.name),
+            Cell::text(&format!("{}{mark}", trial.failures)),
+            Cell::text(&trial.folder.join(ERROR).display().to_string()),
+        ]
+    });
+    let rows: Vec<_> = rows.collect();
+    Some(format!(
+        "Number of errored trials: {}\n{}",
+        failed.len(),
+        psql(&headers, &rows)
+    ))
+}

@@ -1,0 +1,62 @@
+//! A checkpoint is a folder that appears under its name when it is complete.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// Where a checkpoint is saved to first.
+pub(super) fn partial(folder: &Path) -> PathBuf {
+    folder.with_added_extension("partial")
+}
+
+/// Makes the folder to save to, without what an earlier attempt has left.
+pub(super) fn begin(folder: &Path) -> io::Result<()> {
+    let partial = partial(folder);
+    match fs::remove_dir_all(&partial) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    fs::create_dir_all(&partial)
+}
+
+/// Gives a checkpoint its name, once it is on the disk; its bytes.
+pub(super) fn commit(folder: &Path) -> Result<u64> {
+    let partial = partial(folder);
+    let write = || {
+        let bytes = sync(&partial)?;
+        if folder.exists() {
+            fs::remove_dir_all(folder)?;
+        }
+        fs::rename(&partial, folder)?;
+        if let Some(parent) = folder.parent() {
+            File::open(parent)?.sync_all()?;
+        }
+        Ok(bytes)
+    };
+    write().map_err(|error| Error::io("write", folder, error))
+}
+
+/// Removes what an attempt has left that ended while it saved.
+pub(super) fn abandon(folder: &Path) {
+    // The next attempt removes it otherwise.
+    let _ = fs::remove_dir_all(partial(folder));
+}
+
+fn sync(folder: &Path) -> io::Result<u64> {
+    let mut bytes = 0;
+    for entry in folder.read_dir()? {
+        let entry = entry?;
+        bytes += match entry.file_type()?.is_dir() {
+            true => sync(&entry.path())?,
+            false => {
+                let file = File::open(entry.path())?;
+                file.sync_all()?;
+                file.metadata()?.len()
+            }
+        };
+    }
+    File::open(folder)?.sync_all()?;
+    Ok(bytes)
+}

@@ -1,0 +1,115 @@
+use std::io::BufReader;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::Sender;
+use std::thread;
+use std::time::Duration;
+
+use super::{PoolEvent, Slot};
+use crate::error::Result;
+use crate::trial::protocol::{Greeting, Hello, WorkerPlace, receive, send};
+
+/// Where workers connect.
+#[derive(Debug)]
+pub(super) struct Listener {
+    address: SocketAddr,
+    token: String,
+}
+
+/// A rank of a worker has connected, and knows the token.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) worker: u32,
+    pub(super) rank: usize,
+    pub(super) host: String,
+    pub(super) pid: u32,
+    pub(super) stream: TcpStream,
+}
+
+impl Listener {
+    pub(super) fn bind(events: Sender<PoolEvent>) -> Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let address = listener.local_addr()?;
+        let token = random();
+        let known = token.clone();
+        thread::Builder::new()
+            .name("workers".to_owned())
+            .spawn(move || {
+                for stream in listener.incoming().flatten() {
+                    let (events, token) = (events.clone(), known.clone());
+                    let serve = move || serve(stream, &token, &events);
+                    if let Err(error) = thread::Builder::new()
+                        .name("worker".to_owned())
+                        .spawn(serve)
+                    {
+                        tracing::error!("no thread can be started for a worker: {error}");
+                    }
+                }
+            })?;
+        Ok(Self { address, token })
+    }
+
+    /// What a worker is told when it is started.
+    pub(super) fn place(&self, worker: u32, slot: &Slot) -> WorkerPlace {
+        WorkerPlace {
+            address: self.address.to_string(),
+            token: self.token.clone(),
+            worker,
+            parent: Some(std::process::id()),
+            cores: slot.cores.clone(),
+        }
+    }
+}
+
+/// How long a connection may take to say who it is.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Passes on what a worker says, until it closes.
+fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
+    let Some((mut reader, connection)) = greet(stream, token) else {
+        return;
+    };
+    let (worker, rank) = (connection.worker, connection.rank);
+    let mut is_open = events.send(PoolEvent::Connected(connection)).is_ok();
+    while is_open {
+        let Some(said) = receive(&mut reader) else {
+            break;
+        };
+        is_open = events.send(PoolEvent::Said { worker, rank, said }).is_ok();
+    }
+    // Nobody listens once the search has ended.
+    let _ = events.send(PoolEvent::Closed { worker });
+}
+
+fn greet(stream: TcpStream, token: &str) -> Option<(BufReader<TcpStream>, Connection)> {
+    stream.set_nodelay(true).ok()?;
+    stream.set_read_timeout(Some(HANDSHAKE)).ok()?;
+    let nonce = random();
+    let greeting = Greeting {
+        nonce: nonce.clone(),
+    };
+    send(&stream, &greeting).ok()?;
+    let mut reader = BufReader::new(stream.try_clone().ok()?);
+    let hello: Hello = receive(&mut reader)?;
+    if hello.proof != Hello::proof(token, &nonce, hello.worker, hello.rank) {
+        tracing::warn!("a process connected that does not know the search's token; it is ignored");
+        return None;
+    }
+    stream.set_read_timeout(None).ok()?;
+    let connection = Connection {
+        worker: hello.worker,
+        rank: hello.rank,
+        host: hello.host,
+        pid: hello.pid,
+        stream,
+    };
+    Some((reader, connection))
+}
+
+/// 128 bits that nobody can guess.
+fn random() -> String {
+    let mut bytes = [0; 16];
+    // It fails on no system that this runs on: it waits until there is randomness.
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    debug_assert_eq!(filled, Ok(bytes.len()));
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,600 @@
+//! Trials as processes.
+//!
+//! A slot is what one trial runs on. Where more trials are under way than there are slots, those of a slot take turns, from
+//! report to report: a trial that waits for an answer keeps its process, and computes nothing.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
+use crate::trial::TrialId;
+use crate::trial::protocol::{FromWorker, ToWorker};
+use listener::Listener;
+use process::WorkerProcess;
+use slots::{Slot, Slots};
+
+pub use slots::Resources;
+
+mod checkpoint;
+mod listener;
+mod process;
+mod slots;
+
+/// Whether a process carries out several trials, one after the other.
+///
+/// ```
+/// use accelerator_tune::WorkerReuse;
+///
+/// assert_eq!(WorkerReuse::default(), WorkerReuse::Fresh);
+/// ```
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerReuse {
+    /// Each trial has a process of its own.
+    #[default]
+    Fresh,
+    /// A process takes another trial when one has ended, where the trial allows it: a function does, a
+    /// [`Trainable`](crate::Trainable) by [`reset_config`](crate::Trainable::reset_config).
+    Warm,
+}
+
+/// Processes of this program that carry out trials.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    slots: Slots,
+    /// How many processes a trial has.
+    ranks: usize,
+    reuse: WorkerReuse,
+    logs: PathBuf,
+    listener: Listener,
+    workers: BTreeMap<u32, Worker>,
+    next_worker: u32,
+    of_trial: BTreeMap<TrialId, u32>,
+    home: BTreeMap<TrialId, usize>,
+    events: Receiver<PoolEvent>,
+    sender: Sender<PoolEvent>,
+    ready: VecDeque<RunnerEvent>,
+}
+
+/// What happened to a worker.
+#[derive(Debug)]
+enum PoolEvent {
+    Connected(listener::Connection),
+    Said {
+        worker: u32,
+        rank: usize,
+        said: FromWorker,
+    },
+    Closed {
+        worker: u32,
+    },
+    Exited {
+        worker: u32,
+    },
+}
+
+#[derive(Debug)]
+struct Worker {
+    process: WorkerProcess,
+    slot: usize,
+    /// Connections, by rank.
+    links: Vec<Option<std::net::TcpStream>>,
+    location: Option<Location>,
+    /// What it carries out, or is about to.
+    start: Option<TrialStart>,
+    /// How many ranks have said what all of them say.
+    said: usize,
+    /// What rank 0 said, while others have not said so.
+    first: Option<FromWorker>,
+    /// The checkpoint that is being saved, and its iteration.
+    saving: Option<(PathBuf, u64)>,
+    was_skipped: bool,
+    iteration: u64,
+    closed: Option<Instant>,
+    /// Why it failed, by its own words.
+    failure: Option<String>,
+}
+
+impl Pool {
+    pub(crate) fn new(
+        resources: &Resources,
+        slots: Option<usize>,
+        reuse: WorkerReuse,
+        folder: &Path,
+    ) -> Result<Self> {
+        let (sender, events) = channel();
+        let logs = folder.join("logs");
+        fs::create_dir_all(&logs).map_err(|error| Error::io("make", &logs, error))?;
+        Ok(Self {
+            slots: Slots::new(resources, slots)?,
+            ranks: resources.processes,
+            reuse,
+            logs,
+            listener: Listener::bind(sender.clone())?,
+            workers: BTreeMap::new(),
+            next_worker: 0,
+            of_trial: BTreeMap::new(),
+            home: BTreeMap::new(),
+            events,
+            sender,
+            ready: VecDeque::new(),
+        })
+    }
+
+    /// Lets a slot without a trial that computes take the next turn.
+    fn pump(&mut self, slot: usize) -> Result<()> {
+        while self.slots[slot].active.is_none() {
+            let Some(turn) = self.slots[slot].turns.pop_front() else {
+                return Ok(());
+            };
+            match turn {
+                Turn::Start(start) => {
+                    self.slots[slot].active = Some(start.trial);
+                    self.begin(slot, start)?;
+                }
+                Turn::Answer(trial, answer) => {
+                    self.slots[slot].active = Some(trial);
+                    self.tell_answer(trial, answer);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, slot: usize, start: TrialStart) -> Result<()> {
+        let idle = self.workers.iter().find(|(_, worker)| {
+            worker.slot == slot && worker.start.is_none() && worker.is_connected()
+        });
+        let number = match idle {
+            Some((number, _)) => *number,
+            None => self.spawn(slot)?,
+        };
+        self.of_trial.insert(start.trial, number);
+        if let Some(worker) = self.workers.get_mut(&number) {
+            worker.assign(start);
+        }
+        Ok(())
+    }
+
+    fn spawn(&mut self, slot: usize) -> Result<u32> {
+        let number = self.next_worker;
+        self.next_worker += 1;
+        let place = self.listener.place(number, &self.slots[slot]);
+        let log = self.logs.join(format!("worker-{number:05}.log"));
+        let process = WorkerProcess::start(&place, &self.slots[slot], self.ranks, &log)?;
+        process.watch(number, self.sender.clone())?;
+        let worker = Worker {
+            process,
+            slot,
+            links: (0..self.ranks).map(|_| None).collect(),
+            location: None,
+            start: None,
+            said: 0,
+            first: None,
+            saving: None,
+            was_skipped: false,
+            iteration: 0,
+            closed: None,
+            failure: None,
+        };
+        self.workers.insert(number, worker);
+        Ok(number)
+    }
+
+    fn tell_answer(&mut self, trial: TrialId, answer: Answer) {
+        let Some(worker) = self.worker_of(trial) else {
+            return;
+        };
+        let message = match answer {
+            Answer::Continue => ToWorker::Continue,
+            Answer::Stop => ToWorker::Stop,
+            Answer::Save(folder) | Answer::Pause(folder) if checkpoint::begin(&folder).is_err() => {
+                // Left out: a trial that cannot save goes on, or begins anew.
+                tracing::warn!("{} cannot be made", folder.display());
+                ToWorker::Continue
+            }
+            Answer::Save(folder) => worker.save(folder, |folder| ToWorker::Save { folder }),
+            Answer::Pause(folder) => worker.save(folder, |folder| ToWorker::Pause { folder }),
+        };
+        worker.tell(&message);
+    }
+
+    fn worker_of(&mut self, trial: TrialId) -> Option<&mut Worker> {
+        let number = self.of_trial.get(&trial)?;
+        self.workers.get_mut(number)
+    }
+
+    fn take(&mut self, event: PoolEvent) -> Result<()> {
+        match event {
+            PoolEvent::Connected(connection) => {
+                if let Some(worker) = self.workers.get_mut(&connection.worker) {
+                    worker.connect(connection);
+                }
+                Ok(())
+            }
+            PoolEvent::Said { worker, rank, said } => self.said(worker, rank, said),
+            PoolEvent::Closed { worker } => {
+                if let Some(worker) = self.workers.get_mut(&worker) {
+                    worker.closed = worker.closed.or(Some(Instant::now()));
+                }
+                Ok(())
+            }
+            PoolEvent::Exited { worker } => self.exited(worker),
+        }
+    }
+
+    fn said(&mut self, number: u32, rank: usize, said: FromWorker) -> Result<()> {
+        let ranks = self.ranks;
+        let Some(worker) = self.workers.get_mut(&number) else {
+            return Ok(());
+        };
+        let Some(trial) = worker.start.as_ref().map(|start| start.trial) else {
+            return Ok(());
+        };
+        match said {
+            FromWorker::Started if rank == 0 => {
+                if let Some(location) = worker.location.clone() {
+                    self.ready
+                        .push_back(RunnerEvent::Started { trial, location });
+                }
+            }
+            FromWorker::Started => {}
+            FromWorker::Reported {
+                iteration,
+                metrics,
+                seconds,
+            } => {
+                if rank == 0 {
+                    worker.iteration = iteration;
+                    self.ready.push_back(RunnerEvent::Reported {
+                        trial,
+                        iteration,
+                        metrics,
+                        seconds,
+                    });
+                    return self.free(trial);
+                }
+            }
+            FromWorker::Failed { message } => {
+                let message = match ranks {
+                    1 => message,
+                    _ => format!("rank {rank}: {message}"),
+                };
+                worker.failure.get_or_insert(message);
+            }
+            FromWorker::Saved | FromWorker::Skipped => {
+                worker.was_skipped |= said == FromWorker::Skipped;
+                if worker.all_have_said(&said) {
+                    let was_skipped = std::mem::take(&mut worker.was_skipped);
+                    if let Some((folder, iteration)) = worker.saving.take() {
+                        match was_skipped {
+                            true => checkpoint::abandon(&folder),
+                            false => {
+                                let bytes = checkpoint::commit(&folder)?;
+                                self.ready.push_back(RunnerEvent::Saved {
+                                    trial,
+                                    iteration,
+                                    bytes,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+            FromWorker::Refused => {
+                if worker.all_have_said(&said)
+                    && let Some(start) = worker.start.take()
+                {
+                    worker.tell(&ToWorker::Exit);
+                    let slot = worker.slot;
+                    self.of_trial.remove(&trial);
+                    let number = self.spawn(slot)?;
+                    self.of_trial.insert(trial, number);
+                    if let Some(worker) = self.workers.get_mut(&number) {
+                        worker.assign(start);
+                    }
+                }
+            }
+            FromWorker::Ended | FromWorker::Left => {
+                if let Some(said) = worker.all_have_said_as_first(rank, said) {
+                    self.ready.push_back(match said {
+                        FromWorker::Left => RunnerEvent::Left { trial },
+                        _ => RunnerEvent::Ended { trial },
+                    });
+                    return self.over(trial, number);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// An attempt is over, and its worker lives.
+    fn over(&mut self, trial: TrialId, number: u32) -> Result<()> {
+        self.of_trial.remove(&trial);
+        if let Some(worker) = self.workers.get_mut(&number) {
+            worker.start = None;
+            if self.reuse == WorkerReuse::Fresh {
+                worker.tell(&ToWorker::Exit);
+                worker.closed = Some(Instant::now());
+                if self.slots.have_gpus() {
+                    // A device is free when its process has ended.
+                    self.home.insert(trial, worker.slot);
+                    worker.start = None;
+                    return Ok(());
+                }
+            }
+        }
+        self.leave(trial)
+    }
+
+    fn exited(&mut self, number: u32) -> Result<()> {
+        // All that it said has arrived: its connections are closed, or will be in a moment.
+        let Some(mut worker) = self.workers.remove(&number) else {
+            return Ok(());
+        };
+        let status = worker.process.reap();
+        let Some(start) = worker.start.take() else {
+            let slot = worker.slot;
+            if self.slots.have_gpus() {
+                let left: Vec<_> = self
+                    .home
+                    .iter()
+                    .filter(|(trial, home)| **home == slot && !self.of_trial.contains_key(trial))
+                    .map(|(trial, _)| *trial)
+                    .collect();
+                for trial in left {
+                    if self.slots[slot].active == Some(trial) {
+                        self.leave(trial)?;
+                    }
+                }
+            }
+            return Ok(());
+        };
+        if let Some((folder, _)) = worker.saving.take() {
+            checkpoint::abandon(&folder);
+        }
+        let message = failure(&worker, status);
+        let trial = start.trial;
+        self.of_trial.remove(&trial);
+        self.ready.push_back(RunnerEvent::Failed { trial, message });
+        self.leave(trial)
+    }
+
+    /// The trial does not compute at present.
+    fn free(&mut self, trial: TrialId) -> Result<()> {
+        let Some(&slot) = self.home.get(&trial) else {
+            return Ok(());
+        };
+        if self.slots[slot].active == Some(trial) {
+            self.slots[slot].active = None;
+        }
+        self.pump(slot)
+    }
+
+    /// The trial is no longer one of its slot's.
+    fn leave(&mut self, trial: TrialId) -> Result<()> {
+        self.free(trial)?;
+        if let Some(slot) = self.home.remove(&trial) {
+            self.slots[slot].trials -= 1;
+            self.slots[slot].turns.retain(|turn| turn.trial() != trial);
+        }
+        Ok(())
+    }
+
+    /// Ends workers whose connections are closed and which do not end.
+    fn end_closed(&mut self) {
+        for worker in self.workers.values_mut() {
+            if worker.closed.is_some_and(|since| since.elapsed() > CLOSED) {
+                worker.process.kill();
+            }
+        }
+    }
+}
+
+impl TrialRunner for Pool {
+    fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn requested(&self) -> Option<String> {
+        Some(self.slots.requested())
+    }
+
+    fn start(&mut self, start: TrialStart) -> Result<()> {
+        let slot = self.slots.least_used();
+        self.slots[slot].trials += 1;
+        self.home.insert(start.trial, slot);
+        self.slots[slot].turns.push_back(Turn::Start(start));
+        self.pump(slot)
+    }
+
+    fn answer(&mut self, trial: TrialId, answer: Answer) -> Result<()> {
+        let Some(&slot) = self.home.get(&trial) else {
+            return Ok(());
+        };
+        match answer {
+            // It computes nothing any more.
+            Answer::Stop => self.tell_answer(trial, answer),
+            answer => self.slots[slot]
+                .turns
+                .push_back(Turn::Answer(trial, answer)),
+        }
+        self.pump(slot)
+    }
+
+    fn kill(&mut self, trial: TrialId) {
+        if let Some(number) = self.of_trial.remove(&trial)
+            && let Some(worker) = self.workers.get_mut(&number)
+        {
+            worker.start = None;
+            worker.process.kill();
+            if let Some((folder, _)) = worker.saving.take() {
+                checkpoint::abandon(&folder);
+            }
+        }
+        self.ready.retain(|event| event.trial() != trial);
+        if let Err(error) = self.leave(trial) {
+            tracing::error!("{error}");
+        }
+    }
+
+    fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
+        let until = Instant::now() + wait;
+        loop {
+            if let Some(event) = self.ready.pop_front() {
+                return Ok(Some(event));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left) {
+                Ok(event) => self.take(event)?,
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    self.end_closed();
+                    return Ok(None);
+                }
+            }
+        }
+    }
+
+    fn close(&mut self) {
+        for worker in self.workers.values() {
+            worker.tell(&ToWorker::Exit);
+        }
+        for round in 0..3 {
+            let until = Instant::now() + PATIENCE;
+            while !self.workers.is_empty() && Instant::now() < until {
+                let left = until.saturating_duration_since(Instant::now());
+                if let Ok(PoolEvent::Exited { worker }) = self.events.recv_timeout(left)
+                    && let Some(mut worker) = self.workers.remove(&worker)
+                {
+                    worker.process.reap();
+                }
+            }
+            for worker in self.workers.values_mut() {
+                match round {
+                    0 => worker.process.terminate(),
+                    _ => worker.process.kill(),
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// What waits for a slot.
+#[derive(Debug)]
+enum Turn {
+    Start(TrialStart),
+    Answer(TrialId, Answer),
+}
+
+impl Turn {
+    fn trial(&self) -> TrialId {
+        match self {
+            Self::Start(start) => start.trial,
+            Self::Answer(trial, _) => *trial,
+        }
+    }
+}
+
+impl Worker {
+    fn is_connected(&self) -> bool {
+        self.closed.is_none() && self.links.iter().all(Option::is_some)
+    }
+
+    fn connect(&mut self, connection: listener::Connection) {
+        if connection.rank == 0 {
+            self.location = Some(Location {
+                host: connection.host,
+                pid: connection.pid,
+            });
+        }
+        if let Some(link) = self.links.get_mut(connection.rank) {
+            *link = Some(connection.stream);
+        }
+        self.tell_start();
+    }
+
+    fn assign(&mut self, start: TrialStart) {
+        self.process.mark_log();
+        self.start = Some(start);
+        self.tell_start();
+    }
+
+    fn tell_start(&mut self) {
+        if !self.is_connected() {
+            return;
+        }
+        if let Some(start) = self.start.clone() {
+            self.tell(&ToWorker::Start {
+                trial: start.trial,
+                config: start.config,
+                folder: start.folder,
+                restore: start.restore,
+            });
+        }
+    }
+
+    fn save(&mut self, folder: PathBuf, message: impl FnOnce(PathBuf) -> ToWorker) -> ToWorker {
+        let partial = checkpoint::partial(&folder);
+        self.saving = Some((folder, self.iteration));
+        message(partial)
+    }
+
+    fn tell(&self, message: &ToWorker) {
+        for link in self.links.iter().flatten() {
+            // One that does not listen any more is about to be noticed.
+            let _ = crate::trial::protocol::send(link, message);
+        }
+    }
+
+    /// Whether every rank has said something of that kind, this one being the newest.
+    fn all_have_said(&mut self, _said: &FromWorker) -> bool {
+        self.said += 1;
+        let all = self.said == self.links.len();
+        if all {
+            self.said = 0;
+        }
+        all
+    }
+
+    /// What rank 0 has said, once all have.
+    fn all_have_said_as_first(&mut self, rank: usize, said: FromWorker) -> Option<FromWorker> {
+        if rank == 0 {
+            self.first = Some(said.clone());
+        }
+        match self.all_have_said(&said) {
+            true => self.first.take(),
+            false => None,
+        }
+    }
+}
+
+/// How long a worker may go on whose connection is closed.
+const CLOSED: Duration = Duration::from_secs(5);
+/// How long workers have to end, before each of two signals.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+fn failure(worker: &Worker, status: Option<ExitStatus>) -> String {
+    let how = match (&worker.failure, status) {
+        (Some(failure), _) => return failure.clone(),
+        (None, Some(status)) => format!("its process ended: {status}"),
+        (None, None) => "its process ended".to_owned(),
+    };
+    let lines = worker.process.last_lines();
+    match lines.is_empty() {
+        true => how,
+        false => format!("{how}; its last lines:\n{lines}"),
+    }
+}

@@ -1,0 +1,194 @@
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use super::protocol::{FromWorker, ToWorker};
+use super::trainable::BoxError;
+use super::worker::Link;
+use crate::error::{Error, Kind, Result};
+use crate::metrics::Metrics;
+use crate::runner::Restore;
+use crate::trial::TrialId;
+
+/// Which trial a process carries out, and where.
+///
+/// ```
+/// use accelerator_tune::TrialContext;
+///
+/// fn log_file(context: &TrialContext) -> std::path::PathBuf {
+///     context.folder().join(format!("rank-{}.log", context.rank()))
+/// }
+/// ```
+#[derive(Clone, Debug)]
+pub struct TrialContext {
+    pub(super) trial: TrialId,
+    pub(super) folder: PathBuf,
+    pub(super) restore: Option<Restore>,
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+}
+
+impl TrialContext {
+    /// The trial.
+    #[must_use]
+    pub fn trial(&self) -> TrialId {
+        self.trial
+    }
+
+    /// The trial's own folder, for what it writes besides checkpoints.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The checkpoint that it goes on from; none where it begins.
+    #[must_use]
+    pub fn checkpoint(&self) -> Option<&Path> {
+        self.restore
+            .as_ref()
+            .map(|restore| restore.folder.as_path())
+    }
+
+    /// Which of the trial's processes this is.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many processes the trial has.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+}
+
+/// What a trial that is a function reports to. It dereferences to its [`TrialContext`].
+///
+/// ```
+/// use accelerator_tune::{BoxError, Config, TrialSession};
+///
+/// fn train(trial: &mut TrialSession, config: &Config) -> Result<(), BoxError> {
+///     let mut x: f64 = match trial.checkpoint() {
+///         Some(folder) => std::fs::read_to_string(folder.join("x"))?.parse()?,
+///         None => 5.0,
+///     };
+///     let lr: f64 = config.parse("lr")?;
+///     loop {
+///         x -= lr * 2.0 * x;
+///         trial.report_with([("loss", x * x)], |folder| {
+///             Ok(std::fs::write(folder.join("x"), x.to_string())?)
+///         })?;
+///     }
+/// }
+/// ```
+#[derive(Debug)]
+pub struct TrialSession {
+    context: TrialContext,
+    link: Link,
+    iteration: u64,
+    since: Instant,
+    is_over: bool,
+}
+
+impl TrialSession {
+    pub(super) fn new(context: TrialContext, link: Link) -> Self {
+        let iteration = context
+            .restore
+            .as_ref()
+            .map_or(0, |restore| restore.iteration);
+        Self {
+            context,
+            link,
+            iteration,
+            since: Instant::now(),
+            is_over: false,
+        }
+    }
+
+    /// How many iterations are done, those before the checkpoint among them.
+    #[must_use]
+    pub fn iteration(&self) -> u64 {
+        self.iteration
+    }
+
+    /// Reports what an iteration has measured, and waits until the search says how to go on.
+    ///
+    /// A trial that reports so has no checkpoints: it begins anew where it is continued.
+    ///
+    /// # Errors
+    /// Where the trial is to end: return the error. What is to be given back first is given back before that.
+    pub fn report(&mut self, metrics: impl Into<Metrics>) -> Result<()> {
+        self.wait_for_answer(metrics.into(), None)
+    }
+
+    /// Reports, and saves to an empty folder where the search asks for a checkpoint.
+    ///
+    /// # Errors
+    /// Where the trial is to end, or `save` fails: return the error.
+    pub fn report_with(
+        &mut self,
+        metrics: impl Into<Metrics>,
+        mut save: impl FnMut(&Path) -> Result<(), BoxError>,
+    ) -> Result<()> {
+        self.wait_for_answer(metrics.into(), Some(&mut save))
+    }
+
+    /// Whether it was told to end.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    fn wait_for_answer(
+        &mut self,
+        metrics: Metrics,
+        mut save: Option<&mut dyn FnMut(&Path) -> Result<(), BoxError>>,
+    ) -> Result<()> {
+        if self.is_over {
+            return Err(over());
+        }
+        self.iteration += 1;
+        let seconds = self.since.elapsed().as_secs_f64();
+        self.link.say(&FromWorker::Reported {
+            iteration: self.iteration,
+            metrics,
+            seconds,
+        })?;
+        let answer = self.link.next()?;
+        if let ToWorker::Save { folder } | ToWorker::Pause { folder } = &answer {
+            let said = match &mut save {
+                Some(save) => {
+                    save(folder).map_err(|error| {
+                        Error::trial(format!(
+                            "the checkpoint after iteration {} cannot be saved: {error}",
+                            self.iteration
+                        ))
+                    })?;
+                    FromWorker::Saved
+                }
+                None => FromWorker::Skipped,
+            };
+            self.link.say(&said)?;
+        }
+        self.since = Instant::now();
+        match answer {
+            ToWorker::Continue | ToWorker::Save { .. } => Ok(()),
+            _ => {
+                self.is_over = true;
+                Err(over())
+            }
+        }
+    }
+}
+
+impl Deref for TrialSession {
+    type Target = TrialContext;
+
+    fn deref(&self) -> &TrialContext {
+        &self.context
+    }
+}
+
+fn over() -> Error {
+    Error::new(Kind::Trial, "the search has ended this trial")
+}

@@ -1,0 +1,199 @@
+//! The process of a trial: this program, started again.
+
+use std::io::BufReader;
+use std::net::TcpStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+
+use rustix::process::Signal;
+
+use super::protocol::{FromWorker, Greeting, Hello, ToWorker, WorkerPlace, receive, send};
+use super::session::{TrialContext, TrialSession};
+use super::trainable::{BoxError, OfClass, OfFunction, Outcome, Trainable, Work};
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+/// In a process that a search has started, carries out trials of a class and exits; returns in any other.
+pub(crate) fn serve_trainable<T: Trainable>() {
+    serve(OfClass::<T>(None));
+}
+
+/// In a process that a search has started, carries out trials of a function and exits; returns in any other.
+pub(crate) fn serve_function(
+    function: impl FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
+) {
+    serve(OfFunction(function));
+}
+
+fn serve(mut work: impl Work) {
+    let Some(place) = place() else {
+        return;
+    };
+    let code = match carry_out(&place, &mut work) {
+        Ok(()) => 0,
+        Err(error) => {
+            eprintln!("Error: {error}");
+            1
+        }
+    };
+    std::process::exit(code);
+}
+
+/// A connection to the search.
+#[derive(Clone, Debug)]
+pub(super) struct Link(Arc<LinkEnds>);
+
+#[derive(Debug)]
+struct LinkEnds {
+    stream: TcpStream,
+    told: std::sync::Mutex<Receiver<ToWorker>>,
+}
+
+impl Link {
+    pub(super) fn say(&self, said: &FromWorker) -> Result<()> {
+        send(&self.0.stream, said)
+    }
+
+    /// What it is told next.
+    pub(super) fn next(&self) -> Result<ToWorker> {
+        let told = self.0.told.lock();
+        let told = told.unwrap_or_else(std::sync::PoisonError::into_inner);
+        // The other end is a thread that ends with this process.
+        told.recv().map_err(|error| Error::trial(error.to_string()))
+    }
+}
+
+/// Where this process is a worker of a search: not in one that a worker has started.
+fn place() -> Option<WorkerPlace> {
+    let place = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
+    let place: WorkerPlace = serde_json::from_str(place.to_str()?).ok()?;
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_pid().cast_unsigned());
+    match place.parent {
+        Some(search) if parent != Some(search) => None,
+        _ => Some(place),
+    }
+}
+
+fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
+    if place.parent.is_some() {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+            .map_err(std::io::Error::from)?;
+    }
+    pin(&place.cores);
+    let number = |name| {
+        let value = accelerator_env::variable(name)?;
+        value.to_str()?.parse::<usize>().ok()
+    };
+    let rank = number("RANK").unwrap_or(0);
+    let world_size = number("WORLD_SIZE").unwrap_or(1);
+    let link = connect(place, rank)?;
+    loop {
+        let ToWorker::Start {
+            trial,
+            config,
+            folder,
+            restore,
+        } = link.next()?
+        else {
+            return Ok(());
+        };
+        link.say(&FromWorker::Started)?;
+        let context = TrialContext {
+            trial,
+            folder,
+            restore,
+            rank,
+            world_size,
+        };
+        let mut session = TrialSession::new(context, link.clone());
+        let run = AssertUnwindSafe(|| work.run(&mut session, &config));
+        let said = match catch_unwind(run) {
+            Ok(Ok(Outcome::Over)) if session.is_over() => FromWorker::Left,
+            Ok(Ok(Outcome::Over)) => FromWorker::Ended,
+            Ok(Ok(Outcome::Refused)) => FromWorker::Refused,
+            Ok(Err(error)) => FromWorker::Failed {
+                message: with_causes(&*error),
+            },
+            Err(panic) => FromWorker::Failed {
+                message: format!("it panicked: {}", panic_message(&*panic)),
+            },
+        };
+        link.say(&said)?;
+        if matches!(said, FromWorker::Failed { .. }) {
+            // What it leaves behind is not known.
+            return Err(Error::trial("the trial failed"));
+        }
+    }
+}
+
+fn connect(place: &WorkerPlace, rank: usize) -> Result<Link> {
+    let stream = TcpStream::connect(&place.address)?;
+    stream.set_nodelay(true)?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let Some(Greeting { nonce }) = receive(&mut reader) else {
+        return Err(Error::trial("the search does not answer"));
+    };
+    let host = rustix::system::uname();
+    let hello = Hello {
+        proof: Hello::proof(&place.token, &nonce, place.worker, rank),
+        worker: place.worker,
+        rank,
+        host: host.nodename().to_string_lossy().into_owned(),
+        pid: std::process::id(),
+    };
+    send(&stream, &hello)?;
+    let (to_trial, told) = channel();
+    thread::Builder::new()
+        .name("search".to_owned())
+        .spawn(move || {
+            while let Some(message) = receive(&mut reader) {
+                if to_trial.send(message).is_err() {
+                    return;
+                }
+            }
+            // The search is gone, and nothing that this process does is of use, whatever it does.
+            let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::KILL);
+        })?;
+    Ok(Link(Arc::new(LinkEnds {
+        stream,
+        told: told.into(),
+    })))
+}
+
+/// Threads that are started from here on run on these cores.
+#[cfg(target_os = "linux")]
+fn pin(cores: &[usize]) {
+    let mut set = rustix::thread::CpuSet::new();
+    for core in cores {
+        set.set(*core);
+    }
+    if !cores.is_empty()
+        && let Err(error) = rustix::thread::sched_setaffinity(None, &set)
+    {
+        tracing::warn!("the trial cannot be bound to the cores {cores:?}: {error}");
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn pin(_cores: &[usize]) {}
+
+fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(below) = cause {
+        let message = below.to_string();
+        if !text.contains(&message) {
+            text = format!("{text}: {message}");
+        }
+        cause = below.source();
+    }
+    text
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("without a message")
+}
