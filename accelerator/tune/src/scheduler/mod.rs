@@ -22,7 +22,11 @@ mod asha_promotion;
 mod fifo;
 mod median_stopping;
 mod pbt;
+#[cfg(test)]
+mod ray_tests;
 mod rungs;
+#[cfg(test)]
+mod tests;
 
 /// Who decides which trials go on.
 ///

@@ -145,29 +145,6 @@ enum Mutation {
 }
 
 impl Population {
-    /// The worst and the best of the population.
-    fn quantiles(&self) -> (Vec<TrialId>, Vec<TrialId>) {
-        let scored = self.members.iter().filter_map(|(trial, member)| {
-            let score = member.score.filter(|score| !score.is_nan())?;
-            Some((*trial, score))
-        });
-        let mut scored: Vec<_> = scored.collect();
-        if scored.len() <= 1 {
-            return (Vec::new(), Vec::new());
-        }
-        scored.sort_by(|(_, left), (_, right)| self.mode.compare(*left, *right));
-        #[expect(clippy::cast_precision_loss, reason = "a count of trials")]
-        let count = (scored.len() as f64 * self.settings.quantile_fraction).ceil();
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "at most half of the population"
-        )]
-        let count = (count as usize).min(scored.len() / 2);
-        let ids = |trials: &[(TrialId, f64)]| trials.iter().map(|(trial, _)| *trial).collect();
-        (ids(&scored[..count]), ids(&scored[scored.len() - count..]))
-    }
-
     fn explore(&self, config: &Config, random: &mut Random) -> Config {
         let mut config = config.clone();
         for (path, mutation) in &self.mutations {
@@ -261,7 +238,12 @@ impl Policy for Population {
         member.score = value;
         member.time = time;
         member.last_perturbation = time;
-        let (lower, upper) = self.quantiles();
+        let scored = self.members.iter().filter_map(|(trial, member)| {
+            let score = member.score.filter(|score| !score.is_nan())?;
+            Some((*trial, score))
+        });
+        let fraction = self.settings.quantile_fraction;
+        let (lower, upper) = quantiles(scored.collect(), self.mode, fraction);
         let is_upper = upper.contains(&trial);
         if lower.contains(&trial)
             && let Some(exploit) = self.exploit(trial, &upper)
@@ -312,6 +294,28 @@ impl Policy for Population {
             self.saves, self.exploits
         )]
     }
+}
+
+/// The worst and the best of a population.
+pub(super) fn quantiles(
+    mut scored: Vec<(TrialId, f64)>,
+    mode: Mode,
+    fraction: f64,
+) -> (Vec<TrialId>, Vec<TrialId>) {
+    if scored.len() <= 1 {
+        return (Vec::new(), Vec::new());
+    }
+    scored.sort_by(|(_, left), (_, right)| mode.compare(*left, *right));
+    #[expect(clippy::cast_precision_loss, reason = "a count of trials")]
+    let count = (scored.len() as f64 * fraction).ceil();
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "at most half of the population"
+    )]
+    let count = (count as usize).min(scored.len() / 2);
+    let ids = |trials: &[(TrialId, f64)]| trials.iter().map(|(trial, _)| *trial).collect();
+    (ids(&scored[..count]), ids(&scored[scored.len() - count..]))
 }
 
 fn add_mutations(

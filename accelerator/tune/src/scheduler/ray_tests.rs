@@ -1,0 +1,227 @@
+//! What Ray Tune's own schedulers decided about recorded sequences: `tests/tune/reference.py` writes the fixture.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::asha::Halving;
+use super::pbt::quantiles;
+use super::*;
+
+#[derive(Deserialize)]
+struct Fixture {
+    sequences: Vec<Sequence>,
+    populations: Vec<RecordedPopulation>,
+}
+
+#[derive(Deserialize)]
+struct Sequence {
+    name: String,
+    scheduler: String,
+    settings: Map<String, Value>,
+    #[serde(default)]
+    rungs: Vec<u64>,
+    events: Vec<Vec<Value>>,
+    decisions: Vec<String>,
+    #[serde(default)]
+    cutoffs: Vec<Vec<Value>>,
+    #[serde(default)]
+    status: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct RecordedPopulation {
+    scores: Vec<Value>,
+    fraction: f64,
+    mode: Mode,
+    lower: Vec<u32>,
+    upper: Vec<u32>,
+}
+
+fn fixture() -> Fixture {
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests/fixtures/tune/ray.json"
+    );
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn number(value: &Value) -> Option<f64> {
+    match value.as_str() {
+        Some("NaN") => Some(f64::NAN),
+        Some("Infinity") => Some(f64::INFINITY),
+        Some("-Infinity") => Some(f64::NEG_INFINITY),
+        _ => value.as_f64(),
+    }
+}
+
+/// Scheduler and mode of a sequence.
+fn settings<T: for<'de> Deserialize<'de>>(sequence: &Sequence, compatibility: &str) -> (T, Mode) {
+    let mut settings = sequence.settings.clone();
+    let mode = settings.remove("mode").unwrap_or_else(|| "max".into());
+    settings.insert("compatibility".to_owned(), compatibility.into());
+    let settings = serde_json::from_value(Value::Object(settings)).unwrap();
+    (settings, serde_json::from_value(mode).unwrap())
+}
+
+/// Gives a policy a sequence's events; `None` for those that it does not see, else its decision.
+fn decide<P: Policy + ?Sized>(
+    policy: &mut P,
+    sequence: &Sequence,
+    mut after: impl FnMut(&P, usize),
+) -> Vec<Option<&'static str>> {
+    let mut names = BTreeMap::new();
+    let mut numbers: Vec<_> = sequence
+        .events
+        .iter()
+        .map(|event| event[0].to_string())
+        .collect();
+    numbers.sort();
+    numbers.dedup();
+    for (number, name) in numbers.into_iter().enumerate() {
+        let trial = TrialId::new(number as u32);
+        policy.add(trial, &Config::default());
+        names.insert(name, trial);
+    }
+    let mut stopped = Vec::new();
+    let mut decisions = Vec::new();
+    for (index, event) in sequence.events.iter().enumerate() {
+        let trial = names[&event[0].to_string()];
+        if event[1] == "fail" || stopped.contains(&trial) {
+            // That a failed attempt is repeated is no matter of schedulers here.
+            decisions.push(None);
+            after(policy, index);
+            continue;
+        }
+        let observation = Observation {
+            trial,
+            iteration: event[2].as_u64().unwrap(),
+            time: event[2].as_f64().unwrap(),
+            value: number(&event[3]),
+        };
+        let stops = event[1] == "end" || policy.report(observation, false) == Verdict::Stop;
+        if stops {
+            policy.complete(observation);
+            stopped.push(trial);
+        }
+        decisions.push(Some(if stops { "STOP" } else { "CONTINUE" }));
+        after(policy, index);
+    }
+    decisions
+}
+
+fn halving(sequence: &Sequence, compatibility: &str) -> Halving {
+    let (asha, mode) = settings::<Asha>(sequence, compatibility);
+    asha.halving(mode, 0).unwrap()
+}
+
+fn assert_same(sequence: &Sequence, decisions: &[Option<&str>]) {
+    assert_eq!(decisions.len(), sequence.decisions.len());
+    for (index, (ours, rays)) in decisions.iter().zip(&sequence.decisions).enumerate() {
+        if let Some(ours) = ours {
+            assert_eq!(
+                ours, rays,
+                "{}, event {index}: {:?}",
+                sequence.name, sequence.events[index]
+            );
+        }
+    }
+}
+
+#[test]
+fn asha_decides_as_ray_on_every_recorded_sequence() {
+    let mut events = 0;
+    for sequence in fixture().sequences {
+        if sequence.scheduler != "asha" {
+            continue;
+        }
+        let mut asha = halving(&sequence, "ray");
+        let times: Vec<_> = asha.rungs().iter().map(|rung| rung.time as u64).collect();
+        assert_eq!(times, sequence.rungs, "{}", sequence.name);
+        let decisions = decide(&mut asha, &sequence, |asha, index| {
+            let cutoffs = asha.cutoffs();
+            assert_eq!(cutoffs.len(), sequence.cutoffs[index].len());
+            for (ours, rays) in cutoffs.iter().zip(&sequence.cutoffs[index]) {
+                match (ours, number(rays)) {
+                    (Some(ours), Some(rays)) => assert!(
+                        (ours - rays).abs() < 1e-12
+                            || ours.to_bits() == rays.to_bits()
+                            || ours.is_nan() && rays.is_nan(),
+                        "{}, event {index}: {ours} and {rays}",
+                        sequence.name
+                    ),
+                    (ours, rays) => assert_eq!(ours.is_some(), rays.is_some(), "{}", sequence.name),
+                }
+            }
+        });
+        assert_same(&sequence, &decisions);
+        let first = asha.status().remove(0);
+        assert_eq!(first, sequence.status[0], "{}", sequence.name);
+        events += decisions.len();
+    }
+    assert!(events > 500, "{events} events");
+}
+
+#[test]
+fn the_exact_form_of_asha_differs_only_where_ray_has_a_defect() {
+    let mut differing = BTreeMap::new();
+    for sequence in fixture().sequences {
+        if sequence.scheduler != "asha" || !sequence.name.starts_with('S') {
+            continue;
+        }
+        let decisions = decide(&mut halving(&sequence, "exact"), &sequence, |_, _| {});
+        let differs = decisions
+            .iter()
+            .zip(&sequence.decisions)
+            .position(|(ours, rays)| ours.is_some_and(|ours| ours != rays));
+        if let Some(event) = differs {
+            differing.insert(sequence.name.clone(), event);
+        }
+    }
+    // S5: NaN after a number ends a trial. S6: a late report is compared once, at the rung that it has reached, so the
+    // rung below has one entry less and nobody's decision changes.
+    assert_eq!(differing, BTreeMap::from([("S5".to_owned(), 2)]));
+}
+
+#[test]
+fn the_median_rule_decides_as_ray_on_every_recorded_sequence() {
+    let mut stops = 0;
+    for sequence in fixture().sequences {
+        if sequence.scheduler != "median_stopping" {
+            continue;
+        }
+        let (median, mode) = settings::<MedianStopping>(&sequence, "ray");
+        let mut policy = median.policy(mode).unwrap();
+        let decisions = decide(&mut *policy, &sequence, |_, _| {});
+        assert_same(&sequence, &decisions);
+        stops += decisions
+            .iter()
+            .filter(|decision| **decision == Some("STOP"))
+            .count();
+    }
+    assert!(stops > 10, "{stops} stops");
+}
+
+#[test]
+fn the_best_and_the_worst_of_a_population_are_those_of_ray() {
+    for population in fixture().populations {
+        let scores = population
+            .scores
+            .iter()
+            .enumerate()
+            .filter_map(|(index, score)| {
+                let score = number(score).filter(|score| !score.is_nan())?;
+                Some((TrialId::new(index as u32), score))
+            });
+        let (lower, upper) = quantiles(scores.collect(), population.mode, population.fraction);
+        let numbers = |trials: &[TrialId]| {
+            trials
+                .iter()
+                .map(|trial| trial.number())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(numbers(&lower), population.lower, "{:?}", population.scores);
+        assert_eq!(numbers(&upper), population.upper, "{:?}", population.scores);
+    }
+}

@@ -1,0 +1,363 @@
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+fn report(policy: &mut dyn Policy, trial: u32, iteration: u64, value: f64) -> Verdict {
+    policy.report(observation(trial, iteration, value), false)
+}
+
+fn observation(trial: u32, iteration: u64, value: f64) -> Observation {
+    Observation {
+        trial: TrialId::new(trial),
+        iteration,
+        time: iteration as f64,
+        value: Some(value),
+    }
+}
+
+fn promotion(eta: u64, max_t: u64) -> Box<dyn Policy> {
+    let settings = AshaPromotion {
+        reduction_factor: eta,
+        max_t,
+        ..AshaPromotion::default()
+    };
+    settings.policy(Mode::Max).unwrap()
+}
+
+fn added(mut policy: Box<dyn Policy>, trials: u32) -> Box<dyn Policy> {
+    for trial in 0..trials {
+        policy.add(TrialId::new(trial), &Config::default());
+    }
+    policy
+}
+
+#[test]
+fn the_paper_promotes_after_each_report_as_in_its_examples() {
+    for (values, eta, promoted) in [
+        (
+            vec![0.05, 0.06, 0.04, 0.12, 0.11, 0.03, 0.13, 0.12],
+            4,
+            "---d--g-",
+        ),
+        (vec![0.5, 0.4, 0.45, 0.6, 0.1, 0.55], 2, "-a-d-f"),
+        (
+            vec![0.3, 0.9, 0.2, 0.8, 0.7, 0.85, 0.1, 0.95, 0.6],
+            3,
+            "--b--f-h-",
+        ),
+    ] {
+        let mut policy = added(promotion(eta, eta * eta), values.len() as u32);
+        let mut paused = Vec::new();
+        let mut found = String::new();
+        for (trial, value) in values.iter().enumerate() {
+            assert_eq!(
+                report(&mut *policy, trial as u32, 1, *value),
+                Verdict::Pause
+            );
+            paused.push(TrialId::new(trial as u32));
+            let next = policy.resume(&paused, Supply::New);
+            found.push(next.map_or('-', |trial| (b'a' + trial.number() as u8) as char));
+            paused.retain(|trial| Some(*trial) != next);
+        }
+        assert_eq!(found, promoted);
+    }
+}
+
+/// Trials with these values on so many workers, each of whose iterations takes as long; the number of iterations, and who
+/// reached each rung.
+fn run_on(workers: usize, eta: u64, max_t: u64, values: &[f64]) -> (u64, Vec<Vec<u32>>) {
+    let mut policy = added(promotion(eta, max_t), values.len() as u32);
+    let (mut next, mut paused, mut iterations) = (0, Vec::new(), 0);
+    // Trials that run, and how many iterations they have done.
+    let mut running: BTreeMap<u32, u64> = BTreeMap::new();
+    let mut done: BTreeMap<u32, u64> = BTreeMap::new();
+    loop {
+        while running.len() < workers {
+            let supply = match (next < values.len() as u32, running.is_empty()) {
+                (true, _) => Supply::New,
+                (false, false) => Supply::Running,
+                (false, true) => Supply::Nothing,
+            };
+            if let Some(trial) = policy.resume(&paused, supply) {
+                paused.retain(|other| *other != trial);
+                running.insert(trial.number(), done[&trial.number()]);
+            } else if supply == Supply::New {
+                running.insert(next, 0);
+                next += 1;
+            } else {
+                break;
+            }
+        }
+        if running.is_empty() {
+            break;
+        }
+        for (trial, iteration) in std::mem::take(&mut running) {
+            iterations += 1;
+            let value = values[trial as usize];
+            match report(&mut *policy, trial, iteration + 1, value) {
+                Verdict::Continue => {
+                    running.insert(trial, iteration + 1);
+                }
+                Verdict::Pause => {
+                    done.insert(trial, iteration + 1);
+                    paused.push(TrialId::new(trial));
+                    paused.sort();
+                }
+                _ => policy.complete(observation(trial, iteration + 1, value)),
+            }
+        }
+    }
+    let rungs = policy.rungs().into_iter().map(|rung| {
+        let mut trials: Vec<_> = rung
+            .entries
+            .iter()
+            .map(|(trial, _)| trial.number())
+            .collect();
+        trials.sort_unstable();
+        trials
+    });
+    (iterations, rungs.collect())
+}
+
+#[test]
+fn six_trials_on_two_workers_take_eleven_iterations() {
+    let (iterations, rungs) = run_on(2, 2, 4, &[0.5, 0.7, 0.4, 0.9, 0.6, 0.8]);
+    assert_eq!(iterations, 11);
+    assert_eq!(rungs, [vec![0, 1, 2, 3, 4, 5], vec![1, 3, 5], vec![3]]);
+}
+
+#[test]
+fn the_best_of_few_trials_reaches_the_end() {
+    let (_, rungs) = run_on(1, 4, 64, &[0.1, 0.3, 0.2]);
+    assert_eq!(rungs[1..], [vec![1], vec![1], vec![1]]);
+}
+
+proptest! {
+    #[test]
+    fn promoted_trials_were_among_the_best_of_their_rung(
+        values in prop::collection::vec(0_u32..40, 1..40),
+        eta in 2_u64..5,
+        order in prop::collection::vec(any::<prop::sample::Index>(), 200),
+        missing in prop::collection::vec(any::<prop::sample::Index>(), 0..4),
+    ) {
+        let value = |trial: TrialId| {
+            let index = trial.index();
+            let is_missing = missing.iter().any(|at| at.index(values.len()) == index);
+            if is_missing { f64::NAN } else { f64::from(values[index]) }
+        };
+        let times = [1, eta, eta * eta];
+        let mut policy = added(promotion(eta, eta * eta), values.len() as u32);
+        // What there is in the rungs, kept apart from the policy.
+        let mut rungs: Vec<Vec<TrialId>> = vec![Vec::new(); times.len()];
+        let mut promoted: Vec<Vec<TrialId>> = vec![Vec::new(); times.len()];
+        let mut running: Vec<(TrialId, usize)> = (0..values.len()).map(|trial| (TrialId::new(trial as u32), 0)).collect();
+        let mut paused: Vec<TrialId> = Vec::new();
+        let best = |rung: &[TrialId]| {
+            let mut sorted: Vec<_> = rung.iter().copied().filter(|trial| !value(*trial).is_nan()).collect();
+            sorted.sort_by(|left, right| value(*right).total_cmp(&value(*left)));
+            sorted.truncate(rung.len() / eta as usize);
+            sorted
+        };
+        for pick in order {
+            if running.is_empty() {
+                break;
+            }
+            let (trial, rung) = running.swap_remove(pick.index(running.len()));
+            let observed = Observation { trial, iteration: times[rung], time: times[rung] as f64, value: Some(value(trial)) };
+            let verdict = policy.report(observed, false);
+            rungs[rung].push(trial);
+            if rung + 1 == times.len() {
+                prop_assert_eq!(verdict, Verdict::Stop);
+                policy.complete(observed);
+                continue;
+            }
+            prop_assert_eq!(verdict, Verdict::Pause);
+            paused.push(trial);
+            paused.sort();
+            while let Some(next) = policy.resume(&paused, Supply::New) {
+                let from = rungs.iter().rposition(|rung| rung.contains(&next)).unwrap();
+                prop_assert!(best(&rungs[from]).contains(&next), "{next} of {:?}", rungs[from]);
+                prop_assert!(!promoted[from].contains(&next));
+                // Higher rungs come first.
+                for above in from + 1..times.len() - 1 {
+                    prop_assert!(best(&rungs[above]).iter().all(|trial| promoted[above].contains(trial)));
+                }
+                promoted[from].push(next);
+                paused.retain(|other| *other != next);
+                running.push((next, from + 1));
+            }
+            for (rung, promoted) in rungs.iter().zip(&promoted).take(times.len() - 1) {
+                prop_assert!(best(rung).iter().all(|trial| promoted.contains(trial)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_better_value_is_never_worse_off_and_a_strict_maximum_goes_on(
+        before in prop::collection::vec(0.0_f64..1.0, 0..20),
+        low in 0.0_f64..1.0,
+        gain in 0.0_f64..1.0,
+        eta in 2_u64..5,
+    ) {
+        let asha = Asha { reduction_factor: eta, max_t: 100, ..Asha::default() };
+        let verdict = |value: f64| {
+            let mut policy = added(asha.policy(Mode::Max, 0).unwrap(), before.len() as u32 + 1);
+            for (trial, before) in before.iter().enumerate() {
+                report(&mut *policy, trial as u32, 1, *before);
+            }
+            report(&mut *policy, before.len() as u32, 1, value)
+        };
+        if verdict(low) == Verdict::Continue {
+            prop_assert_eq!(verdict(low + gain), Verdict::Continue);
+        }
+        prop_assert_eq!(verdict(2.0), Verdict::Continue);
+    }
+
+    #[test]
+    fn trials_have_at_most_one_entry_a_rung_and_none_runs_longer_than_the_longest(
+        events in prop::collection::vec((0_u32..6, 0.0_f64..1.0, any::<bool>()), 1..200),
+        eta in 2_u64..4,
+        grace in 1_u64..3,
+    ) {
+        let asha = Asha { reduction_factor: eta, max_t: 9, grace_period: grace, ..Asha::default() };
+        let mut policy = added(asha.policy(Mode::Min, 0).unwrap(), 6);
+        let mut iterations = [0_u64; 6];
+        let mut ended = [false; 6];
+        for (trial, value, fails) in events {
+            let index = trial as usize;
+            if ended[index] {
+                continue;
+            }
+            if fails && value < 0.1 {
+                policy.fail(TrialId::new(trial));
+                ended[index] = true;
+                continue;
+            }
+            iterations[index] += 1;
+            if report(&mut *policy, trial, iterations[index], value) == Verdict::Stop {
+                prop_assert!(iterations[index] >= grace);
+                policy.complete(observation(trial, iterations[index], value));
+                ended[index] = true;
+            }
+            prop_assert!(iterations[index] <= 9 && (ended[index] || iterations[index] < 9));
+        }
+        let rungs = policy.rungs();
+        for rung in &rungs {
+            let mut trials: Vec<_> = rung.entries.iter().map(|(trial, _)| trial).collect();
+            trials.sort();
+            let count = trials.len();
+            trials.dedup();
+            prop_assert_eq!(count, trials.len());
+        }
+        for (below, above) in rungs.iter().zip(&rungs[1..]) {
+            let is_below = |trial| below.entries.iter().any(|(other, _)| *other == trial);
+            prop_assert!(above.entries.iter().all(|(trial, _)| is_below(*trial)));
+        }
+    }
+
+    #[test]
+    fn a_population_is_replaced_by_its_best_within_bounds(
+        scores in prop::collection::vec(0.0_f64..1.0, 4..12),
+        seed: u64,
+        rounds in 2_u64..8,
+    ) {
+        let space: crate::space::Space = serde_json::from_value(json!({
+            "lr": {"loguniform": [0.01, 1.0]}, "layers": {"randint": [1, 5]}, "batch": [16, 32, 64],
+        })).unwrap();
+        let pbt = Pbt::new(2.0, space);
+        let mut policy = pbt.policy(Mode::Max, seed).unwrap();
+        let mut configs = Vec::new();
+        for trial in 0..scores.len() {
+            let config: Config = serde_json::from_value(json!({"lr": 0.9, "layers": 4, "batch": 64, "other": 1})).unwrap();
+            policy.add(TrialId::new(trial as u32), &config);
+            configs.push(config);
+        }
+        let mut saved: BTreeMap<TrialId, u64> = BTreeMap::new();
+        let mut times = vec![0_u64; scores.len()];
+        for _ in 0..rounds * 2 {
+            for (index, score) in scores.iter().enumerate() {
+                times[index] += 1;
+                let trial = TrialId::new(index as u32);
+                match report(&mut *policy, index as u32, times[index], *score) {
+                    Verdict::Save => {
+                        saved.insert(trial, times[index]);
+                    }
+                    Verdict::Exploit { donor, iteration, config } => {
+                        prop_assert!(scores[donor.index()] >= *score);
+                        prop_assert_eq!(saved.get(&donor), Some(&iteration));
+                        let lr: f64 = config.parse("lr").unwrap();
+                        let layers: i64 = config.parse("layers").unwrap();
+                        let batch: i64 = config.parse("batch").unwrap();
+                        prop_assert!((0.01..1.0).contains(&lr));
+                        prop_assert!((1..5).contains(&layers));
+                        prop_assert!([16, 32, 64].contains(&batch));
+                        prop_assert_eq!(config.value("other"), Some(&json!(1)));
+                        times[index] = iteration;
+                        configs[index] = config;
+                    }
+                    Verdict::Continue => {}
+                    other => prop_assert!(false, "{other:?}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn settings_that_cannot_be_are_refused_with_their_names() {
+    let objective = Objective::new("loss", Mode::Min);
+    for (value, expected) in [
+        (json!({"type": "asha", "max_t": 0}), "`max_t`"),
+        (
+            json!({"type": "asha", "grace_period": 200}),
+            "`grace_period` is 200",
+        ),
+        (
+            json!({"type": "asha", "reduction_factor": 1}),
+            "`reduction_factor`",
+        ),
+        (json!({"type": "asha", "brackets": 9}), "`brackets` is 9"),
+        (
+            json!({"type": "asha_promotion", "grace_period": 0}),
+            "`grace_period`",
+        ),
+        (
+            json!({"type": "pbt", "perturbation_interval": 0.0, "hyperparam_mutations": {}}),
+            "`perturbation_interval`",
+        ),
+        (
+            json!({"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": {}}),
+            "is empty",
+        ),
+        (
+            json!({"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": {"lr": 3}}),
+            "`lr`",
+        ),
+    ] {
+        let scheduler: Scheduler = serde_json::from_value(value.clone()).unwrap();
+        let error = scheduler.policy(&objective, 0).unwrap_err();
+        assert!(error.is_misuse());
+        assert!(error.to_string().contains(expected), "{value}: {error}");
+    }
+    let unknown = serde_json::from_value::<Scheduler>(json!({"type": "asha", "max_time": 3}));
+    assert!(unknown.unwrap_err().to_string().contains("max_time"));
+}
+
+#[test]
+fn brackets_are_drawn_as_often_as_ray_draws_them() {
+    let asha = Asha {
+        brackets: 3,
+        max_t: 64,
+        ..Asha::default()
+    };
+    let mut policy = added(asha.policy(Mode::Max, 0).unwrap(), 3000);
+    for trial in 0..3000 {
+        report(&mut *policy, trial, 1, f64::from(trial));
+    }
+    // Only the first bracket has a rung at 1. A softmax of 4, 3 and 2 rungs.
+    let first = policy.rungs()[0].entries.len() as f64 / 3000.0;
+    assert!((first - 0.665).abs() < 0.03, "{first}");
+}
