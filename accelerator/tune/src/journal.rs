@@ -204,7 +204,7 @@ fn to_line(value: &impl Serialize) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trial::TrialId;
+    use crate::trial_id::TrialId;
 
     fn ended(trial: u32) -> Event {
         let trial = TrialId::new(trial);

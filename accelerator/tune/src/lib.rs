@@ -9,14 +9,15 @@ pub use objective::{Mode, Objective};
 pub use output::{DataFrame, Display, Results, Scope, SearchEnd};
 pub use pool::{Resources, WorkerReuse};
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
-pub use search::{MaxFailures, Search, SearchAlgorithm, SearchOrder, SearchSpec};
+pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchOrder, SearchSpec};
 pub use searcher::{Searcher, Suggestion, TrialEnd, VariantGenerator};
 pub use space::{
     Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,
     qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
 };
 pub use stop::{Plateau, Stop};
-pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialId, TrialSession};
+pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
+pub use trial_id::TrialId;
 pub use view::{Trial, TrialResult, TrialStatus};
 
 mod config;
@@ -27,6 +28,7 @@ mod metrics;
 mod objective;
 mod output;
 mod pool;
+mod program;
 mod runner;
 mod scheduler;
 mod search;
@@ -34,4 +36,5 @@ mod searcher;
 mod space;
 mod stop;
 mod trial;
+mod trial_id;
 mod view;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::error::Result;
 use crate::metrics::Metrics;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Carries trials out, several at a time. It decides nothing.
 ///
@@ -16,8 +16,13 @@ use crate::trial::TrialId;
 pub(crate) trait TrialRunner {
     /// How many trials can compute at the same time.
     ///
-    /// More may be started: they take turns, from report to report.
+    /// More may be started.
     fn slots(&self) -> usize;
+
+    /// Whether trials take turns where more are started than there are slots. Otherwise they wait for one.
+    fn takes_turns(&self) -> bool {
+        true
+    }
 
     /// What is in use of what there is, such as `2.0/2 CPUs, 0.0/0 GPUs`.
     fn requested(&self) -> Option<String>;

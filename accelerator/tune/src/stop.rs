@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::objective::{Mode, Objective};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
 /// Ends trials: any of its conditions is enough.

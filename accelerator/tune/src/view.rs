@@ -8,8 +8,7 @@ use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::objective::Objective;
 use crate::runner::Location;
-use crate::scheduler::Rung;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// How far a trial is, in Ray's words.
 ///
@@ -128,4 +127,15 @@ pub(crate) struct SearchView {
     pub(crate) expected: Option<usize>,
     /// Such as `Resources requested: 2.0/2 CPUs, 0.0/0 GPUs`; none where nothing runs.
     pub(crate) resources: Option<String>,
+}
+
+/// What trials were compared at.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Rung {
+    /// The time at which trials reach it.
+    pub(crate) time: f64,
+    /// Trials and their values, in the order of arrival.
+    pub(crate) entries: Vec<(TrialId, f64)>,
+    /// The value that trials have to reach, in the user's sign.
+    pub(crate) cutoff: Option<f64>,
 }

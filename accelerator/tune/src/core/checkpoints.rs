@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::{Branch, CheckpointKey, Core, prefix};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialStatus;
 
 /// When trials save, and what is kept on the disk.

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::searcher::TrialEnd;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
 /// What has happened. The journal holds these, in the order in which they were processed.

@@ -10,7 +10,7 @@ use crate::objective::Objective;
 use crate::scheduler::{Observation, Policy, Supply, Verdict};
 use crate::searcher::TrialEnd;
 use crate::stop::Stop;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 use event::Origin;
 use trial_state::{BranchState, Pending};

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use super::event::Origin;
 use super::trial_state::TrialState;
 use crate::config::Config;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialStatus;
 
 /// What a trial that has not begun goes on from: `Some(None)` for nothing; `None` where it waits for another trial to get

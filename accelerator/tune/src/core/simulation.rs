@@ -10,8 +10,9 @@ use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::objective::{Mode, Objective};
 use crate::scheduler::Policy;
+use crate::space::Random;
 use crate::stop::Stop;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialStatus;
 
 /// What happens by chance.
@@ -27,7 +28,7 @@ pub(super) struct Chance {
 
 /// What a search came to.
 #[derive(Debug)]
-pub(super) struct Outcome {
+pub(super) struct SimulatedSearch {
     pub(super) decisions: Vec<Decision>,
     pub(super) core: Core,
     pub(super) events: Vec<Event>,
@@ -56,8 +57,8 @@ pub(super) fn simulate(
     configs: &[Config],
     score: &dyn Fn(&Config, u64) -> f64,
     chance: Chance,
-) -> Outcome {
-    let mut random = Random(chance.seed);
+) -> SimulatedSearch {
+    let mut random = Random::of(chance.seed, &[]);
     let mut events = Vec::new();
     let mut decisions = Vec::new();
     let mut core = Core::new(rules(), policy());
@@ -86,7 +87,7 @@ pub(super) fn simulate(
     let mut computing: BTreeMap<TrialId, u64> = BTreeMap::new();
     for _ in 0..1_000_000 {
         if core.is_finished() {
-            return Outcome {
+            return SimulatedSearch {
                 decisions,
                 core,
                 events,
@@ -136,7 +137,7 @@ pub(super) fn simulate(
 
 /// Configurations with a quality each.
 pub(super) fn configs(count: u64, seed: u64) -> Vec<Config> {
-    let mut random = Random(seed);
+    let mut random = Random::of(seed, &[]);
     let config = |quality: u64| {
         let mut config = Config::default();
         config.insert("quality", json!(quality));
@@ -150,7 +151,7 @@ pub(super) fn quality(config: &Config) -> f64 {
 }
 
 /// Every trial has ended once, and each iteration of it was decided about once.
-pub(super) fn check(outcome: &Outcome) {
+pub(super) fn check(outcome: &SimulatedSearch) {
     for state in outcome.core.trials() {
         assert!(
             matches!(state.status, TrialStatus::Terminated | TrialStatus::Error),
@@ -160,18 +161,5 @@ pub(super) fn check(outcome: &Outcome) {
             |decision| matches!(decision, Decision::End { trial, .. } if *trial == state.id),
         );
         assert_eq!(ends.count(), 1, "{}", state.id);
-    }
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % bound
     }
 }

@@ -3,11 +3,11 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::simulation::{Chance, Outcome, check, configs, quality, rules, simulate};
+use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
 use super::{Core, Decision, Order};
 use crate::config::Config;
 use crate::scheduler::{Observation, Policy, Supply, Verdict};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Pauses each trial after every iteration, and continues the better half of those that are paused; stops those that are
 /// worse than what came before.
@@ -51,7 +51,7 @@ impl Policy for OrderSensitive {
     }
 }
 
-fn run(order: Order, trials: u64, chance: Chance) -> Outcome {
+fn run(order: Order, trials: u64, chance: Chance) -> SimulatedSearch {
     let configs = configs(trials, 7);
     let outcome = simulate(
         &|| rules(order, 6),
@@ -163,7 +163,7 @@ fn trials_that_begin_alike_train_what_they_share_once() {
     for (one, other) in outcome.core.trials().iter().zip(apart.core.trials()) {
         assert_eq!(one.last, other.last, "{}", one.id);
     }
-    let computed = |outcome: &Outcome| {
+    let computed = |outcome: &SimulatedSearch| {
         let events = outcome.events.iter();
         events
             .filter(|event| matches!(event, super::Event::Reported { .. }))

@@ -2,7 +2,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use super::event::{Branch, EndReason, Origin};
 use crate::config::Config;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
 /// A trial as the core knows it.
@@ -98,14 +98,6 @@ impl TrialState {
     /// Whether it runs, and what it does next is not known yet.
     pub(crate) fn is_awaited(&self) -> bool {
         self.status == TrialStatus::Running && self.pending.is_none()
-    }
-
-    /// The iteration up to which it has reported, decided about or not.
-    pub(crate) fn reported(&self) -> u64 {
-        match &self.pending {
-            Some(Pending::Reported(result)) => result.training_iteration,
-            _ => self.decided,
-        }
     }
 }
 

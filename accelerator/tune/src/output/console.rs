@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::number::general;
 use super::table::{Rows, best_line, counts, status, word};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::{SearchView, TrialStatus};
 
 /// What a search prints while it runs.

@@ -8,7 +8,7 @@ use super::trial_folder::read_results;
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::{SearchView, Trial, TrialResult};
 
 /// What a search has come to: Ray Tune's `ExperimentAnalysis`.
@@ -154,10 +154,6 @@ impl Results {
     #[must_use]
     pub fn status(&self) -> String {
         status(&self.view, Rows::All)
-    }
-
-    pub(crate) fn view(&self) -> &SearchView {
-        &self.view
     }
 
     fn value(&self, trial: &Trial, metric: &str, mode: Mode, scope: Scope) -> Option<f64> {

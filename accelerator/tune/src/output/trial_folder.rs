@@ -9,7 +9,7 @@ use super::csv;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::metrics::Metrics;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
 /// Such as `MnistTrainable_358bb_00006`.

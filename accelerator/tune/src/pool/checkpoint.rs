@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 
 /// Where a checkpoint is saved to first.
-pub(super) fn partial(folder: &Path) -> PathBuf {
+pub(crate) fn partial(folder: &Path) -> PathBuf {
     folder.with_added_extension("partial")
 }
 
 /// Makes the folder to save to, without what an earlier attempt has left.
-pub(super) fn begin(folder: &Path) -> io::Result<()> {
+pub(crate) fn begin(folder: &Path) -> io::Result<()> {
     let partial = partial(folder);
     match fs::remove_dir_all(&partial) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -22,7 +22,7 @@ pub(super) fn begin(folder: &Path) -> io::Result<()> {
 }
 
 /// Gives a checkpoint its name, once it is on the disk; its bytes.
-pub(super) fn commit(folder: &Path) -> Result<u64> {
+pub(crate) fn commit(folder: &Path) -> Result<u64> {
     let partial = partial(folder);
     let write = || {
         let bytes = sync(&partial)?;
@@ -39,7 +39,7 @@ pub(super) fn commit(folder: &Path) -> Result<u64> {
 }
 
 /// Removes what an attempt has left that ended while it saved.
-pub(super) fn abandon(folder: &Path) {
+pub(crate) fn abandon(folder: &Path) {
     // The next attempt removes it otherwise.
     let _ = fs::remove_dir_all(partial(folder));
 }

@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -14,15 +13,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
-use crate::trial::TrialId;
 use crate::trial::protocol::{FromWorker, ToWorker};
+use crate::trial_id::TrialId;
 use listener::Listener;
-use process::WorkerProcess;
-use slots::{Slot, Slots};
-
+pub(crate) use process::{ProcessEvent, TrialProcess};
 pub use slots::Resources;
+pub(crate) use slots::{Slot, Slots};
 
-mod checkpoint;
+pub(crate) mod checkpoint;
 mod listener;
 mod process;
 mod slots;
@@ -80,9 +78,15 @@ enum PoolEvent {
     },
 }
 
+impl ProcessEvent for PoolEvent {
+    fn exited(worker: u32) -> Self {
+        Self::Exited { worker }
+    }
+}
+
 #[derive(Debug)]
 struct Worker {
-    process: WorkerProcess,
+    process: TrialProcess,
     slot: usize,
     /// Connections, by rank.
     links: Vec<Option<std::net::TcpStream>>,
@@ -168,7 +172,7 @@ impl Pool {
         self.next_worker += 1;
         let place = self.listener.place(number, &self.slots[slot]);
         let log = self.logs.join(format!("worker-{number:05}.log"));
-        let process = WorkerProcess::start(&place, &self.slots[slot], self.ranks, &log)?;
+        let process = TrialProcess::start(&place, &self.slots[slot], self.ranks, &log)?;
         process.watch(number, self.sender.clone())?;
         let worker = Worker {
             process,
@@ -360,7 +364,8 @@ impl Pool {
         if let Some((folder, _)) = worker.saving.take() {
             checkpoint::abandon(&folder);
         }
-        let message = failure(&worker, status);
+        let message = worker.failure.take();
+        let message = message.unwrap_or_else(|| worker.process.failure(status));
         let trial = start.trial;
         self.of_trial.remove(&trial);
         self.ready.push_back(RunnerEvent::Failed { trial, message });
@@ -585,16 +590,3 @@ impl Worker {
 const CLOSED: Duration = Duration::from_secs(5);
 /// How long workers have to end, before each of two signals.
 const PATIENCE: Duration = Duration::from_secs(2);
-
-fn failure(worker: &Worker, status: Option<ExitStatus>) -> String {
-    let how = match (&worker.failure, status) {
-        (Some(failure), _) => return failure.clone(),
-        (None, Some(status)) => format!("its process ended: {status}"),
-        (None, None) => "its process ended".to_owned(),
-    };
-    let lines = worker.process.last_lines();
-    match lines.is_empty() {
-        true => how,
-        false => format!("{how}; its last lines:\n{lines}"),
-    }
-}

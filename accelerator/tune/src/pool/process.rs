@@ -4,19 +4,25 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::Sender;
 use std::thread;
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
-use super::{PoolEvent, Slot};
+use super::Slot;
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::WorkerPlace;
 
+/// What tells of a process's end.
+pub(crate) trait ProcessEvent: Send + 'static {
+    /// The process of that number has ended.
+    fn exited(number: u32) -> Self;
+}
+
 /// A process that carries out trials, with those that it starts: a group.
 #[derive(Debug)]
-pub(super) struct WorkerProcess {
+pub(crate) struct TrialProcess {
     child: Child,
     is_reaped: bool,
     log: PathBuf,
@@ -24,9 +30,9 @@ pub(super) struct WorkerProcess {
     log_from: u64,
 }
 
-impl WorkerProcess {
+impl TrialProcess {
     /// Starts this program again.
-    pub(super) fn start(
+    pub(crate) fn start(
         place: &WorkerPlace,
         slot: &Slot,
         ranks: usize,
@@ -54,15 +60,51 @@ impl WorkerProcess {
         };
         let place = serde_json::to_string(&place)
             .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
+        command
+            .args(env::args_os().skip(1))
+            .env(accelerator_env::TUNE_WORKER.name, place);
+        Self::spawn(command, slot, ranks, log, Stdout::Log)
+    }
+
+    /// Starts a program, whose standard output is to be [taken](Self::take_output).
+    pub(crate) fn of_command(
+        words: &[String],
+        slot: &Slot,
+        ranks: usize,
+        log: &Path,
+    ) -> Result<Self> {
+        let mut command = match ranks {
+            1 => Command::new(&words[0]),
+            ranks => {
+                let mut command = Command::new(launcher(&env::current_exe()?)?);
+                command
+                    .arg("--num-processes")
+                    .arg(ranks.to_string())
+                    .arg(&words[0]);
+                command
+            }
+        };
+        command.args(&words[1..]);
+        Self::spawn(command, slot, ranks, log, Stdout::Piped)
+    }
+
+    fn spawn(
+        mut command: Command,
+        slot: &Slot,
+        ranks: usize,
+        log: &Path,
+        stdout: Stdout,
+    ) -> Result<Self> {
         let output = OpenOptions::new().create(true).append(true).open(log);
         let output = output.map_err(|error| Error::io("write", log, error))?;
         let threads = (slot.cores.len() / ranks).max(1).to_string();
         command
-            .args(env::args_os().skip(1))
-            .env(accelerator_env::TUNE_WORKER.name, place)
             .env("CUDA_VISIBLE_DEVICES", slot.gpus.join(","))
             .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
+            .stdout(match stdout {
+                Stdout::Log => output.try_clone()?.into(),
+                Stdout::Piped => Stdio::piped(),
+            })
             .stderr(output)
             .process_group(0);
         for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
@@ -70,6 +112,7 @@ impl WorkerProcess {
                 command.env(name, &threads);
             }
         }
+        let program = Path::new(command.get_program()).to_owned();
         let child = command
             .spawn()
             .map_err(|error| Error::io("start", &program, error))?;
@@ -81,8 +124,31 @@ impl WorkerProcess {
         })
     }
 
+    /// Its standard output.
+    pub(crate) fn take_output(&mut self) -> Option<ChildStdout> {
+        self.child.stdout.take()
+    }
+
+    /// Its number to the system.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Why it failed, of what is known: how it ended, and its last lines.
+    pub(crate) fn failure(&self, status: Option<ExitStatus>) -> String {
+        let how = status.map_or_else(
+            || "its process ended".to_owned(),
+            |status| format!("its process ended: {status}"),
+        );
+        let lines = self.last_lines();
+        match lines.is_empty() {
+            true => how,
+            false => format!("{how}; its last lines:\n{lines}"),
+        }
+    }
+
     /// Tells when it has ended. It is left unreaped, so that its id stays its own.
-    pub(super) fn watch(&self, worker: u32, events: Sender<PoolEvent>) -> Result<()> {
+    pub(crate) fn watch<E: ProcessEvent>(&self, number: u32, events: Sender<E>) -> Result<()> {
         let pid = self.pid();
         thread::Builder::new()
             .name("watch".to_owned())
@@ -93,23 +159,23 @@ impl WorkerProcess {
                     rustix::process::waitid(WaitId::Pid(pid), options)
                 {}
                 // Nobody listens once the search has ended.
-                let _ = events.send(PoolEvent::Exited { worker });
+                let _ = events.send(E::exited(number));
             })?;
         Ok(())
     }
 
     /// Asks it to end.
-    pub(super) fn terminate(&self) {
+    pub(crate) fn terminate(&self) {
         self.signal(Signal::TERM);
     }
 
     /// Ends it, and what it has started.
-    pub(super) fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.signal(Signal::KILL);
     }
 
     /// Takes its end. What it has started ends, too.
-    pub(super) fn reap(&mut self) -> Option<ExitStatus> {
+    pub(crate) fn reap(&mut self) -> Option<ExitStatus> {
         self.signal(Signal::KILL);
         let status = self.child.wait().ok();
         self.is_reaped = true;
@@ -117,12 +183,12 @@ impl WorkerProcess {
     }
 
     /// What it writes from here on is the next trial's.
-    pub(super) fn mark_log(&mut self) {
+    pub(crate) fn mark_log(&mut self) {
         self.log_from = self.log.metadata().map_or(0, |log| log.len());
     }
 
     /// The end of what it has written since then.
-    pub(super) fn last_lines(&self) -> String {
+    fn last_lines(&self) -> String {
         let read = || -> std::io::Result<String> {
             let mut log = File::open(&self.log)?;
             let from = self
@@ -148,6 +214,13 @@ impl WorkerProcess {
     fn pid(&self) -> Option<Pid> {
         Pid::from_raw(self.child.id().cast_signed())
     }
+}
+
+/// Where standard output goes.
+#[derive(Clone, Copy, Debug)]
+enum Stdout {
+    Log,
+    Piped,
 }
 
 const TAIL_BYTES: u64 = 8 << 10;

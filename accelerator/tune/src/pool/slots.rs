@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Turn;
 use crate::error::{Error, Result};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// What one trial runs on: Ray Tune's `resources_per_trial`.
 ///
@@ -43,7 +43,7 @@ impl Default for Resources {
 
 /// What trials run on.
 #[derive(Debug)]
-pub(super) struct Slots {
+pub(crate) struct Slots {
     slots: Vec<Slot>,
     resources: Resources,
     cores: usize,
@@ -52,19 +52,19 @@ pub(super) struct Slots {
 
 /// What one trial computes on at a time.
 #[derive(Debug, Default)]
-pub(super) struct Slot {
-    pub(super) cores: Vec<usize>,
-    pub(super) gpus: Vec<String>,
+pub(crate) struct Slot {
+    pub(crate) cores: Vec<usize>,
+    pub(crate) gpus: Vec<String>,
     /// How many trials take turns.
-    pub(super) trials: usize,
+    pub(crate) trials: usize,
     /// The one that computes.
-    pub(super) active: Option<TrialId>,
+    pub(crate) active: Option<TrialId>,
     pub(super) turns: VecDeque<Turn>,
 }
 
 impl Slots {
     /// As many as fit, or `count`.
-    pub(super) fn new(resources: &Resources, count: Option<usize>) -> Result<Self> {
+    pub(crate) fn new(resources: &Resources, count: Option<usize>) -> Result<Self> {
         let Resources {
             cpus,
             gpus,
@@ -118,16 +118,21 @@ impl Slots {
         })
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.slots.len()
     }
 
-    pub(super) fn have_gpus(&self) -> bool {
+    pub(crate) fn have_gpus(&self) -> bool {
         self.resources.gpus > 0.0
     }
 
+    /// A slot on which nothing computes.
+    pub(crate) fn free(&self) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.active.is_none())
+    }
+
     /// The slot with the fewest trials.
-    pub(super) fn least_used(&self) -> usize {
+    pub(crate) fn least_used(&self) -> usize {
         let slots = self.slots.iter().enumerate();
         slots
             .min_by_key(|(_, slot)| slot.trials)
@@ -135,7 +140,7 @@ impl Slots {
     }
 
     /// Such as `2.0/2 CPUs, 0.0/0 GPUs`.
-    pub(super) fn requested(&self) -> String {
+    pub(crate) fn requested(&self) -> String {
         let used = self
             .slots
             .iter()

@@ -1,13 +1,15 @@
 use serde::{Deserialize, Serialize};
 
-use super::{
-    Compatibility, Observation, Policy, Rung, Supply, Verdict, iteration_attr, misuse, rungs,
+use super::policy::{
+    Compatibility, Observation, Policy, Supply, Verdict, iteration_attr, misuse, oldest,
 };
+use super::rungs;
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
 use crate::space::Random;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
+use crate::view::Rung;
 use std::collections::BTreeMap;
 
 /// Asynchronous successive halving in the stopping form: Ray Tune's `ASHAScheduler`.
@@ -245,7 +247,7 @@ impl Policy for Halving {
     }
 
     fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        super::oldest(paused, supply)
+        oldest(paused, supply)
     }
 
     fn status(&self) -> Vec<String> {

@@ -2,11 +2,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Observation, Policy, Rung, Supply, Verdict, rungs};
+use super::policy::{Observation, Policy, Supply, Verdict};
+use super::rungs;
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
+use crate::view::Rung;
 
 /// Asynchronous successive halving as its paper has it (Li et al. 2018, arXiv 1810.05934, algorithm 2): every trial pauses
 /// at every rung, and the best `1/reduction_factor` of a rung are promoted to the next.

@@ -1,6 +1,6 @@
-use super::{Observation, Policy, Supply, Verdict};
+use super::policy::{Observation, Policy, Supply, Verdict, oldest};
 use crate::config::Config;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Every trial runs to its end.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ impl Policy for Fifo {
     fn fail(&mut self, _trial: TrialId) {}
 
     fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        super::oldest(paused, supply)
+        oldest(paused, supply)
     }
 
     fn status(&self) -> Vec<String> {

@@ -2,11 +2,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Compatibility, Observation, Policy, Supply, Verdict, iteration_attr, misuse};
+use super::policy::{
+    Compatibility, Observation, Policy, Supply, Verdict, iteration_attr, misuse, oldest,
+};
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Stops a trial whose best value is worse than the median of the other trials' means so far (Golovin et al. 2017, Google
 /// Vizier): Ray Tune's `MedianStoppingRule`.
@@ -149,7 +151,7 @@ impl Policy for Median {
     fn fail(&mut self, _trial: TrialId) {}
 
     fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        super::oldest(paused, supply)
+        oldest(paused, supply)
     }
 
     fn status(&self) -> Vec<String> {

@@ -3,12 +3,12 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Observation, Policy, Supply, Verdict, iteration_attr, misuse};
+use super::policy::{Observation, Policy, Supply, Verdict, iteration_attr, misuse};
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
 use crate::space::{Node, Parameter, Random, Space};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials go on as copies of good ones, with
 /// parameters that are changed a little. Ray Tune's `PopulationBasedTraining`, in its asynchronous form.

@@ -8,6 +8,8 @@ use serde_json::{Map, Value};
 use super::asha::Halving;
 use super::pbt::quantiles;
 use super::*;
+use crate::config::Config;
+use crate::trial_id::TrialId;
 
 #[derive(Deserialize)]
 struct Fixture {

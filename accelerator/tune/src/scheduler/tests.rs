@@ -4,6 +4,8 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::config::Config;
+use crate::trial_id::TrialId;
 
 fn report(policy: &mut dyn Policy, trial: u32, iteration: u64, value: f64) -> Verdict {
     policy.report(observation(trial, iteration, value), false)

@@ -1,6 +1,8 @@
 //! A search, from code.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use super::run::{RunOptions, run};
@@ -11,6 +13,7 @@ use crate::error::Result;
 use crate::objective::Objective;
 use crate::output::{Display, Results};
 use crate::pool::{Pool, Resources, WorkerReuse};
+use crate::program::{Programs, Template};
 use crate::runner::TrialRunner;
 use crate::scheduler::Scheduler;
 use crate::searcher::Searcher;
@@ -238,6 +241,42 @@ impl Search {
         self.run_in_processes()
     }
 
+    /// Runs a program for each trial, until all have ended: any program that prints its metrics as JSON lines.
+    ///
+    /// In `command`, `{lr}` stands for the parameter of that path, `{trial}` for the trial's number, `{folder}` for its folder
+    /// and `{params}` for a JSON file with all parameters. A line that the program prints is a report where it is a JSON object
+    /// with the search's metric. It may have a `checkpoint`, the path of what the program has saved; the search takes that, and
+    /// a trial that goes on from it finds it as `{checkpoint}`.
+    ///
+    /// # Errors
+    ///
+    /// See [`run`](Self::run).
+    pub fn run_programs<W: Into<String>>(
+        mut self,
+        command: impl IntoIterator<Item = W>,
+    ) -> Result<Results> {
+        let command: Vec<String> = command.into_iter().map(Into::into).collect();
+        let template = Template::new(command.clone())?;
+        self.spec.program = command;
+        self.run_on(|spec, _folder| {
+            let programs = Programs::new(
+                template,
+                &spec.metric,
+                &spec.resources_per_trial,
+                spec.slots,
+            )?;
+            Ok(Box::new(programs))
+        })
+    }
+
+    /// Counts requests to end, as signals do otherwise: at the first one trials save at their next report, and the search
+    /// pauses; at the second it ends at once.
+    #[must_use]
+    pub fn interrupted_by(mut self, requests: Arc<AtomicU32>) -> Self {
+        self.options.interrupts = Some(requests);
+        self
+    }
+
     fn run_in_processes(self) -> Result<Results> {
         self.run_on(|spec, folder| {
             let pool = Pool::new(
@@ -250,7 +289,7 @@ impl Search {
         })
     }
 
-    pub(crate) fn run_on(
+    fn run_on(
         self,
         runner: impl FnOnce(&SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
     ) -> Result<Results> {

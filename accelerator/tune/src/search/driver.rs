@@ -17,7 +17,7 @@ use crate::metrics::Metrics;
 use crate::output::SearchEnd;
 use crate::runner::{Answer, Location, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::{Searcher, Suggestion};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
 /// The files of trials.

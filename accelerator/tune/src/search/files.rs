@@ -7,7 +7,7 @@ use super::driver::Files;
 use crate::core::TrialState;
 use crate::error::Result;
 use crate::output::{TrialFolder, folder_name, trial_name};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
 /// Writes the files of each trial.

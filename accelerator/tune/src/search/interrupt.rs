@@ -13,8 +13,7 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(crate) struct Interrupts {
     count: Arc<AtomicU32>,
-    handle: Handle,
-    thread: Option<JoinHandle<()>>,
+    signals: Option<(Handle, JoinHandle<()>)>,
 }
 
 impl Interrupts {
@@ -32,9 +31,16 @@ impl Interrupts {
             })?;
         Ok(Self {
             count,
-            handle,
-            thread: Some(thread),
+            signals: Some((handle, thread)),
         })
+    }
+
+    /// Leaves signals as they are, and asks a counter.
+    pub(crate) fn counted_by(count: Arc<AtomicU32>) -> Self {
+        Self {
+            count,
+            signals: None,
+        }
     }
 
     pub(crate) fn count(&self) -> u32 {
@@ -44,8 +50,9 @@ impl Interrupts {
 
 impl Drop for Interrupts {
     fn drop(&mut self) {
-        self.handle.close();
-        if let Some(thread) = self.thread.take() {
+        if let Some((handle, thread)) = self.signals.take() {
+            handle.close();
+            // It counts, and cannot fail.
             let _ = thread.join();
         }
     }

@@ -1,12 +1,14 @@
 //! Carrying a search out.
 
 pub use builder::Search;
+pub use folder::SearchFolder;
 pub use spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
 
 mod builder;
 mod decisions;
 mod driver;
 mod files;
+mod folder;
 mod interrupt;
 mod lock;
 mod run;

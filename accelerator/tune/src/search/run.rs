@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::hash::BuildHasher;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::decisions::DecisionLog;
@@ -18,7 +20,7 @@ use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results, SearchEnd};
 use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 use crate::view::{SearchView, Trial};
 
 /// How a search is run, whatever it is.
@@ -26,6 +28,8 @@ use crate::view::{SearchView, Trial};
 pub(crate) struct RunOptions {
     pub(crate) folder: Option<PathBuf>,
     pub(crate) display: Display,
+    /// Counts requests to end; signals where it is absent.
+    pub(crate) interrupts: Option<Arc<AtomicU32>>,
 }
 
 /// Begins a search or resumes it, and waits until it ends.
@@ -79,8 +83,21 @@ pub(crate) fn run(
         let view = shown(&core, &files, None, &|_| None);
         return Ok(Results::new(view, SearchEnd::Finished));
     }
-    let interrupts = Interrupts::watch()?;
+    let interrupts = match options.interrupts {
+        Some(count) => Interrupts::counted_by(count),
+        None => Interrupts::watch()?,
+    };
     let mut runner = runner(&spec, &folder)?;
+    if let SearchOrder::Ordered { workers } = spec.order
+        && workers > runner.slots()
+        && !runner.takes_turns()
+    {
+        return Err(Error::misuse(format!(
+            "`order.ordered.workers` is {workers}, and there are {} slots: programs do not wait for one another, so each of \
+             the workers needs a slot; see `slots`",
+            runner.slots()
+        )));
+    }
     let (view, ending) = {
         let mut driver = Driver {
             core,
@@ -116,8 +133,8 @@ pub(crate) fn run(
     Ok(results)
 }
 
-/// A search in a folder, as it was left.
-pub(crate) fn read(folder: &Path) -> Result<(SearchSpec, SearchView)> {
+/// A search in a folder, as far as its journal goes.
+pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results)> {
     let Some(journaled) = journal::read(folder)? else {
         return Err(Error::new(
             Kind::NotFound,
@@ -141,7 +158,11 @@ pub(crate) fn read(folder: &Path) -> Result<(SearchSpec, SearchView)> {
     let view = view(&spec, folder, &core, &files, core.expected(), None, &|_| {
         None
     });
-    Ok((spec, view))
+    let ending = match core.is_finished() {
+        true => SearchEnd::Finished,
+        false => SearchEnd::Interrupted,
+    };
+    Ok((spec, Results::new(view, ending)))
 }
 
 fn set_up(

@@ -1,5 +1,8 @@
 //! What a search is asked for.
 
+use std::fs;
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -80,6 +83,10 @@ pub struct SearchSpec {
     /// How many trials run at the same time; what fits the machine where it is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slots: Option<usize>,
+    /// The program that trials run, with placeholders; see [`Search::run_programs`](crate::Search::run_programs). None where
+    /// trials are processes of the program that searches.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub program: Vec<String>,
     /// After how many seconds the search pauses, to be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_budget_s: Option<f64>,
@@ -110,9 +117,30 @@ impl SearchSpec {
             resources_per_trial: Resources::default(),
             reuse_workers: WorkerReuse::default(),
             slots: None,
+            program: Vec::new(),
             time_budget_s: None,
             report_timeout_s: None,
         }
+    }
+
+    /// Reads a file, TOML or, where its name ends in `.json`, JSON.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] where there is none; [`Error::is_misuse`] with what is wrong in it.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text = fs::read_to_string(path).map_err(|error| Error::io("read", path, error))?;
+        let is_json = path
+            .extension()
+            .is_some_and(|extension| extension == "json");
+        let wrong = |error: &dyn std::fmt::Display| {
+            Error::misuse(format!("the specification {}: {error}", path.display()))
+        };
+        let value: Value = match is_json {
+            true => serde_json::from_str(&text).map_err(|error| wrong(&error))?,
+            false => toml::from_str(&text).map_err(|error| wrong(&error))?,
+        };
+        serde_json::from_value(value).map_err(|error| wrong(&error))
     }
 
     /// What it optimizes.
@@ -128,7 +156,7 @@ impl SearchSpec {
     }
 
     /// Fails where this is not the search that `before` describes. What only says how it is carried out may differ.
-    pub(crate) fn check_same(&self, before: &Value, folder: &std::path::Path) -> Result<()> {
+    pub(crate) fn check_same(&self, before: &Value, folder: &Path) -> Result<()> {
         let now = self.to_json()?;
         let (Value::Object(now), Value::Object(before)) = (&now, before) else {
             return Ok(());

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 pub use variants::VariantGenerator;
 

@@ -2,7 +2,7 @@ use super::{Searcher, Suggestion};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::space::{Draw, Space};
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Suggests configurations at random, and every point of grids: Ray Tune's `BasicVariantGenerator`.
 ///

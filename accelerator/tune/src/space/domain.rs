@@ -215,14 +215,6 @@ impl Domain {
         }
     }
 
-    /// Whether values are integers.
-    pub(crate) fn is_integer(self) -> bool {
-        matches!(
-            self,
-            Self::RandInt(..) | Self::QRandInt(..) | Self::LogRandInt(..) | Self::QLogRandInt(..)
-        )
-    }
-
     fn bounds(self) -> Option<(f64, f64)> {
         match self {
             Self::Uniform(low, high)

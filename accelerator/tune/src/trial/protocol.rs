@@ -24,7 +24,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::metrics::Metrics;
 use crate::runner::Restore;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// The first line of a connection, from the search.
 #[derive(Debug, Deserialize, Serialize)]

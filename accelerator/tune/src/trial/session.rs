@@ -8,7 +8,7 @@ use super::worker::Link;
 use crate::error::{Error, Kind, Result};
 use crate::metrics::Metrics;
 use crate::runner::Restore;
-use crate::trial::TrialId;
+use crate::trial_id::TrialId;
 
 /// Which trial a process carries out, and where.
 ///

@@ -1,0 +1,348 @@
+//! Trials of any program: it prints its metrics as JSON lines, and knows nothing of the search.
+//!
+//! A program does not wait for answers. It runs ahead while earlier reports are decided about, and is ended where the
+//! decision is to stop; what it reported beyond that is dropped.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::metrics::Metrics;
+use crate::pool::{ProcessEvent, Resources, Slots, TrialProcess, checkpoint};
+use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
+use crate::trial_id::TrialId;
+use lines::MetricsLine;
+
+pub(crate) use template::Template;
+
+mod lines;
+mod template;
+
+/// Processes of a program.
+#[derive(Debug)]
+pub(crate) struct Programs {
+    template: Template,
+    /// The metric that a line has to be a report.
+    metric: String,
+    slots: Slots,
+    processes: usize,
+    attempts: BTreeMap<u32, ProgramAttempt>,
+    next_attempt: u32,
+    waiting: VecDeque<TrialStart>,
+    events: Receiver<ProgramEvent>,
+    sender: Sender<ProgramEvent>,
+    ready: VecDeque<RunnerEvent>,
+}
+
+#[derive(Debug)]
+enum ProgramEvent {
+    Line(u32, MetricsLine),
+    /// Its standard output is closed.
+    Closed(u32),
+    Exited(u32),
+}
+
+impl ProcessEvent for ProgramEvent {
+    fn exited(attempt: u32) -> Self {
+        Self::Exited(attempt)
+    }
+}
+
+#[derive(Debug)]
+struct ProgramAttempt {
+    trial: TrialId,
+    slot: usize,
+    process: TrialProcess,
+    iteration: u64,
+    since: Instant,
+    /// What it has printed that was not told yet.
+    reports: VecDeque<MetricsLine>,
+    /// It was told of a report, and the answer is awaited. The path is the checkpoint of that report.
+    told: Option<Option<PathBuf>>,
+    is_closed: bool,
+    has_exited: bool,
+    /// It was told to end; whether that is to be said.
+    leaving: Option<Instant>,
+}
+
+impl Programs {
+    pub(crate) fn new(
+        template: Template,
+        metric: &str,
+        resources: &Resources,
+        slots: Option<usize>,
+    ) -> Result<Self> {
+        let (sender, events) = channel();
+        Ok(Self {
+            template,
+            metric: metric.to_owned(),
+            slots: Slots::new(resources, slots)?,
+            processes: resources.processes,
+            attempts: BTreeMap::new(),
+            next_attempt: 0,
+            waiting: VecDeque::new(),
+            events,
+            sender,
+            ready: VecDeque::new(),
+        })
+    }
+
+    fn begin_waiting(&mut self) -> Result<()> {
+        while let Some(slot) = self.slots.free() {
+            let Some(start) = self.waiting.pop_front() else {
+                return Ok(());
+            };
+            self.begin(slot, start)?;
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, slot: usize, start: TrialStart) -> Result<()> {
+        let number = self.next_attempt;
+        self.next_attempt += 1;
+        let words = self.template.fill(&start)?;
+        let log = start.folder.join("output.log");
+        let mut process =
+            TrialProcess::of_command(&words, &self.slots[slot], self.processes, &log)?;
+        process.watch(number, self.sender.clone())?;
+        if let Some(output) = process.take_output() {
+            lines::follow(output, &log, &self.metric, number, self.sender.clone())?;
+        }
+        let location = Location {
+            host: rustix::system::uname()
+                .nodename()
+                .to_string_lossy()
+                .into_owned(),
+            pid: process.id(),
+        };
+        let trial = start.trial;
+        self.ready
+            .push_back(RunnerEvent::Started { trial, location });
+        self.slots[slot].active = Some(trial);
+        let attempt = ProgramAttempt {
+            trial,
+            slot,
+            process,
+            iteration: start.restore.map_or(0, |restore| restore.iteration),
+            since: Instant::now(),
+            reports: VecDeque::new(),
+            told: None,
+            is_closed: false,
+            has_exited: false,
+            leaving: None,
+        };
+        self.attempts.insert(number, attempt);
+        Ok(())
+    }
+
+    fn number_of(&self, trial: TrialId) -> Option<u32> {
+        let mut attempts = self.attempts.iter();
+        let found = attempts.find(|(_, attempt)| attempt.trial == trial);
+        found.map(|(number, _)| *number)
+    }
+
+    fn take(&mut self, event: ProgramEvent) -> Result<()> {
+        let number = match &event {
+            ProgramEvent::Line(number, _)
+            | ProgramEvent::Closed(number)
+            | ProgramEvent::Exited(number) => *number,
+        };
+        let Some(attempt) = self.attempts.get_mut(&number) else {
+            return Ok(());
+        };
+        match event {
+            ProgramEvent::Line(_, line) => attempt.reports.push_back(line),
+            ProgramEvent::Closed(_) => attempt.is_closed = true,
+            ProgramEvent::Exited(_) => attempt.has_exited = true,
+        }
+        self.go_on(number)
+    }
+
+    /// Tells of the next report, or of the end.
+    fn go_on(&mut self, number: u32) -> Result<()> {
+        let Some(attempt) = self.attempts.get_mut(&number) else {
+            return Ok(());
+        };
+        if attempt.told.is_none()
+            && attempt.leaving.is_none()
+            && let Some(report) = attempt.reports.pop_front()
+        {
+            attempt.iteration += 1;
+            attempt.told = Some(report.checkpoint);
+            let seconds = attempt.since.elapsed().as_secs_f64();
+            attempt.since = Instant::now();
+            self.ready.push_back(RunnerEvent::Reported {
+                trial: attempt.trial,
+                iteration: attempt.iteration,
+                metrics: report.metrics,
+                seconds,
+            });
+        }
+        let is_over = attempt.is_closed && attempt.has_exited;
+        if !is_over || attempt.told.is_some() {
+            return Ok(());
+        }
+        let Some(mut attempt) = self.attempts.remove(&number) else {
+            return Ok(());
+        };
+        let trial = attempt.trial;
+        let status = attempt.process.reap();
+        self.slots[attempt.slot].active = None;
+        self.ready.push_back(match (attempt.leaving, status) {
+            (Some(_), _) => RunnerEvent::Left { trial },
+            (None, Some(status)) if status.success() => RunnerEvent::Ended { trial },
+            (None, status) => RunnerEvent::Failed {
+                trial,
+                message: attempt.process.failure(status),
+            },
+        });
+        self.begin_waiting()
+    }
+
+    /// Keeps the checkpoint that the program has named in a report.
+    fn keep(&mut self, number: u32, folder: &Path) -> Result<()> {
+        let Some(attempt) = self.attempts.get_mut(&number) else {
+            return Ok(());
+        };
+        let Some(Some(path)) = &attempt.told else {
+            return Ok(());
+        };
+        let partial = checkpoint::partial(folder);
+        let taken = checkpoint::begin(folder).and_then(|()| {
+            let name = path.file_name().unwrap_or_default();
+            fs::rename(path, partial.join(name))
+        });
+        if let Err(error) = taken {
+            checkpoint::abandon(folder);
+            tracing::warn!("the checkpoint {} cannot be kept: {error}", path.display());
+            return Ok(());
+        }
+        let bytes = checkpoint::commit(folder)?;
+        self.ready.push_back(RunnerEvent::Saved {
+            trial: attempt.trial,
+            iteration: attempt.iteration,
+            bytes,
+        });
+        Ok(())
+    }
+
+    /// Asks programs to end that were told to, and ends those that do not.
+    fn end_leaving(&mut self) {
+        for attempt in self.attempts.values_mut() {
+            if attempt
+                .leaving
+                .is_some_and(|since| since.elapsed() > PATIENCE)
+            {
+                attempt.process.kill();
+            }
+        }
+    }
+}
+
+impl TrialRunner for Programs {
+    fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn takes_turns(&self) -> bool {
+        false
+    }
+
+    fn requested(&self) -> Option<String> {
+        Some(self.slots.requested())
+    }
+
+    fn start(&mut self, start: TrialStart) -> Result<()> {
+        self.waiting.push_back(start);
+        self.begin_waiting()
+    }
+
+    fn answer(&mut self, trial: TrialId, answer: Answer) -> Result<()> {
+        let Some(number) = self.number_of(trial) else {
+            return Ok(());
+        };
+        match &answer {
+            Answer::Save(folder) | Answer::Pause(folder) => self.keep(number, folder)?,
+            Answer::Continue | Answer::Stop => {}
+        }
+        if let Some(attempt) = self.attempts.get_mut(&number) {
+            if let Some(Some(unused)) = attempt.told.take()
+                && unused.exists()
+            {
+                let removed = match unused.is_dir() {
+                    true => fs::remove_dir_all(&unused),
+                    false => fs::remove_file(&unused),
+                };
+                removed.map_err(|error| Error::io("remove", &unused, error))?;
+            }
+            if matches!(answer, Answer::Pause(_) | Answer::Stop) {
+                attempt.leaving = Some(Instant::now());
+                attempt.process.terminate();
+            }
+        }
+        self.go_on(number)
+    }
+
+    fn kill(&mut self, trial: TrialId) {
+        self.waiting.retain(|start| start.trial != trial);
+        self.ready.retain(|event| event.trial() != trial);
+        if let Some(number) = self.number_of(trial)
+            && let Some(mut attempt) = self.attempts.remove(&number)
+        {
+            attempt.process.kill();
+            attempt.process.reap();
+            self.slots[attempt.slot].active = None;
+        }
+        if let Err(error) = self.begin_waiting() {
+            tracing::error!("{error}");
+        }
+    }
+
+    fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
+        let until = Instant::now() + wait;
+        loop {
+            if let Some(event) = self.ready.pop_front() {
+                return Ok(Some(event));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left) {
+                Ok(event) => self.take(event)?,
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    self.end_leaving();
+                    return Ok(None);
+                }
+            }
+        }
+    }
+
+    fn close(&mut self) {
+        for attempt in self.attempts.values_mut() {
+            attempt.process.terminate();
+        }
+        let until = Instant::now() + PATIENCE;
+        while self.attempts.values().any(|attempt| !attempt.has_exited) && Instant::now() < until {
+            let left = until.saturating_duration_since(Instant::now());
+            if let Ok(ProgramEvent::Exited(number)) = self.events.recv_timeout(left)
+                && let Some(attempt) = self.attempts.get_mut(&number)
+            {
+                attempt.has_exited = true;
+            }
+        }
+        for (_, mut attempt) in std::mem::take(&mut self.attempts) {
+            attempt.process.kill();
+            attempt.process.reap();
+        }
+    }
+}
+
+impl Drop for Programs {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// How long a program has to end after SIGTERM.
+const PATIENCE: Duration = Duration::from_secs(5);

@@ -1,0 +1,137 @@
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::runner::TrialStart;
+
+/// A command with placeholders.
+///
+/// `{lr}` is the value of a parameter by its path; `{trial}` the trial's number, `{folder}` its folder, `{params}` a JSON file
+/// with all parameters, `{checkpoint}` what a checkpoint holds to go on from, or nothing. `{{` is a brace.
+#[derive(Clone, Debug)]
+pub(crate) struct Template(Vec<String>);
+
+impl Template {
+    pub(crate) fn new(words: Vec<String>) -> Result<Self> {
+        if words.is_empty() {
+            return Err(Error::misuse(
+                "there is no program to run: name it after `--`",
+            ));
+        }
+        Ok(Self(words))
+    }
+
+    /// The command of a trial.
+    pub(super) fn fill(&self, start: &TrialStart) -> Result<Vec<String>> {
+        self.0.iter().map(|word| fill(word, start)).collect()
+    }
+}
+
+fn fill(word: &str, start: &TrialStart) -> Result<String> {
+    let mut text = String::new();
+    let mut rest = word;
+    while let Some(at) = rest.find(['{', '}']) {
+        text.push_str(&rest[..at]);
+        let (brace, after) = rest[at..].split_at(1);
+        if let Some(escaped) = after.strip_prefix(brace) {
+            text.push_str(brace);
+            rest = escaped;
+            continue;
+        }
+        let end = after.find('}').filter(|_| brace == "{");
+        let Some(end) = end else {
+            // A brace of its own, as in a JSON argument without placeholders, stays.
+            text.push_str(brace);
+            rest = after;
+            continue;
+        };
+        text.push_str(&value(&after[..end], start)?);
+        rest = &after[end + 1..];
+    }
+    text.push_str(rest);
+    Ok(text)
+}
+
+fn value(name: &str, start: &TrialStart) -> Result<String> {
+    let folder = &start.folder;
+    Ok(match name {
+        "trial" => start.trial.to_string(),
+        "folder" => folder.display().to_string(),
+        "params" => folder.join("params.json").display().to_string(),
+        "checkpoint" => {
+            let folder = start
+                .restore
+                .as_ref()
+                .map(|restore| restore.folder.as_path());
+            // What the program has named lies alone in the checkpoint's folder.
+            let entry = folder.and_then(|folder| folder.read_dir().ok()?.next()?.ok());
+            entry.map_or_else(String::new, |entry| entry.path().display().to_string())
+        }
+        path => match start.config.value(path) {
+            Some(Value::String(text)) => text.clone(),
+            Some(value) => value.to_string(),
+            None => {
+                let known: Vec<_> = start
+                    .config
+                    .leaves()
+                    .into_iter()
+                    .map(|(path, _)| path)
+                    .collect();
+                return Err(Error::misuse(format!(
+                    "`{{{path}}}` in the program's arguments is no parameter; there are {}, and {{trial}}, {{folder}}, {{params}} \
+                     and {{checkpoint}}",
+                    known.join(", ")
+                )));
+            }
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::trial_id::TrialId;
+
+    #[test]
+    fn placeholders_are_filled_with_parameters() {
+        let start = TrialStart {
+            trial: TrialId::new(3),
+            config: serde_json::from_str(r#"{"lr": 0.5, "opt": {"name": "sgd"}}"#).unwrap(),
+            folder: PathBuf::from("/t"),
+            restore: None,
+        };
+        let words = [
+            "--lr={lr}",
+            "{opt/name}",
+            "{{x}}",
+            "{trial}",
+            "{params}",
+            "a{checkpoint}b",
+            "}",
+            "{opt}",
+        ];
+        let template = Template::new(words.map(str::to_owned).to_vec()).unwrap();
+        assert_eq!(
+            template.fill(&start).unwrap(),
+            [
+                "--lr=0.5",
+                "sgd",
+                "{x}",
+                "00003",
+                "/t/params.json",
+                "ab",
+                "}",
+                "{\"name\":\"sgd\"}"
+            ]
+        );
+        let error = Template::new(vec!["{rate}".to_owned()])
+            .unwrap()
+            .fill(&start)
+            .unwrap_err();
+        assert!(
+            error.to_string().contains("there are lr, opt/name"),
+            "{error}"
+        );
+    }
+}
