@@ -18,6 +18,7 @@ use crate::commands::launch;
 use crate::commands::plan::{self, PlanArgs};
 use crate::commands::runs::{self, RunsArgs};
 use crate::commands::selftest::{self, RankArgs, TestArgs};
+use crate::commands::tune::{self, TuneArgs};
 use crate::error::Result;
 use crate::settings::options::Options;
 use crate::supervisor::shim::LivenessPipe;
@@ -36,6 +37,8 @@ use argv::Argv;
         accel-launch checkpoint list|show|verify DIR\n       \
         accel-launch runs list|show|compare|diff|report|export|upload|sync|gc|reproduce\n       \
         accel-launch board [--runs DIR] [--port N]\n       \
+        accel-launch tune SPEC -- PROGRAM [ARGS]...\n       \
+        accel-launch tune list|show|best|resume|stop DIR\n       \
         accel-launch estimate-memory FILE.safetensors\n       \
         accel-launch completions SHELL\n       \
         accel-launch man",
@@ -65,6 +68,8 @@ enum Subcommands {
     Runs(RunsArgs),
     /// Show tracked runs in a browser, while they are written.
     Board(BoardArgs),
+    /// Search the hyperparameters of a program, and show searches.
+    Tune(TuneArgs),
     /// Estimate the memory that training a model takes, from its file.
     #[command(name = "estimate-memory")]
     Estimate(EstimateArgs),
@@ -109,6 +114,7 @@ impl Cli {
         match &self.command {
             None => !self.options.dry_run,
             Some(Subcommands::Bench(arguments)) => arguments.starts_processes(),
+            Some(Subcommands::Tune(arguments)) => arguments.starts_processes(),
             Some(_) => false,
         }
     }
@@ -133,6 +139,7 @@ impl Cli {
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
             Subcommands::Runs(arguments) => runs::run(arguments),
             Subcommands::Board(arguments) => board::run(arguments),
+            Subcommands::Tune(arguments) => tune::run(arguments, liveness),
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),

@@ -10,3 +10,4 @@ pub(crate) mod launch;
 pub(crate) mod plan;
 pub(crate) mod runs;
 pub(crate) mod selftest;
+pub(crate) mod tune;
