@@ -131,6 +131,8 @@ pub use accelerator_collective as collective;
 pub use accelerator_env::PREEMPTED_EXIT_CODE;
 pub use accelerator_plan as plan;
 pub use accelerator_track as track;
+#[cfg(feature = "tune")]
+pub use accelerator_tune as tune;
 
 #[cfg(feature = "burn-train")]
 pub use crate::accelerator::RunLogger;

@@ -181,6 +181,8 @@ mod operator;
 mod rates;
 mod state;
 mod trainer;
+#[cfg(feature = "tune")]
+mod tune;
 mod words;
 
 pub use self::arguments::{
@@ -197,3 +199,5 @@ pub use self::operator::{
 pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
 pub use self::state::{LogEntry, Metrics, TrainerState};
 pub use self::trainer::{PredictionOutput, TrainOutput, Trainer, TrainerBuilder};
+#[cfg(feature = "tune")]
+pub use self::tune::{OperatorTrainable, TuneCallback};

@@ -1,5 +1,6 @@
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::protocol::{FromWorker, ToWorker};
@@ -62,7 +63,7 @@ impl TrialContext {
     }
 }
 
-/// What a trial that is a function reports to. It dereferences to its [`TrialContext`].
+/// What a trial that is a function reports to. It dereferences to its [`TrialContext`]. Clones are the same session.
 ///
 /// ```
 /// use accelerator_tune::{BoxError, Config, TrialSession};
@@ -81,10 +82,15 @@ impl TrialContext {
 ///     }
 /// }
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct TrialSession {
     context: TrialContext,
     link: Link,
+    progress: Arc<Mutex<Progress>>,
+}
+
+#[derive(Debug)]
+struct Progress {
     iteration: u64,
     since: Instant,
     is_over: bool,
@@ -99,16 +105,18 @@ impl TrialSession {
         Self {
             context,
             link,
-            iteration,
-            since: Instant::now(),
-            is_over: false,
+            progress: Arc::new(Mutex::new(Progress {
+                iteration,
+                since: Instant::now(),
+                is_over: false,
+            })),
         }
     }
 
     /// How many iterations are done, those before the checkpoint among them.
     #[must_use]
     pub fn iteration(&self) -> u64 {
-        self.iteration
+        self.progress().iteration
     }
 
     /// Reports what an iteration has measured, and waits until the search says how to go on.
@@ -136,7 +144,7 @@ impl TrialSession {
     /// Whether it was told to end.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.is_over
+        self.progress().is_over
     }
 
     fn wait_for_answer(
@@ -144,13 +152,16 @@ impl TrialSession {
         metrics: Metrics,
         mut save: Option<&mut dyn FnMut(&Path) -> Result<(), BoxError>>,
     ) -> Result<()> {
-        if self.is_over {
-            return Err(over());
-        }
-        self.iteration += 1;
-        let seconds = self.since.elapsed().as_secs_f64();
+        let (iteration, seconds) = {
+            let mut progress = self.progress();
+            if progress.is_over {
+                return Err(over());
+            }
+            progress.iteration += 1;
+            (progress.iteration, progress.since.elapsed().as_secs_f64())
+        };
         self.link.say(&FromWorker::Reported {
-            iteration: self.iteration,
+            iteration,
             metrics,
             seconds,
         })?;
@@ -160,8 +171,7 @@ impl TrialSession {
                 Some(save) => {
                     save(folder).map_err(|error| {
                         Error::trial(format!(
-                            "the checkpoint after iteration {} cannot be saved: {error}",
-                            self.iteration
+                            "the checkpoint after iteration {iteration} cannot be saved: {error}"
                         ))
                     })?;
                     FromWorker::Saved
@@ -170,14 +180,19 @@ impl TrialSession {
             };
             self.link.say(&said)?;
         }
-        self.since = Instant::now();
+        let mut progress = self.progress();
+        progress.since = Instant::now();
         match answer {
             ToWorker::Continue | ToWorker::Save { .. } => Ok(()),
             _ => {
-                self.is_over = true;
+                progress.is_over = true;
                 Err(over())
             }
         }
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,0 +1,276 @@
+//! Searches for the learning rate and the momentum with which a small CNN reads handwritten digits best, as Ray Tune's
+//! users know it: a `Trainable`, ASHA, a table while it runs, a CSV and the best configuration.
+//!
+//! ```text
+//! cargo run --release --example tune_mnist -- --data-dir mnist --num-samples 9 --max-iterations 16
+//! ```
+//!
+//! Run it again, and it goes on where it was interrupted. With `--grid` both parameters take three values, so that
+//! `--num-samples 2` are 18 trials.
+
+use std::path::{Path, PathBuf};
+
+use accelerator::optim::Manual;
+use accelerator::prelude::*;
+use accelerator::tune::{
+    Asha, AshaPromotion, BoxError, Config, Metrics, Mode, Objective, Reset, Resources, Scheduler,
+    Search, SearchOrder, Space, Stop, Trainable, TrialContext, WorkerReuse, grid_search, uniform,
+};
+use accelerator_examples::{DigitBatch, DigitBatcher, Score, Split, cross_entropy};
+use burn::module::Module;
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{ModuleOptimizer, SgdConfig};
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Tensor};
+use clap::{Parser, ValueEnum};
+
+/// A trial: the network, its optimizer and the digits.
+struct MnistTrainable {
+    accelerator: Accelerator,
+    digits: Split,
+    lr: f64,
+    momentum: f64,
+    model: ConvNet,
+    optimizer: PreparedOptimizer<Manual>,
+    train: PreparedLoader<DigitBatch>,
+    test: PreparedLoader<DigitBatch>,
+    epoch: u64,
+}
+
+impl Trainable for MnistTrainable {
+    fn setup(config: &Config, _context: &TrialContext) -> Result<Self, BoxError> {
+        let digits = match config.parse_or::<Option<PathBuf>>("data_dir", None)? {
+            Some(folder) => Split::load(folder)?,
+            None => Split::draw(3200),
+        };
+        let digits = digits.limit(config.parse("limit")?);
+        let accelerator = Accelerator::builder().seed(config.parse("seed")?).build()?;
+        Self::prepare(accelerator, digits, config)
+    }
+
+    fn step(&mut self) -> Result<Metrics, BoxError> {
+        for batch in self.train.epoch(self.epoch) {
+            let batch = batch?;
+            let logits = self.model.forward(batch.images.clone());
+            let loss = cross_entropy(logits, batch.targets.clone());
+            let gradients = self.accelerator.backward(loss, &self.model, &batch)?;
+            self.model = self.optimizer.step(self.lr, self.model.clone(), gradients);
+        }
+        self.epoch += 1;
+        let model = self.accelerator.valid(&self.model)?;
+        let mut score = Score::new();
+        for batch in self.test.eval() {
+            let batch = batch?;
+            let logits = model.forward(batch.images.clone());
+            score.update(logits, batch.targets.clone(), batch.real());
+        }
+        let score = self.accelerator.reduce_metric(score)?;
+        Ok(Metrics::from([
+            ("mean_accuracy", score.accuracy()),
+            ("mean_loss", score.loss()),
+        ]))
+    }
+
+    fn save_checkpoint(&mut self, folder: &Path) -> Result<(), BoxError> {
+        let parts = (
+            &self.model,
+            &self.optimizer,
+            &self.train,
+            Object(&self.epoch),
+        );
+        self.accelerator.save_state(folder, parts)?;
+        Ok(())
+    }
+
+    fn load_checkpoint(&mut self, folder: &Path) -> Result<(), BoxError> {
+        let optimizer = self.accelerator.prepare(sgd(self.momentum))?;
+        let parts = (self.model.clone(), optimizer, Object(self.epoch));
+        let (parts, _) = self.accelerator.resume(folder, parts)?;
+        (self.model, self.optimizer, Object(self.epoch)) = parts;
+        Ok(())
+    }
+
+    fn reset_config(&mut self, config: &Config, _: &TrialContext) -> Result<Reset, BoxError> {
+        *self = Self::prepare(self.accelerator.clone(), self.digits.clone(), config)?;
+        Ok(Reset::Done)
+    }
+}
+
+impl MnistTrainable {
+    fn prepare(accelerator: Accelerator, digits: Split, config: &Config) -> Result<Self, BoxError> {
+        let device = accelerator.device();
+        device.seed(config.parse("seed")?);
+        let momentum = config.parse("momentum")?;
+        let loader = |size: usize| LoaderBuilder::new(DigitBatcher).batch_size(size);
+        let train = loader(64)
+            .shuffle(config.parse("seed")?)
+            .build(digits.train.clone());
+        let test = loader(256).build(digits.test.clone());
+        let parts = (ConvNet::new(&device), sgd(momentum), train, test);
+        let (model, optimizer, train, test) = accelerator.prepare(parts)?;
+        Ok(Self {
+            lr: config.parse("lr")?,
+            momentum,
+            accelerator,
+            digits,
+            model,
+            optimizer,
+            train,
+            test,
+            epoch: 0,
+        })
+    }
+}
+
+fn sgd(momentum: f64) -> ModuleOptimizer {
+    let momentum = MomentumConfig::new().with_momentum(momentum);
+    SgdConfig::new().with_momentum(Some(momentum)).init()
+}
+
+fn main() -> Result<(), BoxError> {
+    let args = Args::parse();
+    let (lr, momentum) = match args.grid {
+        true => {
+            let grid = |options: [f64; 3]| grid_search(options.map(Into::into));
+            (grid([0.01, 0.1, 0.5]), grid([0.1, 0.5, 0.9]))
+        }
+        false => (uniform(0.001, 1.0), uniform(0.1, 0.9)),
+    };
+    let data_dir = args
+        .data_dir
+        .as_ref()
+        .map(std::fs::canonicalize)
+        .transpose()?;
+    let data_dir = data_dir.map(|folder| folder.display().to_string());
+    let space = Space::new([
+        ("lr", lr),
+        ("momentum", momentum),
+        ("data_dir", data_dir.into()),
+        ("limit", args.limit.into()),
+        ("seed", args.seed.into()),
+    ]);
+    let max_t = args.max_iterations;
+    let scheduler = match args.scheduler {
+        Choice::Asha => Asha {
+            max_t,
+            ..Asha::default()
+        }
+        .into(),
+        Choice::AshaPromotion => AshaPromotion {
+            max_t,
+            ..AshaPromotion::default()
+        }
+        .into(),
+        Choice::Fifo => Scheduler::Fifo,
+    };
+    let mut search = Search::new("MnistTrainable", Objective::new("mean_accuracy", Mode::Max))
+        .space(space)
+        .num_samples(args.num_samples)
+        .seed(args.seed)
+        .scheduler(scheduler)
+        .stop(
+            Stop::new()
+                .at_least("mean_accuracy", 0.99)
+                .iterations(u32::try_from(max_t)?),
+        )
+        .resources_per_trial(Resources {
+            processes: args.processes,
+            ..Resources::default()
+        })
+        .reuse_workers(WorkerReuse::Warm)
+        .folder(&args.out);
+    if let Some(slots) = args.slots {
+        search = search.slots(slots);
+    }
+    if let Some(workers) = args.ordered {
+        search = search.order(SearchOrder::Ordered { workers });
+    }
+    let results = search.run::<MnistTrainable>()?;
+    results.dataframe().to_csv(args.out.join("result.csv"))?;
+    if let Some(best) = results.best_config("mean_accuracy", Mode::Max) {
+        println!("Best config is: {best}");
+    }
+    Ok(())
+}
+
+/// Search for the rate and the momentum with which a small network reads handwritten digits best
+#[derive(Debug, Parser)]
+struct Args {
+    /// The folder with MNIST's files, or others in that format; without it, digits are drawn
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+
+    /// How many configurations to draw; with --grid, how often to try each of nine
+    #[arg(long, default_value_t = 9, value_name = "N")]
+    num_samples: u32,
+
+    /// How many iterations a trial has at most
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    max_iterations: u64,
+
+    /// Train on so many digits in an iteration
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    limit: usize,
+
+    /// Where the search's files are
+    #[arg(long, default_value = "tune/mnist", value_name = "DIR")]
+    out: PathBuf,
+
+    /// How many trials run at the same time [default: what fits this machine]
+    #[arg(long, value_name = "N")]
+    slots: Option<usize>,
+
+    /// Who ends trials early
+    #[arg(long, value_enum, default_value_t = Choice::Asha)]
+    scheduler: Choice,
+
+    /// Try three rates and three momenta
+    #[arg(long)]
+    grid: bool,
+
+    /// How many processes a trial has
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    processes: usize,
+
+    /// Decide as that many workers would, whatever the slots
+    #[arg(long, value_name = "WORKERS")]
+    ordered: Option<usize>,
+
+    /// What is drawn follows from it
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Choice {
+    Asha,
+    AshaPromotion,
+    Fifo,
+}
+
+/// The network of Ray Tune's MNIST example.
+#[derive(Module, Debug)]
+struct ConvNet {
+    conv: Conv2d,
+    pool: MaxPool2d,
+    dense: Linear,
+}
+
+impl ConvNet {
+    fn new(device: &Device) -> Self {
+        Self {
+            conv: Conv2dConfig::new([1, 3], [3, 3]).init(device),
+            pool: MaxPool2dConfig::new([3, 3]).with_strides([3, 3]).init(),
+            // 28 pixels, less 2, in threes.
+            dense: LinearConfig::new(3 * 8 * 8, 10).init(device),
+        }
+    }
+
+    fn forward(&self, images: Tensor<4>) -> Tensor<2> {
+        let features = relu(self.pool.forward(self.conv.forward(images)));
+        self.dense.forward(features.flatten(1, 3))
+    }
+}
