@@ -152,15 +152,20 @@ fn main() -> Result<(), BoxError> {
         ("limit", args.limit.into()),
         ("seed", args.seed.into()),
     ]);
-    let max_t = args.max_iterations;
+    let (max_t, grace_period) = (args.max_iterations, args.grace_period);
+    let reduction_factor = args.reduction_factor;
     let scheduler = match args.scheduler {
         Choice::Asha => Asha {
             max_t,
+            grace_period,
+            reduction_factor,
             ..Asha::default()
         }
         .into(),
         Choice::AshaPromotion => AshaPromotion {
             max_t,
+            grace_period,
+            reduction_factor,
             ..AshaPromotion::default()
         }
         .into(),
@@ -226,6 +231,14 @@ struct Args {
     /// Who ends trials early
     #[arg(long, value_enum, default_value_t = Choice::Asha)]
     scheduler: Choice,
+
+    /// How many iterations a trial has at least
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    grace_period: u64,
+
+    /// One trial in so many goes on at each rung
+    #[arg(long, default_value_t = 4, value_name = "N")]
+    reduction_factor: u64,
 
     /// Try three rates and three momenta
     #[arg(long)]
