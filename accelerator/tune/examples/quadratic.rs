@@ -91,6 +91,12 @@ fn main() -> Result<ExitCode, BoxError> {
             ..Default::default()
         });
     }
+    if let Some(seconds) = args.value("--report-timeout") {
+        search = search.report_timeout(Duration::from_secs_f64(seconds.parse()?));
+    }
+    if let Some(seconds) = args.value("--time-budget") {
+        search = search.time_budget(Duration::from_secs_f64(seconds.parse()?));
+    }
     if args.has("--warm") {
         search = search.reuse_workers(WorkerReuse::Warm);
     }
@@ -126,7 +132,9 @@ fn main() -> Result<ExitCode, BoxError> {
                             std::process::exit(7);
                         }
                         "end" if trial.iteration() == 3 => return Ok(()),
-                        "hang" if trial.iteration() == 2 => std::thread::sleep(Duration::MAX),
+                        "hang" if trial.iteration() == 2 => loop {
+                            std::hint::spin_loop();
+                        },
                         "nan" => trial.report([("loss", f64::NAN)])?,
                         _ => {}
                     }

@@ -3,7 +3,7 @@
 //! A slot is what one trial runs on. Where more trials are under way than there are slots, those of a slot take turns, from
 //! report to report: a trial that waits for an answer keeps its process, and computes nothing.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -56,6 +56,8 @@ pub(crate) struct Pool {
     next_worker: u32,
     of_trial: BTreeMap<TrialId, u32>,
     home: BTreeMap<TrialId, usize>,
+    /// Trials that were told to end, and do not count for their slot any more.
+    leaving: BTreeSet<TrialId>,
     events: Receiver<PoolEvent>,
     sender: Sender<PoolEvent>,
     ready: VecDeque<RunnerEvent>,
@@ -126,6 +128,7 @@ impl Pool {
             next_worker: 0,
             of_trial: BTreeMap::new(),
             home: BTreeMap::new(),
+            leaving: BTreeSet::new(),
             events,
             sender,
             ready: VecDeque::new(),
@@ -385,11 +388,15 @@ impl Pool {
 
     /// The trial is no longer one of its slot's.
     fn leave(&mut self, trial: TrialId) -> Result<()> {
-        self.free(trial)?;
-        if let Some(slot) = self.home.remove(&trial) {
-            self.slots[slot].trials -= 1;
-            self.slots[slot].turns.retain(|turn| turn.trial() != trial);
+        if let Some(slot) = self.home.get(&trial).copied() {
+            if !self.leaving.remove(&trial) {
+                self.slots[slot].trials -= 1;
+            }
+            let turns = &mut self.slots[slot].turns;
+            turns.retain(|turn| turn.trial() != trial);
         }
+        self.free(trial)?;
+        self.home.remove(&trial);
         Ok(())
     }
 
@@ -424,12 +431,14 @@ impl TrialRunner for Pool {
         let Some(&slot) = self.home.get(&trial) else {
             return Ok(());
         };
+        if matches!(answer, Answer::Pause(_) | Answer::Stop) && self.leaving.insert(trial) {
+            self.slots[slot].trials -= 1;
+        }
+        let turns = &mut self.slots[slot].turns;
         match answer {
-            // It computes nothing any more.
-            Answer::Stop => self.tell_answer(trial, answer),
-            answer => self.slots[slot]
-                .turns
-                .push_back(Turn::Answer(trial, answer)),
+            // It takes no time, and its worker may take the next trial.
+            Answer::Stop => turns.push_front(Turn::Answer(trial, answer)),
+            answer => turns.push_back(Turn::Answer(trial, answer)),
         }
         self.pump(slot)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 
 use super::protocol::{FromWorker, Greeting, Hello, ToWorker, WorkerPlace, receive, send};
 use super::session::{TrialContext, TrialSession};
@@ -66,20 +66,34 @@ impl Link {
 }
 
 /// Where this process is a worker of a search: not in one that a worker has started.
+///
+/// Where the search has ended meanwhile, this process ends: it must not take itself for a search.
 fn place() -> Option<WorkerPlace> {
     let place = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
     let place: WorkerPlace = serde_json::from_str(place.to_str()?).ok()?;
-    let parent = rustix::process::getppid().map(|pid| pid.as_raw_pid().cast_unsigned());
-    match place.parent {
-        Some(search) if parent != Some(search) => None,
-        _ => Some(place),
+    let Some(search) = place
+        .parent
+        .and_then(|pid| Pid::from_raw(pid.cast_signed()))
+    else {
+        return Some(place);
+    };
+    if rustix::process::getppid() == Some(search) {
+        return Some(place);
     }
+    if rustix::process::test_kill_process(search) == Err(rustix::io::Errno::SRCH) {
+        std::process::exit(1);
+    }
+    None
 }
 
 fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
-    if place.parent.is_some() {
+    if let Some(search) = place.parent {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .map_err(std::io::Error::from)?;
+        // It may have ended before the signal was asked for.
+        if rustix::process::getppid() != Pid::from_raw(search.cast_signed()) {
+            return Err(Error::trial("the search has ended"));
+        }
     }
     pin(&place.cores);
     let number = |name| {

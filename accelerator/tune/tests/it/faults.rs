@@ -1,0 +1,163 @@
+use std::fs;
+use std::time::{Duration, Instant};
+
+use accelerator_tune::{SearchFolder, TrialStatus};
+use rustix::process::{Pid, Signal};
+
+use crate::support::{assert_nothing_left, decisions, ended, processes, run, search, succeed};
+
+#[test]
+fn a_trial_that_fails_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    for (fault, expected) in [
+        ("error", "the data set is empty"),
+        ("panic", "it panicked: the loss is not a number"),
+        ("exit", "exit status: 7; its last lines:\nout of luck"),
+    ] {
+        let path = folder.path().join(fault);
+        succeed(
+            &path,
+            &[
+                "--num-samples",
+                "2",
+                "--fault",
+                fault,
+                "--max-failures",
+                "2",
+            ],
+        );
+        let search = SearchFolder::open(&path).unwrap();
+        for trial in search.results().trials() {
+            assert_eq!(trial.status, TrialStatus::Error);
+            assert_eq!(trial.failures, 3);
+            let error = trial.error.as_deref().unwrap();
+            assert!(error.contains(expected), "{fault}: {error}");
+            let file = fs::read_to_string(trial.folder.join("error.txt")).unwrap();
+            assert_eq!(file.trim_end(), error);
+        }
+    }
+}
+
+#[test]
+fn a_trial_may_end_by_itself_and_report_what_is_no_number() {
+    let folder = tempfile::tempdir().unwrap();
+    for (fault, iterations) in [("end", 3), ("nan", 6)] {
+        let path = folder.path().join(fault);
+        let arguments = [
+            "--num-samples",
+            "1",
+            "--max-iterations",
+            "6",
+            "--fault",
+            fault,
+        ];
+        succeed(&path, &arguments);
+        let search = SearchFolder::open(&path).unwrap();
+        let trial = &search.results().trials()[0];
+        assert_eq!(trial.status, TrialStatus::Terminated);
+        let last = trial.last.as_ref().unwrap();
+        assert_eq!(last.training_iteration, iterations);
+        assert_eq!(last.value("loss").unwrap().is_nan(), fault == "nan");
+    }
+}
+
+#[test]
+fn a_trial_that_hangs_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = [
+        "--num-samples",
+        "2",
+        "--fault",
+        "hang",
+        "--report-timeout",
+        "0.5",
+    ];
+    succeed(folder.path(), &arguments);
+    let search = SearchFolder::open(folder.path()).unwrap();
+    for trial in search.results().trials() {
+        let error = trial.error.as_deref().unwrap();
+        assert!(error.contains("did not report within 500ms"), "{error}");
+    }
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut child = search(folder.path(), &["--num-samples", "2", "--fault", "hang"])
+        .spawn()
+        .unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    let has_reported = || {
+        let journal = fs::read_to_string(folder.path().join("journal.jsonl"));
+        journal.is_ok_and(|journal| journal.contains("\"training_iteration\":2"))
+    };
+    while !has_reported() {
+        assert!(Instant::now() < until, "no trial has reported twice");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn two_searches_do_not_share_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = ["--num-samples", "2", "--fault", "hang"];
+    let mut first = search(folder.path(), &arguments).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while SearchFolder::open(folder.path()).map_or(true, |search| search.process().is_none()) {
+        assert!(Instant::now() < until, "the first search does not begin");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = run(folder.path(), &arguments);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        message.contains(&format!("carried out by process {}", first.id())),
+        "{message}"
+    );
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn a_search_that_is_interrupted_or_out_of_time_is_resumed() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = [
+        "--num-samples",
+        "24",
+        "--ordered",
+        "2",
+        "--scheduler",
+        "asha-promotion",
+    ];
+    let undisturbed = folder.path().join("undisturbed");
+    succeed(&undisturbed, &arguments);
+    let path = folder.path().join("interrupted");
+    let child = search(&path, &arguments)
+        .env("QUADRATIC_PAUSE_MS", "40")
+        .spawn()
+        .unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while !path.join("decisions.jsonl").exists() || decisions(&path).lines().count() < 8 {
+        assert!(Instant::now() < until, "no decisions");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
+    rustix::process::kill_process(pid, Signal::INT).unwrap();
+    let output = ended(child);
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    assert!(processes(&path).is_empty());
+    let before = decisions(&path);
+    assert_ne!(before, decisions(&undisturbed));
+    let budgeted = [&arguments[..], &["--time-budget", "0.2"]].concat();
+    let child = search(&path, &budgeted)
+        .env("QUADRATIC_PAUSE_MS", "40")
+        .spawn()
+        .unwrap();
+    assert_eq!(ended(child).status.code(), Some(3));
+    succeed(&path, &arguments);
+    assert_eq!(decisions(&path), decisions(&undisturbed));
+}

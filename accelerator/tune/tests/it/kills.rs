@@ -1,0 +1,137 @@
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+
+use crate::support::{
+    assert_nothing_left, decisions, ended, processes, quadratic, search, succeed,
+};
+
+/// What is killed.
+#[derive(Clone, Copy, Debug)]
+enum Victim {
+    Search,
+    Trial,
+    /// A PID namespace, with everything in it.
+    Machine,
+}
+
+const PAUSE: (&str, &str) = ("QUADRATIC_PAUSE_MS", "30");
+
+#[test]
+fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
+    let folder = tempfile::tempdir().unwrap();
+    for (scheduler, slots, more) in [
+        ("asha", "1", "--cold"),
+        ("asha-promotion", "2", "--warm"),
+        ("pbt", "4", "--function"),
+    ] {
+        let arguments = [
+            "--num-samples",
+            "12",
+            "--ordered",
+            "4",
+            "--scheduler",
+            scheduler,
+            "--checkpoint-every",
+            "3",
+            "--max-failures",
+            "-1",
+            more,
+        ];
+        let undisturbed = folder.path().join(format!("{scheduler} undisturbed"));
+        succeed(&undisturbed, &arguments);
+        let killed = folder.path().join(format!("{scheduler} killed"));
+        let arguments = [&arguments[..], &["--slots", slots]].concat();
+        let mut seed = 7 + slots.len() as u64;
+        for kill in 0..10 {
+            let victims = match has_namespaces() {
+                true => [Victim::Search, Victim::Trial, Victim::Machine],
+                false => [Victim::Search, Victim::Trial, Victim::Search],
+            };
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let wait = Duration::from_millis(60 + (seed >> 33) % 200);
+            let victim = victims[kill % victims.len()];
+            kill_after(&killed, &arguments, victim, wait);
+        }
+        succeed(&killed, &arguments);
+        assert_eq!(decisions(&killed), decisions(&undisturbed), "{scheduler}");
+        let rows = |folder: &Path| {
+            let csv = fs::read_to_string(folder.join("results.csv")).unwrap();
+            // Losses and counts; times differ.
+            let column = |line: &str| {
+                line.split(',')
+                    .take(4)
+                    .map(str::to_owned)
+                    .collect::<Vec<_>>()
+            };
+            csv.lines().map(column).collect::<Vec<_>>()
+        };
+        assert_eq!(rows(&killed), rows(&undisturbed), "{scheduler}");
+    }
+    assert_nothing_left(folder.path());
+}
+
+/// Runs a search for a while, and kills something. Where a trial was killed the search goes on, and is killed a moment later.
+fn kill_after(folder: &Path, arguments: &[&str], victim: Victim, wait: Duration) {
+    let mut command = match victim {
+        Victim::Machine => {
+            let mut command = Command::new("unshare");
+            command
+                .args([
+                    "--user",
+                    "--map-current-user",
+                    "--pid",
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                ])
+                .arg(quadratic())
+                .args(["--quiet", "--out"])
+                .arg(folder)
+                .args(arguments)
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null());
+            command
+        }
+        Victim::Search | Victim::Trial => search(folder, arguments),
+    };
+    let mut child = command.env(PAUSE.0, PAUSE.1).spawn().unwrap();
+    thread::sleep(wait);
+    if let Victim::Trial = victim {
+        let own = child.id().cast_signed();
+        let trials = processes(folder).into_iter().filter(|pid| *pid != own);
+        if let Some(trial) = trials.min().and_then(Pid::from_raw) {
+            // It may have ended meanwhile.
+            let _ = rustix::process::kill_process(trial, Signal::KILL);
+        }
+        thread::sleep(wait);
+    }
+    child.kill().unwrap();
+    ended(child);
+    assert_nothing_left(folder);
+}
+
+fn has_namespaces() -> bool {
+    let made = Command::new("unshare")
+        .args([
+            "--user",
+            "--map-current-user",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "true",
+        ])
+        .stderr(Stdio::null())
+        .status();
+    let has = made.is_ok_and(|status| status.success());
+    if !has {
+        eprintln!("SKIPPED: kills of a PID namespace, which this user may not make");
+    }
+    has
+}

@@ -1,0 +1,86 @@
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long a search may take that has little to do, on a machine that has much to do.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
+
+/// The example, as cargo leaves it beside the tests.
+pub(crate) fn quadratic() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let built = test.ancestors().nth(2).unwrap().join("examples/quadratic");
+    assert!(
+        built.is_file(),
+        "{} is missing: cargo test -p burn-accelerate-tune builds it",
+        built.display()
+    );
+    built
+}
+
+/// A search in a folder.
+pub(crate) fn search(folder: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(quadratic());
+    command
+        .args(["--quiet", "--out"])
+        .arg(folder)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs a search to its end.
+pub(crate) fn run(folder: &Path, arguments: &[&str]) -> Output {
+    ended(search(folder, arguments).spawn().unwrap())
+}
+
+/// Runs a search that succeeds.
+pub(crate) fn succeed(folder: &Path, arguments: &[&str]) {
+    let output = run(folder, arguments);
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+}
+
+/// Waits for a search, until the deadline.
+pub(crate) fn ended(mut child: Child) -> Output {
+    let until = Instant::now() + DEADLINE;
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > until {
+            child.kill().unwrap();
+            panic!(
+                "the search does not end: {:?}",
+                child.wait_with_output().unwrap()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// The decision log.
+pub(crate) fn decisions(folder: &Path) -> String {
+    fs::read_to_string(folder.join("decisions.jsonl")).unwrap()
+}
+
+/// Processes whose command line names the folder.
+pub(crate) fn processes(folder: &Path) -> Vec<i32> {
+    let folder = folder.display().to_string();
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let of_search = pids.filter(|pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(&folder)
+    });
+    of_search.collect()
+}
+
+/// Waits until no process of a search is left.
+pub(crate) fn assert_nothing_left(folder: &Path) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !processes(folder).is_empty() {
+        let left = processes(folder);
+        assert!(Instant::now() < until, "processes are left: {left:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,137 @@
+use std::fs;
+
+use accelerator_tune::{Mode, Scope, SearchEnd, SearchFolder, TrialStatus};
+
+use crate::support::{assert_nothing_left, decisions, run, succeed};
+
+#[test]
+fn decisions_are_the_same_at_any_number_of_slots_and_with_any_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    for scheduler in ["asha", "asha-promotion", "pbt"] {
+        let arguments = |slots| {
+            vec![
+                "--num-samples",
+                "10",
+                "--ordered",
+                "4",
+                "--scheduler",
+                scheduler,
+                "--slots",
+                slots,
+            ]
+        };
+        let first = folder.path().join(scheduler);
+        succeed(&first, &arguments("4"));
+        let expected = decisions(&first);
+        assert!(expected.lines().count() > 30, "{expected}");
+        for (name, slots, more) in [
+            ("one slot", "1", vec![]),
+            ("two slots", "2", vec!["--function"]),
+            ("warm", "3", vec!["--warm"]),
+            ("warm function", "2", vec!["--warm", "--function"]),
+        ] {
+            let other = folder.path().join(format!("{scheduler} {name}"));
+            succeed(&other, &[arguments(slots), more].concat());
+            assert_eq!(decisions(&other), expected, "{scheduler}, {name}");
+        }
+    }
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn a_warm_worker_carries_out_several_trials_and_a_fresh_one_each() {
+    let folder = tempfile::tempdir().unwrap();
+    for (flag, workers) in [("--warm", 2), ("--cold", 6)] {
+        let search = folder.path().join(flag);
+        succeed(&search, &["--num-samples", "6", "--slots", "2", flag]);
+        let logs = fs::read_dir(search.join("logs")).unwrap().count();
+        assert_eq!(logs, workers, "{flag}");
+    }
+}
+
+#[test]
+fn what_a_search_wrote_is_read_from_its_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    succeed(
+        folder.path(),
+        &["--num-samples", "5", "--max-iterations", "4"],
+    );
+    let search = SearchFolder::open(folder.path()).unwrap();
+    assert_eq!(search.spec().name, "Quadratic");
+    assert_eq!(search.process(), None);
+    let results = search.results();
+    assert_eq!(results.ending(), SearchEnd::Finished);
+    assert_eq!(results.trials().len(), 5);
+    for trial in results.trials() {
+        assert_eq!(trial.status, TrialStatus::Terminated);
+        let history = results.history(trial.id).unwrap();
+        assert_eq!(history.len(), 4);
+        assert_eq!(history.last(), trial.last.as_ref());
+        assert!(trial.folder.join("params.json").is_file());
+        let progress = fs::read_to_string(trial.folder.join("progress.csv")).unwrap();
+        assert_eq!(progress.lines().count(), 5, "{progress}");
+    }
+    let (best, value) = results.best_trial("loss", Mode::Min, Scope::Best).unwrap();
+    let all = results
+        .trials()
+        .iter()
+        .filter_map(|trial| trial.best.as_ref()?.value("loss"));
+    assert_eq!(value, all.fold(f64::INFINITY, f64::min));
+    assert_eq!(results.best_config("loss", Mode::Min), Some(&best.config));
+    let csv = fs::read_to_string(folder.path().join("results.csv")).unwrap();
+    assert_eq!(csv, results.dataframe().to_string());
+    assert_eq!(csv.lines().count(), 6);
+    // Run again, it gives the same at once.
+    let before = fs::read(folder.path().join("journal.jsonl")).unwrap();
+    succeed(
+        folder.path(),
+        &["--num-samples", "5", "--max-iterations", "4"],
+    );
+    assert_eq!(
+        fs::read(folder.path().join("journal.jsonl")).unwrap(),
+        before
+    );
+}
+
+#[test]
+fn shared_prefixes_are_trained_once_and_end_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let (apart, shared) = (folder.path().join("apart"), folder.path().join("shared"));
+    let arguments = ["--space", "schedules", "--num-samples", "1", "--slots", "2"];
+    succeed(&apart, &arguments);
+    succeed(&shared, &[&arguments[..], &["--share-prefixes"]].concat());
+    let ends = |folder| {
+        let search = SearchFolder::open(folder).unwrap();
+        let trials = search.results().trials().iter();
+        trials
+            .map(|trial| trial.last.as_ref().unwrap().metrics.clone())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(ends(&apart), ends(&shared));
+    let steps = |folder: &std::path::Path| {
+        let journal = fs::read_to_string(folder.join("journal.jsonl")).unwrap();
+        journal
+            .lines()
+            .filter(|line| line.starts_with("{\"reported\""))
+            .count()
+    };
+    assert_eq!(steps(&apart), 9 * 16);
+    assert!(
+        steps(&shared) * 10 <= steps(&apart) * 7,
+        "{}",
+        steps(&shared)
+    );
+}
+
+#[test]
+fn a_folder_of_another_search_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    succeed(folder.path(), &["--num-samples", "2"]);
+    let output = run(folder.path(), &["--num-samples", "3"]);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success());
+    assert!(
+        message.contains("its `num_samples` is 2, and now 3"),
+        "{message}"
+    );
+}
