@@ -264,7 +264,10 @@ impl<F: Files> Driver<'_, F> {
             }
             let last = state.last.as_ref();
             let result = result_after(last, iteration, metrics, seconds, unix_time());
-            return self.happen(Event::Reported { trial, result });
+            self.happen(Event::Reported { trial, result })?;
+            if self.closing.is_none() {
+                return Ok(());
+            }
         }
         self.revisit(trial)
     }
