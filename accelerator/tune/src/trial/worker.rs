@@ -80,10 +80,24 @@ fn place() -> Option<WorkerPlace> {
     if rustix::process::getppid() == Some(search) {
         return Some(place);
     }
-    if rustix::process::test_kill_process(search) == Err(rustix::io::Errno::SRCH) {
+    if has_ended(search) {
         std::process::exit(1);
     }
     None
+}
+
+/// Whether a process has ended, though its parent may not know it yet.
+fn has_ended(process: Pid) -> bool {
+    if rustix::process::test_kill_process(process) == Err(rustix::io::Errno::SRCH) {
+        return true;
+    }
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid()));
+    let stat = stat.unwrap_or_default();
+    // The state follows the name, which is in parentheses.
+    let state = stat
+        .rsplit_once(')')
+        .and_then(|(_, rest)| rest.trim_start().chars().next());
+    matches!(state, Some('Z' | 'X'))
 }
 
 fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
