@@ -104,6 +104,9 @@ struct Worker {
     was_skipped: bool,
     iteration: u64,
     closed: Option<Instant>,
+    /// How many of its connections are open.
+    open: usize,
+    has_exited: bool,
     /// Why it failed, by its own words.
     failure: Option<String>,
 }
@@ -189,6 +192,8 @@ impl Pool {
             was_skipped: false,
             iteration: 0,
             closed: None,
+            open: 0,
+            has_exited: false,
             failure: None,
         };
         self.workers.insert(number, worker);
@@ -230,10 +235,16 @@ impl Pool {
             PoolEvent::Closed { worker } => {
                 if let Some(worker) = self.workers.get_mut(&worker) {
                     worker.closed = worker.closed.or(Some(Instant::now()));
+                    worker.open -= 1;
                 }
-                Ok(())
+                self.end_exited(worker)
             }
-            PoolEvent::Exited { worker } => self.exited(worker),
+            PoolEvent::Exited { worker } => {
+                if let Some(worker) = self.workers.get_mut(&worker) {
+                    worker.has_exited = true;
+                }
+                self.end_exited(worker)
+            }
         }
     }
 
@@ -341,8 +352,12 @@ impl Pool {
         self.leave(trial)
     }
 
-    fn exited(&mut self, number: u32) -> Result<()> {
-        // All that it said has arrived: its connections are closed, or will be in a moment.
+    /// Takes the end of a process, once all that it said has arrived.
+    fn end_exited(&mut self, number: u32) -> Result<()> {
+        let is_over = |worker: &Worker| worker.has_exited && worker.open == 0;
+        if !self.workers.get(&number).is_some_and(is_over) {
+            return Ok(());
+        }
         let Some(mut worker) = self.workers.remove(&number) else {
             return Ok(());
         };
@@ -528,6 +543,7 @@ impl Worker {
     }
 
     fn connect(&mut self, connection: listener::Connection) {
+        self.open += 1;
         if connection.rank == 0 {
             self.location = Some(Location {
                 host: connection.host,
