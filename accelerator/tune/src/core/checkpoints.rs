@@ -51,6 +51,7 @@ impl Default for CheckpointSettings {
 /// The checkpoints to delete now.
 pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<CheckpointKey> {
     let pinned = pinned(core);
+    let resumed = needed(core, TrialStatus::Paused);
     let mut gone = BTreeSet::new();
     let mut newer: Option<(Branch, usize)> = None;
     for key in core.checkpoints().keys().rev() {
@@ -59,7 +60,10 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
             _ => 0,
         };
         newer = Some((key.branch, count + 1));
-        if count >= settings.keep_per_trial.max(1) && !pinned.contains(key) {
+        if count >= settings.keep_per_trial.max(1)
+            && !pinned.contains(key)
+            && !resumed.contains(key)
+        {
             gone.insert(*key);
         }
     }
@@ -99,15 +103,23 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
     gone.into_iter().collect()
 }
 
-/// Checkpoints that trials go on from which have not begun.
+/// Checkpoints that running trials go on from, and those that have not begun.
 fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
-    if !core.rules.shares_prefixes {
-        return BTreeSet::new();
+    let mut pinned = needed(core, TrialStatus::Running);
+    if core.rules.shares_prefixes {
+        let keys = core.checkpoints().keys().filter(|key| {
+            prefix::is_fork(&core.trials, &core.waiting, key.branch.trial, key.iteration)
+        });
+        pinned.extend(keys);
     }
-    let keys = core.checkpoints().keys().filter(|key| {
-        prefix::is_fork(&core.trials, &core.waiting, key.branch.trial, key.iteration)
-    });
-    keys.copied().collect()
+    pinned
+}
+
+/// The checkpoints that trials of a status would go on from, were they started now. It may be that of another trial.
+fn needed(core: &Core, status: TrialStatus) -> BTreeSet<CheckpointKey> {
+    let trials = core.trials.iter().filter(|trial| trial.status == status);
+    let nearest = trials.filter_map(|trial| core.nearest_checkpoint(trial.branch(), trial.decided));
+    nearest.collect()
 }
 
 /// Trials of a status, those with the best values first.
