@@ -5,12 +5,17 @@
 
 Events are [trial, "report", time, value], [trial, "end", time, value] (it ends by itself) and [trial, "fail"] (and is
 repeated). Each has the decision, and for ASHA the cutoffs of all rungs after it, from the bottom, larger being better.
+`brackets` are those that trials were drawn into. Of PBT, reports also say whether a trial waits for a worker, and
+[trial, "resume"] is the paused one that goes on.
 """
 
 import json
 import logging
 import random
+import types
 import warnings
+
+import numpy
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -43,9 +48,11 @@ def asha(name, events, **settings):
     """Events of trials that were stopped before are left out, as nobody reports them."""
     scheduler = AsyncHyperBandScheduler(metric="m", **{"mode": "max", **settings})
     live, taken, decisions, cutoffs = {}, [], [], []
+    numpy.random.seed(len(events))
     for trial in sorted({event[0] for event in events}):
         live[trial] = Trial(trial)
         scheduler.on_trial_add(None, live[trial])
+    drawn_into = [[trial, scheduler._brackets.index(scheduler._trial_info[trial])] for trial in live]
     for trial, kind, *rest in events:
         if trial not in live:
             continue
@@ -63,8 +70,8 @@ def asha(name, events, **settings):
         rungs = [(rung, bracket) for bracket in scheduler._brackets for rung in reversed(bracket._rungs)]
         cutoffs.append([number(bracket.cutoff(recorded)) for (_, recorded), bracket in rungs])
     times = [time for bracket in scheduler._brackets for time, _ in reversed(bracket._rungs)]
-    return {"name": name, "scheduler": "asha", "settings": settings, "rungs": times, "events": taken,
-            "decisions": decisions, "cutoffs": cutoffs, "status": scheduler.debug_string().split("\n")}
+    return {"name": name, "scheduler": "asha", "settings": settings, "rungs": times,
+            "brackets": drawn_into, "events": taken, "decisions": decisions, "cutoffs": cutoffs, "status": scheduler.debug_string().split("\n")}
 
 
 class Controller:
@@ -89,7 +96,87 @@ def median(name, events, mode="max", **settings):
         taken.append([trial, kind, *rest[:1], *map(number, rest[1:])])
         decisions.append(decision)
     return {"name": name, "scheduler": "median_stopping", "settings": {"mode": mode, **settings},
-            "events": taken, "decisions": decisions}
+            "events": taken, "decisions": decisions, "status": [rule.debug_string()]}
+
+
+class Workers:
+    """What PBT asks of TuneController."""
+
+    search_alg = None
+
+    def __init__(self, trials):
+        self.trials = trials
+
+    def get_trials(self):
+        return self.trials
+
+    def _schedule_trial_save(self, trial, result):
+        return trial.trial_id, result["training_iteration"]
+
+    def pause_trial(self, trial, should_checkpoint):
+        trial.status = "PAUSED"
+
+
+class Member(Trial):
+    """A trial that can be cloned."""
+
+    status = "PENDING"
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.config, self.evaluated_params, self.iteration = {"lr": 1}, {}, 0
+        manager = types.SimpleNamespace(checkpoint_config=types.SimpleNamespace(num_to_keep=None))
+        self.run_metadata = types.SimpleNamespace(checkpoint_manager=manager)
+
+    def is_finished(self):
+        return False
+
+    def set_config(self, config):
+        self.config = config
+
+    def set_experiment_tag(self, tag):
+        self.experiment_tag = tag
+
+
+def population(seed):
+    """As many are replaced as there are of the best: one, so that the donor is no matter of chance."""
+    draw = random.Random(seed)
+    count, interval, mode = draw.randint(3, 4), draw.choice([1, 2, 3]), draw.choice(["max", "min"])
+    settings = dict(perturbation_interval=interval, burn_in_period=draw.choice([0, 4]), quantile_fraction=.25)
+    pbt = PopulationBasedTraining("training_iteration", "m", mode, hyperparam_mutations={"lr": [1, 2]}, log_config=False,
+                                  **settings)
+    trials = [Member(number) for number in range(count)]
+    workers, slots = Workers(trials), draw.choice([count, count, 2])
+    for trial in trials:
+        pbt.on_trial_add(workers, trial)
+    events, decisions = [], []
+    while len(events) < 80:
+        while sum(trial.status == "RUNNING" for trial in trials) < slots:
+            chosen = pbt.choose_trial_to_run(workers)
+            if chosen.status == "PAUSED":
+                events.append([chosen.trial_id, "resume"])
+                decisions.append("RESUME")
+            chosen.status = "RUNNING"
+        trial = draw.choice([trial for trial in trials if trial.status == "RUNNING"])
+        trial.iteration += 1
+        score = NAN if draw.random() < .03 else round(draw.random() + trial.iteration / 10, 2)
+        waits = any(other.status in ("PENDING", "PAUSED") for other in trials)
+        saves, exploits = pbt._num_checkpoints, pbt._num_perturbations
+        decision = pbt.on_trial_result(workers, trial, result(trial.iteration, score))
+        if pbt._num_perturbations > exploits:
+            donor, iteration = trial.run_metadata.checkpoint_manager._latest_checkpoint_result.checkpoint
+            events.append([trial.trial_id, "report", trial.iteration, number(score), waits])
+            decisions.append(f"EXPLOIT {donor} AT {iteration}")
+            trial.iteration, trial.status = iteration, "RUNNING"
+            continue
+        events.append([trial.trial_id, "report", trial.iteration, number(score), waits])
+        if decision == "PAUSE":
+            trial.status = "PAUSED"
+        elif pbt._num_checkpoints > saves:
+            decision = "SAVE"
+        decisions.append(decision)
+    return {"name": f"population {seed}", "scheduler": "pbt", "settings": {"mode": mode, **settings}, "trials": count,
+            "events": events, "decisions": decisions, "status": [pbt.debug_string()]}
 
 
 def quantiles(scores, fraction, mode):
@@ -158,24 +245,28 @@ def drawn(kind, seed):
         if kind == "asha" and odd < .03:
             events.append([trial, "fail"])
         if odd > .97:
-            value = draw.choice([NAN, INF, None] if kind == "asha" else [value])
+            value = draw.choice({"median": [value], "odd median": [NAN, INF, -INF, None]}.get(kind, [NAN, INF, None]))
         is_last = time[trial] == ends.get(trial, longest)
         events.append([trial, "end" if is_last and trial in ends and value == value and value is not None else "report",
                        time[trial], value])
         if is_last:
             live.remove(trial)
     mode = draw.choice(["max", "min"])
-    if kind == "median":
+    if "median" in kind:
         return median(f"drawn {seed}", events, mode, grace_period=draw.choice([1, 2, 3]),
                       min_samples_required=draw.choice([1, 2, 3]))
     return asha(f"drawn {seed}", events, mode=mode, max_t=longest, reduction_factor=draw.choice([2, 3, 4]),
-                grace_period=draw.choice([1, 2]), stop_last_trials=draw.random() < .8)
+                grace_period=draw.choice([1, 2]), stop_last_trials=draw.random() < .8,
+                **(dict(brackets=2) if kind == "brackets" else {}))
 
 
 def main():
     sequences = list(named())
     sequences += [drawn("asha", seed) for seed in range(24)]
     sequences += [drawn("median", seed) for seed in range(100, 108)]
+    sequences += [drawn("odd median", seed) for seed in range(200, 216)]
+    sequences += [drawn("brackets", seed) for seed in range(300, 308)]
+    sequences += [population(seed) for seed in range(400, 416)]
     draw = random.Random(7)
     populations = []
     for size in (1, 2, 3, 4, 5, 8, 13):

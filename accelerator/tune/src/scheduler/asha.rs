@@ -259,7 +259,10 @@ impl Policy for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => in_users_sign(self.mode, score).to_string(),
+                    Some(score) => rungs::shown(match self.settings.compatibility {
+                        Compatibility::Exact => in_users_sign(self.mode, score),
+                        Compatibility::Ray => score,
+                    }),
                 };
                 format!("Iter {}.000: {cutoff}", rung.time)
             });

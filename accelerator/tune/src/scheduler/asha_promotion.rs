@@ -184,16 +184,16 @@ impl Policy for Promotion {
         if supply != Supply::Nothing {
             return None;
         }
-        // Nothing can enter a rung any more, so the best of the highest one goes on to the end.
-        let highest = self
-            .rungs
-            .iter()
-            .rposition(|rung| !rung.entries.is_empty())?;
-        if highest + 1 == self.rungs.len() {
+        // Nothing can enter a rung any more, so the best goes on until one has come to the end. Those that failed on the
+        // way hold nobody up.
+        let last = self.rungs.last()?;
+        if last.entries.iter().any(|(_, value)| !value.is_nan()) {
             return None;
         }
-        let trial = self.promotable(highest, usize::MAX, paused)?;
-        Some(self.promote(highest, trial))
+        let (index, trial) = (0..self.rungs.len() - 1)
+            .rev()
+            .find_map(|index| Some((index, self.promotable(index, usize::MAX, paused)?)))?;
+        Some(self.promote(index, trial))
     }
 
     fn status(&self) -> Vec<String> {
@@ -201,7 +201,7 @@ impl Policy for Promotion {
             let best = self.best(rung, 1).first().copied();
             let mut entries = rung.entries.iter();
             let value = entries.find(|(trial, _)| Some(*trial) == best);
-            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| value.to_string());
+            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| rungs::shown(*value));
             format!(
                 "Iter {}.000: {} trials, best {value}",
                 rung.time,

@@ -78,10 +78,12 @@ struct Median {
 
 impl Median {
     fn mean(&self, results: &[(f64, f64)], until: f64) -> f64 {
+        let keeps_all = self.settings.compatibility == Compatibility::Ray;
         let within = results
             .iter()
             .filter(|(time, value)| {
-                (self.settings.grace_period..=until).contains(time) && value.is_finite()
+                (self.settings.grace_period..=until).contains(time)
+                    && (keeps_all || value.is_finite())
             })
             .map(|(_, value)| *value);
         let (sum, count) =
@@ -89,9 +91,17 @@ impl Median {
         sum / count
     }
 
+    /// As Python's `max` compares for Ray: nothing is better than NaN, so a first value that is NaN stays the best.
+    fn is_better(&self, value: f64, than: f64) -> bool {
+        match self.settings.compatibility {
+            Compatibility::Exact => self.mode.is_better(value, than),
+            Compatibility::Ray => !than.is_nan() && self.mode.is_better(value, than),
+        }
+    }
+
     fn best(&self, trial: TrialId) -> f64 {
         let values = self.results[&trial].iter().map(|(_, value)| *value);
-        let best = values.reduce(|best, value| match self.mode.is_better(value, best) {
+        let best = values.reduce(|best, value| match self.is_better(value, best) {
             true => value,
             false => best,
         });
@@ -119,22 +129,17 @@ impl Policy for Median {
         let mut means: Vec<_> = others
             .map(|(_, results)| self.mean(results, time))
             .collect();
-        if means.len() < self.settings.min_samples_required || means.is_empty() {
+        // A trial without a number has no mean.
+        means.retain(|mean| mean.is_finite());
+        if means.len() < self.settings.min_samples_required {
             return Verdict::Continue;
-        }
-        if self.settings.compatibility == Compatibility::Exact {
-            // A trial without a number has no mean.
-            means.retain(|mean| !mean.is_nan());
         }
         let Some(median) = median(&mut means) else {
             return Verdict::Continue;
         };
         let best = self.best(trial);
-        let is_worse = match self.settings.compatibility {
-            Compatibility::Ray if median.is_nan() || best.is_nan() => false,
-            _ => self.mode.is_better(median, best),
-        };
-        if !is_worse {
+        // A best value that is NaN is worse than every median, to Ray too.
+        if !self.mode.is_better(median, best) {
             return Verdict::Continue;
         }
         self.stopped += 1;
@@ -165,9 +170,6 @@ impl Policy for Median {
 fn median(values: &mut [f64]) -> Option<f64> {
     if values.is_empty() {
         return None;
-    }
-    if values.iter().any(|value| value.is_nan()) {
-        return Some(f64::NAN);
     }
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

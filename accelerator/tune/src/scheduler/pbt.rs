@@ -131,7 +131,7 @@ struct Member {
     /// At its last comparison.
     score: Option<f64>,
     time: f64,
-    /// The iteration of its newest checkpoint that was asked for here, and the time.
+    /// The iteration and the time of its checkpoint, if it was among the best at its last comparison.
     checkpoint: Option<(u64, f64)>,
     exploits: u64,
 }
@@ -189,14 +189,13 @@ impl Population {
         let donor = upper[index_below(&mut random, upper.len())];
         let from = self.members.get(&donor)?;
         let (iteration, time) = from.checkpoint?;
-        let score = from.score;
         let config = self.explore(&from.config, &mut random);
         let member = self.members.get_mut(&trial)?;
         member.config = config.clone();
         member.last_perturbation = time;
         member.time = time;
-        member.score = score;
-        member.checkpoint = None;
+        // Its own score stays until its next comparison: with the donor's it could be taken for a donor, of which no
+        // checkpoint is there.
         member.exploits += 1;
         self.exploits += 1;
         Some(Verdict::Exploit {
@@ -245,17 +244,16 @@ impl Policy for Population {
         let fraction = self.settings.quantile_fraction;
         let (lower, upper) = quantiles(scored.collect(), self.mode, fraction);
         let is_upper = upper.contains(&trial);
+        if let Some(member) = self.members.get_mut(&trial) {
+            // Of a trial that is not among the best any more, no checkpoint is cloned.
+            member.checkpoint = is_upper.then_some((iteration, time));
+        }
         if lower.contains(&trial)
             && let Some(exploit) = self.exploit(trial, &upper)
         {
             return exploit;
         }
-        if (is_upper || waits)
-            && let Some(member) = self.members.get_mut(&trial)
-        {
-            member.checkpoint = Some((iteration, time));
-            self.saves += 1;
-        }
+        self.saves += u64::from(is_upper);
         match (waits, is_upper) {
             (true, _) => Verdict::Pause,
             (false, true) => Verdict::Save,

@@ -137,6 +137,38 @@ fn the_best_of_few_trials_reaches_the_end() {
     assert_eq!(rungs[1..], [vec![1], vec![1], vec![1]]);
 }
 
+#[test]
+fn a_promoted_trial_that_fails_leaves_its_place_to_the_next_best() {
+    let mut policy = added(promotion(4, 16), 3);
+    for (trial, value) in [0.1, 0.3, 0.2].into_iter().enumerate() {
+        report(&mut *policy, trial as u32, 1, value);
+    }
+    let all = [0, 1, 2].map(TrialId::new);
+    assert_eq!(policy.resume(&all, Supply::Nothing), Some(all[1]));
+    policy.fail(all[1]);
+    let rest = [all[0], all[2]];
+    assert_eq!(policy.resume(&rest, Supply::Nothing), Some(all[2]));
+    assert_eq!(report(&mut *policy, 2, 4, 0.2), Verdict::Pause);
+    assert_eq!(policy.resume(&rest, Supply::Nothing), Some(all[2]));
+    assert_eq!(report(&mut *policy, 2, 16, 0.2), Verdict::Stop);
+    policy.complete(observation(2, 16, 0.2));
+    assert_eq!(policy.resume(&[all[0]], Supply::Nothing), None);
+}
+
+#[test]
+fn cutoffs_are_shown_as_python_shows_numbers() {
+    for (value, expected) in [
+        (0.1129, "0.1129"),
+        (1.0, "1.0"),
+        (-0.00001, "-1e-05"),
+        (2.5e16, "2.5e+16"),
+        (f64::NAN, "nan"),
+        (f64::NEG_INFINITY, "-inf"),
+    ] {
+        assert_eq!(super::rungs::shown(value), expected);
+    }
+}
+
 proptest! {
     #[test]
     fn promoted_trials_were_among_the_best_of_their_rung(
