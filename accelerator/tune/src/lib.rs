@@ -18,7 +18,7 @@ pub use space::{
 pub use stop::{Plateau, Stop};
 pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
 pub use trial_id::TrialId;
-pub use view::{Trial, TrialResult, TrialStatus};
+pub use view::{Rung, Trial, TrialResult, TrialStatus};
 
 mod config;
 mod core;

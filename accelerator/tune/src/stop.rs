@@ -194,7 +194,9 @@ enum Threshold {
 }
 
 #[derive(Clone)]
-struct StopFn(Arc<dyn Fn(TrialId, &TrialResult) -> bool + Send + Sync>);
+struct StopFn(Arc<Stops>);
+
+type Stops = dyn Fn(TrialId, &TrialResult) -> bool + Send + Sync;
 
 impl fmt::Debug for StopFn {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

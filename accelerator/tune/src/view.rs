@@ -129,13 +129,22 @@ pub(crate) struct SearchView {
     pub(crate) resources: Option<String>,
 }
 
-/// What trials were compared at.
+/// What a scheduler compared trials at.
+///
+/// ```
+/// use accelerator_tune::{Results, Rung};
+///
+/// fn reached(results: &Results) -> Vec<usize> {
+///     results.rungs().iter().map(|rung: &Rung| rung.entries.len()).collect()
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Rung {
+#[non_exhaustive]
+pub struct Rung {
     /// The time at which trials reach it.
-    pub(crate) time: f64,
+    pub time: f64,
     /// Trials and their values, in the order of arrival.
-    pub(crate) entries: Vec<(TrialId, f64)>,
-    /// The value that trials have to reach, in the user's sign.
-    pub(crate) cutoff: Option<f64>,
+    pub entries: Vec<(TrialId, f64)>,
+    /// The value that trials have to reach.
+    pub cutoff: Option<f64>,
 }

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
-use crate::view::{SearchView, Trial, TrialResult};
+use crate::view::{Rung, SearchView, Trial, TrialResult};
 
 /// What a search has come to: Ray Tune's `ExperimentAnalysis`.
 ///
@@ -117,6 +117,12 @@ impl Results {
             true => other,
             false => best,
         })
+    }
+
+    /// The rungs of a scheduler that has some, from the bottom.
+    #[must_use]
+    pub fn rungs(&self) -> &[Rung] {
+        &self.view.rungs
     }
 
     /// The last result of each trial, with its configuration.

@@ -284,7 +284,7 @@ mod tests {
             .open(path.join(RESULTS))
             .unwrap();
         file.set_len(file.metadata().unwrap().len() - 7).unwrap();
-        assert_eq!(read_results(&path).unwrap(), [first.clone()]);
+        assert_eq!(read_results(&path).unwrap(), std::slice::from_ref(&first));
         TrialFolder::open(&path, "t_00000", &config, &[first.clone(), second.clone()]).unwrap();
         assert_eq!(read_results(&path).unwrap(), [first, second]);
         assert_eq!(fs::read_to_string(path.join(PROGRESS)).unwrap(), expected);

@@ -38,10 +38,8 @@ impl VariantGenerator {
         space.check()?;
         let grids = space.grids();
         let samples = num_samples as usize;
-        let sizes = grids.iter().map(|(_, options)| *options);
-        let variants = sizes.fold(Some(samples), |product: Option<usize>, size| {
-            product?.checked_mul(size)
-        });
+        let mut sizes = grids.iter().map(|(_, options)| *options);
+        let variants = sizes.try_fold(samples, usize::checked_mul);
         let variants = variants
             .filter(|count| u32::try_from(*count).is_ok())
             .ok_or_else(|| {

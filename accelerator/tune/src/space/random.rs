@@ -36,9 +36,7 @@ impl Random {
     /// for bounds below 2³².
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         let wide = u128::from(self.next()) * u128::from(bound);
-        #[expect(clippy::cast_possible_truncation, reason = "less than the bound")]
-        let high = (wide >> 64) as u64;
-        high
+        (wide >> 64) as u64
     }
 
     /// Of the standard normal distribution (Box and Muller 1958).

@@ -147,11 +147,7 @@ impl TrialSession {
         self.progress().is_over
     }
 
-    fn wait_for_answer(
-        &mut self,
-        metrics: Metrics,
-        mut save: Option<&mut dyn FnMut(&Path) -> Result<(), BoxError>>,
-    ) -> Result<()> {
+    fn wait_for_answer(&mut self, metrics: Metrics, mut save: Option<&mut Save<'_>>) -> Result<()> {
         let (iteration, seconds) = {
             let mut progress = self.progress();
             if progress.is_over {
@@ -203,6 +199,9 @@ impl Deref for TrialSession {
         &self.context
     }
 }
+
+/// Saves to a folder.
+type Save<'a> = dyn FnMut(&Path) -> Result<(), BoxError> + 'a;
 
 fn over() -> Error {
     Error::new(Kind::Trial, "the search has ended this trial")

@@ -1,5 +1,7 @@
 //! Searches with real processes: the example `quadratic`, started, killed and resumed.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
 mod faults;
 mod kills;
 mod support;
