@@ -75,12 +75,7 @@ impl Trainable for MnistTrainable {
     }
 
     fn save_checkpoint(&mut self, folder: &Path) -> Result<(), BoxError> {
-        let parts = (
-            &self.model,
-            &self.optimizer,
-            &self.train,
-            Object(&self.epoch),
-        );
+        let parts = (&self.model, &self.optimizer, Object(&self.epoch));
         self.accelerator.save_state(folder, parts)?;
         Ok(())
     }
