@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes tests/fixtures/tune/ray.json: what Ray Tune's own schedulers decide about recorded sequences of reports.
 
-    target/track-venvs/ray/bin/python tests/tune/reference.py > tests/fixtures/tune/ray.json
+    python3 -m venv ray && ray/bin/pip install 'ray[tune]==2.60.0'
+    ray/bin/python tests/tune/reference.py > tests/fixtures/tune/ray.json
 
 Events are [trial, "report", time, value], [trial, "end", time, value] (it ends by itself) and [trial, "fail"] (and is
 repeated). Each has the decision, and for ASHA the cutoffs of all rungs after it, from the bottom, larger being better.

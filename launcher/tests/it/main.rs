@@ -31,4 +31,5 @@ mod signals;
 mod store;
 mod support;
 mod terminal;
+mod tune;
 mod usage;

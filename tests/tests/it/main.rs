@@ -17,4 +17,5 @@ mod progress;
 mod restart;
 mod traces;
 mod trainers;
+mod tune;
 mod vectors;

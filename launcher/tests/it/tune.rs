@@ -1,0 +1,110 @@
+//! `accel-launch tune`.
+
+use std::fs;
+
+use crate::support::Folder;
+
+const SPEC: &str = r#"
+name = "parabola"
+metric = "loss"
+mode = "min"
+num_samples = 6
+order = { ordered = { workers = 2 } }
+[space]
+lr = { uniform = [0.01, 0.4] }
+steps = 8
+[scheduler]
+type = "asha"
+max_t = 8
+reduction_factor = 2
+"#;
+
+/// Descends a parabola, and prints the loss after each step.
+const PROGRAM: &str = "BEGIN { x = 5; for (i = 0; i < steps; i++) { x -= lr * 2 * x; print \"step\", i; printf \"{\\\"loss\\\": %.9f}\\n\", x * x } }";
+
+#[test]
+fn any_program_that_prints_json_lines_is_tuned() {
+    let folder = Folder::new();
+    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    let tune = |name: &str, args: &[&str]| {
+        let mut command = folder.launcher();
+        command
+            .args(["tune", "spec.toml", "--folder", name])
+            .args(args);
+        command.args(["--", "awk", "-v", "lr={lr}", "-v", "steps={steps}"]);
+        command.arg(PROGRAM.replace('{', "{{").replace('}', "}}"));
+        command.output().unwrap()
+    };
+    let output = tune("two", &["--slots", "2"]);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{output:?}");
+    assert!(
+        said.contains("Number of trials: 6/6 (6 TERMINATED)"),
+        "{said}"
+    );
+    let best = said
+        .lines()
+        .find_map(|line| line.strip_prefix("Best config is: "))
+        .unwrap();
+    let show = |args: &[&str]| {
+        let output = folder.launcher().arg("tune").args(args).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(show(&["best", "two"]).trim(), best);
+    let listed: serde_json::Value = serde_json::from_str(&show(&["list", ".", "--json"])).unwrap();
+    assert_eq!(listed[0]["status"], "finished");
+    assert_eq!(listed[0]["ended"], 6);
+    let rows: serde_json::Value = serde_json::from_str(&show(&["show", "two", "--json"])).unwrap();
+    let lowest = rows
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| row["best_loss"].as_f64().unwrap());
+    let lowest = lowest.fold(f64::INFINITY, f64::min);
+    assert_eq!(listed[0]["best"].as_f64().unwrap(), lowest);
+    // More slots than workers change nothing.
+    assert!(tune("four", &["--slots", "4"]).status.success());
+    let decisions =
+        |name: &str| fs::read(folder.path().join(name).join("decisions.jsonl")).unwrap();
+    assert_eq!(decisions("two"), decisions("four"));
+    // Programs do not wait for one another.
+    let output = tune("one", &["--slots", "1"]);
+    assert_eq!(output.status.code(), Some(2));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("each of the workers needs a slot"), "{said}");
+}
+
+#[test]
+fn a_specification_that_cannot_be_is_refused_with_its_place() {
+    let folder = Folder::new();
+    for (text, expected) in [
+        (SPEC.replace("uniform", "unifrom"), "did you mean `uniform`"),
+        (SPEC.replace("max_t", "max_time"), "max_time"),
+        (
+            SPEC.replace("num_samples = 6", "num_samples = six"),
+            "spec.toml",
+        ),
+        (
+            SPEC.replace("reduction_factor = 2", "reduction_factor = 1"),
+            "`reduction_factor` is 1",
+        ),
+    ] {
+        fs::write(folder.path().join("spec.toml"), text).unwrap();
+        let mut command = folder.launcher();
+        let output = command
+            .args(["tune", "spec.toml", "--", "true"])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(expected), "{said}");
+    }
+    let output = folder
+        .launcher()
+        .args(["tune", "best", "nowhere"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("nowhere has no search"), "{said}");
+}

@@ -1,0 +1,81 @@
+//! A search whose trials are groups of ranks.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use accelerator_tests::processes::{example, launcher, run_alone};
+
+/// The last accuracy and loss of each trial, and its iterations.
+fn search(folder: &Path, args: &[&str]) -> Vec<Vec<String>> {
+    // Trials of several ranks are started by it.
+    let path = launcher().parent().unwrap().display().to_string();
+    let path = format!("{path}:{}", std::env::var("PATH").unwrap_or_default());
+    let mut command = Command::new(example("tune_mnist"));
+    command
+        .args([
+            "--num-samples",
+            "4",
+            "--max-iterations",
+            "4",
+            "--limit",
+            "128",
+        ])
+        .args(["--reduction-factor", "2", "--out"])
+        .arg(folder)
+        .args(args)
+        .env("PATH", path);
+    let ended = run_alone(command);
+    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+    assert!(!ended.stdout.contains("ERROR"), "{}", ended.stdout);
+    let csv = fs::read_to_string(folder.join("result.csv")).unwrap();
+    let mut lines = csv
+        .lines()
+        .map(|line| line.split(',').map(str::to_owned).collect::<Vec<_>>());
+    let header = lines.next().unwrap();
+    let wanted = ["mean_accuracy", "mean_loss", "training_iteration"];
+    let places = wanted.map(|name| header.iter().position(|column| column == name).unwrap());
+    lines
+        .map(|row| places.map(|place| row[place].clone()).to_vec())
+        .collect()
+}
+
+#[test]
+fn trials_of_two_ranks_are_paused_and_promoted_and_come_to_the_bits_of_undisturbed_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let undisturbed = search(
+        &folder.path().join("fifo"),
+        &["--processes", "2", "--scheduler", "fifo", "--slots", "2"],
+    );
+    let promoted: Vec<_> = ["1", "2"]
+        .into_iter()
+        .map(|slots| {
+            let folder = folder.path().join(format!("promotion {slots}"));
+            let args = [
+                "--processes",
+                "2",
+                "--scheduler",
+                "asha-promotion",
+                "--ordered",
+                "2",
+                "--slots",
+                slots,
+            ];
+            let ends = search(&folder, &args);
+            (ends, fs::read(folder.join("decisions.jsonl")).unwrap())
+        })
+        .collect();
+    assert_eq!(promoted[0], promoted[1]);
+    let (ends, decisions) = &promoted[0];
+    let decisions = String::from_utf8_lossy(decisions);
+    assert!(decisions.contains("\"decision\":\"resume\""), "{decisions}");
+    let finished: Vec<_> = ends
+        .iter()
+        .zip(&undisturbed)
+        .filter(|(end, _)| end[2] == "4")
+        .collect();
+    assert!(!finished.is_empty());
+    for (end, undisturbed) in finished {
+        assert_eq!(end, undisturbed);
+    }
+}
