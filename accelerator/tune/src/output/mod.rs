@@ -11,6 +11,9 @@ mod console;
 mod csv;
 mod dataframe;
 mod number;
+mod psql;
 mod results;
+#[cfg(test)]
+mod status_tests;
 mod table;
 mod trial_folder;

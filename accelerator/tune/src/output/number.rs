@@ -32,18 +32,72 @@ pub(super) fn python(value: &Value) -> String {
         Value::Null => "None".to_owned(),
         Value::Bool(true) => "True".to_owned(),
         Value::Bool(false) => "False".to_owned(),
-        Value::Number(number) => number.to_string(),
-        Value::String(text) => format!("'{}'", text.replace('\\', "\\\\").replace('\'', "\\'")),
+        Value::Number(number) => match number.as_f64().filter(|_| number.is_f64()) {
+            Some(value) => python_float(value),
+            None => number.to_string(),
+        },
+        Value::String(text) => python_text(text),
         Value::Array(values) => {
             let values: Vec<_> = values.iter().map(python).collect();
             format!("[{}]", values.join(", "))
         }
         Value::Object(map) => {
             let entries = map.iter();
-            let entries = entries.map(|(name, value)| format!("'{name}': {}", python(value)));
+            let entries =
+                entries.map(|(name, value)| format!("{}: {}", python_text(name), python(value)));
             format!("{{{}}}", entries.collect::<Vec<_>>().join(", "))
         }
     }
+}
+
+/// A number in JSON, as `Metrics` has it: a word where JSON has no number.
+pub(super) fn json_number(value: f64) -> Value {
+    match value.is_finite() {
+        true => value.into(),
+        false if value.is_nan() => "NaN".into(),
+        false if value > 0.0 => "Infinity".into(),
+        false => "-Infinity".into(),
+    }
+}
+
+/// A number as Python's `repr` shows it: the fewest digits that mean it.
+pub(super) fn python_float(value: f64) -> String {
+    if !value.is_finite() {
+        return general(value);
+    }
+    let scientific = format!("{value:e}");
+    let (mantissa, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    match exponent {
+        -4..16 => format!("{value:?}"),
+        _ => {
+            let sign = if exponent < 0 { '-' } else { '+' };
+            format!("{mantissa}e{sign}{:02}", exponent.abs())
+        }
+    }
+}
+
+fn python_text(text: &str) -> String {
+    let quote = match text.contains('\'') && !text.contains('"') {
+        true => '"',
+        false => '\'',
+    };
+    let mut shown = String::from(quote);
+    for character in text.chars() {
+        match character {
+            '\n' => shown.push_str("\\n"),
+            '\r' => shown.push_str("\\r"),
+            '\t' => shown.push_str("\\t"),
+            '\\' => shown.push_str("\\\\"),
+            _ if character == quote => shown.extend(['\\', quote]),
+            _ if character.is_control() => {
+                shown.push_str(&format!("\\x{:02x}", u32::from(character)));
+            }
+            _ => shown.push(character),
+        }
+    }
+    shown.push(quote);
+    shown
 }
 
 fn trimmed(text: &str) -> &str {
@@ -55,6 +109,8 @@ fn trimmed(text: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -73,6 +129,34 @@ mod tests {
             (-2.5, "-2.5"),
         ] {
             assert_eq!(general(value), expected);
+        }
+    }
+    #[test]
+    fn every_number_is_in_json_as_metrics_have_it() {
+        for value in [0.5, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let metrics = crate::metrics::Metrics::from([("m", value)]);
+            let expected = serde_json::to_value(metrics).unwrap();
+            assert_eq!(json_number(value), expected["m"]);
+        }
+    }
+
+    #[test]
+    fn values_are_shown_as_python_shows_them() {
+        for (value, expected) in [
+            (json!(0.1174), "0.1174"),
+            (json!(2.0), "2.0"),
+            (json!(1e-7), "1e-07"),
+            (json!(0.0001), "0.0001"),
+            (json!(1.5e300), "1.5e+300"),
+            (json!(1e15), "1000000000000000.0"),
+            (json!(-1e16), "-1e+16"),
+            (json!(12), "12"),
+            (json!("it's"), "\"it's\""),
+            (json!("it's \"x\""), "'it\\'s \"x\"'"),
+            (json!("a\\b\n\u{1b}"), "'a\\\\b\\n\\x1b'"),
+            (json!({"a": [true, null]}), "{'a': [True, None]}"),
+        ] {
+            assert_eq!(python(&value), expected);
         }
     }
 }

@@ -3,6 +3,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::dataframe::DataFrame;
+use super::number::json_number;
 use super::table::{Rows, status};
 use super::trial_folder::read_results;
 use crate::config::Config;
@@ -134,10 +135,13 @@ impl Results {
             let mut add = |name: &str, value: Value| row.push((name.to_owned(), value));
             if let Some(last) = &trial.last {
                 for (name, value) in last.metrics.iter() {
-                    add(name, value.into());
+                    add(name, json_number(value));
                 }
                 let best = trial.best.as_ref().and_then(|best| best.value(metric));
-                add(&format!("best_{metric}"), best.into());
+                add(
+                    &format!("best_{metric}"),
+                    best.map_or(Value::Null, json_number),
+                );
                 add("training_iteration", last.training_iteration.into());
                 add("time_this_iter_s", last.time_this_iter_s.into());
                 add("time_total_s", last.time_total_s.into());

@@ -5,7 +5,8 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::number::{general, python};
+use super::number::{python, python_float};
+use super::psql::{Align, Cell, psql};
 use super::trial_folder::ERROR;
 use crate::stop::{ITERATION, TIME_TOTAL};
 use crate::view::{SearchView, Trial, TrialStatus};
@@ -40,18 +41,21 @@ pub(crate) fn status(view: &SearchView, rows: Rows) -> String {
         lines.push(trial_table(view, &shown));
     }
     if shown.len() < view.trials.len() {
-        let hidden = view
-            .trials
-            .iter()
-            .filter(|trial| !shown.iter().any(|shown| shown.id == trial.id));
-        let hidden: Vec<_> = hidden.collect();
-        let states = self::counts(hidden.iter().copied()).join(", ");
+        // Unlike those of all trials, in the order of the table.
+        let states = ORDER.iter().filter_map(|status| {
+            let of = |trial: &&Trial| trial.status == *status;
+            let all = view.trials.iter().filter(of).count();
+            let hidden = all - shown.iter().copied().filter(of).count();
+            (hidden > 0).then(|| format!("{hidden} {}", word(*status)))
+        });
+        let states: Vec<_> = states.collect();
         lines.push(format!(
-            "... {} more trials not shown ({states})",
-            hidden.len()
+            "... {} more trials not shown ({})",
+            view.trials.len() - shown.len(),
+            states.join(", ")
         ));
     }
-    lines.extend(errors(view));
+    lines.extend(errors(view, rows));
     let mut text = lines.join("\n");
     text.push('\n');
     text
@@ -73,9 +77,10 @@ pub(crate) fn best_line(view: &SearchView) -> Option<String> {
         )?;
     let id = trial.name.strip_prefix(&format!("{}_", view.name));
     Some(format!(
-        "Current best trial: {} with {}={value} and parameters={}",
+        "Current best trial: {} with {}={} and parameters={}",
         id.unwrap_or(&trial.name),
         objective.metric,
+        python_float(value),
         python(&Value::Object(trial.config.as_map().clone()))
     ))
 }
@@ -112,14 +117,13 @@ const ORDER: [TrialStatus; 5] = [
     TrialStatus::Error,
 ];
 /// Metrics that have a column where they are reported, and its header.
-const METRICS: [(&str, &str); 7] = [
+const METRICS: [(&str, &str); 6] = [
     ("mean_accuracy", "acc"),
     ("mean_loss", "loss"),
     (ITERATION, "iter"),
     (TIME_TOTAL, "total time (s)"),
     ("timesteps_total", "ts"),
     ("episode_reward_mean", "reward"),
-    ("neg_mean_loss", "neg_mean_loss"),
 ];
 /// How many other metrics have one.
 const INFERRED: usize = 3;
@@ -183,10 +187,14 @@ fn trial_table(view: &SearchView, shown: &[&Trial]) -> String {
         );
         cells.extend(metrics.iter().map(|(name, _)| {
             let value = trial.last.as_ref().and_then(|last| last.value(name));
-            value.map_or_else(|| Cell::text(""), Cell::number)
+            value.map_or(Cell::Missing, Cell::number)
         }));
         cells
     });
+    let headers: Vec<_> = headers
+        .into_iter()
+        .map(|header| (header, Align::Auto))
+        .collect();
     psql(&headers, &rows.collect::<Vec<_>>())
 }
 
@@ -220,111 +228,6 @@ fn metric_columns(view: &SearchView) -> Vec<(String, String)> {
     columns
 }
 
-#[derive(Clone, Debug)]
-struct Cell {
-    text: String,
-    is_number: bool,
-}
-
-impl Cell {
-    fn text(text: &str) -> Self {
-        Self {
-            text: text.to_owned(),
-            is_number: false,
-        }
-    }
-
-    fn number(value: f64) -> Self {
-        Self {
-            text: general(value),
-            is_number: true,
-        }
-    }
-
-    fn value(value: Option<&Value>) -> Self {
-        match value {
-            None | Some(Value::Null) => Self::text(""),
-            Some(Value::Number(number)) => {
-                number.as_f64().map_or_else(|| Self::text(""), Self::number)
-            }
-            Some(Value::String(text)) => Self::text(text),
-            Some(other) => Self::text(&python(other)),
-        }
-    }
-}
-
-/// As Python's `tabulate` draws its format `psql`: text to the left, numbers by their decimal points.
-fn psql(headers: &[String], rows: &[Vec<Cell>]) -> String {
-    let columns: Vec<_> = headers
-        .iter()
-        .enumerate()
-        .map(|(index, header)| {
-            let cells: Vec<_> = rows.iter().map(|row| &row[index]).collect();
-            column(header, &cells)
-        })
-        .collect();
-    let rule = |cross: &str| {
-        let widths = columns
-            .iter()
-            .map(|lines| "-".repeat(lines[0].chars().count() + 2));
-        widths.collect::<Vec<_>>().join(cross)
-    };
-    let line = |index: usize| {
-        let cells: Vec<_> = columns.iter().map(|lines| lines[index].as_str()).collect();
-        format!("| {} |", cells.join(" | "))
-    };
-    let mut lines = vec![
-        format!("+{}+", rule("+")),
-        line(0),
-        format!("|{}|", rule("+")),
-    ];
-    lines.extend((1..=rows.len()).map(line));
-    lines.push(format!("+{}+", rule("+")));
-    lines.join("\n")
-}
-
-/// The header and the cells of a column, all as wide as the widest.
-fn column(header: &str, cells: &[&Cell]) -> Vec<String> {
-    let mut filled = cells.iter().filter(|cell| !cell.text.is_empty()).peekable();
-    let is_numeric = filled.peek().is_some() && filled.all(|cell| cell.is_number);
-    let width = |text: &str| text.chars().count();
-    let mut texts: Vec<_> = cells.iter().map(|cell| cell.text.clone()).collect();
-    if is_numeric {
-        let most = texts
-            .iter()
-            .map(|text| after_point(text))
-            .max()
-            .unwrap_or(0);
-        for text in &mut texts {
-            let missing = most - after_point(text);
-            text.push_str(&" ".repeat(usize::try_from(missing).unwrap_or(0)));
-        }
-    }
-    let widest = texts
-        .iter()
-        .map(|text| width(text))
-        .max()
-        .unwrap_or(0)
-        .max(width(header) + 2);
-    let texts = std::iter::once(header.to_owned()).chain(texts);
-    let padded = texts.map(|text| match is_numeric {
-        true => format!("{text:>widest$}"),
-        false => format!("{text:<widest$}"),
-    });
-    padded.collect()
-}
-
-/// How many characters follow the decimal point, or the exponent's sign; -1 where there is neither.
-fn after_point(text: &str) -> isize {
-    let point = text.rfind('.').or_else(|| text.rfind('e'));
-    let after = point
-        .filter(|_| !text.is_empty())
-        .map(|at| text.len() - at - 1);
-    after
-        .and_then(|after| isize::try_from(after).ok())
-        .unwrap_or(-1)
-}
-
 /// Such as `Memory usage on this node: 19.0/250.9 GiB`; none where the system does not say.
 fn memory() -> Option<String> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
@@ -351,19 +254,34 @@ fn memory() -> Option<String> {
 }
 
 /// The table of trials that have failed.
-fn errors(view: &SearchView) -> Option<String> {
+fn errors(view: &SearchView, rows: Rows) -> Option<String> {
     let failed = view.trials.iter().filter(|trial| trial.failures > 0);
     let failed: Vec<_> = failed.collect();
     if failed.is_empty() {
         return None;
     }
-    let headers = ["Trial name", "# failures", "error file"].map(str::to_owned);
-    let rows = failed.iter().map(|trial| {
-        // As Ray marks those that succeeded in the end.
-        let mark = if trial.status == TrialStatus::Error {
-            ""
-        } else {
-            "*"
+    let shown = match rows {
+        Rows::AtMost(most) => &failed[..most.min(failed.len())],
+        Rows::All => &failed,
+    };
+    let mut lines = vec![format!("Number of errored trials: {}", failed.len())];
+    if shown.len() < failed.len() {
+        lines.push(format!(
+            "Table truncated to {} rows ({} overflow)",
+            shown.len(),
+            failed.len() - shown.len()
+        ));
+    }
+    let headers = [
+        ("Trial name", Align::Auto),
+        ("# failures", Align::Right),
+        ("error file", Align::Auto),
+    ];
+    let headers = headers.map(|(header, align)| (header.to_owned(), align));
+    let rows = shown.iter().map(|trial| {
+        let mark = match trial.status {
+            TrialStatus::Error => "",
+            _ => "*",
         };
         vec![
             Cell::text(&trial.name),
@@ -371,10 +289,12 @@ fn errors(view: &SearchView) -> Option<String> {
             Cell::text(&trial.folder.join(ERROR).display().to_string()),
         ]
     });
-    let rows: Vec<_> = rows.collect();
-    Some(format!(
-        "Number of errored trials: {}\n{}",
-        failed.len(),
-        psql(&headers, &rows)
-    ))
+    lines.push(psql(&headers, &rows.collect::<Vec<_>>()));
+    if shown
+        .iter()
+        .any(|trial| trial.status == TrialStatus::Terminated)
+    {
+        lines.push("* The trial terminated successfully after retrying.".to_owned());
+    }
+    Some(lines.join("\n"))
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::csv;
+use super::number::json_number;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::metrics::Metrics;
@@ -36,13 +37,11 @@ pub(crate) fn folder_name(
     });
     let shown: Vec<_> = shown.collect();
     let whole = format!("{name}_{}_{}", trial.number() + 1, shown.join(","));
-    let kept: String = whole.chars().take(LONGEST_NAME).collect();
-    kept.replace(
-        [
-            '/', '\\', '(', ')', '<', '>', ':', '"', '|', '?', '*', '\0', '\n',
-        ],
-        "_",
-    )
+    // File systems count bytes.
+    let kept = &whole[..whole.floor_char_boundary(LONGEST_NAME)];
+    let is_forbidden =
+        |character: char| character.is_control() || "/\\()<>:\"|?*".contains(character);
+    kept.replace(is_forbidden, "_")
 }
 
 /// The files of a trial, while it is written: `params.json`, `result.jsonl`, `progress.csv` and `error.txt`.
@@ -54,6 +53,7 @@ pub(crate) struct TrialFolder {
     progress: File,
     /// The metrics that `progress.csv` has columns for.
     metrics: Vec<String>,
+    has_header: bool,
     config: Config,
 }
 
@@ -79,6 +79,7 @@ impl TrialFolder {
             path: path.to_owned(),
             name: name.to_owned(),
             metrics: Vec::new(),
+            has_header: false,
             config: config.clone(),
         };
         if !rows.is_empty() {
@@ -94,7 +95,7 @@ impl TrialFolder {
         let written = self.results.write_all(&line);
         written.map_err(|error| Error::io("write", &path, error))?;
         let is_new = |name: &str| !self.metrics.iter().any(|known| known == name);
-        if self.metrics.is_empty() || result.metrics.iter().any(|(name, _)| is_new(name)) {
+        if !self.has_header || result.metrics.iter().any(|(name, _)| is_new(name)) {
             let all = read_results(&self.path)?;
             return self.rewrite_progress(&all);
         }
@@ -123,6 +124,7 @@ impl TrialFolder {
             text.push_str(&self.progress_line(result));
         }
         self.progress = rewrite(&self.path.join(PROGRESS), text.as_bytes())?;
+        self.has_header = true;
         Ok(())
     }
 
@@ -130,10 +132,7 @@ impl TrialFolder {
         let fixed = COUNTED.iter().map(|name| counted(result, name));
         let metrics = self.metrics.iter().map(|name| {
             let value = result.metrics.value(name);
-            value.map_or(Value::Null, |value| match value.is_finite() {
-                true => value.into(),
-                false => super::number::general(value).into(),
-            })
+            value.map_or(Value::Null, json_number)
         });
         let config = self
             .config
@@ -276,7 +275,7 @@ mod tests {
         );
         let progress = fs::read_to_string(path.join(PROGRESS)).unwrap();
         let expected = "training_iteration,time_this_iter_s,time_total_s,timestamp,acc,loss,config/lr,config/name\n\
-                        1,0.5,0.5,9,,nan,0.5,\"a,b\"\n2,0.5,1.0,9,1.0,0.25,0.5,\"a,b\"\n";
+                        1,0.5,0.5,9,,NaN,0.5,\"a,b\"\n2,0.5,1.0,9,1.0,0.25,0.5,\"a,b\"\n";
         assert_eq!(progress, expected);
         // Cut within a line, as by a kill.
         let file = OpenOptions::new()
