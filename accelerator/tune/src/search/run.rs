@@ -81,6 +81,7 @@ pub(crate) fn run(
     };
     if was_finished {
         let view = shown(&core, &files, None, &|_| None);
+        console.finish(&view);
         return Ok(Results::new(view, SearchEnd::Finished));
     }
     let interrupts = match options.interrupts {
