@@ -21,7 +21,7 @@ pub use provenance::{
     Reproduction, SourceState, diff, digest_folder, mask_arguments,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
-pub use report::Report;
+pub use report::{HtmlPage, Report, downsample};
 pub use run::{Histogram, Run, RunBuilder, RunMark, deliver, export, record_failure};
 pub use run_id::RunId;
 pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};

@@ -27,7 +27,7 @@ impl Columns {
             order.sort_by_key(|point| point.step);
         }
         let values: Vec<f64> = order.iter().map(|point| point.value).collect();
-        let kept = || kept(&values, limit).into_iter().map(|at| order[at]);
+        let kept = || downsample(&values, limit).into_iter().map(|at| order[at]);
         let has_epochs = points.iter().any(|point| point.epoch.is_some());
         Self {
             s: kept().map(|point| point.step).collect(),
@@ -43,7 +43,7 @@ impl Columns {
     #[cfg(any(feature = "board", test))]
     pub(crate) fn thinned(&self, limit: usize) -> Self {
         let values: Vec<f64> = self.v.iter().map(|value| value.0).collect();
-        let kept = kept(&values, limit);
+        let kept = downsample(&values, limit);
         Self {
             s: kept.iter().map(|&at| self.s[at]).collect(),
             e: self
@@ -58,7 +58,17 @@ impl Columns {
 
 /// Which of many values a chart shows, in order: the first and the last, and of each of as many equal parts as fit in
 /// `limit` the least, the greatest, and the first that is not finite. Peaks stay, and so do gaps.
-pub(crate) fn kept(values: &[f64], limit: usize) -> Vec<usize> {
+///
+/// ```
+/// use accelerator_track::downsample;
+///
+/// let mut losses = vec![1.0; 10_000];
+/// losses[777] = 9.0;
+/// let shown = downsample(&losses, 100);
+/// assert!(shown.len() <= 100 && shown.contains(&777));
+/// ```
+#[must_use]
+pub fn downsample(values: &[f64], limit: usize) -> Vec<usize> {
     let limit = limit.max(LEAST_LIMIT);
     if values.len() <= limit {
         return (0..values.len()).collect();
@@ -96,8 +106,8 @@ mod tests {
 
     #[test]
     fn few_values_are_all_kept() {
-        assert!(kept(&[], 1000).is_empty());
-        assert_eq!(kept(&[1.0, f64::NAN, 3.0], 1000), [0, 1, 2]);
+        assert!(downsample(&[], 1000).is_empty());
+        assert_eq!(downsample(&[1.0, f64::NAN, 3.0], 1000), [0, 1, 2]);
     }
 
     #[test]
@@ -106,7 +116,7 @@ mod tests {
         values[12_345] = 50.0;
         values[54_321] = -50.0;
         for limit in [8, 10, 200, 999, 1000] {
-            let kept = kept(&values, limit);
+            let kept = downsample(&values, limit);
             assert!(kept.len() <= limit, "{} of {limit}", kept.len());
             assert!(kept.len() * 2 > limit);
             assert!(kept.is_sorted_by(|a, b| a < b));
@@ -116,7 +126,7 @@ mod tests {
         }
         values[70_000] = f64::NAN;
         values[80_000] = f64::INFINITY;
-        let kept = kept(&values, 1000);
+        let kept = downsample(&values, 1000);
         assert!(kept.len() <= 1000);
         for at in [12_345, 54_321, 70_000, 80_000] {
             assert!(kept.contains(&at), "{at}");
@@ -125,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_series_without_a_finite_value_is_thinned_too() {
-        let kept = kept(&[f64::NAN; 5000], 100);
+        let kept = downsample(&[f64::NAN; 5000], 100);
         assert!(kept.len() <= 100 && kept.len() > 30, "{}", kept.len());
     }
 

@@ -11,10 +11,12 @@ use crate::error::{Error, Result};
 use crate::history::RunHistory;
 use crate::journal::now_ms;
 pub(crate) use downsample::Columns;
+pub use downsample::downsample;
 pub(crate) use media::ImageSource;
 #[cfg(feature = "board")]
 pub(crate) use media::{image_type, read_image};
 pub(crate) use model::{PageDetail, PageRun};
+pub use page::HtmlPage;
 pub(crate) use page::{Page, page};
 
 mod downsample;
@@ -100,8 +102,7 @@ impl<'a> Report<'a> {
     ///
     /// If the file cannot be written.
     pub fn write(&self, file: impl AsRef<Path>) -> Result<()> {
-        let file = file.as_ref();
-        replace(file, &self.html()).map_err(|error| Error::io("write the report", file, error))
+        write(file.as_ref(), &self.html())
     }
 
     /// Runs of several folders of runs may have one label: those have their paths.
@@ -119,6 +120,10 @@ impl<'a> Report<'a> {
         }
         runs
     }
+}
+
+fn write(file: &Path, page: &str) -> Result<()> {
+    replace(file, page).map_err(|error| Error::io("write the report", file, error))
 }
 
 /// What is no plain file, such as a pipe, is written to.

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::downsample::kept;
+use super::downsample::downsample;
 use super::media::{ImageSource, KeyMedia, media_by_key};
 use crate::folder_name::folder_name;
 use crate::history::{Point, RunHistory, SystemPoint};
@@ -210,7 +210,7 @@ impl PageDetail {
 
 fn system_series(created_ms: u64, rank: usize, name: &str, points: &[SystemPoint]) -> SystemSeries {
     let values: Vec<f64> = points.iter().map(|point| point.value).collect();
-    let kept = kept(&values, SYSTEM_POINTS);
+    let kept = downsample(&values, SYSTEM_POINTS);
     SystemSeries {
         name: name.to_owned(),
         rank,

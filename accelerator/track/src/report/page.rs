@@ -1,10 +1,74 @@
 //! The page: its markup, style and scripts around the data.
 
 use std::fmt::Write;
+use std::path::Path;
 
 use accelerator_manifest::ContentHash;
 
 use super::model::{Extreme, PageRun};
+use super::write;
+use crate::error::Result;
+
+/// A page of one's own: one HTML file that asks no network for anything, with the style and the charts of reports.
+///
+/// Its program is JavaScript that fills the element `app` from the JSON in the element `data`. Before it run the reports'
+/// own helpers, among them `h` (an element whose texts are never markup), `fmt` (a number to read) and `Chart`.
+///
+/// ```
+/// use accelerator_track::HtmlPage;
+///
+/// let page = HtmlPage {
+///     title: "Losses <of today>",
+///     data: "[0.5, 0.25]",
+///     program: "document.getElementById('app').append(h('p', {}, document.getElementById('data').textContent));",
+///     style: "",
+///     text: "0.5 0.25",
+/// };
+/// assert!(page.html().contains("<title>Losses &lt;of today&gt;</title>"));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct HtmlPage<'a> {
+    /// Text.
+    pub title: &'a str,
+    /// JSON. Whatever its strings are, they stay data.
+    pub data: &'a str,
+    /// JavaScript, which has no `</` and no `<!--`.
+    pub program: &'a str,
+    /// CSS besides that of reports, which has no `</`.
+    pub style: &'a str,
+    /// What is shown where no scripts run: text of several lines.
+    pub text: &'a str,
+}
+
+impl HtmlPage<'_> {
+    /// The page.
+    #[must_use]
+    pub fn html(&self) -> String {
+        document(&Document {
+            title: self.title,
+            data: &script_json(self.data),
+            fallback: &format!("<pre>{}</pre>", escape(self.text)),
+            secret: self.data,
+            asks: Asks::Nobody,
+            style: &[STYLE, self.style],
+            script: &[
+                "\"use strict\";\n(() => {\n",
+                CHARTS,
+                self.program,
+                "})();\n",
+            ],
+        })
+    }
+
+    /// Writes the page to a file, which it replaces as a whole or not at all.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be written.
+    pub fn write(&self, file: impl AsRef<Path>) -> Result<()> {
+        write(file.as_ref(), &self.html())
+    }
+}
 
 /// What a page shows.
 #[derive(Clone, Copy, Debug)]
@@ -22,17 +86,14 @@ pub(crate) enum Page<'a> {
 }
 
 /// The page as HTML.
-///
-/// A script or a style runs if it has the page's nonce. In a report that is the hash of the data, which nothing within the
-/// data can know; on a board that of the token and the title.
 pub(crate) fn page(page: &Page<'_>) -> String {
-    let (title, data, summary, secret, connect) = match *page {
+    let (title, data, summary, secret, asks) = match *page {
         Page::Report { title, data, runs } => (
             title,
             script_json(data),
             summary(runs),
             data.to_owned(),
-            "'none'",
+            Asks::Nobody,
         ),
         #[cfg(feature = "board")]
         Page::Board { title, token } => (
@@ -40,16 +101,53 @@ pub(crate) fn page(page: &Page<'_>) -> String {
             "null".to_owned(),
             String::new(),
             format!("{token}/{title}"),
-            "'self'",
+            Asks::ItsServer,
         ),
     };
-    let images = if connect == "'self'" {
-        "'self' data:"
-    } else {
-        "data:"
+    document(&Document {
+        title,
+        data: &data,
+        fallback: &format!("<p>Charts need JavaScript. These are the values.</p>{summary}"),
+        secret: &secret,
+        asks,
+        style: &[STYLE],
+        script: &[SCRIPT],
+    })
+}
+
+struct Document<'a> {
+    title: &'a str,
+    /// JSON without `<`.
+    data: &'a str,
+    /// Markup for who runs no scripts.
+    fallback: &'a str,
+    /// What the nonce is made of.
+    secret: &'a str,
+    asks: Asks,
+    style: &'a [&'a str],
+    script: &'a [&'a str],
+}
+
+/// Whom a page may ask for more.
+#[derive(Clone, Copy, Debug)]
+enum Asks {
+    Nobody,
+    #[cfg(feature = "board")]
+    ItsServer,
+}
+
+/// A script or a style runs if it has the page's nonce. In a report that is the hash of the data, which nothing within the
+/// data can know; on a board that of the token and the title.
+fn document(document: &Document<'_>) -> String {
+    let (images, connect) = match document.asks {
+        Asks::Nobody => ("data:", "'none'"),
+        #[cfg(feature = "board")]
+        Asks::ItsServer => ("'self' data:", "'self'"),
     };
-    let nonce = ContentHash::of(secret.as_bytes()).to_string();
-    let title = escape(title);
+    let nonce = ContentHash::of(document.secret.as_bytes()).to_string();
+    let title = escape(document.title);
+    let (data, fallback) = (document.data, document.fallback);
+    let (style, script) = (document.style.concat(), document.script.concat());
     format!(
         r##"<!DOCTYPE html>
 <html lang="en">
@@ -61,14 +159,14 @@ pub(crate) fn page(page: &Page<'_>) -> String {
 <meta name="referrer" content="no-referrer">
 <link rel="icon" href="data:,">
 <title>{title}</title>
-<style nonce="{nonce}">{STYLE}</style>
+<style nonce="{nonce}">{style}</style>
 </head>
 <body>
 <svg id="svg" width="0" height="0" aria-hidden="true"></svg>
 <div id="app"></div>
-<noscript><main><h1>{title}</h1><p>Charts need JavaScript. These are the values.</p>{summary}</main></noscript>
+<noscript><main><h1>{title}</h1>{fallback}</main></noscript>
 <script type="application/json" id="data" nonce="{nonce}">{data}</script>
-<script nonce="{nonce}">{SCRIPT}</script>
+<script nonce="{nonce}">{script}</script>
 </body>
 </html>
 "##
@@ -126,6 +224,7 @@ fn summary(runs: &[PageRun]) -> String {
 }
 
 const STYLE: &str = include_str!("page/style.css");
+const CHARTS: &str = concat!(include_str!("page/dom.js"), include_str!("page/chart.js"));
 const SCRIPT: &str = concat!(
     "\"use strict\";\n(() => {\n",
     include_str!("page/dom.js"),

@@ -12,6 +12,7 @@ mod csv;
 mod dataframe;
 mod number;
 mod psql;
+mod report;
 mod results;
 #[cfg(test)]
 mod status_tests;

@@ -4,8 +4,9 @@ use serde_json::Value;
 
 use super::dataframe::DataFrame;
 use super::number::json_number;
+use super::report;
 use super::table::{Rows, status};
-use super::trial_folder::read_results;
+use super::trial_folder::{read_results, write};
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
@@ -164,6 +165,33 @@ impl Results {
     #[must_use]
     pub fn status(&self) -> String {
         status(&self.view, Rows::All)
+    }
+
+    /// The report: one HTML file that asks no network for anything, with the best configuration, parameters beside the
+    /// objective, rungs, learning curves, and a table of all trials.
+    ///
+    /// # Errors
+    /// [`Error::is_io`](crate::Error::is_io) where the results of a trial cannot be read.
+    pub fn html(&self) -> Result<String> {
+        let objective = &self.view.objective;
+        let best = self.best_trial(&objective.metric, objective.mode, Scope::Best);
+        report::html(&self.view, self.ending, best.map(|(trial, _)| trial))
+    }
+
+    /// Writes the report to a file, which it replaces as a whole or not at all.
+    ///
+    /// ```
+    /// use accelerator_tune::Results;
+    ///
+    /// fn publish(results: &Results) -> accelerator_tune::Result<()> {
+    ///     results.write_report(results.folder().join("report.html"))
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::is_io`](crate::Error::is_io) where the results of a trial cannot be read, or the file cannot be written.
+    pub fn write_report(&self, path: impl AsRef<Path>) -> Result<()> {
+        write(path.as_ref(), self.html()?.as_bytes())
     }
 
     fn value(&self, trial: &Trial, metric: &str, mode: Mode, scope: Scope) -> Option<f64> {

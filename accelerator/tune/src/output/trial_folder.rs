@@ -236,7 +236,8 @@ fn rewrite(path: &Path, text: &[u8]) -> Result<File> {
     file.map_err(|error| Error::io("write", path, error))
 }
 
-fn write(path: &Path, text: &[u8]) -> Result<()> {
+/// Writes a file as a whole or not at all.
+pub(super) fn write(path: &Path, text: &[u8]) -> Result<()> {
     let draft = path.with_added_extension("new");
     let write = || {
         fs::write(&draft, text)?;

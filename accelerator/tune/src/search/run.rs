@@ -131,6 +131,7 @@ pub(crate) fn run(
     console.finish(&view);
     let results = Results::new(view, ending);
     results.dataframe().to_csv(folder.join("results.csv"))?;
+    results.write_report(folder.join("report.html"))?;
     Ok(results)
 }
 
