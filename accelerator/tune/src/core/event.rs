@@ -41,7 +41,7 @@ pub(crate) enum Action {
     /// The searcher is asked, and the reply is the next event.
     Ask(TrialId),
     /// A result counts: the trial's files get it, and the searcher learns of its value.
-    Take { trial: TrialId, result: TrialResult },
+    Take { branch: Branch, result: TrialResult },
     /// The searcher learns of an end.
     Tell(TrialId, TrialEnd),
     /// A line of the decision log.

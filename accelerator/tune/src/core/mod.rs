@@ -498,7 +498,8 @@ impl Core {
         if state.recent.len() > keep {
             state.recent.pop_front();
         }
-        self.actions.push(Action::Take { trial, result });
+        let branch = state.branch();
+        self.actions.push(Action::Take { branch, result });
     }
 
     fn is_checkpoint_due(&self, trial: TrialId, iteration: u64) -> bool {

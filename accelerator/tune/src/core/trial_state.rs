@@ -95,6 +95,12 @@ impl TrialState {
         &self.branch_state().config
     }
 
+    /// What it tried, or tries, in a branch of its own.
+    pub(crate) fn config_of(&self, branch: Branch) -> &Config {
+        let state = self.branches.get(branch.generation as usize);
+        &state.unwrap_or_else(|| self.branch_state()).config
+    }
+
     /// Whether it runs, and what it does next is not known yet.
     pub(crate) fn is_awaited(&self) -> bool {
         self.status == TrialStatus::Running && self.pending.is_none()

@@ -51,57 +51,53 @@ pub(crate) struct TrialFolder {
     name: String,
     results: File,
     progress: File,
-    /// The metrics that `progress.csv` has columns for.
-    metrics: Vec<String>,
-    has_header: bool,
-    config: Config,
+    /// It has none before the first result.
+    header: Option<ProgressHeader>,
 }
 
 impl TrialFolder {
-    /// Opens the folder of a trial that has these results so far. Its files hold them afterwards, whatever they held before.
+    /// Opens the folder of a trial that has these results so far, each with the configuration that it is of. Its files hold
+    /// them afterwards, whatever they held before.
     pub(crate) fn open(
         path: &Path,
         name: &str,
         config: &Config,
-        before: &[TrialResult],
+        before: &[(TrialResult, Config)],
     ) -> Result<Self> {
         let made = fs::create_dir_all(path);
         made.map_err(|error| Error::io("make", path, error))?;
-        let params = path.join("params.json");
-        write(&params, format!("{config}\n").as_bytes())?;
-        let rows: Vec<_> = before
+        write(&path.join("params.json"), format!("{config}\n").as_bytes())?;
+        let rows = before
             .iter()
-            .map(|result| row(name, result, config))
-            .collect();
+            .map(|(result, config)| row(name, result, config));
+        let rows: Vec<_> = rows.collect();
         let mut folder = Self {
             results: rewrite(&path.join(RESULTS), &lines(&rows)?)?,
             progress: rewrite(&path.join(PROGRESS), b"")?,
             path: path.to_owned(),
             name: name.to_owned(),
-            metrics: Vec::new(),
-            has_header: false,
-            config: config.clone(),
+            header: None,
         };
-        if !rows.is_empty() {
+        if !before.is_empty() {
             folder.rewrite_progress(before)?;
         }
         Ok(folder)
     }
 
     pub(crate) fn append(&mut self, result: &TrialResult, config: &Config) -> Result<()> {
-        self.config = config.clone();
         let path = self.path.join(RESULTS);
         let line = lines(&[row(&self.name, result, config)])?;
         let written = self.results.write_all(&line);
         written.map_err(|error| Error::io("write", &path, error))?;
-        let is_new = |name: &str| !self.metrics.iter().any(|known| known == name);
-        if !self.has_header || result.metrics.iter().any(|(name, _)| is_new(name)) {
-            let all = read_results(&self.path)?;
-            return self.rewrite_progress(&all);
+        match &self.header {
+            Some(header) if header.has_all(result, config) => {
+                let written = self
+                    .progress
+                    .write_all(header.row(result, config).as_bytes());
+                written.map_err(|error| Error::io("write", &self.path.join(PROGRESS), error))
+            }
+            _ => self.rewrite_progress(&read_rows(&self.path)?),
         }
-        let line = self.progress_line(result);
-        let written = self.progress.write_all(line.as_bytes());
-        written.map_err(|error| Error::io("write", &self.path.join(PROGRESS), error))
     }
 
     /// Writes why the newest attempt has failed.
@@ -109,78 +105,23 @@ impl TrialFolder {
         write(&self.path.join(ERROR), format!("{error}\n").as_bytes())
     }
 
-    /// Writes all lines again, with a column for each metric.
-    fn rewrite_progress(&mut self, results: &[TrialResult]) -> Result<()> {
-        let names = results.iter().flat_map(|result| result.metrics.iter());
-        let names: BTreeSet<_> = names.map(|(name, _)| name.to_owned()).collect();
-        self.metrics = names.into_iter().collect();
-        let fixed = COUNTED.iter().map(|name| Value::from(*name));
-        let metrics = self.metrics.iter().map(|name| Value::from(name.as_str()));
-        let config = self.config.leaves().into_iter();
-        let config = config.map(|(path, _)| Value::from(format!("config/{path}")));
-        let header: Vec<_> = fixed.chain(metrics).chain(config).collect();
-        let mut text = csv::line(&header);
-        for result in results {
-            text.push_str(&self.progress_line(result));
+    /// Writes all lines again, with a column for each metric and parameter.
+    fn rewrite_progress(&mut self, rows: &[(TrialResult, Config)]) -> Result<()> {
+        let header = ProgressHeader::of(rows);
+        let mut text = header.line();
+        for (result, config) in rows {
+            text.push_str(&header.row(result, config));
         }
         self.progress = rewrite(&self.path.join(PROGRESS), text.as_bytes())?;
-        self.has_header = true;
+        self.header = Some(header);
         Ok(())
-    }
-
-    fn progress_line(&self, result: &TrialResult) -> String {
-        let fixed = COUNTED.iter().map(|name| counted(result, name));
-        let metrics = self.metrics.iter().map(|name| {
-            let value = result.metrics.value(name);
-            value.map_or(Value::Null, json_number)
-        });
-        let config = self
-            .config
-            .leaves()
-            .into_iter()
-            .map(|(_, value)| value.clone());
-        let fields: Vec<_> = fixed.chain(metrics).chain(config).collect();
-        csv::line(&fields)
     }
 }
 
 /// The results that a trial's folder holds; none where it has none.
 pub(crate) fn read_results(folder: &Path) -> Result<Vec<TrialResult>> {
-    let path = folder.join(RESULTS);
-    let file = match File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(Error::io("read", &path, error)),
-    };
-    let mut results = Vec::new();
-    for line in BufReader::new(file).lines() {
-        let line = line.map_err(|error| Error::io("read", &path, error))?;
-        // The last line may be incomplete while the search writes it.
-        let Ok(Value::Object(mut row)) = serde_json::from_str(&line) else {
-            break;
-        };
-        let number = |value: Option<Value>| value.and_then(|value| value.as_f64());
-        let mut result = TrialResult {
-            training_iteration: row
-                .remove("training_iteration")
-                .and_then(|value| value.as_u64())
-                .unwrap_or(0),
-            time_this_iter_s: number(row.remove("time_this_iter_s")).unwrap_or(0.0),
-            time_total_s: number(row.remove("time_total_s")).unwrap_or(0.0),
-            timestamp: row
-                .remove("timestamp")
-                .and_then(|value| value.as_u64())
-                .unwrap_or(0),
-            metrics: Metrics::default(),
-        };
-        row.remove("trial_id");
-        row.remove("config");
-        if let Ok(metrics) = serde_json::from_value(Value::Object(row)) {
-            result.metrics = metrics;
-        }
-        results.push(result);
-    }
-    Ok(results)
+    let rows = read_rows(folder)?.into_iter();
+    Ok(rows.map(|(result, _)| result).collect())
 }
 
 /// Where a trial's failure is written.
@@ -195,6 +136,87 @@ const COUNTED: [&str; 4] = [
     "time_total_s",
     "timestamp",
 ];
+
+/// The columns of `progress.csv`, after those that are counted.
+#[derive(Debug)]
+struct ProgressHeader {
+    metrics: BTreeSet<String>,
+    /// Paths of configurations.
+    parameters: BTreeSet<String>,
+}
+
+impl ProgressHeader {
+    fn of(rows: &[(TrialResult, Config)]) -> Self {
+        let metrics = rows.iter().flat_map(|(result, _)| result.metrics.iter());
+        let parameters = rows.iter().flat_map(|(_, config)| config.leaves());
+        Self {
+            metrics: metrics.map(|(name, _)| name.to_owned()).collect(),
+            parameters: parameters.map(|(path, _)| path).collect(),
+        }
+    }
+
+    fn has_all(&self, result: &TrialResult, config: &Config) -> bool {
+        let mut metrics = result.metrics.iter();
+        let mut parameters = config.leaves().into_iter();
+        metrics.all(|(name, _)| self.metrics.contains(name))
+            && parameters.all(|(path, _)| self.parameters.contains(&path))
+    }
+
+    fn line(&self) -> String {
+        let counted = COUNTED.iter().map(|name| Value::from(*name));
+        let metrics = self.metrics.iter().map(|name| name.as_str().into());
+        let parameters = self.parameters.iter();
+        let parameters = parameters.map(|path| format!("config/{path}").into());
+        csv::line(&counted.chain(metrics).chain(parameters).collect::<Vec<_>>())
+    }
+
+    fn row(&self, result: &TrialResult, config: &Config) -> String {
+        let counted = COUNTED.iter().map(|name| counted(result, name));
+        let metrics = self.metrics.iter().map(|name| {
+            let value = result.metrics.value(name);
+            value.map_or(Value::Null, json_number)
+        });
+        let parameters = self.parameters.iter();
+        let parameters = parameters.map(|path| config.value(path).cloned().unwrap_or(Value::Null));
+        csv::line(&counted.chain(metrics).chain(parameters).collect::<Vec<_>>())
+    }
+}
+
+fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
+    let path = folder.join(RESULTS);
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(Error::io("read", &path, error)),
+    };
+    let mut rows = Vec::new();
+    for line in BufReader::new(file).lines() {
+        let line = line.map_err(|error| Error::io("read", &path, error))?;
+        // The last line may be incomplete while the search writes it.
+        let Ok(Value::Object(mut row)) = serde_json::from_str(&line) else {
+            break;
+        };
+        let whole = |value: Option<Value>| value.and_then(|value| value.as_u64()).unwrap_or(0);
+        let number = |value: Option<Value>| value.and_then(|value| value.as_f64()).unwrap_or(0.0);
+        let mut result = TrialResult {
+            training_iteration: whole(row.remove("training_iteration")),
+            time_this_iter_s: number(row.remove("time_this_iter_s")),
+            time_total_s: number(row.remove("time_total_s")),
+            timestamp: whole(row.remove("timestamp")),
+            metrics: Metrics::default(),
+        };
+        row.remove("trial_id");
+        let config = match row.remove("config") {
+            Some(Value::Object(config)) => Config::from(config),
+            _ => Config::default(),
+        };
+        if let Ok(metrics) = serde_json::from_value(Value::Object(row)) {
+            result.metrics = metrics;
+        }
+        rows.push((result, config));
+    }
+    Ok(rows)
+}
 
 fn counted(result: &TrialResult, name: &str) -> Value {
     match name {
@@ -285,8 +307,37 @@ mod tests {
             .unwrap();
         file.set_len(file.metadata().unwrap().len() - 7).unwrap();
         assert_eq!(read_results(&path).unwrap(), std::slice::from_ref(&first));
-        TrialFolder::open(&path, "t_00000", &config, &[first.clone(), second.clone()]).unwrap();
+        let before = [
+            (first.clone(), config.clone()),
+            (second.clone(), config.clone()),
+        ];
+        TrialFolder::open(&path, "t_00000", &config, &before).unwrap();
         assert_eq!(read_results(&path).unwrap(), [first, second]);
+        assert_eq!(fs::read_to_string(path.join(PROGRESS)).unwrap(), expected);
+    }
+
+    #[test]
+    fn each_result_keeps_the_configuration_that_it_is_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trial");
+        let config = |text| serde_json::from_str::<Config>(text).unwrap();
+        let (before, after) = (
+            config(r#"{"lr": 0.5}"#),
+            config(r#"{"lr": 0.25, "wide": true}"#),
+        );
+        let results = [1, 2].map(|iteration| result(iteration, &[]));
+        let mut open = TrialFolder::open(&path, "t_00000", &before, &[]).unwrap();
+        open.append(&results[0], &before).unwrap();
+        open.append(&results[1], &after).unwrap();
+        let expected = "training_iteration,time_this_iter_s,time_total_s,timestamp,config/lr,config/wide\n\
+                        1,0.5,0.5,9,0.5,\n2,0.5,1.0,9,0.25,true\n";
+        assert_eq!(fs::read_to_string(path.join(PROGRESS)).unwrap(), expected);
+        let lines = fs::read(path.join(RESULTS)).unwrap();
+        let [first, second] = results;
+        let rows = [(first, before), (second, after.clone())];
+        assert_eq!(read_rows(&path).unwrap(), rows);
+        TrialFolder::open(&path, "t_00000", &after, &rows).unwrap();
+        assert_eq!(fs::read(path.join(RESULTS)).unwrap(), lines);
         assert_eq!(fs::read_to_string(path.join(PROGRESS)).unwrap(), expected);
     }
 

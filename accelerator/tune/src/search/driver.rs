@@ -28,8 +28,8 @@ pub(crate) trait Files {
     /// Makes the trial's folder, where it is not there.
     fn begin(&mut self, trial: &TrialState) -> Result<()>;
 
-    /// A result counts.
-    fn take(&mut self, trial: &TrialState, result: &TrialResult) -> Result<()>;
+    /// A result counts, of that branch of the trial.
+    fn take(&mut self, trial: &TrialState, branch: Branch, result: &TrialResult) -> Result<()>;
 
     /// A trial has ended, or an attempt at it has failed.
     fn end(&mut self, trial: &TrialState) -> Result<()>;
@@ -169,11 +169,11 @@ impl<F: Files> Driver<'_, F> {
             // By `happen`.
             Action::Ask(_) => {}
             Action::Log(decision) => self.decisions.append(&decision)?,
-            Action::Take { trial, result } => {
-                if let Some(state) = self.core.trial(trial) {
-                    self.files.take(state, &result)?;
+            Action::Take { branch, result } => {
+                if let Some(state) = self.core.trial(branch.trial) {
+                    self.files.take(state, branch, &result)?;
                 }
-                tell_result(self.searcher, &self.core, trial, &result)?;
+                tell_result(self.searcher, &self.core, branch.trial, &result)?;
             }
             Action::Tell(trial, end) => {
                 self.searcher.tell(trial, end)?;
@@ -500,7 +500,7 @@ impl<F: Files> Driver<'_, F> {
 pub(crate) struct Replayed {
     pub(crate) decisions: Vec<Decision>,
     /// Results that count, by trial.
-    pub(crate) results: BTreeMap<TrialId, Vec<TrialResult>>,
+    pub(crate) results: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     /// The searcher was to be asked.
     pub(crate) asked: Option<TrialId>,
 }
@@ -539,9 +539,10 @@ pub(crate) fn replay(
             match action {
                 Action::Ask(trial) => replayed.asked = Some(trial),
                 Action::Log(decision) => replayed.decisions.push(decision),
-                Action::Take { trial, result } => {
-                    tell_result(searcher, core, trial, &result)?;
-                    replayed.results.entry(trial).or_default().push(result);
+                Action::Take { branch, result } => {
+                    tell_result(searcher, core, branch.trial, &result)?;
+                    let results = replayed.results.entry(branch.trial).or_default();
+                    results.push((branch, result));
                 }
                 Action::Tell(trial, end) => searcher.tell(trial, end)?,
                 Action::Revisit(_) | Action::Finish => {}

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::driver::Files;
-use crate::core::TrialState;
+use crate::core::{Branch, TrialState};
 use crate::error::Result;
 use crate::output::{TrialFolder, folder_name, trial_name};
 use crate::trial_id::TrialId;
@@ -19,7 +19,7 @@ pub(crate) struct TrialFiles {
     id: String,
     parameters: Vec<String>,
     /// Results of the journal, until the trial's files are opened.
-    before: BTreeMap<TrialId, Vec<TrialResult>>,
+    before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     open: BTreeMap<TrialId, TrialFolder>,
 }
 
@@ -29,7 +29,7 @@ impl TrialFiles {
         search: &str,
         id: &str,
         parameters: Vec<String>,
-        before: BTreeMap<TrialId, Vec<TrialResult>>,
+        before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     ) -> Self {
         Self {
             root: root.to_owned(),
@@ -65,6 +65,8 @@ impl TrialFiles {
             std::collections::btree_map::Entry::Occupied(folder) => Ok(folder.into_mut()),
             std::collections::btree_map::Entry::Vacant(place) => {
                 let before = self.before.remove(&state.id).unwrap_or_default();
+                let with_config = |(branch, result)| (result, state.config_of(branch).clone());
+                let before: Vec<_> = before.into_iter().map(with_config).collect();
                 let name = trial_name(&self.search, &self.id, state.id);
                 let folder = TrialFolder::open(&path, &name, state.config(), &before)?;
                 Ok(place.insert(folder))
@@ -85,9 +87,8 @@ impl Files for TrialFiles {
         self.folder(state).map(|_| ())
     }
 
-    fn take(&mut self, state: &TrialState, result: &TrialResult) -> Result<()> {
-        let config = state.config().clone();
-        self.folder(state)?.append(result, &config)
+    fn take(&mut self, state: &TrialState, branch: Branch, result: &TrialResult) -> Result<()> {
+        self.folder(state)?.append(result, state.config_of(branch))
     }
 
     fn end(&mut self, state: &TrialState) -> Result<()> {

@@ -43,7 +43,7 @@ section("summary", "Summary", null,
     tile(`best ${data.metric}`, best ? fmt(best.best, 6) : "–", best ? `${best.name}, iteration ${best.best_at}; last ${words(best.last)}` : "no trial has reported a number"),
     tile("trials", `${trials.length}${data.expected === null ? "" : " of " + data.expected}`, states.map(([state, count]) => `${count} ${state}`).join(", ")),
     tile("iterations", fmt(total((trial) => trial.iterations))),
-    tile("time of all trials", duration(total((trial) => trial.seconds) * 1000)),
+    tile("time of all trials", duration(Math.round(total((trial) => trial.seconds) * 1000))),
     tile("the search", data.ending)),
   data.scheduler.length ? h("pre", {}, data.scheduler.join("\n")) : null,
   best ? h("div", { class: "scroll" }, h("table", { class: "pairs best-config" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "best configuration"), h("th", { scope: "col" }))),
@@ -107,7 +107,7 @@ const columns = [
   { name: "at iteration", value: (trial) => trial.best_at },
   { name: `${data.metric} (last)`, key: "last", value: (trial) => trial.last },
   { name: "iterations", value: (trial) => trial.iterations },
-  { name: "time", value: (trial) => trial.seconds, word: (trial) => duration(trial.seconds * 1000) },
+  { name: "time", value: (trial) => trial.seconds, word: (trial) => duration(Math.round(trial.seconds * 1000)) },
   ...data.parameters.map((name, i) => ({ name, key: "parameter " + i, value: (trial) => parameter(trial, i) })),
 ];
 if (trials.some((trial) => trial.error)) columns.push({ name: "error", value: (trial) => trial.error });
