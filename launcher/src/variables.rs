@@ -76,23 +76,6 @@ const OF_A_JOB: [&str; 4] = [
     TOKEN_FILE.name,
 ];
 
-/// The variables by which another launcher tells a process its place, such as `mpirun` around this one: a rank of this
-/// launcher has its place from here.
-pub(crate) fn of_other_launchers() -> impl Iterator<Item = OsString> {
-    const PREFIXES: [&str; 4] = ["OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_"];
-    const EXACT: [&str; 5] = [
-        "MPI_LOCALNRANKS",
-        "MPI_LOCALRANKID",
-        "SLURM_LOCALID",
-        "SLURM_NODEID",
-        "SLURM_PROCID",
-    ];
-    std::env::vars_os().map(|(name, _)| name).filter(|name| {
-        let name = name.to_string_lossy();
-        EXACT.contains(&&*name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
-    })
-}
-
 /// The variables that cargo sets for a program it runs, and that mislead another cargo or
 /// program when the launcher itself was started by `cargo run`.
 pub(crate) fn of_cargo() -> impl Iterator<Item = OsString> {

@@ -65,7 +65,7 @@ pub use group::{
 };
 pub use launch::{
     AgentHead, AgentLaunch, AgentProcesses, Launch, LaunchSource, NodeCount, Origin, Setting,
-    check_alone, expand_hosts, variable,
+    check_alone, expand_hosts, place_variables, variable,
 };
 pub use partition::Partition;
 pub use reduce_op::ReduceOp;

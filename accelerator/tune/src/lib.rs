@@ -23,6 +23,7 @@ pub use view::{Rung, Trial, TrialResult, TrialStatus};
 mod config;
 mod core;
 mod error;
+mod host;
 mod journal;
 mod metrics;
 mod objective;

@@ -7,6 +7,7 @@ mod hostlist;
 mod inherited;
 mod mpi;
 mod place;
+mod place_variables;
 mod pmi1;
 mod pmix;
 mod reader;
@@ -23,6 +24,7 @@ pub use accelerator_env::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
 pub use hostlist::expand_hosts;
+pub use place_variables::place_variables;
 pub use setting::{LaunchSource, Origin, Setting};
 
 use builder::LaunchBuilder;

@@ -1,17 +1,16 @@
-use std::io::BufReader;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::mpsc::Sender;
 use std::thread;
-use std::time::Duration;
 
-use super::{PoolEvent, Slot};
+use super::PoolEvent;
 use crate::error::Result;
-use crate::trial::protocol::{Greeting, Hello, WorkerPlace, receive, send};
+use crate::host::{at_port, bind_everywhere};
+use crate::trial::protocol::{WorkerPlace, greet, random, receive};
 
 /// Where workers connect.
 #[derive(Debug)]
 pub(super) struct Listener {
-    address: SocketAddr,
+    address: String,
     token: String,
 }
 
@@ -26,9 +25,13 @@ pub(super) struct Connection {
 }
 
 impl Listener {
-    pub(super) fn bind(events: Sender<PoolEvent>) -> Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let address = listener.local_addr()?;
+    /// Workers of other hosts reach it at `host`, and there are none otherwise.
+    pub(super) fn bind(host: Option<&str>, events: Sender<PoolEvent>) -> Result<Self> {
+        let listener = match host {
+            None => TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?,
+            Some(_) => bind_everywhere()?,
+        };
+        let port = listener.local_addr()?.port();
         let token = random();
         let known = token.clone();
         thread::Builder::new()
@@ -45,28 +48,35 @@ impl Listener {
                     }
                 }
             })?;
-        Ok(Self { address, token })
+        Ok(Self {
+            address: at_port(host.unwrap_or("127.0.0.1"), port),
+            token,
+        })
     }
 
     /// What a worker is told when it is started.
-    pub(super) fn place(&self, worker: u32, slot: &Slot) -> WorkerPlace {
+    pub(super) fn place(&self, worker: u32, cores: Vec<usize>) -> WorkerPlace {
         WorkerPlace {
-            address: self.address.to_string(),
+            address: self.address.clone(),
             token: self.token.clone(),
             worker,
-            parent: Some(std::process::id()),
-            cores: slot.cores.clone(),
+            parent: None,
+            cores,
         }
     }
 }
 
-/// How long a connection may take to say who it is.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-
 /// Passes on what a worker says, until it closes.
 fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
-    let Some((mut reader, connection)) = greet(stream, token) else {
+    let Some((mut reader, hello)) = greet(&stream, token) else {
         return;
+    };
+    let connection = Connection {
+        worker: hello.worker,
+        rank: hello.rank,
+        host: hello.host,
+        pid: hello.pid,
+        stream,
     };
     let (worker, rank) = (connection.worker, connection.rank);
     let mut is_open = events.send(PoolEvent::Connected(connection)).is_ok();
@@ -78,38 +88,4 @@ fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
     }
     // Nobody listens once the search has ended.
     let _ = events.send(PoolEvent::Closed { worker });
-}
-
-fn greet(stream: TcpStream, token: &str) -> Option<(BufReader<TcpStream>, Connection)> {
-    stream.set_nodelay(true).ok()?;
-    stream.set_read_timeout(Some(HANDSHAKE)).ok()?;
-    let nonce = random();
-    let greeting = Greeting {
-        nonce: nonce.clone(),
-    };
-    send(&stream, &greeting).ok()?;
-    let mut reader = BufReader::new(stream.try_clone().ok()?);
-    let hello: Hello = receive(&mut reader)?;
-    if hello.proof != Hello::proof(token, &nonce, hello.worker, hello.rank) {
-        tracing::warn!("a process connected that does not know the search's token; it is ignored");
-        return None;
-    }
-    stream.set_read_timeout(None).ok()?;
-    let connection = Connection {
-        worker: hello.worker,
-        rank: hello.rank,
-        host: hello.host,
-        pid: hello.pid,
-        stream,
-    };
-    Some((reader, connection))
-}
-
-/// 128 bits that nobody can guess.
-fn random() -> String {
-    let mut bytes = [0; 16];
-    // It fails on no system that this runs on: it waits until there is randomness.
-    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    debug_assert_eq!(filled, Ok(bytes.len()));
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

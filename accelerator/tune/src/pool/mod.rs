@@ -12,17 +12,16 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::host::{Hosts, ProcessProgram, ProcessSpec, TrialProcess};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::trial::protocol::{FromWorker, ToWorker};
 use crate::trial_id::TrialId;
 use listener::Listener;
-pub(crate) use process::{ProcessEvent, TrialProcess};
 pub use slots::Resources;
 pub(crate) use slots::{Slot, Slots};
 
 pub(crate) mod checkpoint;
 mod listener;
-mod process;
 mod slots;
 
 /// Whether a process carries out several trials, one after the other.
@@ -46,6 +45,7 @@ pub enum WorkerReuse {
 /// Processes of this program that carry out trials.
 #[derive(Debug)]
 pub(crate) struct Pool {
+    hosts: Hosts,
     slots: Slots,
     /// How many processes a trial has.
     ranks: usize,
@@ -80,12 +80,6 @@ enum PoolEvent {
     },
 }
 
-impl ProcessEvent for PoolEvent {
-    fn exited(worker: u32) -> Self {
-        Self::Exited { worker }
-    }
-}
-
 #[derive(Debug)]
 struct Worker {
     process: TrialProcess,
@@ -113,6 +107,7 @@ struct Worker {
 
 impl Pool {
     pub(crate) fn new(
+        hosts: Hosts,
         resources: &Resources,
         slots: Option<usize>,
         reuse: WorkerReuse,
@@ -122,11 +117,12 @@ impl Pool {
         let logs = folder.join("logs");
         fs::create_dir_all(&logs).map_err(|error| Error::io("make", &logs, error))?;
         Ok(Self {
-            slots: Slots::new(resources, slots)?,
+            slots: Slots::new(resources, slots, &hosts.resources())?,
             ranks: resources.processes,
             reuse,
             logs,
-            listener: Listener::bind(sender.clone())?,
+            listener: Listener::bind(hosts.address(), sender.clone())?,
+            hosts,
             workers: BTreeMap::new(),
             next_worker: 0,
             of_trial: BTreeMap::new(),
@@ -176,10 +172,22 @@ impl Pool {
     fn spawn(&mut self, slot: usize) -> Result<u32> {
         let number = self.next_worker;
         self.next_worker += 1;
-        let place = self.listener.place(number, &self.slots[slot]);
-        let log = self.logs.join(format!("worker-{number:05}.log"));
-        let process = TrialProcess::start(&place, &self.slots[slot], self.ranks, &log)?;
-        process.watch(number, self.sender.clone())?;
+        let Slot {
+            host, cores, gpus, ..
+        } = &self.slots[slot];
+        let spec = ProcessSpec {
+            program: ProcessProgram::Worker(self.listener.place(number, cores.clone())),
+            ranks: self.ranks,
+            cores: cores.clone(),
+            gpus: gpus.clone(),
+            log: self.logs.join(format!("worker-{number:05}.log")),
+        };
+        let sender = self.sender.clone();
+        let exited = move || {
+            // Nobody listens once the search has ended.
+            let _ = sender.send(PoolEvent::Exited { worker: number });
+        };
+        let (process, _) = self.hosts.start(*host, &spec, number, exited)?;
         let worker = Worker {
             process,
             slot,
@@ -477,6 +485,7 @@ impl TrialRunner for Pool {
     fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
         let until = Instant::now() + wait;
         loop {
+            self.hosts.check()?;
             if let Some(event) = self.ready.pop_front() {
                 return Ok(Some(event));
             }

@@ -1,11 +1,11 @@
 use std::collections::VecDeque;
 use std::ops::{Index, IndexMut};
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::Turn;
 use crate::error::{Error, Result};
+use crate::host::HostResources;
 use crate::trial_id::TrialId;
 
 /// What one trial runs on: Ray Tune's `resources_per_trial`.
@@ -53,6 +53,7 @@ pub(crate) struct Slots {
 /// What one trial computes on at a time.
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
+    pub(crate) host: usize,
     pub(crate) cores: Vec<usize>,
     pub(crate) gpus: Vec<String>,
     /// How many trials take turns.
@@ -63,8 +64,12 @@ pub(crate) struct Slot {
 }
 
 impl Slots {
-    /// As many as fit, or `count`.
-    pub(crate) fn new(resources: &Resources, count: Option<usize>) -> Result<Self> {
+    /// As many as fit on each host, or `count` in all.
+    pub(crate) fn new(
+        resources: &Resources,
+        count: Option<usize>,
+        hosts: &[&HostResources],
+    ) -> Result<Self> {
         let Resources {
             cpus,
             gpus,
@@ -85,36 +90,44 @@ impl Slots {
         if count == Some(0) {
             return Err(Error::misuse("`slots` is 0; it is at least 1"));
         }
-        let all_cores = usable_cores();
-        let all_gpus = visible_gpus();
-        let by_cores = whole(all_cores.len(), cpus);
-        let fitting = match gpus > 0.0 {
-            true => by_cores.max(1).min(whole(all_gpus.len(), gpus)),
-            false => by_cores.max(1),
+        let fits = |host: &HostResources| {
+            let by_cores = whole(host.cores.len(), cpus).max(1);
+            match gpus > 0.0 {
+                true => by_cores.min(whole(host.gpus.len(), gpus)),
+                false => by_cores,
+            }
         };
-        if gpus > 0.0 && whole(all_gpus.len(), gpus) == 0 {
+        let fitting: usize = hosts.iter().map(|host| fits(host)).sum();
+        let most = |of: fn(&HostResources) -> usize| hosts.iter().map(|host| of(host)).max();
+        if fitting == 0 {
             return Err(wrong(format!(
                 "a trial takes {gpus} GPUs, and this process sees {}; see `accel-launch env`",
-                all_gpus.len()
+                most(|host| host.gpus.len()).unwrap_or(0)
             )));
         }
-        if by_cores == 0 && count.is_none() {
+        let cores = most(|host| host.cores.len()).unwrap_or(0);
+        if whole(cores, cpus) == 0 && count.is_none() {
             tracing::warn!(
-                "a trial takes {cpus} cores, and this process has {}: one trial runs at a time, on all of them",
-                all_cores.len()
+                "a trial takes {cpus} cores, and this process has {cores}: one trial runs at a time, on all of them"
             );
         }
-        let count = count.unwrap_or(fitting);
-        let slots = (0..count).map(|slot| Slot {
-            cores: share(&all_cores, slot, cpus),
-            gpus: share(&all_gpus, slot, gpus),
-            ..Slot::default()
+        let dealt = |host: usize| match count {
+            Some(count) => count * (host + 1) / hosts.len() - count * host / hosts.len(),
+            None => fits(hosts[host]),
+        };
+        let slots = hosts.iter().enumerate().flat_map(|(number, host)| {
+            (0..dealt(number)).map(move |slot| Slot {
+                host: number,
+                cores: share(&host.cores, slot, cpus),
+                gpus: share(&host.gpus, slot, gpus),
+                ..Slot::default()
+            })
         });
         Ok(Self {
             slots: slots.collect(),
             resources: resources.clone(),
-            cores: all_cores.len(),
-            gpus: all_gpus.len(),
+            cores: hosts.iter().map(|host| host.cores.len()).sum(),
+            gpus: hosts.iter().map(|host| host.gpus.len()).sum(),
         })
     }
 
@@ -200,33 +213,6 @@ fn share<T: Clone>(all: &[T], slot: usize, each: f64) -> Vec<T> {
     indices.map(|index| all[index].clone()).collect()
 }
 
-#[cfg(target_os = "linux")]
-fn usable_cores() -> Vec<usize> {
-    match rustix::thread::sched_getaffinity(None) {
-        Ok(set) => (0..rustix::thread::CpuSet::MAX_CPU)
-            .filter(|core| set.is_set(*core))
-            .collect(),
-        Err(_) => Vec::new(),
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn usable_cores() -> Vec<usize> {
-    let count = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
-    (0..count).collect()
-}
-
-/// Those of `CUDA_VISIBLE_DEVICES`, or all of the machine.
-fn visible_gpus() -> Vec<String> {
-    if let Ok(list) = std::env::var("CUDA_VISIBLE_DEVICES") {
-        let listed = list.split(',').map(str::trim).filter(|id| !id.is_empty());
-        return listed.map(str::to_owned).collect();
-    }
-    let devices = Path::new("/proc/driver/nvidia/gpus").read_dir();
-    let count = devices.map_or(0, Iterator::count);
-    (0..count).map(|index| index.to_string()).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -246,6 +232,10 @@ mod tests {
 
     #[test]
     fn resources_that_cannot_be_are_refused() {
+        let host = HostResources {
+            cores: vec![0, 1],
+            gpus: Vec::new(),
+        };
         for (cpus, gpus, processes) in [
             (0.0, 0.0, 1),
             (f64::NAN, 0.0, 1),
@@ -258,9 +248,33 @@ mod tests {
                 gpus,
                 processes,
             };
-            let error = Slots::new(&resources, None).unwrap_err();
+            let error = Slots::new(&resources, None, &[&host]).unwrap_err();
             assert!(error.is_misuse(), "{error}");
         }
-        assert_eq!(Slots::new(&Resources::default(), Some(4)).unwrap().len(), 4);
+    }
+
+    #[test]
+    fn slots_are_on_hosts_by_what_they_have() {
+        let hosts = [4, 2].map(|cores| HostResources {
+            cores: (0..cores).collect(),
+            gpus: Vec::new(),
+        });
+        let hosts: Vec<_> = hosts.iter().collect();
+        let on = |cpus: f64, count: Option<usize>| -> Vec<(usize, Vec<usize>)> {
+            let resources = Resources {
+                cpus,
+                ..Resources::default()
+            };
+            let slots = Slots::new(&resources, count, &hosts).unwrap().slots;
+            let places = slots.into_iter().map(|slot| (slot.host, slot.cores));
+            places.collect()
+        };
+        let (two, last) = (vec![0, 1], vec![2, 3]);
+        assert_eq!(
+            on(2.0, None),
+            [(0, two.clone()), (0, last), (1, two.clone())]
+        );
+        assert_eq!(on(2.0, Some(2)), [(0, two.clone()), (1, two)]);
+        assert_eq!(on(1.0, Some(1)), [(1, vec![0])]);
     }
 }

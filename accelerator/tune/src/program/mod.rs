@@ -10,8 +10,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::host::{Hosts, ProcessProgram, ProcessSpec, TrialProcess};
 use crate::metrics::Metrics;
-use crate::pool::{ProcessEvent, Resources, Slots, TrialProcess, checkpoint};
+use crate::pool::{Resources, Slot, Slots, checkpoint};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::trial_id::TrialId;
 use lines::MetricsLine;
@@ -27,6 +28,7 @@ pub(crate) struct Programs {
     template: Template,
     /// The metric that a line has to be a report.
     metric: String,
+    hosts: Hosts,
     slots: Slots,
     processes: usize,
     attempts: BTreeMap<u32, ProgramAttempt>,
@@ -43,12 +45,6 @@ enum ProgramEvent {
     /// Its standard output is closed.
     Closed(u32),
     Exited(u32),
-}
-
-impl ProcessEvent for ProgramEvent {
-    fn exited(attempt: u32) -> Self {
-        Self::Exited(attempt)
-    }
 }
 
 #[derive(Debug)]
@@ -70,6 +66,7 @@ struct ProgramAttempt {
 
 impl Programs {
     pub(crate) fn new(
+        hosts: Hosts,
         template: Template,
         metric: &str,
         resources: &Resources,
@@ -79,7 +76,8 @@ impl Programs {
         Ok(Self {
             template,
             metric: metric.to_owned(),
-            slots: Slots::new(resources, slots)?,
+            slots: Slots::new(resources, slots, &hosts.resources())?,
+            hosts,
             processes: resources.processes,
             attempts: BTreeMap::new(),
             next_attempt: 0,
@@ -103,19 +101,28 @@ impl Programs {
     fn begin(&mut self, slot: usize, start: TrialStart) -> Result<()> {
         let number = self.next_attempt;
         self.next_attempt += 1;
-        let words = self.template.fill(&start)?;
         let log = start.folder.join("output.log");
-        let mut process =
-            TrialProcess::of_command(&words, &self.slots[slot], self.processes, &log)?;
-        process.watch(number, self.sender.clone())?;
-        if let Some(output) = process.take_output() {
+        let Slot {
+            host, cores, gpus, ..
+        } = &self.slots[slot];
+        let spec = ProcessSpec {
+            program: ProcessProgram::Command(self.template.fill(&start)?),
+            ranks: self.processes,
+            cores: cores.clone(),
+            gpus: gpus.clone(),
+            log: log.clone(),
+        };
+        let sender = self.sender.clone();
+        let exited = move || {
+            // Nobody listens once the search has ended.
+            let _ = sender.send(ProgramEvent::Exited(number));
+        };
+        let (process, output) = self.hosts.start(*host, &spec, number, exited)?;
+        if let Some(output) = output {
             lines::follow(output, &log, &self.metric, number, self.sender.clone())?;
         }
         let location = Location {
-            host: rustix::system::uname()
-                .nodename()
-                .to_string_lossy()
-                .into_owned(),
+            host: self.hosts.name(*host).to_owned(),
             pid: process.id(),
         };
         let trial = start.trial;
@@ -304,6 +311,7 @@ impl TrialRunner for Programs {
     fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
         let until = Instant::now() + wait;
         loop {
+            self.hosts.check()?;
             if let Some(event) = self.ready.pop_front() {
                 return Ok(Some(event));
             }

@@ -10,6 +10,7 @@ use super::spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
 use crate::config::Config;
 use crate::core::CheckpointSettings;
 use crate::error::Result;
+use crate::host::Hosts;
 use crate::objective::Objective;
 use crate::output::{Display, Results};
 use crate::pool::{Pool, Resources, WorkerReuse};
@@ -55,6 +56,7 @@ use crate::trial::{BoxError, Trainable, TrialSession, serve_function, serve_trai
 pub struct Search {
     spec: SearchSpec,
     searcher: Option<Box<dyn Searcher>>,
+    folder: Option<PathBuf>,
     options: RunOptions,
 }
 
@@ -198,7 +200,7 @@ impl Search {
     /// Where its files are; `tune/NAME` otherwise.
     #[must_use]
     pub fn folder(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.options.folder = Some(folder.into());
+        self.folder = Some(folder.into());
         self
     }
 
@@ -258,8 +260,9 @@ impl Search {
         let command: Vec<String> = command.into_iter().map(Into::into).collect();
         let template = Template::new(command.clone())?;
         self.spec.program = command;
-        self.run_on(|spec, _folder| {
+        self.run_on(|hosts, spec, _folder| {
             let programs = Programs::new(
+                hosts,
                 template,
                 &spec.metric,
                 &spec.resources_per_trial,
@@ -278,8 +281,9 @@ impl Search {
     }
 
     fn run_in_processes(self) -> Result<Results> {
-        self.run_on(|spec, folder| {
+        self.run_on(|hosts, spec, folder| {
             let pool = Pool::new(
+                hosts,
                 &spec.resources_per_trial,
                 spec.slots,
                 spec.reuse_workers,
@@ -291,9 +295,15 @@ impl Search {
 
     fn run_on(
         self,
-        runner: impl FnOnce(&SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
+        runner: impl FnOnce(Hosts, &SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
     ) -> Result<Results> {
-        run(self.spec, self.searcher, self.options, runner)
+        let folder = self
+            .folder
+            .unwrap_or_else(|| Path::new("tune").join(&self.spec.name));
+        // In the other processes of the search's job it does not return.
+        let hosts = Hosts::join(&folder)?;
+        let runner = |spec: &SearchSpec, folder: &Path| runner(hosts, spec, folder);
+        run(self.spec, self.searcher, folder, self.options, runner)
     }
 }
 
@@ -303,6 +313,7 @@ impl From<SearchSpec> for Search {
         Self {
             spec,
             searcher: None,
+            folder: None,
             options: RunOptions::default(),
         }
     }

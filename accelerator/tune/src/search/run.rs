@@ -26,7 +26,6 @@ use crate::view::{SearchView, Trial};
 /// How a search is run, whatever it is.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunOptions {
-    pub(crate) folder: Option<PathBuf>,
     pub(crate) display: Display,
     /// Counts requests to end; signals where it is absent.
     pub(crate) interrupts: Option<Arc<AtomicU32>>,
@@ -36,12 +35,10 @@ pub(crate) struct RunOptions {
 pub(crate) fn run(
     spec: SearchSpec,
     searcher: Option<Box<dyn Searcher>>,
+    folder: PathBuf,
     options: RunOptions,
     runner: impl FnOnce(&SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
 ) -> Result<Results> {
-    let folder = options
-        .folder
-        .unwrap_or_else(|| Path::new("tune").join(&spec.name));
     let (mut searcher, asks, expected) = set_up(&spec, searcher)?;
     let mut core = new_core(&spec, asks)?;
     let limits = limits(&spec)?;

@@ -13,9 +13,10 @@
 //!   ── Ended, Failed, Refused ►
 //! ```
 
-use std::io::{BufRead, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -96,7 +97,7 @@ pub(crate) enum FromWorker {
 }
 
 /// What a process that is started as a worker finds in its environment.
-#[derive(Debug, Deserialize, Serialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct WorkerPlace {
     pub(crate) address: String,
     pub(crate) token: String,
@@ -105,6 +106,64 @@ pub(crate) struct WorkerPlace {
     pub(crate) parent: Option<u32>,
     /// The cores that it is to run on.
     pub(crate) cores: Vec<usize>,
+}
+
+/// Makes a process that has connected prove that it knows the token; `None` where it does not.
+pub(crate) fn greet(stream: &TcpStream, token: &str) -> Option<(BufReader<TcpStream>, Hello)> {
+    stream.set_nodelay(true).ok()?;
+    stream.set_read_timeout(Some(HANDSHAKE)).ok()?;
+    let nonce = random();
+    let greeting = Greeting {
+        nonce: nonce.clone(),
+    };
+    send(stream, &greeting).ok()?;
+    let mut reader = BufReader::new(stream.try_clone().ok()?);
+    let hello: Hello = receive(&mut reader)?;
+    if hello.proof != Hello::proof(token, &nonce, hello.worker, hello.rank) {
+        tracing::warn!("a process connected that does not know the search's token; it is ignored");
+        return None;
+    }
+    stream.set_read_timeout(None).ok()?;
+    Some((reader, hello))
+}
+
+/// Connects to the search, and proves that this process is its.
+pub(crate) fn connect(
+    address: &str,
+    token: &str,
+    worker: u32,
+    rank: usize,
+) -> Result<(BufReader<TcpStream>, TcpStream)> {
+    let stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let Some(Greeting { nonce }) = receive(&mut reader) else {
+        return Err(Error::trial("the search does not answer"));
+    };
+    let hello = Hello {
+        proof: Hello::proof(token, &nonce, worker, rank),
+        worker,
+        rank,
+        host: host_name(),
+        pid: std::process::id(),
+    };
+    send(&stream, &hello)?;
+    Ok((reader, stream))
+}
+
+/// What this host calls itself.
+pub(crate) fn host_name() -> String {
+    let system = rustix::system::uname();
+    system.nodename().to_string_lossy().into_owned()
+}
+
+/// 128 bits that nobody can guess.
+pub(crate) fn random() -> String {
+    let mut bytes = [0; 16];
+    // It fails on no system that this runs on: it waits until there is randomness.
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    debug_assert_eq!(filled, Ok(bytes.len()));
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Sends a value as a line.
@@ -123,3 +182,6 @@ pub(crate) fn receive<T: DeserializeOwned>(reader: &mut impl BufRead) -> Option<
         _ => None,
     }
 }
+
+/// How long a connection may take to say who it is.
+const HANDSHAKE: Duration = Duration::from_secs(10);

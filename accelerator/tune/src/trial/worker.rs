@@ -1,6 +1,5 @@
 //! The process of a trial: this program, started again.
 
-use std::io::BufReader;
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,7 +8,7 @@ use std::thread;
 
 use rustix::process::{Pid, Signal};
 
-use super::protocol::{FromWorker, Greeting, Hello, ToWorker, WorkerPlace, receive, send};
+use super::protocol::{FromWorker, ToWorker, WorkerPlace, connect, receive, send};
 use super::session::{TrialContext, TrialSession};
 use super::trainable::{BoxError, OfClass, OfFunction, Outcome, Trainable, Work};
 use crate::config::Config;
@@ -116,7 +115,7 @@ fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
     };
     let rank = number("RANK").unwrap_or(0);
     let world_size = number("WORLD_SIZE").unwrap_or(1);
-    let link = connect(place, rank)?;
+    let link = join(place, rank)?;
     loop {
         let ToWorker::Start {
             trial,
@@ -156,22 +155,8 @@ fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
     }
 }
 
-fn connect(place: &WorkerPlace, rank: usize) -> Result<Link> {
-    let stream = TcpStream::connect(&place.address)?;
-    stream.set_nodelay(true)?;
-    let mut reader = BufReader::new(stream.try_clone()?);
-    let Some(Greeting { nonce }) = receive(&mut reader) else {
-        return Err(Error::trial("the search does not answer"));
-    };
-    let host = rustix::system::uname();
-    let hello = Hello {
-        proof: Hello::proof(&place.token, &nonce, place.worker, rank),
-        worker: place.worker,
-        rank,
-        host: host.nodename().to_string_lossy().into_owned(),
-        pid: std::process::id(),
-    };
-    send(&stream, &hello)?;
+fn join(place: &WorkerPlace, rank: usize) -> Result<Link> {
+    let (mut reader, stream) = connect(&place.address, &place.token, place.worker, rank)?;
     let (to_trial, told) = channel();
     thread::Builder::new()
         .name("search".to_owned())

@@ -1,0 +1,195 @@
+//! The process of another host's rank.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::net::TcpStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+use super::message::{EndSignal, FromAgent, Invitation, ToAgent};
+use super::{HostResources, LocalProcess, Output, ProcessSpec};
+use crate::error::{Error, Result};
+use crate::trial::protocol::{connect, receive, send};
+
+/// Starts and ends processes as the search asks, until it ends. Then this process exits.
+pub(super) fn serve(invitation: &Invitation, rank: usize, resources: HostResources) -> ! {
+    let code = match Agent::join(invitation, rank, resources).and_then(Agent::run) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("Error: {error}");
+            1
+        }
+    };
+    std::process::exit(code.into());
+}
+
+struct Agent {
+    shared: Shared,
+    reader: BufReader<TcpStream>,
+    /// A signal asks all ranks to end.
+    interrupted: Arc<AtomicBool>,
+}
+
+/// What the threads of an agent share.
+#[derive(Clone)]
+struct Shared {
+    stream: Arc<Mutex<TcpStream>>,
+    processes: Arc<Mutex<BTreeMap<u32, LocalProcess>>>,
+}
+
+impl Agent {
+    fn join(invitation: &Invitation, rank: usize, resources: HostResources) -> Result<Self> {
+        // The search decides what a signal means, which the launcher sends to all ranks.
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [SIGHUP, SIGINT, SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
+        }
+        let (reader, stream) = connect(&invitation.address, &invitation.token, 0, rank)?;
+        if !is_seen(&invitation.mark) {
+            let folder = invitation.mark.parent().unwrap_or(&invitation.mark);
+            let message = format!(
+                "this host does not see the search's folder, {}: it has to be on a file system that all hosts share",
+                folder.display()
+            );
+            send(
+                &stream,
+                &FromAgent::NotStarted {
+                    message: message.clone(),
+                },
+            )?;
+            return Err(Error::misuse(message));
+        }
+        send(&stream, &FromAgent::Joined { resources })?;
+        Ok(Self {
+            shared: Shared {
+                stream: Arc::new(Mutex::new(stream)),
+                processes: Arc::default(),
+            },
+            reader,
+            interrupted,
+        })
+    }
+
+    /// The exit code.
+    fn run(mut self) -> Result<u8> {
+        let mut is_closed = false;
+        while let Some(told) = receive(&mut self.reader) {
+            match told {
+                ToAgent::Start { process, spec } => {
+                    let said = match self.shared.start(process, &spec) {
+                        Ok(pid) => FromAgent::Started { pid },
+                        Err(error) => FromAgent::NotStarted {
+                            message: error.to_string(),
+                        },
+                    };
+                    self.shared.say(&said);
+                }
+                ToAgent::Signal { process, signal } => {
+                    let signal = match signal {
+                        EndSignal::Terminate => Signal::TERM,
+                        EndSignal::Kill => Signal::KILL,
+                    };
+                    if let Some(process) = lock(&self.shared.processes).get(&process) {
+                        process.signal(signal);
+                    }
+                }
+                ToAgent::Close => {
+                    is_closed = true;
+                    break;
+                }
+            }
+        }
+        for process in lock(&self.shared.processes).values() {
+            process.signal(Signal::KILL);
+        }
+        match (is_closed, self.interrupted.load(Ordering::Relaxed)) {
+            (true, true) => Ok(accelerator_env::PREEMPTED_EXIT_CODE),
+            (true, false) => Ok(0),
+            (false, _) => Err(Error::trial(
+                "the search has ended; so do its trials on this host",
+            )),
+        }
+    }
+}
+
+impl Shared {
+    fn start(&self, number: u32, spec: &ProcessSpec) -> Result<u32> {
+        let mut processes = lock(&self.processes);
+        let mut process = LocalProcess::spawn(spec)?;
+        let output = process.take_output();
+        let reading = match output {
+            Some(output) => Some(self.clone().forward(number, Box::new(output))?),
+            None => None,
+        };
+        let ended = self.clone();
+        process.watch(move || {
+            let process = lock(&ended.processes).remove(&number);
+            let status = process.and_then(|mut process| process.reap());
+            // What it has written comes before its end.
+            if let Some(reading) = reading {
+                let _ = reading.join();
+            }
+            ended.say(&FromAgent::Exited {
+                process: number,
+                status: status.map(ExitStatusExt::into_raw),
+            });
+        })?;
+        let pid = process.id();
+        processes.insert(number, process);
+        Ok(pid)
+    }
+
+    /// Passes standard output on, line by line.
+    fn forward(self, process: u32, output: Output) -> Result<thread::JoinHandle<()>> {
+        let forward = move || {
+            let mut lines = BufReader::new(output);
+            let mut line = Vec::new();
+            while lines
+                .read_until(b'\n', &mut line)
+                .is_ok_and(|read| read > 0)
+            {
+                self.say(&FromAgent::Output {
+                    process,
+                    line: String::from_utf8_lossy(&line).into_owned(),
+                });
+                line.clear();
+            }
+            self.say(&FromAgent::OutputClosed { process });
+        };
+        Ok(thread::Builder::new()
+            .name("output".to_owned())
+            .spawn(forward)?)
+    }
+
+    fn say(&self, said: &FromAgent) {
+        // That the search is gone is noticed where it is read from.
+        let _ = send(&lock(&self.stream), said);
+    }
+}
+
+/// Whether a file is there, which a network's file system may show late.
+fn is_seen(mark: &Path) -> bool {
+    let until = Instant::now() + SEEN;
+    while !mark.exists() {
+        if Instant::now() > until {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(50));
+        // Reading the folder renews what is remembered of it.
+        let _ = mark.parent().map(Path::read_dir);
+    }
+    true
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const SEEN: Duration = Duration::from_secs(10);

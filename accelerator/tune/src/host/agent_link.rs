@@ -1,0 +1,226 @@
+use std::collections::BTreeMap;
+use std::io::{BufReader, PipeWriter, Write};
+use std::net::TcpStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::message::{EndSignal, FromAgent, ToAgent};
+use super::{HostResources, Output, Process, ProcessProgram, ProcessSpec};
+use crate::error::{Error, Kind, Result};
+use crate::trial::protocol::{greet, receive, send};
+
+/// The search's connection to the agent of another host.
+#[derive(Debug)]
+pub(super) struct AgentLink {
+    pub(super) rank: usize,
+    pub(super) name: String,
+    pub(super) resources: HostResources,
+    stream: Arc<TcpStream>,
+    replies: Receiver<FromAgent>,
+    processes: Processes,
+    is_lost: Arc<AtomicBool>,
+}
+
+/// A process of another host.
+#[derive(Debug)]
+pub(super) struct RemoteProcess {
+    number: u32,
+    pid: u32,
+    stream: Arc<TcpStream>,
+    status: Receiver<Option<i32>>,
+}
+
+impl AgentLink {
+    /// Lets an agent join; `None` is no agent of this search.
+    pub(super) fn greet(stream: TcpStream, token: &str) -> Result<Option<Self>> {
+        let Some((mut reader, hello)) = greet(&stream, token) else {
+            return Ok(None);
+        };
+        let (name, resources) = match receive(&mut reader) {
+            Some(FromAgent::Joined { resources }) => (hello.host, resources),
+            Some(FromAgent::NotStarted { message }) => {
+                return Err(Error::misuse(format!("{}: {message}", hello.host)));
+            }
+            _ => return Err(lost(&hello.host)),
+        };
+        let (to_replies, replies) = channel();
+        let processes = Processes::default();
+        let is_lost = Arc::new(AtomicBool::new(false));
+        let (known, noted) = (processes.clone(), Arc::clone(&is_lost));
+        thread::Builder::new()
+            .name("agent".to_owned())
+            .spawn(move || {
+                follow(reader, &known, &to_replies);
+                noted.store(true, Ordering::Relaxed);
+            })?;
+        Ok(Some(Self {
+            rank: hello.rank,
+            name,
+            resources,
+            stream: Arc::new(stream),
+            replies,
+            processes,
+            is_lost,
+        }))
+    }
+
+    pub(super) fn start(
+        &self,
+        number: u32,
+        spec: &ProcessSpec,
+        exited: Box<dyn FnOnce() + Send>,
+    ) -> Result<(RemoteProcess, Option<Output>)> {
+        let (to_status, status) = channel();
+        let (output, writer) = match spec.program {
+            ProcessProgram::Worker(_) => (None, None),
+            ProcessProgram::Command(_) => {
+                let (reader, writer) = std::io::pipe()?;
+                (Some(Box::new(reader) as Output), Some(writer))
+            }
+        };
+        self.processes.lock().insert(
+            number,
+            Running {
+                exited,
+                status: to_status,
+                output: writer,
+            },
+        );
+        let message = ToAgent::Start {
+            process: number,
+            spec: spec.clone(),
+        };
+        // That nothing arrives is noticed below.
+        let _ = send(&self.stream, &message);
+        match self.replies.recv_timeout(START) {
+            Ok(FromAgent::Started { pid }) => {
+                let process = RemoteProcess {
+                    number,
+                    pid,
+                    stream: Arc::clone(&self.stream),
+                    status,
+                };
+                Ok((process, output))
+            }
+            Ok(FromAgent::NotStarted { message }) => {
+                Err(Error::new(Kind::Io, format!("{}: {message}", self.name)))
+            }
+            _ => Err(lost(&self.name)),
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        match self.is_lost.load(Ordering::Relaxed) {
+            true => Err(lost(&self.name)),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Drop for AgentLink {
+    fn drop(&mut self) {
+        // An agent that is gone needs no word.
+        let _ = send(&self.stream, &ToAgent::Close);
+    }
+}
+
+impl Process for RemoteProcess {
+    fn id(&self) -> u32 {
+        self.pid
+    }
+
+    fn signal(&self, signal: Signal) {
+        let signal = match signal {
+            Signal::TERM => EndSignal::Terminate,
+            _ => EndSignal::Kill,
+        };
+        let message = ToAgent::Signal {
+            process: self.number,
+            signal,
+        };
+        // The processes of a host that is lost are, too.
+        let _ = send(&self.stream, &message);
+    }
+
+    fn reap(&mut self) -> Option<ExitStatus> {
+        self.signal(Signal::KILL);
+        let status = self.status.recv_timeout(START).ok().flatten();
+        status.map(ExitStatus::from_raw)
+    }
+}
+
+/// What runs on the host.
+#[derive(Clone, Default)]
+struct Processes(Arc<Mutex<BTreeMap<u32, Running>>>);
+
+struct Running {
+    exited: Box<dyn FnOnce() + Send>,
+    status: Sender<Option<i32>>,
+    output: Option<PipeWriter>,
+}
+
+impl Processes {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Running>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl std::fmt::Debug for Processes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_set().entries(self.lock().keys()).finish()
+    }
+}
+
+/// Passes on what the agent says, until it closes.
+fn follow(mut reader: BufReader<TcpStream>, processes: &Processes, replies: &Sender<FromAgent>) {
+    while let Some(said) = receive(&mut reader) {
+        match said {
+            FromAgent::Output { process, line } => {
+                let mut processes = processes.lock();
+                let output = processes.get_mut(&process);
+                if let Some(output) = output.and_then(|running| running.output.as_mut()) {
+                    // Nobody reads what a trial says that was ended.
+                    let _ = output.write_all(line.as_bytes());
+                }
+            }
+            FromAgent::OutputClosed { process } => {
+                if let Some(running) = processes.lock().get_mut(&process) {
+                    running.output = None;
+                }
+            }
+            FromAgent::Exited { process, status } => {
+                let ended = processes.lock().remove(&process);
+                if let Some(running) = ended {
+                    // Nobody takes the status of one that was ended.
+                    let _ = running.status.send(status);
+                    (running.exited)();
+                }
+            }
+            reply => {
+                if replies.send(reply).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn lost(host: &str) -> Error {
+    Error::new(
+        Kind::Io,
+        format!(
+            "the host {host} is lost, with its trials: start the search again, and it goes on; `accel-launch --max-restarts` \
+             does so by itself"
+        ),
+    )
+}
+
+/// How long an agent may take to start a process, or to end one.
+const START: Duration = Duration::from_secs(30);

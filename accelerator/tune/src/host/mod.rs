@@ -1,0 +1,284 @@
+#![doc = include_str!("README.md")]
+
+use std::fs;
+use std::io::{ErrorKind, Read};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
+use rustix::process::Signal;
+
+use crate::error::{Error, Kind, Result};
+use crate::trial::protocol::{host_name, random};
+use agent_link::AgentLink;
+use message::Invitation;
+use process::{LocalProcess, ProcessLog};
+pub(crate) use process::{ProcessProgram, ProcessSpec};
+pub(crate) use resources::HostResources;
+
+mod agent;
+mod agent_link;
+mod message;
+mod process;
+mod resources;
+
+/// The hosts on which a search starts processes: this one, and those whose agents have joined.
+#[derive(Debug)]
+pub(crate) struct Hosts {
+    name: String,
+    resources: HostResources,
+    agents: Vec<AgentLink>,
+    /// Where processes of other hosts reach this one.
+    address: Option<String>,
+}
+
+/// A process that was started on a host.
+#[derive(Debug)]
+pub(crate) struct TrialProcess {
+    process: Box<dyn Process>,
+    log: ProcessLog,
+}
+
+/// What the processes of this host and of others have in common.
+trait Process: std::fmt::Debug + Send {
+    /// Its number to the system.
+    fn id(&self) -> u32;
+
+    /// Sends a signal to it, and to what it has started.
+    fn signal(&self, signal: Signal);
+
+    /// Takes its end, once it was told. What it has started ends, too.
+    fn reap(&mut self) -> Option<ExitStatus>;
+}
+
+/// The standard output of a process.
+pub(crate) type Output = Box<dyn Read + Send>;
+
+impl Hosts {
+    /// The hosts of the job that this process is rank 0 of, which is this one alone where there is no job. In the job's other
+    /// ranks it serves the search until that ends, and exits.
+    ///
+    /// `folder` is the search's, which all hosts have to see.
+    pub(crate) fn join(folder: &Path) -> Result<Self> {
+        let launch = Launch::from_env().map_err(of_job)?;
+        let name = host_name();
+        if launch.topology.world_size() == 1 {
+            return Ok(Self {
+                name,
+                resources: HostResources::of_this_process(0, 1),
+                agents: Vec::new(),
+                address: None,
+            });
+        }
+        let group = ProcessGroup::connect(&launch, &GroupOptions::new()).map_err(of_job)?;
+        let place = group.topology();
+        let resources =
+            HostResources::of_this_process(place.local_rank(), place.local_world_size());
+        if !place.is_main() {
+            let invitation = group
+                .broadcast_object::<Invitation>(None, 0)
+                .map_err(of_job)?;
+            group.close().map_err(of_job)?;
+            agent::serve(&invitation, place.rank(), resources);
+        }
+        let address = match &launch.rendezvous {
+            Some(store) => store.host().to_owned(),
+            None => name.clone(),
+        };
+        let listener = bind_everywhere()?;
+        let mark = SharedMark::make(folder)?;
+        let invitation = Invitation {
+            address: at_port(&address, listener.local_addr()?.port()),
+            token: random(),
+            mark: mark.0.clone(),
+        };
+        group
+            .broadcast_object(Some(&invitation), 0)
+            .map_err(of_job)?;
+        let count = group.world_size() - 1;
+        group.close().map_err(of_job)?;
+        Ok(Self {
+            name,
+            resources,
+            agents: accept(&listener, &invitation.token, count)?,
+            address: Some(address),
+        })
+    }
+
+    /// What each host has; the first is this one.
+    pub(crate) fn resources(&self) -> Vec<&HostResources> {
+        let agents = self.agents.iter().map(|agent| &agent.resources);
+        std::iter::once(&self.resources).chain(agents).collect()
+    }
+
+    /// Where workers of other hosts reach this one; `None` where there are none.
+    pub(crate) fn address(&self) -> Option<&str> {
+        self.address.as_deref()
+    }
+
+    pub(crate) fn name(&self, host: usize) -> &str {
+        match host {
+            0 => &self.name,
+            host => &self.agents[host - 1].name,
+        }
+    }
+
+    /// Starts a process on a host, and tells when it has ended.
+    pub(crate) fn start(
+        &self,
+        host: usize,
+        spec: &ProcessSpec,
+        number: u32,
+        exited: impl FnOnce() + Send + 'static,
+    ) -> Result<(TrialProcess, Option<Output>)> {
+        let log = ProcessLog::new(&spec.log);
+        if host > 0 {
+            let (process, output) = self.agents[host - 1].start(number, spec, Box::new(exited))?;
+            let process = Box::new(process);
+            return Ok((TrialProcess { process, log }, output));
+        }
+        let mut process = LocalProcess::spawn(spec)?;
+        process.watch(exited)?;
+        let output = process.take_output();
+        let output = output.map(|output| Box::new(output) as Output);
+        let process = Box::new(process);
+        Ok((TrialProcess { process, log }, output))
+    }
+
+    /// Fails where a host is lost.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.agents.iter().try_for_each(AgentLink::check)
+    }
+}
+
+impl TrialProcess {
+    /// Its number to the system.
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Asks it to end.
+    pub(crate) fn terminate(&self) {
+        self.process.signal(Signal::TERM);
+    }
+
+    /// Ends it, and what it has started.
+    pub(crate) fn kill(&self) {
+        self.process.signal(Signal::KILL);
+    }
+
+    /// Takes its end. What it has started ends, too.
+    pub(crate) fn reap(&mut self) -> Option<ExitStatus> {
+        self.process.reap()
+    }
+
+    /// What it writes from here on is the next trial's.
+    pub(crate) fn mark_log(&mut self) {
+        self.log.mark();
+    }
+
+    /// Why it failed, of what is known: how it ended, and its last lines.
+    pub(crate) fn failure(&self, status: Option<ExitStatus>) -> String {
+        let how = status.map_or_else(
+            || "its process ended".to_owned(),
+            |status| format!("its process ended: {status}"),
+        );
+        let lines = self.log.last_lines();
+        match lines.is_empty() {
+            true => how,
+            false => format!("{how}; its last lines:\n{lines}"),
+        }
+    }
+}
+
+/// Waits for the agents of all other ranks.
+fn accept(listener: &TcpListener, token: &str, count: usize) -> Result<Vec<AgentLink>> {
+    listener.set_nonblocking(true)?;
+    let until = Instant::now() + JOIN;
+    let mut agents = Vec::new();
+    while agents.len() < count {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                agents.extend(AgentLink::greet(stream, token)?);
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                if Instant::now() > until {
+                    return Err(Error::new(
+                        Kind::Io,
+                        format!(
+                            "{} of {count} agents have joined the search within {} s; the others reach this host no more, or \
+                             their processes do not come to the search",
+                            agents.len(),
+                            JOIN.as_secs()
+                        ),
+                    ));
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    agents.sort_by_key(|agent| agent.rank);
+    Ok(agents)
+}
+
+/// A file by which agents see that the search's folder is theirs, too.
+struct SharedMark(PathBuf);
+
+impl SharedMark {
+    fn make(folder: &Path) -> Result<Self> {
+        let folder = std::path::absolute(folder)?;
+        fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
+        let path = folder.join(format!("hosts-{}", random()));
+        fs::write(&path, "").map_err(|error| Error::io("write", &path, error))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for SharedMark {
+    fn drop(&mut self) {
+        // An empty file more is no harm.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn of_job(error: accelerator_collective::Error) -> Error {
+    Error::new(
+        Kind::Io,
+        format!("the hosts of the search do not meet: {error}"),
+    )
+    .with_source(error)
+}
+
+/// At all addresses of this host.
+pub(crate) fn bind_everywhere() -> std::io::Result<TcpListener> {
+    TcpListener::bind(("::", 0)).or_else(|_| TcpListener::bind(("0.0.0.0", 0)))
+}
+
+/// As an address of IPv6 is written with a port.
+pub(crate) fn at_port(host: &str, port: u16) -> String {
+    match host.contains(':') && !host.starts_with('[') {
+        true => format!("[{host}]:{port}"),
+        false => format!("{host}:{port}"),
+    }
+}
+
+impl Process for LocalProcess {
+    fn id(&self) -> u32 {
+        LocalProcess::id(self)
+    }
+
+    fn signal(&self, signal: Signal) {
+        LocalProcess::signal(self, signal);
+    }
+
+    fn reap(&mut self) -> Option<ExitStatus> {
+        LocalProcess::reap(self)
+    }
+}
+
+/// How long agents have to connect, once their ranks have met the search's.
+const JOIN: Duration = Duration::from_secs(60);

@@ -1,0 +1,221 @@
+use std::env;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::thread;
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind, Result};
+use crate::trial::protocol::WorkerPlace;
+
+/// What is started.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct ProcessSpec {
+    pub(crate) program: ProcessProgram,
+    /// More than one are started by `accel-launch`.
+    pub(crate) ranks: usize,
+    /// Those that the process is meant for.
+    pub(crate) cores: Vec<usize>,
+    /// What it sees, as `CUDA_VISIBLE_DEVICES` names them.
+    pub(crate) gpus: Vec<String>,
+    /// Where standard error goes, and a worker's standard output.
+    pub(crate) log: PathBuf,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) enum ProcessProgram {
+    /// This program, as a worker.
+    Worker(WorkerPlace),
+    /// Any program. Its standard output is read.
+    Command(Vec<String>),
+}
+
+/// A process, with those that it starts: a group.
+#[derive(Debug)]
+pub(super) struct LocalProcess {
+    child: Child,
+    is_reaped: bool,
+}
+
+impl LocalProcess {
+    pub(super) fn spawn(spec: &ProcessSpec) -> Result<Self> {
+        let mut command = match &spec.program {
+            ProcessProgram::Worker(place) => worker(place, spec.ranks)?,
+            ProcessProgram::Command(words) => {
+                let mut command = of_ranks(Path::new(&words[0]), spec.ranks)?;
+                command.args(&words[1..]);
+                command
+            }
+        };
+        let output = OpenOptions::new().create(true).append(true).open(&spec.log);
+        let output = output.map_err(|error| Error::io("write", &spec.log, error))?;
+        let threads = (spec.cores.len() / spec.ranks).max(1).to_string();
+        command
+            .env("CUDA_VISIBLE_DEVICES", spec.gpus.join(","))
+            .stdin(Stdio::null())
+            .stdout(match &spec.program {
+                ProcessProgram::Worker(_) => output.try_clone()?.into(),
+                ProcessProgram::Command(_) => Stdio::piped(),
+            })
+            .stderr(output)
+            .process_group(0);
+        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
+            if env::var_os(name).is_none() {
+                command.env(name, &threads);
+            }
+        }
+        let program = Path::new(command.get_program()).to_owned();
+        let child = command
+            .spawn()
+            .map_err(|error| Error::io("start", &program, error))?;
+        Ok(Self {
+            child,
+            is_reaped: false,
+        })
+    }
+
+    /// The standard output of a [command](ProcessProgram::Command).
+    pub(super) fn take_output(&mut self) -> Option<ChildStdout> {
+        self.child.stdout.take()
+    }
+
+    /// Its number to the system.
+    pub(super) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Tells when it has ended. It is left unreaped, so that its id stays its own.
+    pub(super) fn watch(&self, exited: impl FnOnce() + Send + 'static) -> Result<()> {
+        let pid = self.pid();
+        thread::Builder::new()
+            .name("watch".to_owned())
+            .spawn(move || {
+                let Some(pid) = pid else { return };
+                let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+                while let Err(rustix::io::Errno::INTR) =
+                    rustix::process::waitid(WaitId::Pid(pid), options)
+                {}
+                exited();
+            })?;
+        Ok(())
+    }
+
+    pub(super) fn signal(&self, signal: Signal) {
+        if let (false, Some(pid)) = (self.is_reaped, self.pid()) {
+            // That nothing is left to receive it is no error.
+            let _ = rustix::process::kill_process_group(pid, signal);
+        }
+    }
+
+    /// Takes its end. What it has started ends, too.
+    pub(super) fn reap(&mut self) -> Option<ExitStatus> {
+        self.signal(Signal::KILL);
+        let status = self.child.wait().ok();
+        self.is_reaped = true;
+        status
+    }
+
+    fn pid(&self) -> Option<Pid> {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+}
+
+/// What a process writes to, from which its last lines are read.
+#[derive(Debug)]
+pub(super) struct ProcessLog {
+    path: PathBuf,
+    /// Where the output of the present trial begins.
+    from: u64,
+}
+
+impl ProcessLog {
+    pub(super) fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            from: 0,
+        }
+    }
+
+    /// What is written from here on is the next trial's.
+    pub(super) fn mark(&mut self) {
+        self.from = self.path.metadata().map_or(0, |log| log.len());
+    }
+
+    /// The end of what was written since then.
+    pub(super) fn last_lines(&self) -> String {
+        let read = || -> std::io::Result<String> {
+            let mut log = File::open(&self.path)?;
+            let from = self
+                .from
+                .max(log.metadata()?.len().saturating_sub(TAIL_BYTES));
+            log.seek(SeekFrom::Start(from))?;
+            let mut bytes = Vec::new();
+            log.read_to_end(&mut bytes)?;
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        };
+        let text = read().unwrap_or_default();
+        let lines: Vec<_> = text.lines().collect();
+        lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
+    }
+}
+
+const TAIL_BYTES: u64 = 8 << 10;
+const TAIL_LINES: usize = 10;
+
+/// This program again, which finds its place in the environment.
+fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
+    let mut command = of_ranks(&env::current_exe()?, ranks)?;
+    let place = WorkerPlace {
+        // Ranks are children of the launcher.
+        parent: (ranks == 1).then(std::process::id),
+        ..place.clone()
+    };
+    let place = serde_json::to_string(&place)
+        .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
+    command
+        .args(env::args_os().skip(1))
+        .env(accelerator_env::TUNE_WORKER.name, place);
+    Ok(command)
+}
+
+/// A program as one process, or as the ranks of a group.
+fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
+    if ranks > 1 {
+        let mut command = Command::new(launcher()?);
+        command.arg("--num-processes").arg(ranks.to_string());
+        command.arg(program);
+        return Ok(command);
+    }
+    let mut command = Command::new(program);
+    // It is no rank of the job that the search is one of.
+    for name in accelerator_collective::place_variables() {
+        command.env_remove(name);
+    }
+    Ok(command)
+}
+
+/// `accel-launch`: beside this program or in the folder above, as cargo leaves it, or on the PATH.
+fn launcher() -> Result<OsString> {
+    let name = "accel-launch";
+    let program = env::current_exe()?;
+    let folders = program.ancestors().skip(1).take(2);
+    let mut beside = folders.map(|folder| folder.join(name));
+    if let Some(launcher) = beside.find(|path| path.is_file()) {
+        return Ok(launcher.into());
+    }
+    let path = env::var_os("PATH").unwrap_or_default();
+    let mut on_path = env::split_paths(&path).map(|folder| folder.join(name));
+    let found = on_path.find(|path| path.is_file());
+    found.map(Into::into).ok_or_else(|| {
+        Error::new(
+            Kind::NotFound,
+            "trials of several processes are started by `accel-launch`, which is neither beside this program nor on the PATH; \
+             install it: cargo install accel-launch",
+        )
+    })
+}
