@@ -1,6 +1,7 @@
 //! `accel-launch tune`.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use crate::support::Folder;
 
@@ -68,11 +69,75 @@ fn any_program_that_prints_json_lines_is_tuned() {
     let decisions =
         |name: &str| fs::read(folder.path().join(name).join("decisions.jsonl")).unwrap();
     assert_eq!(decisions("two"), decisions("four"));
+    // In a job of two processes, the second is the agent of the first.
+    let mut job = folder.launcher();
+    job.args(["--num-processes", "2", env!("CARGO_BIN_EXE_accel-launch")]);
+    job.args([
+        "tune",
+        "spec.toml",
+        "--folder",
+        "job",
+        "--slots",
+        "2",
+        "--",
+        "sh",
+        "-c",
+    ]);
+    job.arg("env | grep -E '^(RANK|WORLD_SIZE|MASTER_ADDR|ACCEL_JOB)=' >&2; exec awk -v lr={lr} -v steps={steps} \"$0\"");
+    job.arg(PROGRAM.replace('{', "{{").replace('}', "}}"));
+    let output = job.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(decisions("job"), decisions("two"));
+    for log in glob(&folder.path().join("job"), "output.log") {
+        let log = fs::read_to_string(log).unwrap();
+        assert!(
+            log.contains("\"loss\"") && !log.contains('='),
+            "no rank of the job: {log}"
+        );
+    }
     // Programs do not wait for one another.
     let output = tune("one", &["--slots", "1"]);
     assert_eq!(output.status.code(), Some(2));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("each of the workers needs a slot"), "{said}");
+}
+
+/// The files of that name in the folders of a folder.
+fn glob(folder: &Path, name: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path().join(name));
+    let found: Vec<_> = paths.filter(|path| path.exists()).collect();
+    assert!(!found.is_empty());
+    found
+}
+
+#[test]
+fn a_search_without_its_agent_ends_with_the_name_of_the_host_and_goes_on_when_it_is_started_again()
+{
+    let folder = Folder::new();
+    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    // Without the file, the trial on the second slot ends its agent, which is its parent.
+    let program = "[ -e calm ] || {{ [ {trial} != 00001 ] || kill -9 $PPID; sleep 600; }}
+                   for step in 1 2 3 4 5 6 7 8; do echo '{{\"loss\": 0.5}}'; done";
+    let job = || {
+        let mut command = folder.launcher();
+        command.args(["--num-processes", "2", env!("CARGO_BIN_EXE_accel-launch")]);
+        command.args(["tune", "spec.toml", "--folder", "job", "--slots", "2"]);
+        command.args(["--", "sh", "-c", program, "{lr}"]);
+        command.output().unwrap()
+    };
+    let output = job();
+    assert!(!output.status.success(), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("is lost, with its trials"), "{said}");
+    fs::write(folder.path().join("calm"), "").unwrap();
+    let output = job();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        said.contains("Number of trials: 6/6 (6 TERMINATED)"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -59,6 +59,8 @@ impl AgentLink {
             .spawn(move || {
                 follow(reader, &known, &to_replies);
                 noted.store(true, Ordering::Relaxed);
+                // Nobody waits for what it would have said.
+                known.lock().clear();
             })?;
         Ok(Some(Self {
             rank: hello.rank,

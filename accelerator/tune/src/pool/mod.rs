@@ -180,7 +180,10 @@ impl Pool {
             ranks: self.ranks,
             cores: cores.clone(),
             gpus: gpus.clone(),
-            log: self.logs.join(format!("worker-{number:05}.log")),
+            log: self.logs.join(match self.hosts.address() {
+                Some(_) => format!("worker-{number:05}.{}.log", self.hosts.name(*host)),
+                None => format!("worker-{number:05}.log"),
+            }),
         };
         let sender = self.sender.clone();
         let exited = move || {
@@ -501,8 +504,10 @@ impl TrialRunner for Pool {
     }
 
     fn close(&mut self) {
-        for worker in self.workers.values() {
+        let mut unfinished = Vec::new();
+        for worker in self.workers.values_mut() {
             worker.tell(&ToWorker::Exit);
+            unfinished.extend(worker.saving.take().map(|(folder, _)| folder));
         }
         for round in 0..3 {
             let until = Instant::now() + PATIENCE;
@@ -520,6 +525,9 @@ impl TrialRunner for Pool {
                     _ => worker.process.kill(),
                 }
             }
+        }
+        for folder in unfinished {
+            checkpoint::abandon(&folder);
         }
     }
 }
