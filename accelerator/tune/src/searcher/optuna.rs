@@ -6,7 +6,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -211,7 +211,7 @@ struct Process {
     replies: Receiver<io::Result<String>>,
     errors: Arc<Mutex<VecDeque<String>>>,
     /// Ends when the process has closed its standard error.
-    error_reader: Option<JoinHandle<()>>,
+    error_reader: JoinHandle<()>,
 }
 
 impl Process {
@@ -266,7 +266,7 @@ impl Process {
             calls,
             replies,
             errors,
-            error_reader: Some(error_reader),
+            error_reader,
         })
     }
 
@@ -296,16 +296,18 @@ impl Process {
     }
 
     fn ended(&mut self, call: &Value) -> Error {
-        // It has closed its output, and so ends, unless something is very wrong.
-        thread::sleep(Duration::from_millis(100));
+        // It has closed its output, and so ends. What it says as it ends is read by then.
+        let until = Instant::now() + ENDING;
+        while Instant::now() < until
+            && !(self.error_reader.is_finished() && matches!(self.child.try_wait(), Ok(Some(_))))
+        {
+            thread::sleep(Duration::from_millis(10));
+        }
         let _ = self.child.kill();
         let how = match self.child.wait() {
             Ok(status) => format!(" ({status})"),
             Err(_) => String::new(),
         };
-        if let Some(reader) = self.error_reader.take_if(|reader| reader.is_finished()) {
-            let _ = reader.join();
-        }
         let operation = call["op"].as_str().unwrap_or_default();
         Error::new(
             Kind::Searcher,
@@ -339,10 +341,12 @@ impl Drop for Process {
 const INSTALL: &str = "pip install 'optuna>=5,<6'";
 /// How long Optuna may take for one reply. Samplers that fit a model to thousands of trials take seconds.
 const DEADLINE: Duration = Duration::from_secs(300);
+/// How long it may take to end.
+const ENDING: Duration = Duration::from_secs(5);
 /// Of what Python writes to its standard error.
 const ERROR_LINES: usize = 20;
 
-/// JSON has no infinity; Python reads its name. NaN, with which no trial completes, is one more name.
+/// JSON has neither infinity nor NaN; Python reads their names.
 fn number(value: f64) -> Value {
     match value.is_finite() {
         true => value.into(),
