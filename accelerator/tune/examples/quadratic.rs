@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use accelerator_tune::{
     Asha, AshaPromotion, BoxError, CheckpointSettings, Config, Display, MaxFailures, Metrics, Mode,
-    Objective, Pbt, Reset, Resources, Search, SearchEnd, SearchOrder, Space, Stop, Trainable,
-    TrialContext, WorkerReuse, grid_search, loguniform, uniform,
+    Objective, Optuna, Pbt, Reset, Resources, Search, SearchEnd, SearchOrder, Space, Stop,
+    Trainable, TrialContext, WorkerReuse, grid_search, loguniform, uniform,
 };
 
 /// What the command line says: pairs of a flag and its value.
@@ -77,6 +77,10 @@ fn main() -> Result<ExitCode, BoxError> {
         }
         _ => search,
     };
+    if let Some(sampler) = args.value("--optuna") {
+        let python = args.parse("--python", PathBuf::from("python3"))?;
+        search = search.search_alg(Optuna::new(sampler).python(python));
+    }
     if let Some(workers) = args.value("--ordered") {
         let workers = workers.parse()?;
         search = search.order(SearchOrder::Ordered { workers });

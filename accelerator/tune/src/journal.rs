@@ -25,6 +25,9 @@ pub(crate) struct Head {
     pub(crate) created: u64,
     /// When the searcher is asked.
     pub(crate) asks: Asking,
+    /// The searcher's version, where it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) searcher: Option<String>,
     /// What was asked for.
     pub(crate) spec: Value,
 }
@@ -217,6 +220,7 @@ mod tests {
             id: "358bb".to_owned(),
             created: 0,
             asks: Asking::Ahead,
+            searcher: None,
             spec: Value::Null,
         };
         let mut journal = Journal::create(folder, &head).unwrap();

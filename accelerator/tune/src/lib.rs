@@ -10,7 +10,7 @@ pub use output::{DataFrame, Display, Results, Scope, SearchEnd};
 pub use pool::{Resources, WorkerReuse};
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
 pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchOrder, SearchSpec};
-pub use searcher::{Searcher, Suggestion, TrialEnd, VariantGenerator};
+pub use searcher::{Optuna, Searcher, Suggestion, TrialEnd, VariantGenerator};
 pub use space::{
     Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,
     qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,

@@ -107,8 +107,8 @@ impl Search {
 
     /// Who suggests configurations; at random, and over grids, otherwise.
     #[must_use]
-    pub fn search_alg(mut self, algorithm: SearchAlgorithm) -> Self {
-        self.spec.search_alg = algorithm;
+    pub fn search_alg(mut self, algorithm: impl Into<SearchAlgorithm>) -> Self {
+        self.spec.search_alg = algorithm.into();
         self
     }
 

@@ -505,10 +505,12 @@ pub(crate) struct Replayed {
     pub(crate) asked: Option<TrialId>,
 }
 
-/// Brings a new core, and its searcher, to where the events of a journal have left them.
+/// Brings a new core, and its searcher, to where the events of a journal have left them. The search began with that version
+/// of the searcher.
 pub(crate) fn replay(
     core: &mut Core,
     searcher: &mut dyn Searcher,
+    version: Option<&str>,
     events: Vec<Event>,
 ) -> Result<Replayed> {
     let mut replayed = Replayed {
@@ -524,11 +526,15 @@ pub(crate) fn replay(
                     Some(config) => config.to_string(),
                     None => "nothing".to_owned(),
                 };
+                let versions = match (version, searcher.version()) {
+                    (Some(before), Some(now)) => format!(" (it was {before}, and is {now})"),
+                    _ => String::new(),
+                };
                 return Err(Error::new(
                     Kind::Conflict,
                     format!(
-                        "the searcher suggests {} for trial {trial}, and suggested {} before: it is of another version, or not \
-                         deterministic; use the one that began the search, or another folder",
+                        "the searcher suggests {} for trial {trial}, and suggested {} before: it is of another version{versions}, \
+                         or not deterministic; use the one that began the search, or another folder",
                         shown(&again),
                         shown(config)
                     ),

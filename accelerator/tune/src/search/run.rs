@@ -51,6 +51,7 @@ pub(crate) fn run(
                 id: new_id(),
                 created: unix_time(),
                 asks,
+                searcher: searcher.version(),
                 spec: spec.to_json()?,
             };
             let journal = Journal::create(&folder, &head)?;
@@ -62,7 +63,7 @@ pub(crate) fn run(
             (before.head, journal, before.events)
         }
     };
-    let replayed = replay(&mut core, &mut *searcher, events)?;
+    let replayed = replay(&mut core, &mut *searcher, head.searcher.as_deref(), events)?;
     let was_finished = core.is_finished();
     let decisions = DecisionLog::open(&folder, &replayed.decisions)?;
     let Replayed { results, asked, .. } = replayed;
@@ -175,6 +176,15 @@ fn set_up(
                 .with_points(&spec.points_to_evaluate);
             let expected = variants.len();
             (Box::new(variants), Some(expected))
+        }
+        (None, SearchAlgorithm::Optuna(optuna)) => {
+            if !spec.points_to_evaluate.is_empty() {
+                return Err(Error::misuse(
+                    "`points_to_evaluate` is for the search algorithm `variants`; Optuna is not given any, so leave them out",
+                ));
+            }
+            let optuna = optuna.start(&spec.space, &spec.objective(), spec.seed)?;
+            (Box::new(optuna), Some(spec.num_samples as usize))
         }
     };
     let asking = match searcher.is_adaptive() {

@@ -12,6 +12,7 @@ use crate::error::{Error, Kind, Result};
 use crate::objective::{Mode, Objective};
 use crate::pool::{Resources, WorkerReuse};
 use crate::scheduler::Scheduler;
+use crate::searcher::Optuna;
 use crate::space::Space;
 use crate::stop::Stop;
 
@@ -203,6 +204,14 @@ pub enum SearchAlgorithm {
     #[default]
     #[serde(alias = "random", alias = "basic_variant")]
     Variants,
+    /// A sampler of Optuna.
+    Optuna(Optuna),
+}
+
+impl From<Optuna> for SearchAlgorithm {
+    fn from(optuna: Optuna) -> Self {
+        Self::Optuna(optuna)
+    }
 }
 
 /// In which order reports are taken.

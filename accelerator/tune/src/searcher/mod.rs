@@ -4,8 +4,11 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::trial_id::TrialId;
 
+pub use optuna::Optuna;
 pub use variants::VariantGenerator;
 
+mod optuna;
+mod optuna_space;
 mod variants;
 
 /// Suggests the configurations that trials try: an ask-and-tell interface.
@@ -38,6 +41,12 @@ pub trait Searcher: Send {
     /// Whether suggestions depend on what trials reported. One that does not is asked ahead of time.
     fn is_adaptive(&self) -> bool {
         true
+    }
+
+    /// What suggests, such as `Optuna 5.0.0`, where another version may suggest otherwise. A search that cannot be resumed
+    /// with this one names the one that it began with.
+    fn version(&self) -> Option<String> {
+        None
     }
 }
 

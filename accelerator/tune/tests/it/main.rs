@@ -4,5 +4,6 @@
 
 mod faults;
 mod kills;
+mod optuna;
 mod support;
 mod trials;
