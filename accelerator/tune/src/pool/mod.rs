@@ -476,6 +476,8 @@ impl TrialRunner for Pool {
 
     fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
         let until = Instant::now() + wait;
+        // Others may report all the time.
+        self.end_closed();
         loop {
             if let Some(event) = self.ready.pop_front() {
                 return Ok(Some(event));
@@ -483,10 +485,7 @@ impl TrialRunner for Pool {
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
                 Ok(event) => self.take(event)?,
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    self.end_closed();
-                    return Ok(None);
-                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }
     }
