@@ -55,6 +55,8 @@ impl ProcessEvent for ProgramEvent {
 struct ProgramAttempt {
     trial: TrialId,
     slot: usize,
+    /// The trial's.
+    folder: PathBuf,
     process: TrialProcess,
     iteration: u64,
     since: Instant,
@@ -125,6 +127,7 @@ impl Programs {
         let attempt = ProgramAttempt {
             trial,
             slot,
+            folder: start.folder,
             process,
             iteration: start.restore.map_or(0, |restore| restore.iteration),
             since: Instant::now(),
@@ -217,7 +220,11 @@ impl Programs {
         });
         if let Err(error) = taken {
             checkpoint::abandon(folder);
-            tracing::warn!("the checkpoint {} cannot be kept: {error}", path.display());
+            tracing::warn!(
+                "the checkpoint {} cannot be taken, and stays: {error}; save to `{{folder}}`, which is on the same disk",
+                path.display()
+            );
+            attempt.told = Some(None);
             return Ok(());
         }
         let bytes = checkpoint::commit(folder)?;
@@ -276,7 +283,7 @@ impl TrialRunner for Programs {
         }
         if let Some(attempt) = self.attempts.get_mut(&number) {
             if let Some(Some(unused)) = attempt.told.take()
-                && unused.exists()
+                && is_within(&unused, &attempt.folder)
             {
                 let removed = match unused.is_dir() {
                     true => fs::remove_dir_all(&unused),
@@ -352,6 +359,16 @@ impl Drop for Programs {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// Whether something is there, below a trial's folder. What is elsewhere is the program's own: not all that it names was
+/// saved for the search.
+fn is_within(path: &Path, folder: &Path) -> bool {
+    let place = |path: &Path| path.canonicalize().ok();
+    let (Some(path), Some(folder)) = (place(path), place(folder)) else {
+        return false;
+    };
+    path.starts_with(&folder) && path != folder
 }
 
 /// How long a program has to end after SIGTERM, and its output after it.

@@ -1,10 +1,12 @@
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use accelerator_tune::{
-    Display, Mode, Objective, Results, Search, Space, Stop, TrialStatus, grid_search,
+    CheckpointSettings, Display, Mode, Objective, Results, Search, Space, Stop, TrialStatus,
+    grid_search,
 };
 
 use crate::support::{assert_nothing_left, processes};
@@ -77,4 +79,39 @@ fn a_program_that_does_not_end_is_ended_while_others_report() {
         "{:?}",
         results.trials()[1].error
     );
+}
+
+#[test]
+fn what_a_program_names_outside_its_folder_is_not_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = folder.path().join("own");
+    fs::create_dir(&own).unwrap();
+    fs::write(own.join("precious"), "data").unwrap();
+    let script = r#"
+        mkdir "$2/unused"
+        for path in "$0/own" "$0/own/.." "$2" "$2/unused" "$2/nothing"; do
+            printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$path"
+        done"#;
+    let results = run(programs(folder.path(), 1), folder.path(), script);
+    let trial = &results.trials()[0];
+    assert_eq!(trial.last.as_ref().unwrap().training_iteration, 5);
+    assert_eq!(fs::read_to_string(own.join("precious")).unwrap(), "data");
+    assert!(trial.folder.join("params.json").is_file());
+    assert!(!trial.folder.join("unused").exists());
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_taken_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    // A folder cannot be moved below itself.
+    let script = r#"printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$2""#;
+    let search = programs(folder.path(), 1).checkpoints(CheckpointSettings {
+        frequency: Some(1),
+        ..CheckpointSettings::default()
+    });
+    let results = run(search, folder.path(), script);
+    let trial = &results.trials()[0];
+    assert_eq!(trial.status, TrialStatus::Terminated);
+    assert_eq!(trial.checkpoint, None);
+    assert!(trial.folder.join("params.json").is_file());
 }
