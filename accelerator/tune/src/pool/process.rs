@@ -38,11 +38,11 @@ impl TrialProcess {
         ranks: usize,
         log: &Path,
     ) -> Result<Self> {
-        let program = env::current_exe()?;
+        let program = this_program()?;
         let mut command = match ranks {
             1 => Command::new(&program),
             ranks => {
-                let mut command = Command::new(launcher(&program)?);
+                let mut command = Command::new(launcher(&env::current_exe()?)?);
                 command
                     .arg("--num-processes")
                     .arg(ranks.to_string())
@@ -225,6 +225,16 @@ enum Stdout {
 
 const TAIL_BYTES: u64 = 8 << 10;
 const TAIL_LINES: usize = 10;
+
+/// This program, which may have been built anew meanwhile: its trials are of the same version.
+fn this_program() -> Result<PathBuf> {
+    let program = env::current_exe()?;
+    // The system appends a word to the name where the file is gone.
+    Ok(match program.exists() {
+        true => program,
+        false => format!("/proc/{}/exe", std::process::id()).into(),
+    })
+}
 
 /// `accel-launch`: beside this program or in the folder above, as cargo leaves it, or on the PATH.
 fn launcher(program: &Path) -> Result<OsString> {
