@@ -1,4 +1,4 @@
-use std::io::BufReader;
+use std::io::{BufReader, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::Sender;
 use std::thread;
@@ -62,6 +62,8 @@ impl Listener {
 
 /// How long a connection may take to say who it is.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long what it says may be.
+const HELLO_BYTES: u64 = 4 << 10;
 
 /// Passes on what a worker says, until it closes.
 fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
@@ -89,7 +91,8 @@ fn greet(stream: TcpStream, token: &str) -> Option<(BufReader<TcpStream>, Connec
     };
     send(&stream, &greeting).ok()?;
     let mut reader = BufReader::new(stream.try_clone().ok()?);
-    let hello: Hello = receive(&mut reader)?;
+    // Whoever it is: not much is read before it has proved that it knows the token.
+    let hello: Hello = receive(&mut reader.by_ref().take(HELLO_BYTES))?;
     if hello.proof != Hello::proof(token, &nonce, hello.worker, hello.rank) {
         tracing::warn!("a process connected that does not know the search's token; it is ignored");
         return None;
@@ -112,4 +115,26 @@ fn random() -> String {
     let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     debug_assert_eq!(filled, Ok(bytes.len()));
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::mpsc::channel;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_says_much_and_proves_nothing_is_closed() {
+        let (events, received) = channel();
+        let listener = Listener::bind(events).unwrap();
+        let mut stream = TcpStream::connect(listener.address).unwrap();
+        let begun = Instant::now();
+        let megabyte = vec![b'x'; 1 << 20];
+        let sent = (0..200).take_while(|_| stream.write_all(&megabyte).is_ok());
+        assert!(sent.count() < 200);
+        assert!(begun.elapsed() < HANDSHAKE);
+        assert!(received.try_recv().is_err());
+    }
 }

@@ -105,6 +105,11 @@ impl Slots {
             );
         }
         let count = count.unwrap_or(fitting);
+        if count > MOST_SLOTS {
+            return Err(Error::misuse(format!(
+                "there would be {count} slots, by `slots` or by `resources_per_trial`; there are at most {MOST_SLOTS}"
+            )));
+        }
         let slots = (0..count).map(|slot| Slot {
             cores: share(&all_cores, slot, cpus),
             gpus: share(&all_gpus, slot, gpus),
@@ -171,6 +176,9 @@ impl IndexMut<usize> for Slots {
         &mut self.slots[slot]
     }
 }
+
+/// More processes are none that a machine runs.
+const MOST_SLOTS: usize = 1 << 16;
 
 /// How often `each` goes into `all`.
 #[expect(
@@ -252,6 +260,7 @@ mod tests {
             (1.0, 1.5, 1),
             (1.0, -1.0, 1),
             (1.0, 0.0, 0),
+            (1e-300, 0.0, 1),
         ] {
             let resources = Resources {
                 cpus,
@@ -262,5 +271,6 @@ mod tests {
             assert!(error.is_misuse(), "{error}");
         }
         assert_eq!(Slots::new(&Resources::default(), Some(4)).unwrap().len(), 4);
+        assert!(Slots::new(&Resources::default(), Some(usize::MAX)).is_err());
     }
 }

@@ -115,3 +115,11 @@ fn a_checkpoint_that_cannot_be_taken_stays() {
     assert_eq!(trial.checkpoint, None);
     assert!(trial.folder.join("params.json").is_file());
 }
+
+#[test]
+fn a_time_budget_may_be_longer_than_clocks_reach() {
+    let folder = tempfile::tempdir().unwrap();
+    let search = programs(folder.path(), 1).time_budget(Duration::from_secs(1 << 63));
+    let results = run(search, folder.path(), ":");
+    assert_eq!(results.trials()[0].status, TrialStatus::Terminated);
+}
