@@ -169,7 +169,7 @@ const TAIL_LINES: usize = 10;
 
 /// This program again, which finds its place in the environment.
 fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
-    let mut command = of_ranks(&env::current_exe()?, ranks)?;
+    let mut command = of_ranks(&this_program()?, ranks)?;
     let place = WorkerPlace {
         // Ranks are children of the launcher.
         parent: (ranks == 1).then(std::process::id),
@@ -197,6 +197,16 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
         command.env_remove(name);
     }
     Ok(command)
+}
+
+/// This program, which may have been built anew meanwhile: its trials are of the same version.
+fn this_program() -> Result<PathBuf> {
+    let program = env::current_exe()?;
+    // The system appends a word to the name where the file is gone.
+    Ok(match program.exists() {
+        true => program,
+        false => format!("/proc/{}/exe", std::process::id()).into(),
+    })
 }
 
 /// `accel-launch`: beside this program or in the folder above, as cargo leaves it, or on the PATH.

@@ -16,11 +16,13 @@ use crate::host::{Hosts, ProcessProgram, ProcessSpec, TrialProcess};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::trial::protocol::{FromWorker, ToWorker};
 use crate::trial_id::TrialId;
+use joint::JointMessages;
 use listener::Listener;
 pub use slots::Resources;
 pub(crate) use slots::{Slot, Slots};
 
 pub(crate) mod checkpoint;
+mod joint;
 mod listener;
 mod slots;
 
@@ -89,13 +91,9 @@ struct Worker {
     location: Option<Location>,
     /// What it carries out, or is about to.
     start: Option<TrialStart>,
-    /// How many ranks have said what all of them say.
-    said: usize,
-    /// What rank 0 said, while others have not said so.
-    first: Option<FromWorker>,
+    joint: JointMessages,
     /// The checkpoint that is being saved, and its iteration.
     saving: Option<(PathBuf, u64)>,
-    was_skipped: bool,
     iteration: u64,
     closed: Option<Instant>,
     /// How many of its connections are open.
@@ -197,10 +195,8 @@ impl Pool {
             links: (0..self.ranks).map(|_| None).collect(),
             location: None,
             start: None,
-            said: 0,
-            first: None,
+            joint: JointMessages::new(self.ranks),
             saving: None,
-            was_skipped: false,
             iteration: 0,
             closed: None,
             open: 0,
@@ -298,29 +294,38 @@ impl Pool {
                 };
                 worker.failure.get_or_insert(message);
             }
-            FromWorker::Saved | FromWorker::Skipped => {
-                worker.was_skipped |= said == FromWorker::Skipped;
-                if worker.all_have_said(&said) {
-                    let was_skipped = std::mem::take(&mut worker.was_skipped);
-                    if let Some((folder, iteration)) = worker.saving.take() {
-                        match was_skipped {
-                            true => checkpoint::abandon(&folder),
-                            false => {
-                                let bytes = checkpoint::commit(&folder)?;
-                                self.ready.push_back(RunnerEvent::Saved {
-                                    trial,
-                                    iteration,
-                                    bytes,
-                                });
-                            }
-                        }
-                    }
+            said => {
+                if let Some(said) = worker.joint.take(rank, said) {
+                    return self.all_said(number, trial, said);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what all ranks of a worker have said.
+    fn all_said(&mut self, number: u32, trial: TrialId, said: FromWorker) -> Result<()> {
+        let Some(worker) = self.workers.get_mut(&number) else {
+            return Ok(());
+        };
+        match said {
+            FromWorker::Saved => {
+                if let Some((folder, iteration)) = worker.saving.take() {
+                    let bytes = checkpoint::commit(&folder)?;
+                    self.ready.push_back(RunnerEvent::Saved {
+                        trial,
+                        iteration,
+                        bytes,
+                    });
+                }
+            }
+            FromWorker::Skipped => {
+                if let Some((folder, _)) = worker.saving.take() {
+                    checkpoint::abandon(&folder);
                 }
             }
             FromWorker::Refused => {
-                if worker.all_have_said(&said)
-                    && let Some(start) = worker.start.take()
-                {
+                if let Some(start) = worker.start.take() {
                     worker.tell(&ToWorker::Exit);
                     let slot = worker.slot;
                     self.of_trial.remove(&trial);
@@ -331,15 +336,15 @@ impl Pool {
                     }
                 }
             }
-            FromWorker::Ended | FromWorker::Left => {
-                if let Some(said) = worker.all_have_said_as_first(rank, said) {
-                    self.ready.push_back(match said {
-                        FromWorker::Left => RunnerEvent::Left { trial },
-                        _ => RunnerEvent::Ended { trial },
-                    });
-                    return self.over(trial, number);
-                }
+            FromWorker::Left => {
+                self.ready.push_back(RunnerEvent::Left { trial });
+                return self.over(trial, number);
             }
+            FromWorker::Ended => {
+                self.ready.push_back(RunnerEvent::Ended { trial });
+                return self.over(trial, number);
+            }
+            FromWorker::Started | FromWorker::Reported { .. } | FromWorker::Failed { .. } => {}
         }
         Ok(())
     }
@@ -487,6 +492,8 @@ impl TrialRunner for Pool {
 
     fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
         let until = Instant::now() + wait;
+        // Others may report all the time.
+        self.end_closed();
         loop {
             self.hosts.check()?;
             if let Some(event) = self.ready.pop_front() {
@@ -495,10 +502,7 @@ impl TrialRunner for Pool {
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
                 Ok(event) => self.take(event)?,
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    self.end_closed();
-                    return Ok(None);
-                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }
     }
@@ -603,27 +607,6 @@ impl Worker {
         for link in self.links.iter().flatten() {
             // One that does not listen any more is about to be noticed.
             let _ = crate::trial::protocol::send(link, message);
-        }
-    }
-
-    /// Whether every rank has said something of that kind, this one being the newest.
-    fn all_have_said(&mut self, _said: &FromWorker) -> bool {
-        self.said += 1;
-        let all = self.said == self.links.len();
-        if all {
-            self.said = 0;
-        }
-        all
-    }
-
-    /// What rank 0 has said, once all have.
-    fn all_have_said_as_first(&mut self, rank: usize, said: FromWorker) -> Option<FromWorker> {
-        if rank == 0 {
-            self.first = Some(said.clone());
-        }
-        match self.all_have_said(&said) {
-            true => self.first.take(),
-            false => None,
         }
     }
 }

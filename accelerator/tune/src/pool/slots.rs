@@ -97,7 +97,8 @@ impl Slots {
                 false => by_cores,
             }
         };
-        let fitting: usize = hosts.iter().map(|host| fits(host)).sum();
+        let fitting = hosts.iter().map(|host| fits(host));
+        let fitting = fitting.fold(0, usize::saturating_add);
         let most = |of: fn(&HostResources) -> usize| hosts.iter().map(|host| of(host)).max();
         if fitting == 0 {
             return Err(wrong(format!(
@@ -110,6 +111,12 @@ impl Slots {
             tracing::warn!(
                 "a trial takes {cpus} cores, and this process has {cores}: one trial runs at a time, on all of them"
             );
+        }
+        let asked = count.unwrap_or(fitting);
+        if asked > MOST_SLOTS {
+            return Err(Error::misuse(format!(
+                "there would be {asked} slots, by `slots` or by `resources_per_trial`; there are at most {MOST_SLOTS}"
+            )));
         }
         let dealt = |host: usize| match count {
             Some(count) => count * (host + 1) / hosts.len() - count * host / hosts.len(),
@@ -185,6 +192,9 @@ impl IndexMut<usize> for Slots {
     }
 }
 
+/// More processes are none that a machine runs.
+const MOST_SLOTS: usize = 1 << 16;
+
 /// How often `each` goes into `all`.
 #[expect(
     clippy::cast_precision_loss,
@@ -242,6 +252,7 @@ mod tests {
             (1.0, 1.5, 1),
             (1.0, -1.0, 1),
             (1.0, 0.0, 0),
+            (1e-300, 0.0, 1),
         ] {
             let resources = Resources {
                 cpus,
@@ -276,5 +287,6 @@ mod tests {
         );
         assert_eq!(on(2.0, Some(2)), [(0, two.clone()), (1, two)]);
         assert_eq!(on(1.0, Some(1)), [(1, vec![0])]);
+        assert!(Slots::new(&Resources::default(), Some(usize::MAX), &hosts).is_err());
     }
 }

@@ -57,8 +57,11 @@ pub(super) fn follow(
 /// A line is a report where it ends in a JSON object with the metric. A prefix, as launchers write before the lines of
 /// ranks, does not matter.
 fn parse(line: &str, metric: &str) -> Option<MetricsLine> {
-    let object = &line[line.find('{')?..];
-    let mut map: Map<String, Value> = serde_json::from_str(object.trim_end()).ok()?;
+    let line = line.trim_end();
+    let starts = line.match_indices('{').take(MOST_BRACES);
+    let mut map = starts
+        .filter(|_| line.ends_with('}'))
+        .find_map(|(at, _)| object(&line[at..]))?;
     if !map.contains_key(metric) {
         return None;
     }
@@ -79,6 +82,37 @@ fn parse(line: &str, metric: &str) -> Option<MetricsLine> {
         checkpoint,
     })
 }
+
+/// At how many places an object is looked for: a prefix has few braces of its own.
+const MOST_BRACES: usize = 16;
+
+/// A JSON object, in which numbers may be `NaN` and infinite, as Python's `json` writes them.
+fn object(text: &str) -> Option<Map<String, Value>> {
+    let object = serde_json::from_str(text);
+    object
+        .or_else(|_| serde_json::from_str(&with_quoted_words(text)))
+        .ok()
+}
+
+fn with_quoted_words(text: &str) -> String {
+    let mut quoted = String::with_capacity(text.len());
+    let (mut rest, mut is_string, mut is_escaped) = (text, false, false);
+    while let Some(next) = rest.chars().next() {
+        let word = WORDS.into_iter().find(|word| rest.starts_with(word));
+        if let (false, Some(word)) = (is_string, word) {
+            quoted.extend(["\"", word, "\""]);
+            rest = &rest[word.len()..];
+            continue;
+        }
+        is_string ^= next == '"' && !is_escaped;
+        is_escaped = next == '\\' && !is_escaped;
+        quoted.push(next);
+        rest = &rest[next.len_utf8()..];
+    }
+    quoted
+}
+
+const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
 #[cfg(test)]
 mod tests {
@@ -103,5 +137,21 @@ mod tests {
         assert!(nan.metrics.value("loss").unwrap().is_nan());
         let null = parse("{\"loss\": null}", "loss").unwrap();
         assert!(null.metrics.value("loss").unwrap().is_nan());
+    }
+
+    #[test]
+    fn numbers_that_python_writes_bare_are_read() {
+        let line = r#"{"loss": NaN, "low": -Infinity, "high": [Infinity], "note": "\"NaN, \\"}"#;
+        let nan = parse(line, "loss").unwrap();
+        assert!(nan.metrics.value("loss").unwrap().is_nan());
+        assert_eq!(nan.metrics.value("low"), Some(f64::NEG_INFINITY));
+        assert_eq!(parse("{\"loss\": Nan}", "loss"), None);
+    }
+
+    #[test]
+    fn a_prefix_may_have_braces() {
+        let report = parse("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
+        assert_eq!(report.metrics, Metrics::from([("loss", 0.5)]));
+        assert_eq!(parse("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
     }
 }

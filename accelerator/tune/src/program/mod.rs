@@ -51,6 +51,8 @@ enum ProgramEvent {
 struct ProgramAttempt {
     trial: TrialId,
     slot: usize,
+    /// The trial's.
+    folder: PathBuf,
     process: TrialProcess,
     iteration: u64,
     since: Instant,
@@ -59,8 +61,8 @@ struct ProgramAttempt {
     /// It was told of a report, and the answer is awaited. The path is the checkpoint of that report.
     told: Option<Option<PathBuf>>,
     is_closed: bool,
-    has_exited: bool,
-    /// It was told to end; whether that is to be said.
+    exited: Option<Instant>,
+    /// When it was told to end.
     leaving: Option<Instant>,
 }
 
@@ -132,13 +134,14 @@ impl Programs {
         let attempt = ProgramAttempt {
             trial,
             slot,
+            folder: start.folder,
             process,
             iteration: start.restore.map_or(0, |restore| restore.iteration),
             since: Instant::now(),
             reports: VecDeque::new(),
             told: None,
             is_closed: false,
-            has_exited: false,
+            exited: None,
             leaving: None,
         };
         self.attempts.insert(number, attempt);
@@ -163,7 +166,7 @@ impl Programs {
         match event {
             ProgramEvent::Line(_, line) => attempt.reports.push_back(line),
             ProgramEvent::Closed(_) => attempt.is_closed = true,
-            ProgramEvent::Exited(_) => attempt.has_exited = true,
+            ProgramEvent::Exited(_) => attempt.exited = Some(Instant::now()),
         }
         self.go_on(number)
     }
@@ -188,7 +191,7 @@ impl Programs {
                 seconds,
             });
         }
-        let is_over = attempt.is_closed && attempt.has_exited;
+        let is_over = attempt.is_closed && attempt.exited.is_some();
         if !is_over || attempt.told.is_some() {
             return Ok(());
         }
@@ -224,7 +227,11 @@ impl Programs {
         });
         if let Err(error) = taken {
             checkpoint::abandon(folder);
-            tracing::warn!("the checkpoint {} cannot be kept: {error}", path.display());
+            tracing::warn!(
+                "the checkpoint {} cannot be taken, and stays: {error}; save to `{{folder}}`, which is on the same disk",
+                path.display()
+            );
+            attempt.told = Some(None);
             return Ok(());
         }
         let bytes = checkpoint::commit(folder)?;
@@ -236,16 +243,22 @@ impl Programs {
         Ok(())
     }
 
-    /// Asks programs to end that were told to, and ends those that do not.
-    fn end_leaving(&mut self) {
-        for attempt in self.attempts.values_mut() {
-            if attempt
-                .leaving
-                .is_some_and(|since| since.elapsed() > PATIENCE)
-            {
+    /// Ends programs that were told to end and do not, and what those have left behind that have ended.
+    fn end_late(&mut self) -> Result<()> {
+        let is_late =
+            |since: Option<Instant>| since.is_some_and(|since| since.elapsed() > PATIENCE);
+        let mut left = Vec::new();
+        for (number, attempt) in &mut self.attempts {
+            if is_late(attempt.leaving) || is_late(attempt.exited) {
                 attempt.process.kill();
             }
+            // What it has started may hold its output open, and may be out of reach.
+            if is_late(attempt.exited) && !attempt.is_closed {
+                attempt.is_closed = true;
+                left.push(*number);
+            }
         }
+        left.into_iter().try_for_each(|number| self.go_on(number))
     }
 }
 
@@ -277,7 +290,7 @@ impl TrialRunner for Programs {
         }
         if let Some(attempt) = self.attempts.get_mut(&number) {
             if let Some(Some(unused)) = attempt.told.take()
-                && unused.exists()
+                && is_within(&unused, &attempt.folder)
             {
                 let removed = match unused.is_dir() {
                     true => fs::remove_dir_all(&unused),
@@ -310,6 +323,8 @@ impl TrialRunner for Programs {
 
     fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
         let until = Instant::now() + wait;
+        // Others may report all the time.
+        self.end_late()?;
         loop {
             self.hosts.check()?;
             if let Some(event) = self.ready.pop_front() {
@@ -318,10 +333,7 @@ impl TrialRunner for Programs {
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
                 Ok(event) => self.take(event)?,
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    self.end_leaving();
-                    return Ok(None);
-                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }
     }
@@ -331,12 +343,17 @@ impl TrialRunner for Programs {
             attempt.process.terminate();
         }
         let until = Instant::now() + PATIENCE;
-        while self.attempts.values().any(|attempt| !attempt.has_exited) && Instant::now() < until {
+        while self
+            .attempts
+            .values()
+            .any(|attempt| attempt.exited.is_none())
+            && Instant::now() < until
+        {
             let left = until.saturating_duration_since(Instant::now());
             if let Ok(ProgramEvent::Exited(number)) = self.events.recv_timeout(left)
                 && let Some(attempt) = self.attempts.get_mut(&number)
             {
-                attempt.has_exited = true;
+                attempt.exited = Some(Instant::now());
             }
         }
         for (_, mut attempt) in std::mem::take(&mut self.attempts) {
@@ -352,5 +369,15 @@ impl Drop for Programs {
     }
 }
 
-/// How long a program has to end after SIGTERM.
+/// Whether something is there, below a trial's folder. What is elsewhere is the program's own: not all that it names was
+/// saved for the search.
+fn is_within(path: &Path, folder: &Path) -> bool {
+    let place = |path: &Path| path.canonicalize().ok();
+    let (Some(path), Some(folder)) = (place(path), place(folder)) else {
+        return false;
+    };
+    path.starts_with(&folder) && path != folder
+}
+
+/// How long a program has to end after SIGTERM, and its output after it.
 const PATIENCE: Duration = Duration::from_secs(5);

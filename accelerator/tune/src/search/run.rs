@@ -237,7 +237,8 @@ fn limits(spec: &SearchSpec) -> Result<Limits> {
     };
     let budget = duration("time_budget_s", spec.time_budget_s)?;
     Ok(Limits {
-        deadline: budget.map(|budget| Instant::now() + budget),
+        // What is beyond all time is no limit.
+        deadline: budget.and_then(|budget| Instant::now().checked_add(budget)),
         report_timeout: duration("report_timeout_s", spec.report_timeout_s)?,
     })
 }

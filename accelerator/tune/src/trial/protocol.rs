@@ -13,7 +13,7 @@
 //!   ── Ended, Failed, Refused ►
 //! ```
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -118,7 +118,8 @@ pub(crate) fn greet(stream: &TcpStream, token: &str) -> Option<(BufReader<TcpStr
     };
     send(stream, &greeting).ok()?;
     let mut reader = BufReader::new(stream.try_clone().ok()?);
-    let hello: Hello = receive(&mut reader)?;
+    // Whoever it is: not much is read before it has proved that it knows the token.
+    let hello: Hello = receive(&mut reader.by_ref().take(HELLO_BYTES))?;
     if hello.proof != Hello::proof(token, &nonce, hello.worker, hello.rank) {
         tracing::warn!("a process connected that does not know the search's token; it is ignored");
         return None;
@@ -185,3 +186,30 @@ pub(crate) fn receive<T: DeserializeOwned>(reader: &mut impl BufRead) -> Option<
 
 /// How long a connection may take to say who it is.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long what it says may be.
+const HELLO_BYTES: u64 = 4 << 10;
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_says_much_and_proves_nothing_is_closed() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let begun = Instant::now();
+        let greeted = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            greet(&stream, "token").is_some()
+        });
+        let mut stream = TcpStream::connect(address).unwrap();
+        let megabyte = vec![b'x'; 1 << 20];
+        let sent = (0..200).take_while(|_| stream.write_all(&megabyte).is_ok());
+        assert!(sent.count() < 200);
+        assert!(begun.elapsed() < HANDSHAKE);
+        assert!(!greeted.join().unwrap());
+    }
+}

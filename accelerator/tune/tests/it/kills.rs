@@ -135,3 +135,30 @@ fn has_namespaces() -> bool {
     }
     has
 }
+
+#[test]
+fn a_search_whose_program_is_built_anew_goes_on_with_the_one_it_began_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("program");
+    fs::copy(quadratic(), &program).unwrap();
+    let out = folder.path().join("out");
+    let child = Command::new(&program)
+        .args(["--quiet", "--num-samples", "3", "--slots", "1", "--out"])
+        .arg(&out)
+        .env(PAUSE.0, PAUSE.1)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    while decisions_so_far(&out).is_empty() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    fs::remove_file(&program).unwrap();
+    fs::write(&program, "another").unwrap();
+    let output = ended(child);
+    assert!(output.status.success(), "{output:?}");
+}
+
+fn decisions_so_far(folder: &Path) -> String {
+    fs::read_to_string(folder.join("decisions.jsonl")).unwrap_or_default()
+}

@@ -1,9 +1,10 @@
-//! Searches with real processes: the example `quadratic`, started, killed and resumed.
+//! Searches with real processes: the example `quadratic` and programs, started, killed and resumed.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 mod faults;
 mod kills;
 mod optuna;
+mod programs;
 mod support;
 mod trials;

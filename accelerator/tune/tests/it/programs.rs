@@ -1,0 +1,125 @@
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::{Duration, Instant};
+
+use accelerator_tune::{
+    CheckpointSettings, Display, Mode, Objective, Results, Search, Space, Stop, TrialStatus,
+    grid_search,
+};
+
+use crate::support::{assert_nothing_left, processes};
+
+/// A search of a shell script, of which each trial has the folder among its arguments.
+fn programs(folder: &Path, trials: u32) -> Search {
+    let points = (0..i64::from(trials)).map(Into::into);
+    Search::new("programs", Objective::new("loss", Mode::Min))
+        .space(Space::new([("x", grid_search(points))]))
+        .folder(folder.join("search"))
+        .slots(2)
+        .display(Display::Quiet)
+        .interrupted_by(Arc::new(AtomicU32::new(0)))
+}
+
+fn run(search: Search, folder: &Path, script: &str) -> Results {
+    let folder = folder.display().to_string();
+    search
+        .run_programs(["sh", "-c", script, &folder, "{x}", "{folder}"])
+        .unwrap()
+}
+
+#[test]
+fn what_a_program_leaves_behind_does_not_hold_its_trial() {
+    let folder = tempfile::tempdir().unwrap();
+    for escape in ["", "setsid"] {
+        let path = folder.path().join(format!("left{escape}"));
+        let begun = Instant::now();
+        let script =
+            format!("printf '{{{{\"loss\": 1}}}}\n'; {escape} sh -c 'sleep 40; :' \"$0\" & exit 0");
+        let results = run(programs(&path, 1), &path, &script);
+        assert_eq!(results.trials()[0].status, TrialStatus::Terminated);
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "{escape}: {:?}",
+            begun.elapsed()
+        );
+        if escape.is_empty() {
+            assert_nothing_left(&path);
+        }
+        for pid in processes(&path) {
+            let pid = rustix::process::Pid::from_raw(pid).unwrap();
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_program_that_does_not_end_is_ended_while_others_report() {
+    let folder = tempfile::tempdir().unwrap();
+    // Trial 0 is to stop at its second report, and does not; trial 1 reports until it is gone.
+    let script = r#"
+        if [ $1 = 0 ]; then
+            trap '' TERM
+            printf '{{"loss": 0}}\n{{"loss": 0}}\n'
+            while [ ! -e "$2/never" ]; do sleep 0.1; done
+        fi
+        for i in $(seq 1200); do
+            printf '{{"loss": 1}}\n'
+            sleep 0.01
+            [ $(($i % 50)) = 0 ] && ! pgrep -f "$0 0 " > /dev/null && exit 0
+        done
+        exit 7"#;
+    let search = programs(folder.path(), 2).stop(Stop::new().at_most("loss", 0.5));
+    let results = run(search, folder.path(), script);
+    let statuses: Vec<_> = results.trials().iter().map(|trial| trial.status).collect();
+    assert_eq!(
+        statuses,
+        [TrialStatus::Terminated; 2],
+        "{:?}",
+        results.trials()[1].error
+    );
+}
+
+#[test]
+fn what_a_program_names_outside_its_folder_is_not_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = folder.path().join("own");
+    fs::create_dir(&own).unwrap();
+    fs::write(own.join("precious"), "data").unwrap();
+    let script = r#"
+        mkdir "$2/unused"
+        for path in "$0/own" "$0/own/.." "$2" "$2/unused" "$2/nothing"; do
+            printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$path"
+        done"#;
+    let results = run(programs(folder.path(), 1), folder.path(), script);
+    let trial = &results.trials()[0];
+    assert_eq!(trial.last.as_ref().unwrap().training_iteration, 5);
+    assert_eq!(fs::read_to_string(own.join("precious")).unwrap(), "data");
+    assert!(trial.folder.join("params.json").is_file());
+    assert!(!trial.folder.join("unused").exists());
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_taken_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    // A folder cannot be moved below itself.
+    let script = r#"printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$2""#;
+    let search = programs(folder.path(), 1).checkpoints(CheckpointSettings {
+        frequency: Some(1),
+        ..CheckpointSettings::default()
+    });
+    let results = run(search, folder.path(), script);
+    let trial = &results.trials()[0];
+    assert_eq!(trial.status, TrialStatus::Terminated);
+    assert_eq!(trial.checkpoint, None);
+    assert!(trial.folder.join("params.json").is_file());
+}
+
+#[test]
+fn a_time_budget_may_be_longer_than_clocks_reach() {
+    let folder = tempfile::tempdir().unwrap();
+    let search = programs(folder.path(), 1).time_budget(Duration::from_secs(1 << 63));
+    let results = run(search, folder.path(), ":");
+    assert_eq!(results.trials()[0].status, TrialStatus::Terminated);
+}
