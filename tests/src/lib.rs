@@ -19,5 +19,6 @@ pub mod operator;
 pub mod problems;
 pub mod processes;
 pub mod resumable;
+pub mod searches;
 pub mod trainers;
 pub mod trajectory;

@@ -33,7 +33,7 @@ pub struct Config {
 
 struct LineOperator;
 
-type Points = Tensor<2>;
+pub(crate) type Points = Tensor<2>;
 
 impl TrainingOperator for LineOperator {
     type Config = Config;
@@ -173,18 +173,18 @@ fn builder() -> accelerator::AcceleratorBuilder {
         .accumulation_steps(2)
 }
 
-fn line(device: &Device) -> Linear {
+pub(crate) fn line(device: &Device) -> Linear {
     LinearConfig::new(1, 1)
         .with_initializer(burn::nn::Initializer::Constant { value: 0.5 })
         .init(device)
 }
 
-fn distance(line: &Linear, points: &Points) -> Tensor<1> {
+pub(crate) fn distance(line: &Linear, points: &Points) -> Tensor<1> {
     let error = line.forward(points.clone()) - (points.clone() * 2.0 + 3.0);
     (error.clone() * error).mean()
 }
 
-fn loader(samples: usize) -> accelerator::data::Loader<Points> {
+pub(crate) fn loader(samples: usize) -> accelerator::data::Loader<Points> {
     let points = (0..samples).map(|i| (i % 22) as f32 / 22.0).collect();
     LoaderBuilder::from_fn(|items: Vec<f32>, device| {
         let rows = items.len();

@@ -78,7 +78,7 @@ fn cnn_loss(model: &Cnn, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs) 
     loss(model.forward(inputs.pictures.clone()), inputs)
 }
 
-fn mlp_loss(model: &Mlp, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs) {
+pub(crate) fn mlp_loss(model: &Mlp, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs) {
     loss(model.forward(inputs.pictures.clone()), inputs)
 }
 
@@ -88,7 +88,7 @@ fn loss(logits: Tensor<2>, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs
     (loss, (logits, inputs.targets.clone()))
 }
 
-fn accuracy((logits, labels): Outputs) -> [(&'static str, f64); 1] {
+pub(crate) fn accuracy((logits, labels): Outputs) -> [(&'static str, f64); 1] {
     let right = logits.argmax(1).flatten::<1>(0, 1).equal(labels);
     [("accuracy", right.float().mean().into_scalar())]
 }

@@ -75,6 +75,9 @@ fn main() -> Result<ExitCode> {
             })?;
             println!("behind");
         }
+        ["search", trials, scheduler, folder] => {
+            accelerator_tests::searches::run(trials, scheduler, folder.as_ref())?;
+        }
         ["operator", num_workers, folder] => {
             let outcome = operator::train(number(num_workers), folder.as_ref())?;
             print(&outcome);

@@ -1,4 +1,4 @@
-//! A search whose trials are groups of ranks.
+//! Searches whose trials are groups of ranks, or trainers.
 
 use std::fs;
 use std::path::Path;
@@ -78,4 +78,55 @@ fn trials_of_two_ranks_are_paused_and_promoted_and_come_to_the_bits_of_undisturb
     for (end, undisturbed) in finished {
         assert_eq!(end, undisturbed);
     }
+}
+
+#[test]
+fn trainers_and_operators_are_trials_that_pause_and_go_on_with_the_same_bits() {
+    for trials in ["operators", "trainers"] {
+        let folder = tempfile::tempdir().unwrap();
+        let ends = |scheduler: &str| {
+            let folder = folder.path().join(scheduler);
+            let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
+            command.args(["search", trials, scheduler]).arg(&folder);
+            let ended = run_alone(command);
+            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+            let decisions = fs::read_to_string(folder.join("decisions.jsonl")).unwrap();
+            (last_metrics(&folder.join("ends.csv")), decisions)
+        };
+        let ((undisturbed, _), (promoted, decisions)) = (ends("fifo"), ends("promotion"));
+        assert_eq!(undisturbed.len(), 4, "{trials}");
+        assert!(decisions.contains("\"decision\":\"resume\""), "{decisions}");
+        assert!(
+            !promoted.is_empty() && promoted.len() < 4,
+            "{trials}: {promoted:?}"
+        );
+        for end in promoted {
+            assert!(
+                undisturbed.contains(&end),
+                "{trials}: {end:?} of {undisturbed:?}"
+            );
+        }
+    }
+}
+
+/// Of the trials that came to the end, what is measured and no time.
+fn last_metrics(csv: &Path) -> Vec<Vec<(String, String)>> {
+    let text = fs::read_to_string(csv).unwrap();
+    let mut lines = text
+        .lines()
+        .map(|line| line.split(',').map(str::to_owned).collect::<Vec<_>>());
+    let header = lines.next().unwrap();
+    let wanted = |name: &str| {
+        ["config/lr", "training_iteration"].contains(&name)
+            || name.ends_with("loss")
+            || name.ends_with("accuracy")
+    };
+    let row = |row: Vec<String>| -> Vec<_> {
+        let fields = header.iter().cloned().zip(row);
+        fields.filter(|(name, _)| wanted(name)).collect()
+    };
+    let ended = |row: &Vec<(String, String)>| {
+        row.contains(&("training_iteration".to_owned(), "4".to_owned()))
+    };
+    lines.map(row).filter(ended).collect()
 }
