@@ -101,6 +101,8 @@ impl<F: Files> Driver<'_, F> {
         let mut ending = SearchEnd::Finished;
         while !self.core.is_finished() {
             refresh(self)?;
+            let event = self.runner.next(TICK)?;
+            // Before the event is taken: what ended this process's trials may have told it so.
             if self.closing.is_none() {
                 let is_over = self.limits.deadline.is_some_and(|at| Instant::now() >= at);
                 if interrupted() > 0 || is_over {
@@ -111,15 +113,15 @@ impl<F: Files> Driver<'_, F> {
                     self.close()?;
                 }
             }
+            if let Some(event) = event {
+                self.take(event)?;
+            }
             if let Some(until) = self.closing
                 && (self.attempts.is_empty() || Instant::now() >= until || interrupted() > 1)
             {
                 break;
             }
             self.check_timeouts()?;
-            if let Some(event) = self.runner.next(TICK)? {
-                self.take(event)?;
-            }
         }
         if self.core.is_finished() {
             // Trials that were told to save as they end.

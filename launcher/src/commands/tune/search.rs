@@ -12,7 +12,7 @@ use clap::Args;
 use super::of_tune;
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
-use crate::supervisor::shim::LivenessPipe;
+use crate::supervisor::shim::{self, LivenessPipe};
 use crate::supervisor::signals::{self, Relay, Route};
 use crate::text::{note, plain, print};
 
@@ -83,7 +83,12 @@ fn search(
     if let Some(folder) = folder {
         search = search.folder(folder);
     }
-    let results = search.run_programs(program).map_err(of_tune)?;
+    let results = search.run_programs(program).map_err(of_tune);
+    while shim::is_over() {
+        // The thread that ends the processes of the search ends this one, too.
+        thread::park();
+    }
+    let results = results?;
     let folder = plain(&results.folder().display().to_string());
     match results.ending() {
         SearchEnd::Finished => {}
@@ -106,10 +111,14 @@ fn count_signals(liveness: Option<LivenessPipe>) -> Result<Arc<AtomicU32>> {
     let Channel { sender, events } = Channel::new();
     let relay = Relay::new(sender);
     let mut received = signals::receive(&[])?;
-    if let Some(liveness) = liveness {
-        liveness.listen(relay.clone());
-    }
     let count = Arc::new(AtomicU32::new(0));
+    if let Some(liveness) = liveness {
+        let counted = Arc::clone(&count);
+        // Trials that end with this process have not failed.
+        liveness.listen(relay.clone(), move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        });
+    }
     let counted = Arc::clone(&count);
     let started = thread::Builder::new()
         .name("signals".into())
