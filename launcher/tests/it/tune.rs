@@ -149,3 +149,20 @@ fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
         "{said}"
     );
 }
+
+#[test]
+fn a_search_without_a_report_says_what_one_is() {
+    let folder = Folder::new();
+    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    let output = folder
+        .launcher()
+        .args(["tune", "spec.toml", "--slots", "2", "--", "echo", "loss: 1"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        said.contains("no trial has reported a number as `loss`"),
+        "{said}"
+    );
+}

@@ -102,7 +102,14 @@ fn search(
     }
     match results.best_config(&objective.metric, objective.mode) {
         Some(config) => print(&format!("Best config is: {config}\n")),
-        None => Ok(ExitCode::FAILURE),
+        None => {
+            note(&format!(
+                "no trial has reported a number as `{}`: a report is a line of standard output that is a JSON object with it; \
+                 what trials print is in {folder}/*/output.log",
+                plain(&objective.metric)
+            ));
+            Ok(ExitCode::FAILURE)
+        }
     }
 }
 
