@@ -127,6 +127,15 @@ pub(crate) struct Journaled {
     pub(crate) intact: u64,
 }
 
+impl Journaled {
+    /// Whether trials have done anything.
+    pub(crate) fn has_results(&self) -> bool {
+        let is_result =
+            |event: &Event| !matches!(event, Event::Opened { .. } | Event::Suggested { .. });
+        self.events.iter().any(is_result)
+    }
+}
+
 /// Reads the journal in a folder; `None` where there is none. An incomplete last line, of a process that was killed or a
 /// machine that lost power, is left out.
 pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {

@@ -166,3 +166,34 @@ fn a_search_without_a_report_says_what_one_is() {
         "{said}"
     );
 }
+
+#[test]
+fn a_command_that_could_not_start_may_be_corrected() {
+    let folder = Folder::new();
+    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    let tune = |program: &[&str]| {
+        let mut command = folder.launcher();
+        command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2", "--"]);
+        command.args(program).output().unwrap()
+    };
+    for (program, expected) in [
+        (
+            ["sh", "{rate}"],
+            "`{rate}` in the program's arguments is no parameter",
+        ),
+        (["./missing", "{lr}"], "cannot start ./missing"),
+    ] {
+        let output = tune(&program);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(expected), "{said}");
+    }
+    let reports = ["echo", "{{\"loss\": {lr}}}"];
+    assert!(tune(&reports).status.success());
+    let output = tune(&["echo", "{lr}"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        said.contains("holds another search: its `program`"),
+        "{said}"
+    );
+}

@@ -59,6 +59,17 @@ pub(crate) fn run(
             let journal = Journal::create(&folder, &head)?;
             (head, journal, Vec::new())
         }
+        // A command that could not start, and was corrected: nothing is lost.
+        Some(before) if !before.has_results() => {
+            let spec = spec.to_json()?;
+            let head = Head {
+                asks,
+                spec,
+                ..before.head
+            };
+            let journal = Journal::create(&folder, &head)?;
+            (head, journal, Vec::new())
+        }
         Some(before) => {
             spec.check_same(&before.head.spec, &folder)?;
             let journal = Journal::reopen(&folder, before.intact)?;
