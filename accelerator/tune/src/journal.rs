@@ -25,6 +25,9 @@ pub(crate) struct Head {
     pub(crate) created: u64,
     /// When the searcher is asked.
     pub(crate) asks: Asking,
+    /// Where the search was begun: the folder that names in a program's arguments are relative to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) directory: Option<PathBuf>,
     /// What was asked for.
     pub(crate) spec: Value,
 }
@@ -226,6 +229,7 @@ mod tests {
             id: "358bb".to_owned(),
             created: 0,
             asks: Asking::Ahead,
+            directory: None,
             spec: Value::Null,
         };
         let mut journal = Journal::create(folder, &head).unwrap();

@@ -142,7 +142,11 @@ fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
     assert!(!journal().contains("finished"), "{}", journal());
     folder.write("go", "");
     let mut command = folder.launcher();
-    command.args(["tune", "resume", "s"]);
+    // From anywhere.
+    command
+        .args(["tune", "resume"])
+        .arg(folder.path().join("s"))
+        .current_dir("/");
     let said = Run::start(command).end().expect(0).text();
     assert!(
         said.contains("Number of trials: 2/2 (2 TERMINATED)"),

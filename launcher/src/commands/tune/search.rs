@@ -1,6 +1,7 @@
 //! Searching, with the signals that the launcher's shim receives.
 
-use std::path::PathBuf;
+use std::env;
+use std::path::{self, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -69,7 +70,18 @@ pub(super) fn resume(arguments: &ResumeArgs, liveness: Option<LivenessPipe>) -> 
         )));
     }
     spec.slots = arguments.slots.or(spec.slots);
-    search(spec, Some(arguments.folder.clone()), liveness)
+    let folder = path::absolute(&arguments.folder);
+    let folder = folder.map_err(|error| Error::system(format!("no working directory: {error}")))?;
+    if let Some(directory) = before.directory() {
+        // Its program and what that reads may be named from there.
+        env::set_current_dir(directory).map_err(|error| {
+            Error::usage(format!(
+                "the search was begun in {}, where its program is to run, and which cannot be entered: {error}",
+                plain(&directory.display().to_string())
+            ))
+        })?;
+    }
+    search(spec, Some(folder), liveness)
 }
 
 fn search(
