@@ -28,6 +28,9 @@ pub(crate) struct Head {
     /// The searcher's version, where it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) searcher: Option<String>,
+    /// Where the search was begun: the folder that names in a program's arguments are relative to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) directory: Option<PathBuf>,
     /// What was asked for.
     pub(crate) spec: Value,
 }
@@ -130,6 +133,15 @@ pub(crate) struct Journaled {
     pub(crate) intact: u64,
 }
 
+impl Journaled {
+    /// Whether trials have done anything.
+    pub(crate) fn has_results(&self) -> bool {
+        let is_result =
+            |event: &Event| !matches!(event, Event::Opened { .. } | Event::Suggested { .. });
+        self.events.iter().any(is_result)
+    }
+}
+
 /// Reads the journal in a folder; `None` where there is none. An incomplete last line, of a process that was killed or a
 /// machine that lost power, is left out.
 pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
@@ -221,6 +233,7 @@ mod tests {
             created: 0,
             asks: Asking::Ahead,
             searcher: None,
+            directory: None,
             spec: Value::Null,
         };
         let mut journal = Journal::create(folder, &head).unwrap();

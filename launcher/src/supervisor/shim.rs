@@ -141,10 +141,10 @@ impl LivenessPipe {
     }
 
     /// Hands the signals that the shim receives to `relay`, on a thread of its own; when the
-    /// shim is gone, ends every process of the job at once, and this one with them.
+    /// shim is gone, calls `before_end`, and ends every process of the job at once, and this one with them.
     ///
     /// Without such a thread a `kill -9` of the shim ends nothing, and the job runs on.
-    pub(crate) fn listen(self, relay: Relay) {
+    pub(crate) fn listen(self, relay: Relay, before_end: impl FnOnce() + Send + 'static) {
         let mut pipe = self.pipe;
         let read_pipe = move || {
             let mut numbers = [0; 16];
@@ -160,6 +160,7 @@ impl LivenessPipe {
                 }
             }
             IS_OVER.store(true, Ordering::Release);
+            before_end();
             // The main thread must neither restart the job nor tell of its failure.
             process::close();
             let count = descendants::kill(&Excluded::default()).len();

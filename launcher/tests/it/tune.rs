@@ -3,7 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::support::Folder;
+use rustix::process::Signal;
+
+use crate::support::{Folder, Run, wait_until};
 
 const SPEC: &str = r#"
 name = "parabola"
@@ -172,4 +174,95 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
         .unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("nowhere has no search"), "{said}");
+}
+
+#[test]
+fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
+    let folder = Folder::new();
+    fs::write(
+        folder.path().join("spec.toml"),
+        "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\nslots = 2\nnum_samples = 2\n[space]\nx = 1\n[stop]\ntraining_iteration = 3\n",
+    )
+    .unwrap();
+    // It goes on once there is a file.
+    folder.script(
+        "trial.sh",
+        "for i in 1 2 3; do echo '{\"loss\": 1}'; while [ $i = 2 -a ! -e go ]; do sleep 0.05; done; done",
+    );
+    let mut command = folder.launcher();
+    command.args(["tune", "spec.toml", "--folder", "s", "--", "sh", "trial.sh"]);
+    let run = Run::start(command);
+    let journal = || folder.read("s/journal.jsonl");
+    wait_until("reports", || {
+        let journal = fs::read_to_string(folder.path().join("s/journal.jsonl")).ok()?;
+        (journal.matches("reported").count() == 4).then_some(())
+    });
+    run.signal(Signal::KILL);
+    run.end();
+    wait_until("the end of the search", || {
+        let lock = fs::File::open(folder.path().join("s/search.lock")).unwrap();
+        lock.try_lock().ok()
+    });
+    assert!(!journal().contains("failed"), "{}", journal());
+    assert!(!journal().contains("finished"), "{}", journal());
+    folder.write("go", "");
+    let mut command = folder.launcher();
+    // From anywhere.
+    command
+        .args(["tune", "resume"])
+        .arg(folder.path().join("s"))
+        .current_dir("/");
+    let said = Run::start(command).end().expect(0).text();
+    assert!(
+        said.contains("Number of trials: 2/2 (2 TERMINATED)"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_search_without_a_report_says_what_one_is() {
+    let folder = Folder::new();
+    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    let output = folder
+        .launcher()
+        .args(["tune", "spec.toml", "--slots", "2", "--", "echo", "loss: 1"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        said.contains("no trial has reported a number as `loss`"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_command_that_could_not_start_may_be_corrected() {
+    let folder = Folder::new();
+    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    let tune = |program: &[&str]| {
+        let mut command = folder.launcher();
+        command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2", "--"]);
+        command.args(program).output().unwrap()
+    };
+    for (program, expected) in [
+        (
+            ["sh", "{rate}"],
+            "`{rate}` in the program's arguments is no parameter",
+        ),
+        (["./missing", "{lr}"], "cannot start ./missing"),
+    ] {
+        let output = tune(&program);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(expected), "{said}");
+    }
+    let reports = ["echo", "{{\"loss\": {lr}}}"];
+    assert!(tune(&reports).status.success());
+    let output = tune(&["echo", "{lr}"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        said.contains("holds another search: its `program`"),
+        "{said}"
+    );
 }

@@ -446,6 +446,11 @@ impl TrialRunner for Pool {
         self.slots.len()
     }
 
+    fn is_computing(&self, trial: TrialId) -> bool {
+        let home = self.home.get(&trial);
+        home.is_some_and(|slot| self.slots[*slot].active == Some(trial))
+    }
+
     fn requested(&self) -> Option<String> {
         Some(self.slots.requested())
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{fs, io};
 
+use super::backoff::Backoff;
 use super::decisions::DecisionLog;
 use crate::config::Config;
 use crate::core::{
@@ -57,6 +58,7 @@ pub(crate) struct Driver<'a, F> {
     pub(crate) attempts: BTreeMap<TrialId, Attempt>,
     /// Trials that cannot start before a checkpoint is saved.
     pub(crate) blocked: BTreeSet<TrialId>,
+    pub(crate) backoff: Backoff,
     pub(crate) closing: Option<Instant>,
     /// The searcher is still to be asked for this trial.
     pub(crate) asked: Option<TrialId>,
@@ -101,6 +103,8 @@ impl<F: Files> Driver<'_, F> {
         let mut ending = SearchEnd::Finished;
         while !self.core.is_finished() {
             refresh(self)?;
+            let event = self.runner.next(TICK)?;
+            // Before the event is taken: what ended this process's trials may have told it so.
             if self.closing.is_none() {
                 let is_over = self.limits.deadline.is_some_and(|at| Instant::now() >= at);
                 if interrupted() > 0 || is_over {
@@ -111,14 +115,17 @@ impl<F: Files> Driver<'_, F> {
                     self.close()?;
                 }
             }
+            if let Some(event) = event {
+                self.take(event)?;
+            }
             if let Some(until) = self.closing
                 && (self.attempts.is_empty() || Instant::now() >= until || interrupted() > 1)
             {
                 break;
             }
             self.check_timeouts()?;
-            if let Some(event) = self.runner.next(TICK)? {
-                self.take(event)?;
+            for trial in self.backoff.due(Instant::now()) {
+                self.revisit(trial)?;
             }
         }
         if self.core.is_finished() {
@@ -275,6 +282,8 @@ impl<F: Files> Driver<'_, F> {
     fn failed(&mut self, trial: TrialId, message: String) -> Result<()> {
         self.attempts.remove(&trial);
         if self.closing.is_none() {
+            let done = self.core.trial(trial).map_or(0, |state| state.decided);
+            self.backoff.failed(trial, done, Instant::now());
             self.happen(Event::Failed { trial, message })?;
             if let Some(state) = self.core.trial(trial) {
                 self.files.end(state)?;
@@ -289,7 +298,10 @@ impl<F: Files> Driver<'_, F> {
             return Ok(());
         };
         let Some(attempt) = self.attempts.get(&trial) else {
-            if state.is_awaited() && self.closing.is_none() {
+            if state.is_awaited()
+                && self.closing.is_none()
+                && !self.backoff.keeps(trial, Instant::now())
+            {
                 return self.start(trial);
             }
             return Ok(());
@@ -468,6 +480,11 @@ impl<F: Files> Driver<'_, F> {
         let Some(most) = self.limits.report_timeout else {
             return Ok(());
         };
+        for (trial, attempt) in &mut self.attempts {
+            if !self.runner.is_computing(*trial) {
+                attempt.since = Instant::now();
+            }
+        }
         let late: Vec<_> = self
             .attempts
             .iter()

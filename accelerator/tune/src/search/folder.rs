@@ -26,6 +26,7 @@ pub struct SearchFolder {
     path: PathBuf,
     spec: SearchSpec,
     results: Results,
+    directory: Option<PathBuf>,
 }
 
 impl SearchFolder {
@@ -35,11 +36,12 @@ impl SearchFolder {
     /// [`Error::is_not_found`] where the folder has no search; [`Error::is_corrupt`] where its journal is damaged.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let (spec, results) = read(path)?;
+        let (spec, results, directory) = read(path)?;
         Ok(Self {
             path: path.to_owned(),
             spec,
             results,
+            directory,
         })
     }
 
@@ -47,6 +49,24 @@ impl SearchFolder {
     #[must_use]
     pub fn spec(&self) -> &SearchSpec {
         &self.spec
+    }
+
+    /// The working directory of the process that began it: where its program is to be resumed, too.
+    ///
+    /// ```
+    /// use accelerator_tune::{Display, Mode, Objective, Search, SearchFolder};
+    ///
+    /// let folder = tempfile::tempdir()?;
+    /// let search = Search::new("one", Objective::new("loss", Mode::Min));
+    /// let search = search.folder(folder.path()).display(Display::Quiet);
+    /// search.run_programs(["echo", r#"{{"loss": 1}}"#])?;
+    /// let search = SearchFolder::open(folder.path())?;
+    /// assert_eq!(search.directory(), Some(std::env::current_dir()?.as_path()));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn directory(&self) -> Option<&Path> {
+        self.directory.as_deref()
     }
 
     /// What it has come to.

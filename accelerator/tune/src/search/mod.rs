@@ -4,6 +4,7 @@ pub use builder::Search;
 pub use folder::SearchFolder;
 pub use spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
 
+mod backoff;
 mod builder;
 mod decisions;
 mod driver;

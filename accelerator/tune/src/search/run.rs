@@ -1,12 +1,12 @@
 //! A search from its folder to its results.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::hash::BuildHasher;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::{env, fs};
 
 use super::decisions::DecisionLog;
 use super::driver::{Driver, Files, Limits, Replayed, checkpoint_name, replay};
@@ -52,7 +52,20 @@ pub(crate) fn run(
                 created: unix_time(),
                 asks,
                 searcher: searcher.version(),
+                directory: env::current_dir().ok(),
                 spec: spec.to_json()?,
+            };
+            let journal = Journal::create(&folder, &head)?;
+            (head, journal, Vec::new())
+        }
+        // A command that could not start, and was corrected: nothing is lost.
+        Some(before) if !before.has_results() => {
+            let spec = spec.to_json()?;
+            let head = Head {
+                asks,
+                directory: env::current_dir().ok(),
+                spec,
+                ..before.head
             };
             let journal = Journal::create(&folder, &head)?;
             (head, journal, Vec::new())
@@ -109,6 +122,7 @@ pub(crate) fn run(
             limits,
             attempts: Default::default(),
             blocked: Default::default(),
+            backoff: Default::default(),
             closing: None,
             asked,
         };
@@ -134,7 +148,7 @@ pub(crate) fn run(
 }
 
 /// A search in a folder, as far as its journal goes.
-pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results)> {
+pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf>)> {
     let Some(journaled) = journal::read(folder)? else {
         return Err(Error::new(
             Kind::NotFound,
@@ -162,7 +176,7 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results)> {
         true => SearchEnd::Finished,
         false => SearchEnd::Interrupted,
     };
-    Ok((spec, Results::new(view, ending)))
+    Ok((spec, Results::new(view, ending), head.directory))
 }
 
 fn set_up(

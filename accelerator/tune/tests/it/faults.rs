@@ -82,6 +82,22 @@ fn a_trial_that_hangs_has_failed() {
 }
 
 #[test]
+fn a_trial_that_waits_for_its_turn_does_not_hang() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = "--num-samples 4 --ordered 4 --slots 1 --max-iterations 2 --report-timeout 1";
+    let mut command = search(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    command.env("QUADRATIC_PAUSE_MS", "400");
+    assert!(ended(command.spawn().unwrap()).status.success());
+    for trial in SearchFolder::open(folder.path())
+        .unwrap()
+        .results()
+        .trials()
+    {
+        assert_eq!(trial.error, None);
+    }
+}
+
+#[test]
 fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     let folder = tempfile::tempdir().unwrap();
     let mut child = search(folder.path(), &["--num-samples", "2", "--fault", "hang"])

@@ -182,7 +182,7 @@ fn relay(channel: &Channel, liveness: Option<LivenessPipe>) -> Result<Relay> {
     let relay = Relay::new(channel.sender.clone());
     signals::listen(relay.clone())?;
     if let Some(liveness) = liveness {
-        liveness.listen(relay.clone());
+        liveness.listen(relay.clone(), || {});
     }
     Ok(relay)
 }

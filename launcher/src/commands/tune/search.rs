@@ -1,6 +1,7 @@
 //! Searching, with the signals that the launcher's shim receives.
 
-use std::path::PathBuf;
+use std::env;
+use std::path::{self, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +13,7 @@ use clap::Args;
 use super::of_tune;
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
-use crate::supervisor::shim::LivenessPipe;
+use crate::supervisor::shim::{self, LivenessPipe};
 use crate::supervisor::signals::{self, Relay, Route};
 use crate::text::{note, plain, print};
 
@@ -69,7 +70,18 @@ pub(super) fn resume(arguments: &ResumeArgs, liveness: Option<LivenessPipe>) -> 
         )));
     }
     spec.slots = arguments.slots.or(spec.slots);
-    search(spec, Some(arguments.folder.clone()), liveness)
+    let folder = path::absolute(&arguments.folder);
+    let folder = folder.map_err(|error| Error::system(format!("no working directory: {error}")))?;
+    if let Some(directory) = before.directory() {
+        // Its program and what that reads may be named from there.
+        env::set_current_dir(directory).map_err(|error| {
+            Error::usage(format!(
+                "the search was begun in {}, where its program is to run, and which cannot be entered: {error}",
+                plain(&directory.display().to_string())
+            ))
+        })?;
+    }
+    search(spec, Some(folder), liveness)
 }
 
 fn search(
@@ -83,7 +95,12 @@ fn search(
     if let Some(folder) = folder {
         search = search.folder(folder);
     }
-    let results = search.run_programs(program).map_err(of_tune)?;
+    let results = search.run_programs(program).map_err(of_tune);
+    while shim::is_over() {
+        // The thread that ends the processes of the search ends this one, too.
+        thread::park();
+    }
+    let results = results?;
     let folder = plain(&results.folder().display().to_string());
     match results.ending() {
         SearchEnd::Finished => {}
@@ -97,7 +114,14 @@ fn search(
     }
     match results.best_config(&objective.metric, objective.mode) {
         Some(config) => print(&format!("Best config is: {config}\n")),
-        None => Ok(ExitCode::FAILURE),
+        None => {
+            note(&format!(
+                "no trial has reported a number as `{}`: a report is a line of standard output that is a JSON object with it; \
+                 what trials print is in {folder}/*/output.log",
+                plain(&objective.metric)
+            ));
+            Ok(ExitCode::FAILURE)
+        }
     }
 }
 
@@ -106,10 +130,14 @@ fn count_signals(liveness: Option<LivenessPipe>) -> Result<Arc<AtomicU32>> {
     let Channel { sender, events } = Channel::new();
     let relay = Relay::new(sender);
     let mut received = signals::receive(&[])?;
-    if let Some(liveness) = liveness {
-        liveness.listen(relay.clone());
-    }
     let count = Arc::new(AtomicU32::new(0));
+    if let Some(liveness) = liveness {
+        let counted = Arc::clone(&count);
+        // Trials that end with this process have not failed.
+        liveness.listen(relay.clone(), move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        });
+    }
     let counted = Arc::clone(&count);
     let started = thread::Builder::new()
         .name("signals".into())
