@@ -24,6 +24,8 @@ mod checkpoints;
 mod event;
 mod prefix;
 #[cfg(test)]
+mod scheduler_tests;
+#[cfg(test)]
 mod simulation;
 #[cfg(test)]
 mod tests;

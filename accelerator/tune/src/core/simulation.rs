@@ -117,6 +117,12 @@ pub(super) fn simulate(
                 computing.entry(*trial).or_insert(decided + 1);
             }
         }
+        let all_are_begun = core.trials().len() == configs.len();
+        assert!(
+            computing.len() == chance.slots || all_are_begun || rules().order != Order::Eager,
+            "a slot is idle: {:?}",
+            core.trials()
+        );
         let nth = random.below(computing.len() as u64) as usize;
         let trial = *computing.keys().nth(nth).unwrap();
         computing.remove(&trial);

@@ -1,0 +1,183 @@
+//! What holds for a search with each of the schedulers, whatever its trials come to.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::event::Event;
+use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
+use super::{Decision, Order, Rules};
+use crate::config::Config;
+use crate::objective::{Mode, Objective};
+use crate::scheduler::{Asha, AshaPromotion, MedianStopping, Pbt, Scheduler};
+use crate::space::{Space, uniform};
+
+const ITERATIONS: u32 = 9;
+
+fn schedulers() -> impl Strategy<Value = Scheduler> {
+    let max_t = u64::from(ITERATIONS);
+    let of_grace = 1_u64..4;
+    let of_factor = 2_u64..5;
+    prop_oneof![
+        Just(Scheduler::Fifo),
+        (of_grace.clone(), of_factor.clone(), 1_u32..3).prop_map(
+            move |(grace_period, reduction_factor, brackets)| {
+                Asha {
+                    max_t,
+                    grace_period,
+                    reduction_factor,
+                    brackets,
+                    ..Asha::default()
+                }
+                .into()
+            }
+        ),
+        (of_grace, of_factor).prop_map(move |(grace_period, reduction_factor)| {
+            AshaPromotion {
+                max_t,
+                grace_period,
+                reduction_factor,
+                ..AshaPromotion::default()
+            }
+            .into()
+        }),
+        Just(
+            MedianStopping {
+                grace_period: 2.0,
+                ..MedianStopping::default()
+            }
+            .into()
+        ),
+        (1_u32..4).prop_map(|interval| {
+            Pbt::new(
+                f64::from(interval),
+                Space::new([("quality", uniform(0.0, 1000.0))]),
+            )
+            .into()
+        }),
+    ]
+}
+
+fn chances() -> impl Strategy<Value = Chance> {
+    (any::<u64>(), 1_usize..6, 0_u64..150, 0_u64..40).prop_map(
+        |(seed, slots, failures, crashes)| Chance {
+            seed,
+            slots,
+            failures,
+            crashes,
+        },
+    )
+}
+
+const TRIALS: u64 = 14;
+
+fn run(
+    scheduler: &Scheduler,
+    order: Order,
+    max_failures: Option<u32>,
+    chance: Chance,
+) -> SimulatedSearch {
+    let objective = Objective::new("score", Mode::Max);
+    let outcome = simulate(
+        &|| Rules {
+            max_failures,
+            ..rules(order, ITERATIONS)
+        },
+        &|| scheduler.policy(&objective, 5).unwrap(),
+        &configs(TRIALS, 3),
+        &|config: &Config, iteration| quality(config) + (iteration as f64).sqrt(),
+        chance,
+    );
+    check(&outcome);
+    assert_eq!(outcome.core.trials().len() as u64, TRIALS);
+    outcome
+}
+
+fn reports(outcome: &SimulatedSearch) -> BTreeMap<u32, u64> {
+    let mut reports = BTreeMap::new();
+    for event in &outcome.events {
+        if let Event::Reported { trial, .. } = event {
+            *reports.entry(trial.number()).or_default() += 1;
+        }
+    }
+    reports
+}
+
+proptest! {
+    /// None is lost and none counted twice; a trial that fails for good blocks no other, on any rung.
+    #[test]
+    fn every_search_ends_with_all_its_trials(scheduler in schedulers(), chance in chances(), most in 0_u32..3) {
+        for order in [Order::Eager, Order::Ordered { workers: 3 }] {
+            for max_failures in [None, Some(most)] {
+                run(&scheduler, order, max_failures, chance);
+            }
+        }
+    }
+
+    #[test]
+    fn no_scheduler_takes_more_iterations_than_random_search(scheduler in schedulers(), seed: u64, slots in 1_usize..6) {
+        // A clone of PBT may go back to where a donor is that reports later.
+        prop_assume!(!matches!(scheduler, Scheduler::Pbt(_)));
+        let chance = Chance { seed, slots, failures: 0, crashes: 0 };
+        let outcome = run(&scheduler, Order::Eager, None, chance);
+        let reports = reports(&outcome);
+        prop_assert_eq!(reports.len() as u64, TRIALS);
+        prop_assert!(reports.values().all(|count| *count <= u64::from(ITERATIONS)), "{:?}", reports);
+    }
+
+    #[test]
+    fn in_ordered_mode_no_scheduler_sees_slots_timing_or_kills(scheduler in schedulers(), chance in chances()) {
+        let order = Order::Ordered { workers: 3 };
+        let calm = Chance { seed: 0, slots: 3, failures: 0, crashes: 0 };
+        let undisturbed = run(&scheduler, order, None, calm);
+        prop_assert_eq!(undisturbed.decisions, run(&scheduler, order, None, chance).decisions);
+    }
+
+    #[test]
+    fn nothing_is_decided_of_a_trial_that_has_ended(scheduler in schedulers(), chance in chances()) {
+        let outcome = run(&scheduler, Order::Eager, Some(1), chance);
+        let mut ended = Vec::new();
+        for decision in &outcome.decisions {
+            let trial = match decision {
+                Decision::Start { trial, .. }
+                | Decision::Continue { trial, .. }
+                | Decision::Save { trial, .. }
+                | Decision::Pause { trial, .. }
+                | Decision::Resume { trial, .. }
+                | Decision::Exploit { trial, .. }
+                | Decision::End { trial, .. } => *trial,
+            };
+            prop_assert!(!ended.contains(&trial), "{:?}", decision);
+            if matches!(decision, Decision::End { .. }) {
+                ended.push(trial);
+            }
+        }
+    }
+
+    /// The donor is another trial, which has come as far as the clone goes on from.
+    #[test]
+    fn a_clone_goes_on_from_what_its_donor_has_done(interval in 1_u32..4, chance in chances()) {
+        let mutations = Space::new([("quality", uniform(0.0, 1000.0))]);
+        let scheduler = Pbt::new(f64::from(interval), mutations).into();
+        let outcome = run(&scheduler, Order::Eager, None, chance);
+        let mut done = BTreeMap::new();
+        let mut clones = 0;
+        for decision in &outcome.decisions {
+            match decision {
+                Decision::Continue { trial, iteration }
+                | Decision::Save { trial, iteration }
+                | Decision::Pause { trial, iteration } => {
+                    done.insert(*trial, *iteration);
+                }
+                Decision::Exploit { trial, from, .. } => {
+                    clones += 1;
+                    prop_assert!(from.trial != *trial);
+                    prop_assert!(done.get(&from.trial).is_some_and(|done| *done >= from.iteration));
+                    done.insert(*trial, from.iteration);
+                }
+                _ => {}
+            }
+        }
+        prop_assert!(clones > 0 || chance.slots == 1);
+    }
+}
