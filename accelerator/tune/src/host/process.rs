@@ -167,9 +167,18 @@ impl ProcessLog {
 const TAIL_BYTES: u64 = 8 << 10;
 const TAIL_LINES: usize = 10;
 
-/// This program again, which finds its place in the environment.
+/// This program again, which finds its place in the environment. It may have been built anew meanwhile: trials are of the
+/// same version.
 fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
-    let mut command = of_ranks(&this_program()?, ranks)?;
+    let program = env::current_exe()?;
+    let running = format!("/proc/{}/exe", std::process::id());
+    let mut command = match cfg!(target_os = "linux") && (ranks == 1 || !program.exists()) {
+        true => of_ranks(Path::new(&running), ranks)?,
+        false => of_ranks(&program, ranks)?,
+    };
+    if ranks == 1 {
+        command.arg0(program);
+    }
     let place = WorkerPlace {
         // Ranks are children of the launcher.
         parent: (ranks == 1).then(std::process::id),
@@ -197,16 +206,6 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
         command.env_remove(name);
     }
     Ok(command)
-}
-
-/// This program, which may have been built anew meanwhile: its trials are of the same version.
-fn this_program() -> Result<PathBuf> {
-    let program = env::current_exe()?;
-    // The system appends a word to the name where the file is gone.
-    Ok(match program.exists() {
-        true => program,
-        false => format!("/proc/{}/exe", std::process::id()).into(),
-    })
 }
 
 /// `accel-launch`: beside this program or in the folder above, as cargo leaves it, or on the PATH.

@@ -12,19 +12,20 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::host::{Hosts, ProcessProgram, ProcessSpec, TrialProcess};
-use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
+use crate::host::{Hosts, ProcessProgram, ProcessSpec};
+use crate::runner::{Answer, RunnerEvent, TrialRunner, TrialStart};
 use crate::trial::protocol::{FromWorker, ToWorker};
 use crate::trial_id::TrialId;
-use joint::JointMessages;
 use listener::Listener;
 pub use slots::Resources;
 pub(crate) use slots::{Slot, Slots};
+use worker::Worker;
 
 pub(crate) mod checkpoint;
 mod joint;
 mod listener;
 mod slots;
+mod worker;
 
 /// Whether a process carries out several trials, one after the other.
 ///
@@ -80,27 +81,6 @@ enum PoolEvent {
     Exited {
         worker: u32,
     },
-}
-
-#[derive(Debug)]
-struct Worker {
-    process: TrialProcess,
-    slot: usize,
-    /// Connections, by rank.
-    links: Vec<Option<std::net::TcpStream>>,
-    location: Option<Location>,
-    /// What it carries out, or is about to.
-    start: Option<TrialStart>,
-    joint: JointMessages,
-    /// The checkpoint that is being saved, and its iteration.
-    saving: Option<(PathBuf, u64)>,
-    iteration: u64,
-    closed: Option<Instant>,
-    /// How many of its connections are open.
-    open: usize,
-    has_exited: bool,
-    /// Why it failed, by its own words.
-    failure: Option<String>,
 }
 
 impl Pool {
@@ -189,20 +169,7 @@ impl Pool {
             let _ = sender.send(PoolEvent::Exited { worker: number });
         };
         let (process, _) = self.hosts.start(*host, &spec, number, exited)?;
-        let worker = Worker {
-            process,
-            slot,
-            links: (0..self.ranks).map(|_| None).collect(),
-            location: None,
-            start: None,
-            joint: JointMessages::new(self.ranks),
-            saving: None,
-            iteration: 0,
-            closed: None,
-            open: 0,
-            has_exited: false,
-            failure: None,
-        };
+        let worker = Worker::new(process, slot, self.ranks);
         self.workers.insert(number, worker);
         Ok(number)
     }
@@ -559,59 +526,6 @@ impl Turn {
         match self {
             Self::Start(start) => start.trial,
             Self::Answer(trial, _) => *trial,
-        }
-    }
-}
-
-impl Worker {
-    fn is_connected(&self) -> bool {
-        self.closed.is_none() && self.links.iter().all(Option::is_some)
-    }
-
-    fn connect(&mut self, connection: listener::Connection) {
-        self.open += 1;
-        if connection.rank == 0 {
-            self.location = Some(Location {
-                host: connection.host,
-                pid: connection.pid,
-            });
-        }
-        if let Some(link) = self.links.get_mut(connection.rank) {
-            *link = Some(connection.stream);
-        }
-        self.tell_start();
-    }
-
-    fn assign(&mut self, start: TrialStart) {
-        self.process.mark_log();
-        self.start = Some(start);
-        self.tell_start();
-    }
-
-    fn tell_start(&mut self) {
-        if !self.is_connected() {
-            return;
-        }
-        if let Some(start) = self.start.clone() {
-            self.tell(&ToWorker::Start {
-                trial: start.trial,
-                config: start.config,
-                folder: start.folder,
-                restore: start.restore,
-            });
-        }
-    }
-
-    fn save(&mut self, folder: PathBuf, message: impl FnOnce(PathBuf) -> ToWorker) -> ToWorker {
-        let partial = checkpoint::partial(&folder);
-        self.saving = Some((folder, self.iteration));
-        message(partial)
-    }
-
-    fn tell(&self, message: &ToWorker) {
-        for link in self.links.iter().flatten() {
-            // One that does not listen any more is about to be noticed.
-            let _ = crate::trial::protocol::send(link, message);
         }
     }
 }

@@ -7,17 +7,17 @@ use std::{fs, io};
 
 use super::backoff::Backoff;
 use super::decisions::DecisionLog;
-use crate::config::Config;
+use super::replay::{ask, tell_result};
 use crate::core::{
-    Action, Branch, CheckpointKey, CheckpointSettings, Core, Decision, Event, TrialState, prunable,
+    Action, Branch, CheckpointKey, CheckpointSettings, Core, Event, TrialState, prunable,
     result_after,
 };
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::output::SearchEnd;
 use crate::runner::{Answer, Location, Restore, RunnerEvent, TrialRunner, TrialStart};
-use crate::searcher::{Searcher, Suggestion};
+use crate::searcher::Searcher;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
@@ -513,71 +513,6 @@ impl<F: Files> Driver<'_, F> {
     }
 }
 
-/// What a journal comes to.
-pub(crate) struct Replayed {
-    pub(crate) decisions: Vec<Decision>,
-    /// Results that count, by trial.
-    pub(crate) results: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
-    /// The searcher was to be asked.
-    pub(crate) asked: Option<TrialId>,
-}
-
-/// Brings a new core, and its searcher, to where the events of a journal have left them. The search began with that version
-/// of the searcher.
-pub(crate) fn replay(
-    core: &mut Core,
-    searcher: &mut dyn Searcher,
-    version: Option<&str>,
-    events: Vec<Event>,
-) -> Result<Replayed> {
-    let mut replayed = Replayed {
-        decisions: Vec::new(),
-        results: BTreeMap::new(),
-        asked: None,
-    };
-    for event in events {
-        if let Event::Suggested { trial, config } = &event {
-            let again = ask(searcher, *trial)?;
-            if again != *config {
-                let shown = |config: &Option<Config>| match config {
-                    Some(config) => config.to_string(),
-                    None => "nothing".to_owned(),
-                };
-                let versions = match (version, searcher.version()) {
-                    (Some(before), Some(now)) => format!(" (it was {before}, and is {now})"),
-                    _ => String::new(),
-                };
-                return Err(Error::new(
-                    Kind::Conflict,
-                    format!(
-                        "the searcher suggests {} for trial {trial}, and suggested {} before: it is of another version{versions}, \
-                         or not deterministic; use the one that began the search, or another folder",
-                        shown(&again),
-                        shown(config)
-                    ),
-                ));
-            }
-        }
-        for action in core.step(event) {
-            match action {
-                Action::Ask(trial) => replayed.asked = Some(trial),
-                Action::Log(decision) => replayed.decisions.push(decision),
-                Action::Take { branch, result } => {
-                    tell_result(searcher, core, branch.trial, &result)?;
-                    let results = replayed.results.entry(branch.trial).or_default();
-                    results.push((branch, result));
-                }
-                Action::Tell(trial, end) => searcher.tell(trial, end)?,
-                Action::Revisit(_) | Action::Finish => {}
-            }
-        }
-        if !core.is_asking() {
-            replayed.asked = None;
-        }
-    }
-    Ok(replayed)
-}
-
 /// Such as `checkpoint_000004`.
 pub(crate) fn checkpoint_name(key: CheckpointKey) -> String {
     let CheckpointKey { branch, iteration } = key;
@@ -590,25 +525,6 @@ pub(crate) fn checkpoint_name(key: CheckpointKey) -> String {
 const TICK: Duration = Duration::from_millis(100);
 /// How long trials have to save when a search is interrupted, or has ended.
 const GRACE: Duration = Duration::from_secs(30);
-
-fn ask(searcher: &mut dyn Searcher, trial: TrialId) -> Result<Option<Config>> {
-    Ok(match searcher.ask(trial)? {
-        Suggestion::Config(config) => Some(config),
-        Suggestion::Exhausted => None,
-    })
-}
-
-fn tell_result(
-    searcher: &mut dyn Searcher,
-    core: &Core,
-    trial: TrialId,
-    result: &TrialResult,
-) -> Result<()> {
-    match result.value(core.metric()) {
-        Some(value) => searcher.report(trial, result.training_iteration, value),
-        None => Ok(()),
-    }
-}
 
 fn remove(folder: &Path) -> Result<()> {
     match fs::remove_dir_all(folder) {

@@ -12,5 +12,6 @@ mod files;
 mod folder;
 mod interrupt;
 mod lock;
+mod replay;
 mod run;
 mod spec;

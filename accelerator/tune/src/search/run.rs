@@ -9,10 +9,11 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Files, Limits, Replayed, checkpoint_name, replay};
+use super::driver::{Driver, Files, Limits, checkpoint_name};
 use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
+use super::replay::{Replayed, replay};
 use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
 use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
 use crate::error::{Error, Kind, Result};

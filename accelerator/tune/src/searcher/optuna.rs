@@ -96,7 +96,7 @@ impl Optuna {
             }],
             "space": space.distributions()?,
         });
-        let mut process = Process::start(&self.python)?;
+        let mut process = OptunaProcess::start(&self.python)?;
         let reply = process.call(&open)?;
         let python = self.python.display();
         let message = reply["message"].as_str().unwrap_or_default();
@@ -150,7 +150,7 @@ impl Default for Optuna {
 #[derive(Debug)]
 pub(crate) struct OptunaSearcher {
     version: String,
-    process: Process,
+    process: OptunaProcess,
     space: OptunaSpace,
 }
 
@@ -205,7 +205,7 @@ impl Searcher for OptunaSearcher {
 
 /// Python, with the script.
 #[derive(Debug)]
-struct Process {
+struct OptunaProcess {
     child: Child,
     calls: ChildStdin,
     replies: Receiver<io::Result<String>>,
@@ -214,7 +214,7 @@ struct Process {
     error_reader: JoinHandle<()>,
 }
 
-impl Process {
+impl OptunaProcess {
     fn start(python: &PathBuf) -> Result<Self> {
         let mut command = Command::new(python);
         command
@@ -331,7 +331,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for OptunaProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -1,0 +1,96 @@
+//! From a journal to the state that it leads to.
+
+use std::collections::BTreeMap;
+
+use crate::config::Config;
+use crate::core::{Action, Branch, Core, Decision, Event};
+use crate::error::{Error, Kind, Result};
+use crate::searcher::{Searcher, Suggestion};
+use crate::trial_id::TrialId;
+use crate::view::TrialResult;
+
+/// What a journal comes to.
+pub(super) struct Replayed {
+    pub(super) decisions: Vec<Decision>,
+    /// Results that count, by trial.
+    pub(super) results: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
+    /// The searcher was to be asked.
+    pub(super) asked: Option<TrialId>,
+}
+
+/// Brings a new core, and its searcher, to where the events of a journal have left them. The search began with that version
+/// of the searcher.
+pub(super) fn replay(
+    core: &mut Core,
+    searcher: &mut dyn Searcher,
+    version: Option<&str>,
+    events: Vec<Event>,
+) -> Result<Replayed> {
+    let mut replayed = Replayed {
+        decisions: Vec::new(),
+        results: BTreeMap::new(),
+        asked: None,
+    };
+    for event in events {
+        if let Event::Suggested { trial, config } = &event {
+            let again = ask(searcher, *trial)?;
+            if again != *config {
+                let shown = |config: &Option<Config>| match config {
+                    Some(config) => config.to_string(),
+                    None => "nothing".to_owned(),
+                };
+                let versions = match (version, searcher.version()) {
+                    (Some(before), Some(now)) => format!(" (it was {before}, and is {now})"),
+                    _ => String::new(),
+                };
+                return Err(Error::new(
+                    Kind::Conflict,
+                    format!(
+                        "the searcher suggests {} for trial {trial}, and suggested {} before: it is of another version{versions}, \
+                         or not deterministic; use the one that began the search, or another folder",
+                        shown(&again),
+                        shown(config)
+                    ),
+                ));
+            }
+        }
+        for action in core.step(event) {
+            match action {
+                Action::Ask(trial) => replayed.asked = Some(trial),
+                Action::Log(decision) => replayed.decisions.push(decision),
+                Action::Take { branch, result } => {
+                    tell_result(searcher, core, branch.trial, &result)?;
+                    let results = replayed.results.entry(branch.trial).or_default();
+                    results.push((branch, result));
+                }
+                Action::Tell(trial, end) => searcher.tell(trial, end)?,
+                Action::Revisit(_) | Action::Finish => {}
+            }
+        }
+        if !core.is_asking() {
+            replayed.asked = None;
+        }
+    }
+    Ok(replayed)
+}
+
+/// What the searcher suggests; `None` where it has no more.
+pub(super) fn ask(searcher: &mut dyn Searcher, trial: TrialId) -> Result<Option<Config>> {
+    Ok(match searcher.ask(trial)? {
+        Suggestion::Config(config) => Some(config),
+        Suggestion::Exhausted => None,
+    })
+}
+
+/// Tells the searcher what a trial has reported.
+pub(super) fn tell_result(
+    searcher: &mut dyn Searcher,
+    core: &Core,
+    trial: TrialId,
+    result: &TrialResult,
+) -> Result<()> {
+    match result.value(core.metric()) {
+        Some(value) => searcher.report(trial, result.training_iteration, value),
+        None => Ok(()),
+    }
+}
