@@ -34,7 +34,12 @@ impl Listener {
         thread::Builder::new()
             .name("workers".to_owned())
             .spawn(move || {
-                for stream in listener.incoming().flatten() {
+                for stream in listener.incoming() {
+                    let Ok(stream) = stream else {
+                        // Such as too many open files: not at once again.
+                        thread::sleep(REFUSED);
+                        continue;
+                    };
                     let (events, token) = (events.clone(), known.clone());
                     let serve = move || serve(stream, &token, &events);
                     if let Err(error) = thread::Builder::new()
@@ -60,6 +65,8 @@ impl Listener {
     }
 }
 
+/// How long to wait after a connection that could not be taken.
+const REFUSED: Duration = Duration::from_millis(100);
 /// How long a connection may take to say who it is.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long what it says may be.
