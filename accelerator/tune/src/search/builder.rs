@@ -256,7 +256,7 @@ impl Search {
         command: impl IntoIterator<Item = W>,
     ) -> Result<Results> {
         let command: Vec<String> = command.into_iter().map(Into::into).collect();
-        let template = Template::new(command.clone())?;
+        let template = Template::new(command.clone(), &self.spec.space)?;
         self.spec.program = command;
         self.run_on(|spec, _folder| {
             let programs = Programs::new(

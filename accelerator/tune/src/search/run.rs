@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -39,9 +39,10 @@ pub(crate) fn run(
     options: RunOptions,
     runner: impl FnOnce(&SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
 ) -> Result<Results> {
-    let folder = options
-        .folder
-        .unwrap_or_else(|| Path::new("tune").join(&spec.name));
+    let folder = match options.folder {
+        Some(folder) => folder,
+        None => Path::new("tune").join(folder_of(&spec.name)?),
+    };
     let (mut searcher, asks, expected) = set_up(&spec, searcher)?;
     let mut core = new_core(&spec, asks)?;
     let limits = limits(&spec)?;
@@ -178,6 +179,17 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         false => SearchEnd::Interrupted,
     };
     Ok((spec, Results::new(view, ending), head.directory))
+}
+
+/// A search's folder, below that of searches.
+fn folder_of(name: &str) -> Result<&str> {
+    let mut parts = Path::new(name).components();
+    match (parts.next(), parts.next()) {
+        (Some(Component::Normal(part)), None) if part == name => Ok(name),
+        _ => Err(Error::misuse(format!(
+            "the search's `name` is {name:?}, and names its folder in `tune`: it is not empty and has no `/`; or choose a folder"
+        ))),
+    }
 }
 
 fn set_up(
