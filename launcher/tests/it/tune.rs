@@ -148,6 +148,12 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
     for (text, expected) in [
         (SPEC.replace("uniform", "unifrom"), "did you mean `uniform`"),
         (SPEC.replace("max_t", "max_time"), "max_time"),
+        (SPEC.replace("parabola", "../a"), "`name` is \"../a\""),
+        (SPEC.replace("parabola", ""), "`name` is \"\""),
+        (
+            SPEC.replace("lr = ", "trial = "),
+            "the parameter `trial` has the name of a placeholder",
+        ),
         (
             SPEC.replace("num_samples = 6", "num_samples = six"),
             "spec.toml",

@@ -1,6 +1,7 @@
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::mpsc::Sender;
 use std::thread;
+use std::time::Duration;
 
 use super::PoolEvent;
 use crate::error::Result;
@@ -37,7 +38,12 @@ impl Listener {
         thread::Builder::new()
             .name("workers".to_owned())
             .spawn(move || {
-                for stream in listener.incoming().flatten() {
+                for stream in listener.incoming() {
+                    let Ok(stream) = stream else {
+                        // Such as too many open files: not at once again.
+                        thread::sleep(REFUSED);
+                        continue;
+                    };
                     let (events, token) = (events.clone(), known.clone());
                     let serve = move || serve(stream, &token, &events);
                     if let Err(error) = thread::Builder::new()
@@ -65,6 +71,9 @@ impl Listener {
         }
     }
 }
+
+/// How long to wait after a connection that could not be taken.
+const REFUSED: Duration = Duration::from_millis(100);
 
 /// Passes on what a worker says, until it closes.
 fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {

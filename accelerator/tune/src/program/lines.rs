@@ -31,7 +31,9 @@ pub(super) fn follow(
     let follow = move || {
         let mut lines = BufReader::new(output);
         let mut line = Vec::new();
-        while lines
+        // A longer line is taken in pieces, which are no reports.
+        while (&mut lines)
+            .take(LINE_BYTES)
             .read_until(b'\n', &mut line)
             .is_ok_and(|read| read > 0)
         {
@@ -82,6 +84,9 @@ fn parse(line: &str, metric: &str) -> Option<MetricsLine> {
         checkpoint,
     })
 }
+
+/// How long a report may be.
+const LINE_BYTES: u64 = 16 << 20;
 
 /// At how many places an object is looked for: a prefix has few braces of its own.
 const MOST_BRACES: usize = 16;
@@ -146,6 +151,20 @@ mod tests {
         assert!(nan.metrics.value("loss").unwrap().is_nan());
         assert_eq!(nan.metrics.value("low"), Some(f64::NEG_INFINITY));
         assert_eq!(parse("{\"loss\": Nan}", "loss"), None);
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_not_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let (events, received) = std::sync::mpsc::channel();
+        let endless = std::io::repeat(b'{').take(3 * LINE_BYTES);
+        let report = std::io::Cursor::new("\n{\"loss\": 1}\n");
+        follow(endless.chain(report), &log, "loss", 0, events).unwrap();
+        let report = received.recv().unwrap();
+        assert!(matches!(report, ProgramEvent::Line(0, _)), "{report:?}");
+        assert!(matches!(received.recv().unwrap(), ProgramEvent::Closed(0)));
+        assert!(log.metadata().unwrap().len() > 3 * LINE_BYTES);
     }
 
     #[test]

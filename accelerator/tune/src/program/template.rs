@@ -2,6 +2,7 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 use crate::runner::TrialStart;
+use crate::space::Space;
 
 /// A command with placeholders.
 ///
@@ -11,11 +12,17 @@ use crate::runner::TrialStart;
 pub(crate) struct Template(Vec<String>);
 
 impl Template {
-    pub(crate) fn new(words: Vec<String>) -> Result<Self> {
+    pub(crate) fn new(words: Vec<String>, space: &Space) -> Result<Self> {
         if words.is_empty() {
             return Err(Error::misuse(
                 "there is no program to run: name it after `--`",
             ));
+        }
+        let mut names = space.table().keys();
+        if let Some(name) = names.find(|name| OTHERS.contains(&name.as_str())) {
+            return Err(Error::misuse(format!(
+                "the parameter `{name}` has the name of a placeholder, which stands for something else: rename it"
+            )));
         }
         Ok(Self(words))
     }
@@ -25,6 +32,9 @@ impl Template {
         self.0.iter().map(|word| fill(word, start)).collect()
     }
 }
+
+/// Placeholders that are no parameters.
+const OTHERS: [&str; 4] = ["trial", "folder", "params", "checkpoint"];
 
 fn fill(word: &str, start: &TrialStart) -> Result<String> {
     let mut text = String::new();
@@ -111,7 +121,7 @@ mod tests {
             "}",
             "{opt}",
         ];
-        let template = Template::new(words.map(str::to_owned).to_vec()).unwrap();
+        let template = Template::new(words.map(str::to_owned).to_vec(), &Space::default()).unwrap();
         assert_eq!(
             template.fill(&start).unwrap(),
             [
@@ -125,7 +135,7 @@ mod tests {
                 "{\"name\":\"sgd\"}"
             ]
         );
-        let error = Template::new(vec!["{rate}".to_owned()])
+        let error = Template::new(vec!["{rate}".to_owned()], &Space::default())
             .unwrap()
             .fill(&start)
             .unwrap_err();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-use super::run::{RunOptions, run};
+use super::run::{RunOptions, folder_of, run};
 use super::spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
 use crate::config::Config;
 use crate::core::CheckpointSettings;
@@ -258,7 +258,7 @@ impl Search {
         command: impl IntoIterator<Item = W>,
     ) -> Result<Results> {
         let command: Vec<String> = command.into_iter().map(Into::into).collect();
-        let template = Template::new(command.clone())?;
+        let template = Template::new(command.clone(), &self.spec.space)?;
         self.spec.program = command;
         self.run_on(|hosts, spec, _folder| {
             let programs = Programs::new(
@@ -297,9 +297,10 @@ impl Search {
         self,
         runner: impl FnOnce(Hosts, &SearchSpec, &Path) -> Result<Box<dyn TrialRunner>>,
     ) -> Result<Results> {
-        let folder = self
-            .folder
-            .unwrap_or_else(|| Path::new("tune").join(&self.spec.name));
+        let folder = match self.folder {
+            Some(folder) => folder,
+            None => Path::new("tune").join(folder_of(&self.spec.name)?),
+        };
         // In the other processes of the search's job it does not return.
         let hosts = Hosts::join(&folder)?;
         let runner = |spec: &SearchSpec, folder: &Path| runner(hosts, spec, folder);

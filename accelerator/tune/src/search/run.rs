@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -178,6 +178,17 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         false => SearchEnd::Interrupted,
     };
     Ok((spec, Results::new(view, ending), head.directory))
+}
+
+/// A search's folder, below that of searches.
+pub(super) fn folder_of(name: &str) -> Result<&str> {
+    let mut parts = Path::new(name).components();
+    match (parts.next(), parts.next()) {
+        (Some(Component::Normal(part)), None) if part == name => Ok(name),
+        _ => Err(Error::misuse(format!(
+            "the search's `name` is {name:?}, and names its folder in `tune`: it is not empty and has no `/`; or choose a folder"
+        ))),
+    }
 }
 
 fn set_up(
