@@ -107,6 +107,9 @@ fn main() -> Result<ExitCode, BoxError> {
     if args.has("--share-prefixes") {
         search = search.share_prefixes();
     }
+    if let Some(folder) = args.value("--tensorboard") {
+        search = search.tensorboard(folder);
+    }
     if args.has("--quiet") {
         search = search.display(Display::Quiet);
     }

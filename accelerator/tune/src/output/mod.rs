@@ -5,6 +5,7 @@ pub use console::Display;
 pub use dataframe::DataFrame;
 pub use results::{Results, Scope, SearchEnd};
 
+pub(crate) use tensorboard::TrialEvents;
 pub(crate) use trial_folder::{TrialFolder, folder_name, trial_name};
 
 mod console;
@@ -17,4 +18,5 @@ mod results;
 #[cfg(test)]
 mod status_tests;
 mod table;
+mod tensorboard;
 mod trial_folder;

@@ -272,6 +272,20 @@ impl Search {
         })
     }
 
+    /// Lets each trial write what [TensorBoard](accelerator_track::TensorBoard) shows, below a folder: metrics as scalars, and
+    /// a row of the HParams table.
+    ///
+    /// ```
+    /// use accelerator_tune::{Mode, Objective, Search};
+    ///
+    /// let search = Search::new("mnist", Objective::new("loss", Mode::Min)).tensorboard("logs/mnist");
+    /// ```
+    #[must_use]
+    pub fn tensorboard(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.spec.tensorboard = Some(folder.into());
+        self
+    }
+
     /// Counts requests to end, as signals do otherwise: at the first one trials save at their next report, and the search
     /// pauses; at the second it ends at once.
     #[must_use]

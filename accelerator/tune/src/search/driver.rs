@@ -534,7 +534,8 @@ fn remove(folder: &Path) -> Result<()> {
     }
 }
 
-fn unix_time() -> u64 {
+/// Seconds since 1970.
+pub(super) fn unix_time() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |now| now.as_secs())
 }

@@ -1,14 +1,17 @@
 //! The folders of trials.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
-use super::driver::Files;
+use accelerator_track::EndStatus;
+
+use super::driver::{Files, unix_time};
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
-use crate::output::{TrialFolder, folder_name, trial_name};
+use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
 use crate::trial_id::TrialId;
-use crate::view::TrialResult;
+use crate::view::{TrialResult, TrialStatus};
 
 /// Writes the files of each trial.
 #[derive(Debug)]
@@ -20,7 +23,16 @@ pub(crate) struct TrialFiles {
     parameters: Vec<String>,
     /// Results of the journal, until the trial's files are opened.
     before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
-    open: BTreeMap<TrialId, TrialFolder>,
+    open: BTreeMap<TrialId, OpenTrial>,
+    /// Where TensorBoard reads.
+    tensorboard: Option<PathBuf>,
+}
+
+/// The files of a trial that goes on.
+#[derive(Debug)]
+struct OpenTrial {
+    folder: TrialFolder,
+    events: Option<TrialEvents>,
 }
 
 impl TrialFiles {
@@ -30,6 +42,7 @@ impl TrialFiles {
         id: &str,
         parameters: Vec<String>,
         before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
+        tensorboard: Option<PathBuf>,
     ) -> Self {
         Self {
             root: root.to_owned(),
@@ -38,6 +51,7 @@ impl TrialFiles {
             parameters,
             before,
             open: BTreeMap::new(),
+            tensorboard,
         }
     }
 
@@ -50,28 +64,61 @@ impl TrialFiles {
     pub(crate) fn restore(&mut self, trials: &[TrialState]) -> Result<()> {
         for state in trials {
             if self.before.contains_key(&state.id) {
-                self.folder(state)?;
-                if state.end.is_some() {
-                    self.open.remove(&state.id);
-                }
+                self.files_of(state)?;
+                self.close_ended(state)?;
             }
         }
         Ok(())
     }
 
-    fn folder(&mut self, state: &TrialState) -> Result<&mut TrialFolder> {
+    fn files_of(&mut self, state: &TrialState) -> Result<&mut OpenTrial> {
         let path = self.path(state);
         match self.open.entry(state.id) {
-            std::collections::btree_map::Entry::Occupied(folder) => Ok(folder.into_mut()),
-            std::collections::btree_map::Entry::Vacant(place) => {
+            Entry::Occupied(open) => Ok(open.into_mut()),
+            Entry::Vacant(place) => {
                 let before = self.before.remove(&state.id).unwrap_or_default();
                 let with_config = |(branch, result)| (result, state.config_of(branch).clone());
                 let before: Vec<_> = before.into_iter().map(with_config).collect();
                 let name = trial_name(&self.search, &self.id, state.id);
                 let folder = TrialFolder::open(&path, &name, state.config(), &before)?;
-                Ok(place.insert(folder))
+                let mut events = match &self.tensorboard {
+                    Some(logs) => {
+                        let created = before.first().map(|(result, _)| result.timestamp);
+                        let created = created.unwrap_or_else(unix_time);
+                        Some(TrialEvents::begin(
+                            logs,
+                            &name,
+                            &state.branches[0].config,
+                            created,
+                        )?)
+                    }
+                    None => None,
+                };
+                if let Some(events) = &mut events {
+                    for (result, config) in &before {
+                        events.report(result, config)?;
+                    }
+                    events.flush()?;
+                }
+                Ok(place.insert(OpenTrial { folder, events }))
             }
         }
+    }
+
+    fn close_ended(&mut self, state: &TrialState) -> Result<()> {
+        if state.end.is_none() {
+            return Ok(());
+        }
+        let open = self.open.remove(&state.id);
+        if let Some(mut events) = open.and_then(|open| open.events) {
+            let status = match state.status {
+                TrialStatus::Error => EndStatus::Failed,
+                _ => EndStatus::Finished,
+            };
+            let at = state.last.as_ref().map(|result| result.timestamp);
+            events.end(status, at.unwrap_or_else(unix_time))?;
+        }
+        Ok(())
     }
 }
 
@@ -84,20 +131,23 @@ impl Files for TrialFiles {
     }
 
     fn begin(&mut self, state: &TrialState) -> Result<()> {
-        self.folder(state).map(|_| ())
+        self.files_of(state).map(|_| ())
     }
 
     fn take(&mut self, state: &TrialState, branch: Branch, result: &TrialResult) -> Result<()> {
-        self.folder(state)?.append(result, state.config_of(branch))
+        let open = self.files_of(state)?;
+        open.folder.append(result, state.config_of(branch))?;
+        if let Some(events) = &mut open.events {
+            events.report(result, state.config_of(branch))?;
+            events.flush()?;
+        }
+        Ok(())
     }
 
     fn end(&mut self, state: &TrialState) -> Result<()> {
         if let Some(error) = &state.error {
-            self.folder(state)?.fail(error)?;
+            self.files_of(state)?.folder.fail(error)?;
         }
-        if state.end.is_some() {
-            self.open.remove(&state.id);
-        }
-        Ok(())
+        self.close_ended(state)
     }
 }

@@ -5,11 +5,11 @@ use std::hash::BuildHasher;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Files, Limits, checkpoint_name};
+use super::driver::{Driver, Files, Limits, checkpoint_name, unix_time};
 use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
@@ -82,7 +82,14 @@ pub(crate) fn run(
     let decisions = DecisionLog::open(&folder, &replayed.decisions)?;
     let Replayed { results, asked, .. } = replayed;
     let parameters = spec.space.parameters();
-    let mut files = TrialFiles::new(&folder, &spec.name, &head.id, parameters, results);
+    let mut files = TrialFiles::new(
+        &folder,
+        &spec.name,
+        &head.id,
+        parameters,
+        results,
+        spec.tensorboard.clone(),
+    );
     files.restore(core.trials())?;
     let mut console = Console::new(options.display);
     let shown = |core: &Core,
@@ -169,7 +176,14 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         core.step(event);
     }
     let parameters = spec.space.parameters();
-    let files = TrialFiles::new(folder, &spec.name, &head.id, parameters, BTreeMap::new());
+    let files = TrialFiles::new(
+        folder,
+        &spec.name,
+        &head.id,
+        parameters,
+        BTreeMap::new(),
+        None,
+    );
     let view = view(&spec, folder, &core, &files, core.expected(), None, &|_| {
         None
     });
@@ -316,9 +330,4 @@ const LOOKAHEAD: usize = 200;
 fn new_id() -> String {
     let random = std::hash::RandomState::new().hash_one(std::process::id());
     format!("{:05x}", random & 0xf_ffff)
-}
-
-fn unix_time() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |now| now.as_secs())
 }

@@ -1,7 +1,7 @@
 //! What a search is asked for.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -88,6 +88,9 @@ pub struct SearchSpec {
     /// trials are processes of the program that searches.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub program: Vec<String>,
+    /// The folder below which each trial writes what TensorBoard shows: `tensorboard --logdir FOLDER`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensorboard: Option<PathBuf>,
     /// After how many seconds the search pauses, to be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_budget_s: Option<f64>,
@@ -119,6 +122,7 @@ impl SearchSpec {
             reuse_workers: WorkerReuse::default(),
             slots: None,
             program: Vec::new(),
+            tensorboard: None,
             time_budget_s: None,
             report_timeout_s: None,
         }
@@ -291,11 +295,12 @@ impl From<MaxFailures> for i64 {
 }
 
 /// What says how a search is carried out, and not which it is.
-const HOW: [&str; 5] = [
+const HOW: [&str; 6] = [
     "report_timeout_s",
     "resources_per_trial",
     "reuse_workers",
     "slots",
+    "tensorboard",
     "time_budget_s",
 ];
 

@@ -7,4 +7,5 @@ mod kills;
 mod optuna;
 mod programs;
 mod support;
+mod tensorboard;
 mod trials;

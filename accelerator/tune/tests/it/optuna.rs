@@ -1,14 +1,13 @@
 //! Searches with the real Optuna.
 
 use std::fs;
-use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Output;
 use std::thread;
 use std::time::Duration;
 
-use crate::support::{assert_nothing_left, decisions, ended, run, search, succeed};
+use crate::support::{assert_nothing_left, decisions, ended, run, search, succeed, venv};
 
 #[test]
 fn tpe_finds_better_than_random() {
@@ -193,23 +192,8 @@ fn optuna<'a>(sampler: &'a str, python: &'a str) -> [&'a str; 4] {
 
 /// The interpreter that `tests/track/install optuna` makes.
 fn python() -> Option<String> {
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let venvs = std::env::var_os("TRACK_TESTS_VENVS");
-    let venvs = venvs.map_or("target/track-venvs".into(), PathBuf::from);
-    // As the script that installs them, which runs in the workspace's folder.
-    let venv = workspace.join(venvs).join("optuna");
-    if venv.join("installed").is_file() {
-        return Some(venv.join("bin/python").display().to_string());
-    }
-    let advice = format!(
-        "{} is not there; tests/track/install optuna makes it",
-        venv.display()
-    );
-    let is_required = std::env::var("TRACK_TESTS_REQUIRE").is_ok_and(|value| value == "1");
-    assert!(!is_required, "{advice}");
-    // Not `eprintln`, of which nothing is seen where a test passes.
-    let _ = writeln!(io::stderr(), "SKIPPED: {advice}");
-    None
+    let python = venv("optuna")?.join("bin/python");
+    Some(python.display().to_string())
 }
 
 /// An executable shell script.

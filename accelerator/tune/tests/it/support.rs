@@ -1,4 +1,5 @@
 use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -83,4 +84,26 @@ pub(crate) fn assert_nothing_left(folder: &Path) {
         assert!(Instant::now() < until, "processes are left: {left:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// A virtual environment that `tests/track/install` has made. Where it is not there, the test has nothing to do, unless
+/// `TRACK_TESTS_REQUIRE` is 1.
+pub(crate) fn venv(name: &str) -> Option<PathBuf> {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let venvs = std::env::var_os("TRACK_TESTS_VENVS");
+    let venvs = venvs.map_or("target/track-venvs".into(), PathBuf::from);
+    // As the script that installs them, which runs in the workspace's folder.
+    let venv = workspace.join(venvs).join(name);
+    if venv.join("installed").is_file() {
+        return Some(venv);
+    }
+    let advice = format!(
+        "{} is not there; tests/track/install {name} makes it",
+        venv.display()
+    );
+    let is_required = std::env::var("TRACK_TESTS_REQUIRE").is_ok_and(|value| value == "1");
+    assert!(!is_required, "{advice}");
+    // Not `eprintln`, of which nothing is seen where a test passes.
+    let _ = writeln!(io::stderr(), "SKIPPED: {advice}");
+    None
 }
