@@ -1,8 +1,11 @@
-use std::fs::OpenOptions;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::Sender;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, SyncSender};
 use std::thread;
+use std::time::Duration;
 
 use serde_json::{Map, Value};
 
@@ -17,17 +20,34 @@ pub(super) struct MetricsLine {
     pub(super) checkpoint: Option<PathBuf>,
 }
 
+/// Where the reports of an attempt go.
+#[derive(Clone, Debug)]
+pub(super) struct ReportSender {
+    pub(super) attempt: u32,
+    /// The metric that a line has to be a report.
+    pub(super) metric: String,
+    pub(super) events: Sender<ProgramEvent>,
+    /// Waits while there are too many reports; closed where no more are wanted.
+    pub(super) room: SyncSender<()>,
+}
+
 /// Passes on the reports in what a program prints, on a thread, and copies all of it to a file.
 pub(super) fn follow(
     output: impl Read + Send + 'static,
-    log: &Path,
-    metric: &str,
-    attempt: u32,
-    events: Sender<ProgramEvent>,
+    log: Option<&Path>,
+    sender: ReportSender,
 ) -> Result<()> {
-    let copy = OpenOptions::new().create(true).append(true).open(log);
-    let mut copy = copy.map_err(|error| Error::io("write", log, error))?;
-    let metric = metric.to_owned();
+    let copy = |log: &Path| {
+        let copy = OpenOptions::new().create(true).append(true).open(log);
+        copy.map_err(|error| Error::io("write", log, error))
+    };
+    let mut copy = log.map(copy).transpose()?;
+    let ReportSender {
+        attempt,
+        metric,
+        events,
+        room,
+    } = sender;
     let follow = move || {
         let mut lines = BufReader::new(output);
         let mut line = Vec::new();
@@ -38,9 +58,10 @@ pub(super) fn follow(
             .is_ok_and(|read| read > 0)
         {
             // A full disk costs the log, and not the trial.
-            let _ = copy.write_all(&line);
+            let _ = copy.as_mut().map(|copy| copy.write_all(&line));
             let text = String::from_utf8_lossy(&line);
             if let Some(report) = parse(&text, &metric)
+                && room.send(()).is_ok()
                 && events.send(ProgramEvent::Line(attempt, report)).is_err()
             {
                 return;
@@ -55,6 +76,53 @@ pub(super) fn follow(
         .spawn(follow)?;
     Ok(())
 }
+
+/// What a program writes to a file, while it runs.
+#[derive(Debug)]
+pub(super) struct GrowingFile {
+    file: File,
+    is_complete: Arc<AtomicBool>,
+}
+
+/// Says, when it is dropped, that nothing more is written.
+#[derive(Debug)]
+pub(super) struct FileWriter(Arc<AtomicBool>);
+
+impl GrowingFile {
+    /// A new file in place of what is there.
+    pub(super) fn create(path: &Path) -> Result<(Self, FileWriter)> {
+        let create = || {
+            File::create(path)?;
+            File::open(path)
+        };
+        let file = create().map_err(|error| Error::io("write", path, error))?;
+        let is_complete = Arc::new(AtomicBool::new(false));
+        let writer = FileWriter(Arc::clone(&is_complete));
+        Ok((Self { file, is_complete }, writer))
+    }
+}
+
+impl Read for GrowingFile {
+    /// Waits at the end, until it is complete.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let was_complete = self.is_complete.load(Ordering::Acquire);
+            let read = self.file.read(buffer)?;
+            if read > 0 || was_complete {
+                return Ok(read);
+            }
+            thread::sleep(POLL);
+        }
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+const POLL: Duration = Duration::from_millis(20);
 
 /// A line is a report where it ends in a JSON object with the metric. A prefix, as launchers write before the lines of
 /// ranks, does not matter.
@@ -160,11 +228,34 @@ mod tests {
         let (events, received) = std::sync::mpsc::channel();
         let endless = std::io::repeat(b'{').take(3 * LINE_BYTES);
         let report = std::io::Cursor::new("\n{\"loss\": 1}\n");
-        follow(endless.chain(report), &log, "loss", 0, events).unwrap();
+        let (room, _taken) = std::sync::mpsc::sync_channel(1);
+        let sender = ReportSender {
+            attempt: 0,
+            metric: "loss".to_owned(),
+            events,
+            room,
+        };
+        follow(endless.chain(report), Some(&log), sender).unwrap();
         let report = received.recv().unwrap();
         assert!(matches!(report, ProgramEvent::Line(0, _)), "{report:?}");
         assert!(matches!(received.recv().unwrap(), ProgramEvent::Closed(0)));
         assert!(log.metadata().unwrap().len() > 3 * LINE_BYTES);
+    }
+
+    #[test]
+    fn a_file_is_read_to_the_end_that_it_has_when_it_is_complete() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics");
+        let (file, writer) = GrowingFile::create(&path).unwrap();
+        let reading = thread::spawn(move || io::read_to_string(file).unwrap());
+        let mut written = OpenOptions::new().append(true).open(&path).unwrap();
+        for part in ["{\"loss\"", ": 1}\n", "{}"] {
+            written.write_all(part.as_bytes()).unwrap();
+            thread::sleep(2 * POLL);
+        }
+        assert!(!reading.is_finished());
+        drop(writer);
+        assert_eq!(reading.join().unwrap(), "{\"loss\": 1}\n{}");
     }
 
     #[test]

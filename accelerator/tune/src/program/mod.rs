@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::metrics::Metrics;
 use crate::pool::{Resources, Slot, Slots, checkpoint};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::trial_id::TrialId;
-use lines::MetricsLine;
+use lines::{FileWriter, GrowingFile, MetricsLine, ReportSender};
 
 pub(crate) use template::Template;
 
@@ -60,7 +60,12 @@ struct ProgramAttempt {
     reports: VecDeque<MetricsLine>,
     /// It was told of a report, and the answer is awaited. The path is the checkpoint of that report.
     told: Option<Option<PathBuf>>,
-    is_closed: bool,
+    /// From which a token is taken for each report; none where no more are wanted.
+    room: Option<Receiver<()>>,
+    /// How many of its outputs are open.
+    open: usize,
+    /// While it may write to its file of metrics.
+    writer: Option<FileWriter>,
     exited: Option<Instant>,
     /// When it was told to end.
     leaving: Option<Instant>,
@@ -114,14 +119,34 @@ impl Programs {
             gpus: gpus.clone(),
             log: log.clone(),
         };
+        let (file, writer) = match self.template.has_metrics() {
+            true => {
+                let (file, writer) = GrowingFile::create(&start.folder.join(template::METRICS))?;
+                (Some(file), Some(writer))
+            }
+            false => (None, None),
+        };
         let sender = self.sender.clone();
         let exited = move || {
             // Nobody listens once the search has ended.
             let _ = sender.send(ProgramEvent::Exited(number));
         };
         let (process, output) = self.hosts.start(*host, &spec, number, exited)?;
+        let (room, taken) = sync_channel(MOST_REPORTS);
+        let sender = ReportSender {
+            attempt: number,
+            metric: self.metric.clone(),
+            events: self.sender.clone(),
+            room,
+        };
+        let mut open = 0;
+        if let Some(file) = file {
+            lines::follow(file, None, sender.clone())?;
+            open += 1;
+        }
         if let Some(output) = output {
-            lines::follow(output, &log, &self.metric, number, self.sender.clone())?;
+            lines::follow(output, Some(&log), sender)?;
+            open += 1;
         }
         let location = Location {
             host: self.hosts.name(*host).to_owned(),
@@ -140,7 +165,9 @@ impl Programs {
             since: Instant::now(),
             reports: VecDeque::new(),
             told: None,
-            is_closed: false,
+            room: Some(taken),
+            open,
+            writer,
             exited: None,
             leaving: None,
         };
@@ -164,9 +191,16 @@ impl Programs {
             return Ok(());
         };
         match event {
-            ProgramEvent::Line(_, line) => attempt.reports.push_back(line),
-            ProgramEvent::Closed(_) => attempt.is_closed = true,
-            ProgramEvent::Exited(_) => attempt.exited = Some(Instant::now()),
+            ProgramEvent::Line(_, line) => {
+                attempt.reports.push_back(line);
+                // What it has written last is still on its way.
+                attempt.exited = attempt.exited.map(|_| Instant::now());
+            }
+            ProgramEvent::Closed(_) => attempt.open = attempt.open.saturating_sub(1),
+            ProgramEvent::Exited(_) => {
+                attempt.exited = Some(Instant::now());
+                attempt.writer = None;
+            }
         }
         self.go_on(number)
     }
@@ -180,6 +214,8 @@ impl Programs {
             && attempt.leaving.is_none()
             && let Some(report) = attempt.reports.pop_front()
         {
+            // There is one: its sender has waited for room.
+            let _ = attempt.room.as_ref().map(Receiver::try_recv);
             attempt.iteration += 1;
             attempt.told = Some(report.checkpoint);
             let seconds = attempt.since.elapsed().as_secs_f64();
@@ -191,7 +227,7 @@ impl Programs {
                 seconds,
             });
         }
-        let is_over = attempt.is_closed && attempt.exited.is_some();
+        let is_over = attempt.open == 0 && attempt.exited.is_some();
         if !is_over || attempt.told.is_some() {
             return Ok(());
         }
@@ -253,8 +289,8 @@ impl Programs {
                 attempt.process.kill();
             }
             // What it has started may hold its output open, and may be out of reach.
-            if is_late(attempt.exited) && !attempt.is_closed {
-                attempt.is_closed = true;
+            if is_late(attempt.exited) && attempt.open > 0 && attempt.reports.is_empty() {
+                attempt.open = 0;
                 left.push(*number);
             }
         }
@@ -300,6 +336,7 @@ impl TrialRunner for Programs {
             }
             if matches!(answer, Answer::Pause(_) | Answer::Stop) {
                 attempt.leaving = Some(Instant::now());
+                attempt.room = None;
                 attempt.process.terminate();
             }
         }
@@ -381,3 +418,5 @@ fn is_within(path: &Path, folder: &Path) -> bool {
 
 /// How long a program has to end after SIGTERM, and its output after it.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How many reports a program may be ahead of the search, before it waits.
+const MOST_REPORTS: usize = 1000;

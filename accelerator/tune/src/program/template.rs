@@ -7,9 +7,14 @@ use crate::space::Space;
 /// A command with placeholders.
 ///
 /// `{lr}` is the value of a parameter by its path; `{trial}` the trial's number, `{folder}` its folder, `{params}` a JSON file
-/// with all parameters, `{checkpoint}` what a checkpoint holds to go on from, or nothing. `{{` is a brace.
+/// with all parameters, `{metrics}` a file for its metrics, `{checkpoint}` what a checkpoint holds to go on from, or nothing.
+/// `{{` is a brace.
 #[derive(Clone, Debug)]
-pub(crate) struct Template(Vec<String>);
+pub(crate) struct Template {
+    words: Vec<String>,
+    /// The paths that some configuration has, if not each.
+    paths: Vec<String>,
+}
 
 impl Template {
     pub(crate) fn new(words: Vec<String>, space: &Space) -> Result<Self> {
@@ -24,19 +29,31 @@ impl Template {
                 "the parameter `{name}` has the name of a placeholder, which stands for something else: rename it"
             )));
         }
-        Ok(Self(words))
+        Ok(Self {
+            words,
+            paths: space.parameters(),
+        })
+    }
+
+    /// Whether the program writes its metrics to a file.
+    pub(super) fn has_metrics(&self) -> bool {
+        self.words.iter().any(|word| word.contains("{metrics}"))
     }
 
     /// The command of a trial.
     pub(super) fn fill(&self, start: &TrialStart) -> Result<Vec<String>> {
-        self.0.iter().map(|word| fill(word, start)).collect()
+        let words = self.words.iter();
+        words.map(|word| fill(word, start, &self.paths)).collect()
     }
 }
 
 /// Placeholders that are no parameters.
-const OTHERS: [&str; 4] = ["trial", "folder", "params", "checkpoint"];
+const OTHERS: [&str; 5] = ["trial", "folder", "params", "metrics", "checkpoint"];
 
-fn fill(word: &str, start: &TrialStart) -> Result<String> {
+/// Where a program writes its metrics, in the trial's folder.
+pub(super) const METRICS: &str = "metrics.jsonl";
+
+fn fill(word: &str, start: &TrialStart, paths: &[String]) -> Result<String> {
     let mut text = String::new();
     let mut rest = word;
     while let Some(at) = rest.find(['{', '}']) {
@@ -54,19 +71,20 @@ fn fill(word: &str, start: &TrialStart) -> Result<String> {
             rest = after;
             continue;
         };
-        text.push_str(&value(&after[..end], start)?);
+        text.push_str(&value(&after[..end], start, paths)?);
         rest = &after[end + 1..];
     }
     text.push_str(rest);
     Ok(text)
 }
 
-fn value(name: &str, start: &TrialStart) -> Result<String> {
+fn value(name: &str, start: &TrialStart, paths: &[String]) -> Result<String> {
     let folder = &start.folder;
     Ok(match name {
         "trial" => start.trial.to_string(),
         "folder" => folder.display().to_string(),
         "params" => folder.join("params.json").display().to_string(),
+        "metrics" => folder.join(METRICS).display().to_string(),
         "checkpoint" => {
             let folder = start
                 .restore
@@ -79,6 +97,8 @@ fn value(name: &str, start: &TrialStart) -> Result<String> {
         path => match start.config.value(path) {
             Some(Value::String(text)) => text.clone(),
             Some(value) => value.to_string(),
+            // Of another option of a choice.
+            None if paths.iter().any(|known| known == path) => String::new(),
             None => {
                 let known: Vec<_> = start
                     .config
@@ -87,8 +107,8 @@ fn value(name: &str, start: &TrialStart) -> Result<String> {
                     .map(|(path, _)| path)
                     .collect();
                 return Err(Error::misuse(format!(
-                    "`{{{path}}}` in the program's arguments is no parameter; there are {}, and {{trial}}, {{folder}}, {{params}} \
-                     and {{checkpoint}}",
+                    "`{{{path}}}` in the program's arguments is no parameter; there are {}, and {{trial}}, {{folder}}, {{params}}, \
+                     {{metrics}} and {{checkpoint}}",
                     known.join(", ")
                 )));
             }
@@ -102,6 +122,20 @@ mod tests {
 
     use super::*;
     use crate::trial_id::TrialId;
+
+    #[test]
+    fn a_parameter_of_another_option_is_empty() {
+        let space = r#"{"opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam"}]}}"#;
+        let words = vec!["--momentum={opt/momentum}".to_owned()];
+        let template = Template::new(words, &serde_json::from_str(space).unwrap()).unwrap();
+        let start = TrialStart {
+            trial: TrialId::new(0),
+            config: serde_json::from_str(r#"{"opt": {"name": "adam"}}"#).unwrap(),
+            folder: PathBuf::from("/t"),
+            restore: None,
+        };
+        assert_eq!(template.fill(&start).unwrap(), ["--momentum="]);
+    }
 
     #[test]
     fn placeholders_are_filled_with_parameters() {

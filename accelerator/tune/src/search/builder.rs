@@ -245,10 +245,11 @@ impl Search {
 
     /// Runs a program for each trial, until all have ended: any program that prints its metrics as JSON lines.
     ///
-    /// In `command`, `{lr}` stands for the parameter of that path, `{trial}` for the trial's number, `{folder}` for its folder
-    /// and `{params}` for a JSON file with all parameters. A line that the program prints is a report where it is a JSON object
-    /// with the search's metric. It may have a `checkpoint`, the path of what the program has saved; the search takes that, and
-    /// a trial that goes on from it finds it as `{checkpoint}`.
+    /// In `command`, `{lr}` stands for the parameter of that path, `{trial}` for the trial's number, `{folder}` for its folder,
+    /// `{params}` for a JSON file with all parameters and `{metrics}` for a file of metrics. A line that the program prints, or
+    /// writes to that file, is a report where it is a JSON object with the search's metric. It may have a `checkpoint`, the path
+    /// of what the program has saved, under a new name each time; the search takes that, and a trial that goes on from it finds
+    /// it as `{checkpoint}`.
     ///
     /// # Errors
     ///

@@ -123,3 +123,28 @@ fn a_time_budget_may_be_longer_than_clocks_reach() {
     let results = run(search, folder.path(), ":");
     assert_eq!(results.trials()[0].status, TrialStatus::Terminated);
 }
+
+/// More of them than the search takes ahead, and in two places.
+#[test]
+fn no_report_is_lost_however_fast_a_program_prints_or_writes_to_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "case $1 in 0) exec 3>&1;; *) exec 3>\"$3\";; esac
+                  i=0; while [ $i -lt 2500 ]; do echo \"{{\\\"loss\\\": $i}}\" >&3; i=$((i + 1)); done";
+    let argument = folder.path().display().to_string();
+    let results = programs(folder.path(), 2)
+        .run_programs([
+            "sh",
+            "-c",
+            script,
+            &argument,
+            "{x}",
+            "{folder}",
+            "{metrics}",
+        ])
+        .unwrap();
+    for trial in results.trials() {
+        let last = trial.last.as_ref().unwrap();
+        assert_eq!(last.training_iteration, 2500, "{:?}", trial.error);
+        assert_eq!(last.value("loss"), Some(2499.0));
+    }
+}
