@@ -43,7 +43,9 @@ fn usable_cores() -> Vec<usize> {
 /// Those of `CUDA_VISIBLE_DEVICES`, or all of the machine.
 fn visible_gpus() -> Vec<String> {
     if let Ok(list) = std::env::var("CUDA_VISIBLE_DEVICES") {
-        let listed = list.split(',').map(str::trim).filter(|id| !id.is_empty());
+        // As CUDA reads it: what stands behind an invalid one is not seen.
+        let listed = list.split(',').map(str::trim);
+        let listed = listed.take_while(|id| !id.is_empty() && !id.starts_with('-'));
         return listed.map(str::to_owned).collect();
     }
     let devices = Path::new("/proc/driver/nvidia/gpus").read_dir();

@@ -22,7 +22,7 @@ use crate::output::{Console, Display, Results, SearchEnd};
 use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
 use crate::trial_id::TrialId;
-use crate::view::{SearchView, Trial};
+use crate::view::{SearchView, Trial, TrialStatus};
 
 /// How a search is run, whatever it is.
 #[derive(Clone, Debug, Default)]
@@ -184,9 +184,17 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         BTreeMap::new(),
         None,
     );
-    let view = view(&spec, folder, &core, &files, core.expected(), None, &|_| {
+    let mut view = view(&spec, folder, &core, &files, core.expected(), None, &|_| {
         None
     });
+    if SearchLock::holder(folder).is_none() {
+        // What ran has ended with the search, and waits for the next.
+        for trial in &mut view.trials {
+            if trial.status == TrialStatus::Running {
+                trial.status = TrialStatus::Paused;
+            }
+        }
+    }
     let ending = match core.is_finished() {
         true => SearchEnd::Finished,
         false => SearchEnd::Interrupted,
@@ -209,6 +217,9 @@ fn set_up(
     spec: &SearchSpec,
     searcher: Option<Box<dyn Searcher>>,
 ) -> Result<(Box<dyn Searcher>, Asking, Option<usize>)> {
+    if spec.num_samples == 0 {
+        return Err(Error::misuse("`num_samples` is 0; it is at least 1"));
+    }
     let (searcher, expected): (Box<dyn Searcher>, _) = match (searcher, &spec.search_alg) {
         (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
         (None, SearchAlgorithm::Variants) => {

@@ -114,6 +114,9 @@ fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     }
     child.kill().unwrap();
     child.wait().unwrap();
+    let left = SearchFolder::open(folder.path()).unwrap();
+    let statuses = left.results().trials().iter().map(|trial| trial.status);
+    assert_eq!(statuses.collect::<Vec<_>>(), [TrialStatus::Paused; 2]);
     assert_nothing_left(folder.path());
 }
 
@@ -176,4 +179,13 @@ fn a_search_that_is_interrupted_or_out_of_time_is_resumed() {
     assert_eq!(ended(child).status.code(), Some(3));
     succeed(&path, &arguments);
     assert_eq!(decisions(&path), decisions(&undisturbed));
+}
+
+#[test]
+fn a_search_without_samples_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = run(folder.path(), &["--num-samples", "0"]);
+    assert!(!output.status.success());
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("`num_samples` is 0"), "{said}");
 }
