@@ -155,6 +155,14 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
             "the parameter `trial` has the name of a placeholder",
         ),
         (
+            SPEC.replace("steps = ", "\"a/b\" = "),
+            "the parameter \"a/b\" has a `/`",
+        ),
+        (
+            SPEC.replace("num_samples = 6", "points_to_evaluate = [{ rate = 0.1 }]"),
+            "`points_to_evaluate` has \"rate\"",
+        ),
+        (
             SPEC.replace("num_samples = 6", "num_samples = six"),
             "spec.toml",
         ),

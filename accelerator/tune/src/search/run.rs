@@ -15,6 +15,7 @@ use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
 use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
+use crate::config::Config;
 use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
@@ -217,6 +218,7 @@ fn set_up(
     spec: &SearchSpec,
     searcher: Option<Box<dyn Searcher>>,
 ) -> Result<(Box<dyn Searcher>, Asking, Option<usize>)> {
+    check_names(spec)?;
     if spec.num_samples == 0 {
         return Err(Error::misuse("`num_samples` is 0; it is at least 1"));
     }
@@ -243,6 +245,27 @@ fn set_up(
         false => Asking::Ahead,
     };
     Ok((searcher, asking, expected))
+}
+
+/// Names by which parameters are found, and those of points that no parameter has.
+fn check_names(spec: &SearchSpec) -> Result<()> {
+    let known = spec.space.table();
+    if let Some(name) = known.keys().find(|name| name.contains('/')) {
+        return Err(Error::misuse(format!(
+            "the parameter {name:?} has a `/`, which stands between the names of nested ones: rename it"
+        )));
+    }
+    let named = spec.points_to_evaluate.iter().flat_map(Config::leaves);
+    for (path, _) in named {
+        let name = path.split('/').next().unwrap_or_default();
+        if !known.contains_key(name) {
+            return Err(Error::misuse(format!(
+                "`points_to_evaluate` has {path:?}, which is no parameter; there are {}",
+                spec.space.parameters().join(", ")
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
