@@ -57,6 +57,7 @@ fn main() -> Result<ExitCode, BoxError> {
         .folder(args.parse("--out", PathBuf::from("tune/quadratic"))?)
         .max_failures(MaxFailures::from(args.parse("--max-failures", 0)?))
         .resources_per_trial(Resources {
+            gpus: args.parse("--gpus", 0.0)?,
             processes: args.parse("--processes", 1)?,
             ..Resources::default()
         });

@@ -95,10 +95,15 @@ impl Journal {
         let written = self.file.write_all(&line);
         written.map_err(|error| Error::io("write", &self.path, error))?;
         self.is_synced = false;
-        if self.synced.elapsed() > SYNC {
-            self.sync()?;
+        self.sync_if_due()
+    }
+
+    /// Waits until every line is on the disk, where one has waited long enough.
+    pub(crate) fn sync_if_due(&mut self) -> Result<()> {
+        match self.synced.elapsed() > SYNC {
+            true => self.sync(),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     /// Waits until every line is on the disk.

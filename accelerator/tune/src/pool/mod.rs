@@ -304,12 +304,10 @@ impl Pool {
                 }
             }
             FromWorker::Left => {
-                self.ready.push_back(RunnerEvent::Left { trial });
-                return self.over(trial, number);
+                return self.over(RunnerEvent::Left { trial }, number);
             }
             FromWorker::Ended => {
-                self.ready.push_back(RunnerEvent::Ended { trial });
-                return self.over(trial, number);
+                return self.over(RunnerEvent::Ended { trial }, number);
             }
             FromWorker::Started | FromWorker::Reported { .. } | FromWorker::Failed { .. } => {}
         }
@@ -317,8 +315,8 @@ impl Pool {
     }
 
     /// An attempt is over, and its worker lives.
-    fn over(&mut self, trial: TrialId, number: u32) -> Result<()> {
-        self.of_trial.remove(&trial);
+    fn over(&mut self, event: RunnerEvent, number: u32) -> Result<()> {
+        let trial = event.trial();
         if let Some(worker) = self.workers.get_mut(&number) {
             worker.start = None;
             if self.reuse == WorkerReuse::Fresh {
@@ -326,12 +324,13 @@ impl Pool {
                 worker.closed = Some(Instant::now());
                 if self.slots.have_gpus() {
                     // A device is free when its process has ended.
-                    self.home.insert(trial, worker.slot);
-                    worker.start = None;
+                    worker.on_exit = Some(event);
                     return Ok(());
                 }
             }
         }
+        self.of_trial.remove(&trial);
+        self.ready.push_back(event);
         self.leave(trial)
     }
 
@@ -345,21 +344,13 @@ impl Pool {
             return Ok(());
         };
         let status = worker.process.reap();
+        if let Some(event) = worker.on_exit.take() {
+            let trial = event.trial();
+            self.of_trial.remove(&trial);
+            self.ready.push_back(event);
+            return self.leave(trial);
+        }
         let Some(start) = worker.start.take() else {
-            let slot = worker.slot;
-            if self.slots.have_gpus() {
-                let left: Vec<_> = self
-                    .home
-                    .iter()
-                    .filter(|(trial, home)| **home == slot && !self.of_trial.contains_key(trial))
-                    .map(|(trial, _)| *trial)
-                    .collect();
-                for trial in left {
-                    if self.slots[slot].active == Some(trial) {
-                        self.leave(trial)?;
-                    }
-                }
-            }
             return Ok(());
         };
         if let Some((folder, _)) = worker.saving.take() {
@@ -451,6 +442,7 @@ impl TrialRunner for Pool {
             && let Some(worker) = self.workers.get_mut(&number)
         {
             worker.start = None;
+            worker.on_exit = None;
             worker.process.kill();
             if let Some((folder, _)) = worker.saving.take() {
                 checkpoint::abandon(&folder);

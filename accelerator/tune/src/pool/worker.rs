@@ -6,7 +6,7 @@ use super::checkpoint;
 use super::joint::JointMessages;
 use super::listener::Connection;
 use crate::host::TrialProcess;
-use crate::runner::{Location, TrialStart};
+use crate::runner::{Location, RunnerEvent, TrialStart};
 use crate::trial::protocol::{ToWorker, send};
 
 /// A process that carries out trials, one at a time.
@@ -27,6 +27,8 @@ pub(super) struct Worker {
     /// How many of its connections are open.
     pub(super) open: usize,
     pub(super) has_exited: bool,
+    /// What is told when it has exited: a device is free then.
+    pub(super) on_exit: Option<RunnerEvent>,
     /// Why it failed, by its own words.
     pub(super) failure: Option<String>,
 }
@@ -45,6 +47,7 @@ impl Worker {
             closed: None,
             open: 0,
             has_exited: false,
+            on_exit: None,
             failure: None,
         }
     }

@@ -124,6 +124,7 @@ impl<F: Files> Driver<'_, F> {
                 break;
             }
             self.check_timeouts()?;
+            self.journal.sync_if_due()?;
             for trial in self.backoff.due(Instant::now()) {
                 self.revisit(trial)?;
             }

@@ -2,7 +2,7 @@ use std::fs;
 
 use accelerator_tune::{Mode, Scope, SearchEnd, SearchFolder, TrialStatus};
 
-use crate::support::{assert_nothing_left, decisions, run, succeed};
+use crate::support::{assert_nothing_left, decisions, ended, run, search, succeed};
 
 #[test]
 fn decisions_are_the_same_at_any_number_of_slots_and_with_any_workers() {
@@ -34,6 +34,27 @@ fn decisions_are_the_same_at_any_number_of_slots_and_with_any_workers() {
             succeed(&other, &[arguments(slots), more].concat());
             assert_eq!(decisions(&other), expected, "{scheduler}, {name}");
         }
+    }
+    assert_nothing_left(folder.path());
+}
+
+/// No device is needed: they are named to the trials, and hidden from others.
+#[test]
+fn a_gpu_is_reused_when_its_process_has_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    for scheduler in ["fifo", "asha", "asha-promotion", "pbt"] {
+        let folder = folder.path().join(scheduler);
+        let arguments = format!("--num-samples 8 --slots 2 --gpus 1 --scheduler {scheduler}");
+        let mut command = search(&folder, &arguments.split(' ').collect::<Vec<_>>());
+        command.env("CUDA_VISIBLE_DEVICES", "0,1");
+        let output = ended(command.spawn().unwrap());
+        assert!(output.status.success(), "{scheduler}: {output:?}");
+        let read = SearchFolder::open(&folder).unwrap();
+        let mut trials = read.results().trials().iter();
+        assert!(
+            trials.all(|trial| trial.status == TrialStatus::Terminated),
+            "{scheduler}"
+        );
     }
     assert_nothing_left(folder.path());
 }
