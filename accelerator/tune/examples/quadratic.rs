@@ -105,6 +105,12 @@ fn main() -> Result<ExitCode, BoxError> {
     if args.has("--warm") {
         search = search.reuse_workers(WorkerReuse::Warm);
     }
+    if args.has("--stop-at-odd-trials") {
+        let stop = Stop::new().iterations(u32::try_from(max_t)?);
+        search = search.stop(
+            stop.when(|trial, result| trial.number() % 2 == 1 && result.training_iteration == 2),
+        );
+    }
     if args.has("--share-prefixes") {
         search = search.share_prefixes();
     }

@@ -122,8 +122,12 @@ impl Stop {
             let plateau = self.plateau.as_ref();
             plateau.is_some_and(|plateau| plateau.holds(recent))
         };
-        let said = || self.closures.iter().any(|stops| (stops.0)(trial, result));
-        reached || is_flat() || said()
+        reached || is_flat() || self.closures_say(trial, result)
+    }
+
+    /// Whether the trial ends by what a closure says.
+    pub(crate) fn closures_say(&self, trial: TrialId, result: &TrialResult) -> bool {
+        self.closures.iter().any(|stops| (stops.0)(trial, result))
     }
 }
 

@@ -19,7 +19,13 @@ pub(crate) enum Event {
         config: Option<Config>,
     },
     /// A trial has reported.
-    Reported { trial: TrialId, result: TrialResult },
+    Reported {
+        trial: TrialId,
+        result: TrialResult,
+        /// A closure of the search ends the trial: those who read the journal do not have it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        stop: bool,
+    },
     /// A trial has nothing more to do.
     Ended { trial: TrialId },
     /// An attempt at a trial has failed.

@@ -121,10 +121,15 @@ impl Core {
                 self.actions.extend(running);
             }
             Event::Suggested { trial, config } => self.suggested(trial, config),
-            Event::Reported { trial, result } => {
+            Event::Reported {
+                trial,
+                result,
+                stop,
+            } => {
                 if self.trial(trial).is_some_and(|trial| {
                     trial.is_awaited() && result.training_iteration == trial.decided + 1
                 }) {
+                    self.trial_mut(trial).is_told_to_stop = stop;
                     self.arrive(trial, Pending::Reported(result));
                 }
             }
@@ -163,6 +168,11 @@ impl Core {
     }
 
     /// The metric of the objective.
+    /// Whether a closure of the search ends a trial with this result.
+    pub(crate) fn closures_stop(&self, trial: TrialId, result: &TrialResult) -> bool {
+        self.rules.stop.closures_say(trial, result)
+    }
+
     pub(crate) fn metric(&self) -> &str {
         &self.rules.objective.metric
     }
@@ -420,8 +430,9 @@ impl Core {
         let observation = self.observation(trial, &result);
         self.take_result(trial, result);
         let state = &mut self.trials[trial.index()];
+        let is_told = std::mem::take(&mut state.is_told_to_stop);
         let recent = state.recent.make_contiguous();
-        if self.rules.stop.is_due(&self.rules.objective, trial, recent) {
+        if is_told || self.rules.stop.is_due(&self.rules.objective, trial, recent) {
             self.end(trial, EndReason::StopRule);
             return;
         }

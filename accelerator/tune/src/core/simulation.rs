@@ -134,7 +134,11 @@ pub(super) fn simulate(
             let iteration = state.decided + 1;
             let metrics = Metrics::from([("score", score(state.config(), iteration))]);
             let result = result_after(state.last.as_ref(), iteration, metrics, 1.0, 0);
-            Event::Reported { trial, result }
+            Event::Reported {
+                trial,
+                result,
+                stop: false,
+            }
         };
         step(&mut core, event, &mut decisions, &mut events);
     }

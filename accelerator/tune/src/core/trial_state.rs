@@ -18,6 +18,8 @@ pub(crate) struct TrialState {
     pub(crate) decided: u64,
     /// What it did and waits to be decided about.
     pub(super) pending: Option<Pending>,
+    /// By a closure, with the report that is pending.
+    pub(super) is_told_to_stop: bool,
     /// The newest results, as many as stop rules and forks need.
     pub(super) recent: VecDeque<TrialResult>,
     pub(crate) last: Option<TrialResult>,
@@ -54,6 +56,7 @@ impl TrialState {
             due: 0,
             decided: 0,
             pending: None,
+            is_told_to_stop: false,
             recent: VecDeque::new(),
             last: None,
             best: None,

@@ -272,7 +272,13 @@ impl<F: Files> Driver<'_, F> {
             }
             let last = state.last.as_ref();
             let result = result_after(last, iteration, metrics, seconds, unix_time());
-            self.happen(Event::Reported { trial, result })?;
+            let stop = self.core.closures_stop(trial, &result);
+            let event = Event::Reported {
+                trial,
+                result,
+                stop,
+            };
+            self.happen(event)?;
             if self.closing.is_none() {
                 return Ok(());
             }

@@ -38,6 +38,20 @@ fn decisions_are_the_same_at_any_number_of_slots_and_with_any_workers() {
     assert_nothing_left(folder.path());
 }
 
+#[test]
+fn a_search_with_a_stop_closure_is_read_back_as_it_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = "--num-samples 5 --max-iterations 6 --stop-at-odd-trials --ordered 2";
+    succeed(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    let read = SearchFolder::open(folder.path()).unwrap();
+    assert_eq!(read.results().ending(), SearchEnd::Finished);
+    let iterations = read.results().trials().iter().map(|trial| {
+        assert_eq!(trial.status, TrialStatus::Terminated);
+        trial.last.as_ref().unwrap().training_iteration
+    });
+    assert_eq!(iterations.collect::<Vec<_>>(), [6, 2, 6, 2, 6]);
+}
+
 /// No device is needed: they are named to the trials, and hidden from others.
 #[test]
 fn a_gpu_is_reused_when_its_process_has_ended() {
