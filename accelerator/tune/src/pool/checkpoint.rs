@@ -44,6 +44,18 @@ pub(crate) fn abandon(folder: &Path) {
     let _ = fs::remove_dir_all(partial(folder));
 }
 
+/// Removes every checkpoint of a trial's folder that is not complete.
+pub(crate) fn remove_partial(trial: &Path) {
+    // What cannot be read or removed costs room on the disk, and no result.
+    for entry in trial.read_dir().into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("checkpoint_") && name.ends_with(".partial") {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 fn sync(folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     for entry in folder.read_dir()? {

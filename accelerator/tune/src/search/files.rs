@@ -10,6 +10,7 @@ use super::driver::{Files, unix_time};
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
 use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
+use crate::pool::checkpoint;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
@@ -69,6 +70,13 @@ impl TrialFiles {
             }
         }
         Ok(())
+    }
+
+    /// Removes what attempts have left in trials' folders that ended while they saved. No attempt runs at that time.
+    pub(crate) fn remove_partial_checkpoints(&self, trials: &[TrialState]) {
+        for state in trials {
+            checkpoint::remove_partial(&self.path(state));
+        }
     }
 
     fn files_of(&mut self, state: &TrialState) -> Result<&mut OpenTrial> {

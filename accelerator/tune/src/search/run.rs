@@ -92,6 +92,7 @@ pub(crate) fn run(
         spec.tensorboard.clone(),
     );
     files.restore(core.trials())?;
+    files.remove_partial_checkpoints(core.trials());
     let mut console = Console::new(options.display);
     let shown = |core: &Core,
                  files: &TrialFiles,
@@ -146,6 +147,9 @@ pub(crate) fn run(
         };
         let ending = driver.run(&|| interrupts.count(), &mut refresh);
         driver.runner.close();
+        driver
+            .files
+            .remove_partial_checkpoints(driver.core.trials());
         let ending = ending?;
         (shown(&driver.core, driver.files, None, &|_| None), ending)
     };

@@ -22,6 +22,21 @@ enum Victim {
 const PAUSE: (&str, &str) = ("QUADRATIC_PAUSE_MS", "30");
 
 #[test]
+fn a_search_removes_checkpoints_that_are_not_complete() {
+    let folder = tempfile::tempdir().unwrap();
+    let search = folder.path().join("search");
+    succeed(&search, &["--num-samples", "1", "--checkpoint-every", "3"]);
+    let trial = fs::read_dir(&search).unwrap().flatten();
+    let trial = trial
+        .map(|entry| entry.path())
+        .find(|path| path.join("params.json").is_file());
+    let partial = trial.unwrap().join("checkpoint_000099.partial");
+    fs::create_dir_all(partial.join("half")).unwrap();
+    succeed(&search, &["--num-samples", "1", "--checkpoint-every", "3"]);
+    assert!(!partial.exists());
+}
+
+#[test]
 fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
     let folder = tempfile::tempdir().unwrap();
     for (scheduler, slots, more) in [
