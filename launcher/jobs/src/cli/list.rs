@@ -1,0 +1,128 @@
+//! `accel-jobs list`.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Args;
+
+use super::{Place, details};
+use crate::engine::EngineKind;
+use crate::error::{Error, Result, chain};
+use crate::job::{JobDetails, JobStatus, Records};
+use crate::output::{age, columns, json, now, print};
+
+#[derive(Args, Debug)]
+pub(super) struct ListArgs {
+    /// Only jobs of this engine.
+    #[arg(long, value_enum)]
+    engine: Option<EngineKind>,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(arguments: &ListArgs, place: &Place) -> Result<ExitCode> {
+    let jobs = jobs(place, arguments.engine)?;
+    print(&match arguments.json {
+        true => json(&jobs)?,
+        false => text(&jobs),
+    })
+}
+
+/// The jobs that are known here. One whose engine does not answer is shown as it was known last.
+pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDetails>> {
+    let records = place.records()?;
+    let (found, unread) = records.all()?;
+    for error in unread {
+        warn(&error);
+    }
+    let mut jobs = Vec::new();
+    for mut record in found
+        .into_iter()
+        .filter(|record| only.is_none_or(|only| record.spec.engine == only))
+    {
+        let name = record.spec.name.clone();
+        let last = record.last.clone().filter(|last| last.status.is_final());
+        let found = match last {
+            // It does not change any more, so nobody needs to be asked.
+            Some(last) => Ok(last),
+            None => ask(place, &records, &mut record),
+        };
+        match (found, record.last) {
+            (Ok(details), _) => jobs.push(details),
+            (Err(error), last) => {
+                warn(&error);
+                jobs.extend(last.or_else(|| Some(unknown(name.as_str(), record.submitted))));
+            }
+        }
+    }
+    Ok(jobs)
+}
+
+fn ask(place: &Place, records: &Records, record: &mut crate::job::JobRecord) -> Result<JobDetails> {
+    let engine = record
+        .spec
+        .engine
+        .connect(&place.address.or(&record.spec.address))?;
+    details(records, record, engine.as_ref())
+}
+
+fn unknown(name: &str, submitted: u64) -> JobDetails {
+    JobDetails {
+        name: name.to_owned(),
+        trainer: "N/A".to_owned(),
+        status: JobStatus::Unknown,
+        reason: None,
+        namespace: None,
+        priority: None,
+        submitted: Some(submitted),
+        started: None,
+        ended: None,
+        restarts: 0,
+        gpus_requested: 0,
+        gpus_allocated: 0,
+        instances: Vec::new(),
+        tensorboard: None,
+        failure: None,
+    }
+}
+
+fn text(jobs: &[JobDetails]) -> String {
+    let mut rows = vec![["NAME", "STATUS", "TRAINER", "AGE", "NODE"].map(str::to_owned)];
+    rows.extend(jobs.iter().map(|job| {
+        [
+            job.name.clone(),
+            job.status.to_string(),
+            job.trainer.clone(),
+            job.age(),
+            job.node(),
+        ]
+    }));
+    columns(&rows)
+}
+
+impl JobDetails {
+    /// Since it was submitted.
+    pub(super) fn age(&self) -> String {
+        self.submitted.map_or_else(
+            || "N/A".to_owned(),
+            |submitted| age(now().saturating_sub(submitted)),
+        )
+    }
+
+    /// The node of rank 0 while it runs.
+    pub(super) fn node(&self) -> String {
+        let node = self
+            .instances
+            .first()
+            .and_then(|instance| instance.node.clone());
+        node.filter(|_| self.status.is_active())
+            .unwrap_or_else(|| "N/A".to_owned())
+    }
+}
+
+fn warn(error: &Error) {
+    // Standard error may be closed.
+    let _ = writeln!(std::io::stderr(), "warning: {}", chain(error));
+}

@@ -1,0 +1,234 @@
+//! The command line: which command runs.
+
+mod get;
+mod list;
+mod submit;
+mod top;
+
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::engine::{Engine, EngineAddress, EngineKind, LogsMode, LogsRequest};
+use crate::error::{Error, Result};
+use crate::job::{JobDetails, JobRecord, JobStatus, Records};
+use crate::output::print;
+use crate::spec::JobName;
+use submit::SubmitArgs;
+
+/// Submits a training program to the engine of a site, and shows its jobs.
+#[derive(Debug, Parser)]
+#[command(name = "accel-jobs", version, disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    place: Place,
+}
+
+/// Where engines and records are.
+#[derive(Args, Clone, Debug)]
+struct Place {
+    /// The folder of the jobs' records [default: accel-jobs in XDG_STATE_HOME or ~/.local/state].
+    #[arg(long, value_name = "DIR", global = true)]
+    jobs_dir: Option<PathBuf>,
+    #[command(flatten)]
+    address: EngineAddress,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Submit a program; what follows `--` is the program and its arguments.
+    Submit(Box<SubmitArgs>),
+    /// List jobs, the newest first.
+    List(list::ListArgs),
+    /// Show a job: its status, its instances, and why it failed.
+    Get(get::GetArgs),
+    /// Print the output of a job: that of rank 0's node, which is that of all ranks.
+    Logs(LogsArgs),
+    /// Wait until a job has ended; the exit code is 0 where it succeeded, and 1 where it did not.
+    Wait(WaitArgs),
+    /// End a job, and remove all of it from its engine.
+    #[command(visible_alias = "delete")]
+    Stop(StopArgs),
+    /// Show what nodes or jobs have of GPUs.
+    #[command(subcommand)]
+    Top(top::TopCommand),
+    /// The volumes that jobs can mount.
+    #[command(subcommand)]
+    Data(top::DataCommand),
+}
+
+#[derive(Args, Debug)]
+struct LogsArgs {
+    /// The job.
+    name: JobName,
+    /// The instance, as `get` shows it [default: that of rank 0].
+    #[arg(short, long, value_name = "INSTANCE")]
+    instance: Option<String>,
+    /// Go on until the job has ended, through its restarts.
+    #[arg(short, long)]
+    follow: bool,
+    /// Only the last N lines.
+    #[arg(short, long, value_name = "N")]
+    tail: Option<usize>,
+}
+
+#[derive(Args, Debug)]
+struct WaitArgs {
+    /// The job.
+    name: JobName,
+    /// Give up after so long: `90m`, `2h`.
+    #[arg(long, value_name = "TIME", value_parser = crate::spec::time_limit)]
+    timeout: Option<Duration>,
+}
+
+#[derive(Args, Debug)]
+struct StopArgs {
+    /// The jobs.
+    #[arg(required = true)]
+    names: Vec<JobName>,
+    /// Remove their records as well, so that their names are free.
+    #[arg(long)]
+    forget: bool,
+}
+
+/// Runs the command of this command line.
+///
+/// # Errors
+/// Those of the command.
+pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> {
+    let cli = match Cli::try_parse_from(line) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // A closed pipe is no error.
+            let _ = error.print();
+            return Ok(ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)));
+        }
+    };
+    let place = &cli.place;
+    match &cli.command {
+        Command::Submit(arguments) => submit::run(arguments, place),
+        Command::List(arguments) => list::run(arguments, place),
+        Command::Get(arguments) => get::run(arguments, place),
+        Command::Logs(arguments) => logs(arguments, place),
+        Command::Wait(arguments) => wait(arguments, place),
+        Command::Stop(arguments) => stop(arguments, place),
+        Command::Top(command) => top::run(command, place),
+        Command::Data(command) => top::data(command, place),
+    }
+}
+
+impl Place {
+    fn records(&self) -> Result<Records> {
+        Records::open(self.jobs_dir.clone())
+    }
+
+    fn connect(&self, kind: EngineKind) -> Result<Box<dyn Engine>> {
+        kind.connect(&self.address)
+    }
+
+    /// A job and its engine.
+    fn job(&self, name: &JobName) -> Result<(Records, JobRecord, Box<dyn Engine>)> {
+        let records = self.records()?;
+        let record = records.read(name)?;
+        let address = self.address.or(&record.spec.address);
+        let engine = record.spec.engine.connect(&address)?;
+        Ok((records, record, engine))
+    }
+}
+
+/// What is known of a job now; where its engine has forgotten it, what was known before.
+fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Result<JobDetails> {
+    let folder = records.job_folder(&record.spec.name);
+    let details = match (engine.get(record, &folder), &record.last) {
+        (Err(error), Some(last)) if error.is_not_found() => {
+            let mut last = last.clone();
+            if !last.status.is_final() {
+                last.status = JobStatus::Unknown;
+                last.reason = Some(error.to_string());
+            }
+            last
+        }
+        (found, _) => found?,
+    };
+    record.last = Some(details.clone());
+    records.write(record)?;
+    Ok(details)
+}
+
+fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
+    let (records, record, engine) = place.job(&arguments.name)?;
+    let request = LogsRequest {
+        instance: arguments.instance.clone(),
+        mode: if arguments.follow {
+            LogsMode::Follow
+        } else {
+            LogsMode::Once
+        },
+        tail: arguments.tail,
+    };
+    let folder = records.job_folder(&arguments.name);
+    engine.logs(&record, &folder, &request, &mut io::stdout().lock())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
+    const POLL: Duration = Duration::from_millis(200);
+    let (records, mut record, engine) = place.job(&arguments.name)?;
+    let deadline = arguments.timeout.map(|limit| Instant::now() + limit);
+    loop {
+        match details(&records, &mut record, engine.as_ref()) {
+            Ok(details) if details.status == JobStatus::Succeeded => return Ok(ExitCode::SUCCESS),
+            Ok(details) if details.status.is_final() => {
+                return Err(Error::refused(format!(
+                    "job {} has ended as {}; `accel-launch jobs get {0}` says why",
+                    arguments.name, details.status
+                )));
+            }
+            Ok(details) if details.status == JobStatus::Unknown => {
+                let reason = details.reason.unwrap_or_default();
+                return Err(Error::not_found(format!(
+                    "the end of job {} is not known: {reason}",
+                    arguments.name
+                )));
+            }
+            Ok(_) => {}
+            // The engine may answer again.
+            Err(error) if error.is_unreachable() && deadline.is_some() => {}
+            Err(error) => return Err(error),
+        }
+        if deadline.is_some_and(|deadline| Instant::now() > deadline) {
+            return Err(Error::unreachable(format!(
+                "job {} has not ended in time",
+                arguments.name
+            )));
+        }
+        thread::sleep(POLL);
+    }
+}
+
+fn stop(arguments: &StopArgs, place: &Place) -> Result<ExitCode> {
+    for name in &arguments.names {
+        let (records, mut record, engine) = place.job(name)?;
+        let before = details(&records, &mut record, engine.as_ref());
+        engine.stop(&record, &records.job_folder(name))?;
+        if arguments.forget {
+            records.remove(name)?;
+        } else if let Ok(mut last) = before
+            && !last.status.is_final()
+        {
+            last.status = JobStatus::Stopped;
+            last.ended = Some(crate::output::now());
+            record.last = Some(last);
+            records.write(&record)?;
+        }
+        print(&format!("job {name} stopped\n"))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,179 @@
+//! `accel-jobs submit`.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::Place;
+use crate::engine::EngineKind;
+use crate::error::Result;
+use crate::job::JobRecord;
+use crate::output::{now, print};
+use crate::spec::{EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
+
+/// What a job asks for. Arena's words are aliases.
+#[derive(Args, Clone, Debug)]
+pub(super) struct SubmitArgs {
+    /// The engine that runs the job.
+    #[arg(long, value_enum, default_value_t = EngineKind::Local)]
+    engine: EngineKind,
+
+    /// The job's name, which no other job has.
+    #[arg(long, value_name = "NAME")]
+    name: JobName,
+
+    /// How many nodes run the job, that of rank 0 included.
+    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes")]
+    nodes: NonZeroUsize,
+
+    /// How many ranks each node runs: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one a GPU, else 1].
+    #[arg(long, value_name = "N|auto|gpu|cpu", value_parser = nproc)]
+    nproc_per_node: Option<String>,
+
+    /// Cores of each node.
+    #[arg(long, value_name = "N", alias = "cpu")]
+    cpus: Option<NonZeroUsize>,
+
+    /// GPUs of each node.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    gpus: usize,
+
+    /// Memory of each node: 16Gi, 512M.
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Memory>,
+
+    /// End the job after so long: 90m, 2h, 1-12:00:00.
+    #[arg(long, value_name = "TIME", value_parser = time_limit, alias = "running-timeout")]
+    time: Option<Duration>,
+
+    /// A variable of the ranks; can be repeated.
+    #[arg(short, long, value_name = "NAME=VALUE", value_parser = variable)]
+    env: Vec<(String, String)>,
+
+    /// The folder in which the program starts.
+    #[arg(long, value_name = "DIR")]
+    working_dir: Option<PathBuf>,
+
+    /// Start a job that has failed, or lost a node, again up to N times; it goes on from its last checkpoint.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    max_restarts: u32,
+
+    /// A priority class of Kubernetes, or a QOS of Slurm.
+    #[arg(long, value_name = "NAME")]
+    priority: Option<String>,
+
+    /// Show what the program writes to --logdir in a TensorBoard that runs as long as the job.
+    #[arg(long)]
+    tensorboard: bool,
+
+    /// The folder of event files, as the program sees it.
+    #[arg(long, value_name = "DIR", default_value = "/training_logs")]
+    logdir: PathBuf,
+
+    /// Print exactly what would be sent to the engine, and send nothing.
+    #[arg(long)]
+    dry_run: bool,
+
+    #[command(flatten)]
+    options: EngineOptions,
+
+    /// The program and its arguments. One word with blanks in it is a command of the shell.
+    #[arg(
+        value_name = "PROGRAM",
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    program: Vec<String>,
+}
+
+pub(super) fn run(arguments: &SubmitArgs, place: &Place) -> Result<ExitCode> {
+    let spec = arguments.spec(place);
+    let engine = place.connect(spec.engine)?;
+    if arguments.dry_run {
+        return print(&engine.render(&spec)?);
+    }
+    let records = place.records()?;
+    let folder = records.create(&spec.name)?;
+    let submit = || {
+        let mut record = JobRecord {
+            spec: spec.clone(),
+            id: String::new(),
+            submitted: now(),
+            last: None,
+        };
+        records.write(&record)?;
+        let submitted = engine.submit(&spec, &folder)?;
+        record.id = submitted.id;
+        records.write(&record)?;
+        Ok(submitted.created)
+    };
+    let created = submit().inspect_err(|_| {
+        // The error of the submission counts.
+        let _ = records.remove(&spec.name);
+    })?;
+    let mut text = String::new();
+    for line in created {
+        text.push_str(&format!("{line}\n"));
+    }
+    text.push_str(&format!("The job {0} has been submitted\nYou can run `accel-launch jobs get {0}` to check its status\n", spec.name));
+    print(&text)
+}
+
+impl SubmitArgs {
+    fn spec(&self, place: &Place) -> JobSpec {
+        let program = match &self.program[..] {
+            [command] if command.contains(char::is_whitespace) => {
+                vec!["sh".to_owned(), "-c".to_owned(), command.clone()]
+            }
+            words => words.to_vec(),
+        };
+        let one_a_gpu = || self.gpus.max(1).to_string();
+        JobSpec {
+            name: self.name.clone(),
+            engine: self.engine,
+            nodes: self.nodes,
+            nproc_per_node: self.nproc_per_node.clone().unwrap_or_else(one_a_gpu),
+            resources: Resources {
+                cpus: self.cpus,
+                gpus: self.gpus,
+                memory: self.memory,
+            },
+            time_limit: self.time,
+            env: self.env.iter().cloned().collect::<BTreeMap<_, _>>(),
+            working_dir: self.working_dir.clone(),
+            max_restarts: self.max_restarts,
+            priority: self.priority.clone(),
+            tensorboard: self.tensorboard,
+            logdir: self.logdir.clone(),
+            program,
+            address: place.address.clone(),
+            options: self.options.clone(),
+        }
+    }
+}
+
+fn nproc(text: &str) -> std::result::Result<String, String> {
+    let is_count = text.parse::<usize>().is_ok_and(|count| count > 0);
+    match is_count || ["auto", "gpu", "cpu"].contains(&text) {
+        true => Ok(text.to_owned()),
+        false => Err("expected a number of at least 1, auto, gpu or cpu".to_owned()),
+    }
+}
+
+fn variable(text: &str) -> std::result::Result<(String, String), String> {
+    let is_name = |name: &str| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        !name.is_empty()
+            && !name.starts_with(|c: char| c.is_ascii_digit())
+            && name.chars().all(fits)
+    };
+    match text.split_once('=') {
+        Some((name, value)) if is_name(name) => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("expected NAME=VALUE, with a name of letters, digits and '_'".to_owned()),
+    }
+}

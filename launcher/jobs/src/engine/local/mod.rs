@@ -1,0 +1,277 @@
+//! The local engine: the nodes of a job are agents on this machine.
+//!
+//! A supervisor of its own (`supervisor.rs`) starts one agent a node and outlives the terminal. What it knows it writes
+//! to `state.json` in the job's folder, beside the output of each agent.
+
+mod state;
+mod supervisor;
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Engine, LogsMode, LogsRequest, Submitted};
+use crate::error::{Error, Result};
+use crate::job::{Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, read_failure};
+use crate::spec::{JobSpec, launcher_here, on_path};
+use crate::tail::{copy_tail, follow};
+use state::LocalState;
+
+pub(crate) use supervisor::supervise;
+
+/// Jobs of this machine.
+#[derive(Debug)]
+pub(crate) struct LocalEngine;
+
+/// The hidden command that is the supervisor of a job.
+pub(crate) const SUPERVISE: &str = "__supervise";
+
+/// Where the supervisor writes what it cannot say otherwise.
+const SUPERVISOR_LOG: &str = "supervisor.log";
+/// How often state and output are looked at.
+const POLL: Duration = Duration::from_millis(50);
+/// How long a supervisor may take to start and to end its agents.
+const START_LIMIT: Duration = Duration::from_secs(10);
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+impl Engine for LocalEngine {
+    fn render(&self, spec: &JobSpec) -> Result<String> {
+        let mut text = String::new();
+        for node in 0..spec.nodes.get() {
+            let words = agent_words(spec, node, "127.0.0.1:PORT", Path::new("JOBS_DIR"))?;
+            text.push_str(&crate::output::shell_line(&words));
+            text.push('\n');
+        }
+        Ok(text)
+    }
+
+    fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
+        spec.program_file()?;
+        launcher_here()?;
+        if spec.tensorboard && on_path("tensorboard").is_none() {
+            return Err(Error::usage(
+                "--tensorboard needs the program tensorboard on the PATH: pip install tensorboard",
+            ));
+        }
+        let failed = |what: &str| {
+            let message = format!("the supervisor of job {} {what}", spec.name);
+            move |error| Error::system(message).with_source(error)
+        };
+        let program = std::env::current_exe().map_err(failed("has no program"))?;
+        let log = File::create(folder.join(SUPERVISOR_LOG)).map_err(failed("cannot write"))?;
+        let mut command = Command::new(program);
+        command
+            .arg(SUPERVISE)
+            .arg(folder)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        // Neither Ctrl-C nor the end of this terminal reaches it.
+        let mut child = command
+            .process_group(0)
+            .spawn()
+            .map_err(failed("cannot start"))?;
+        let deadline = Instant::now() + START_LIMIT;
+        while LocalState::read(folder).is_none() {
+            let ended = child.try_wait().map_err(failed("cannot be watched"))?;
+            if ended.is_some() || Instant::now() > deadline {
+                // It has nothing to wait for where it has ended.
+                let _ = child.kill();
+                let _ = child.wait();
+                let said = fs::read_to_string(folder.join(SUPERVISOR_LOG)).unwrap_or_default();
+                return Err(Error::system(format!(
+                    "the supervisor of job {} did not start: {}",
+                    spec.name,
+                    said.trim()
+                )));
+            }
+            thread::sleep(POLL);
+        }
+        Ok(Submitted {
+            id: child.id().to_string(),
+            created: vec![format!("job/{} created", spec.name)],
+        })
+    }
+
+    fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
+        let Some(state) = LocalState::read(folder) else {
+            return Err(Error::not_found(format!(
+                "{} has no state of a job",
+                folder.display()
+            )));
+        };
+        let spec = &job.spec;
+        let status = state.status_now(folder);
+        let is_lost = status != state.status;
+        let gpus = spec.all_gpus();
+        let failure = (status == JobStatus::Failed)
+            .then(|| state.failure(spec, folder))
+            .flatten();
+        Ok(JobDetails {
+            name: spec.name.to_string(),
+            trainer: "LOCAL".to_owned(),
+            status,
+            reason: match is_lost {
+                true => {
+                    Some("its supervisor was killed, or this machine was started again".to_owned())
+                }
+                false => state.reason.clone(),
+            },
+            namespace: None,
+            priority: None,
+            submitted: Some(job.submitted),
+            started: Some(state.started),
+            ended: state.ended,
+            restarts: state.nodes.iter().map(|node| node.restarts).sum(),
+            gpus_requested: gpus,
+            gpus_allocated: if status.is_active() { gpus } else { 0 },
+            instances: state.instances(spec, status),
+            tensorboard: state.tensorboard.clone().filter(|_| status.is_active()),
+            failure: failure.or_else(|| {
+                read_failure(&folder.join("logs"), spec.name.as_str())
+                    .filter(|_| status == JobStatus::Failed)
+            }),
+        })
+    }
+
+    fn logs(
+        &self,
+        job: &JobRecord,
+        folder: &Path,
+        request: &LogsRequest,
+        output: &mut dyn Write,
+    ) -> Result<()> {
+        let name = job.spec.name.as_str();
+        let names: Vec<String> = (0..job.spec.nodes.get())
+            .map(|node| Role::instance_name(name, node))
+            .collect();
+        let node = match &request.instance {
+            None => 0,
+            Some(wanted) => names
+                .iter()
+                .position(|name| name == wanted)
+                .ok_or_else(|| {
+                    Error::usage(format!(
+                        "job {name} has no instance {wanted:?}; it has {}",
+                        names.join(", ")
+                    ))
+                })?,
+        };
+        let path = node_log(folder, node);
+        match request.mode {
+            LogsMode::Once => copy_tail(&path, request.tail, output),
+            LogsMode::Follow => follow(&path, request.tail, output, || {
+                LocalState::read(folder).is_none_or(|state| state.status_now(folder).is_final())
+            }),
+        }
+    }
+
+    fn stop(&self, _job: &JobRecord, folder: &Path) -> Result<()> {
+        let Some(state) = LocalState::read(folder) else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + STOP_LIMIT;
+        let mut signalled = false;
+        while LocalState::is_supervised(folder) {
+            if !signalled {
+                state.signal_supervisor();
+                signalled = true;
+            }
+            if Instant::now() > deadline {
+                return Err(Error::system(format!(
+                    "the supervisor of the job (process {}) does not end; see {}",
+                    state.supervisor.pid,
+                    folder.join(SUPERVISOR_LOG).display()
+                )));
+            }
+            thread::sleep(POLL);
+        }
+        // Where the supervisor was killed, its agents go on.
+        if let Some(state) = LocalState::read(folder) {
+            state.end_agents(deadline);
+        }
+        Ok(())
+    }
+
+    fn nodes(&self) -> Result<Vec<NodeUsage>> {
+        let cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let system = rustix::system::uname();
+        Ok(vec![NodeUsage {
+            name: system.nodename().to_string_lossy().into_owned(),
+            address: "127.0.0.1".to_owned(),
+            role: "<none>".to_owned(),
+            status: "ready".to_owned(),
+            gpus: gpu_count(),
+            gpus_allocated: 0,
+            cpus: cpus as f64,
+            cpus_allocated: 0.0,
+        }])
+    }
+}
+
+/// The command of node `node`.
+fn agent_words(spec: &JobSpec, node: usize, endpoint: &str, folder: &Path) -> Result<Vec<String>> {
+    let launcher = launcher_here()?;
+    let program = spec.program_file()?;
+    let mut agent = spec
+        .agent()
+        .launcher(launcher.to_string_lossy())
+        .program(program.to_string_lossy())
+        .node_rank(node)
+        .endpoint(endpoint);
+    if node == 0 {
+        agent = agent.log_dir(folder.join("logs").to_string_lossy());
+    }
+    Ok(agent.words())
+}
+
+fn node_log(folder: &Path, node: usize) -> PathBuf {
+    folder.join(format!("node-{node}.log"))
+}
+
+/// NVIDIA's GPUs, by the device files that its driver makes.
+fn gpu_count() -> usize {
+    let Ok(entries) = fs::read_dir("/dev") else {
+        return 0;
+    };
+    let is_gpu = |name: &str| {
+        name.strip_prefix("nvidia")
+            .is_some_and(|rest| rest.parse::<u32>().is_ok())
+    };
+    entries
+        .flatten()
+        .filter(|entry| entry.file_name().to_str().is_some_and(is_gpu))
+        .count()
+}
+
+impl LocalState {
+    fn instances(&self, spec: &JobSpec, status: JobStatus) -> Vec<Instance> {
+        let node_status = |code: Option<i32>| match (status, code) {
+            (_, Some(0)) => JobStatus::Succeeded,
+            (JobStatus::Stopped, _) => JobStatus::Stopped,
+            (_, Some(_)) => JobStatus::Failed,
+            (status, None) => status,
+        };
+        let host = rustix::system::uname()
+            .nodename()
+            .to_string_lossy()
+            .into_owned();
+        let instance = |(node, state): (usize, &state::NodeState)| Instance {
+            name: Role::instance_name(spec.name.as_str(), node),
+            role: Role::of_node(node),
+            status: node_status(state.exit_code),
+            node: Some(host.clone()),
+            started: Some(self.started),
+            ended: state.ended,
+            restarts: state.restarts,
+            exit_code: state.exit_code,
+            reason: state.reason.clone(),
+        };
+        self.nodes.iter().enumerate().map(instance).collect()
+    }
+}

@@ -1,0 +1,348 @@
+//! The supervisor of a local job: starts one agent a node, starts those again that ask for it, and writes the state.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+use super::state::{LocalState, NodeState, ProcessIdentity};
+use super::{POLL, agent_words, node_log};
+use crate::error::{Error, Result};
+use crate::job::{JobRecord, JobStatus};
+use crate::output::now;
+use crate::spec::JobSpec;
+
+/// How long agents may take to end after a signal.
+const GRACE: Duration = Duration::from_secs(45);
+/// Between the end of an agent and its next start.
+const RESTART_DELAY: Duration = Duration::from_millis(500);
+
+/// Runs the job whose folder this is, to its end.
+///
+/// # Errors
+/// When the folder has no record, another supervisor, or cannot be written.
+pub(crate) fn supervise(folder: &Path) -> Result<()> {
+    let failed = |what: &str| {
+        let message = format!("{}: {what}", folder.display());
+        move |error: io::Error| Error::system(message).with_source(error)
+    };
+    let record = crate::job::Records::record_in(folder)?;
+    let lock = LocalState::lock(folder).map_err(failed("cannot be locked"))?;
+    if lock.is_none() {
+        return Err(Error::refused(format!(
+            "{} has a supervisor already",
+            folder.display()
+        )));
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(&stop))
+            .map_err(failed("signals cannot be watched"))?;
+    }
+    let mut job = LocalJob::start(&record, folder, stop)?;
+    job.run()
+}
+
+/// A running job.
+struct LocalJob<'a> {
+    spec: &'a JobSpec,
+    folder: &'a Path,
+    endpoint: String,
+    agents: Vec<Agent>,
+    tensorboard: Option<Child>,
+    state: LocalState,
+    stop: Arc<AtomicBool>,
+    deadline: Option<Instant>,
+}
+
+/// The agent of a node.
+struct Agent {
+    process: Option<Child>,
+    /// When it is started again.
+    due: Option<Instant>,
+}
+
+/// What follows from the end of an agent.
+enum Next {
+    /// It is started again.
+    Restart,
+    /// Its part of the job is over.
+    Over,
+}
+
+impl<'a> LocalJob<'a> {
+    fn start(record: &'a JobRecord, folder: &'a Path, stop: Arc<AtomicBool>) -> Result<Self> {
+        let spec = &record.spec;
+        let supervisor = i32::try_from(std::process::id())
+            .ok()
+            .and_then(ProcessIdentity::of);
+        let supervisor = supervisor.ok_or_else(|| {
+            Error::system("/proc does not show this process; it has to be mounted")
+        })?;
+        let nodes = spec.nodes.get();
+        let mut job = Self {
+            spec,
+            folder,
+            endpoint: format!(
+                "127.0.0.1:{}",
+                free_port().map_err(|error| Error::system("no port is free").with_source(error))?
+            ),
+            agents: Vec::new(),
+            tensorboard: None,
+            state: LocalState {
+                supervisor,
+                status: JobStatus::Running,
+                reason: None,
+                started: now(),
+                ended: None,
+                nodes: vec![NodeState::default(); nodes],
+                tensorboard: None,
+            },
+            stop,
+            deadline: spec.time_limit.map(|limit| Instant::now() + limit),
+        };
+        token_file(folder).map_err(|error| {
+            Error::system("the token of the job cannot be written").with_source(error)
+        })?;
+        for node in 0..nodes {
+            let process = job.start_agent(node);
+            let process = process.inspect_err(|_| job.end(Signal::KILL))?;
+            job.agents.push(Agent {
+                process: Some(process),
+                due: None,
+            });
+        }
+        if spec.tensorboard {
+            let (child, address) =
+                tensorboard(spec, folder).inspect_err(|_| job.end(Signal::KILL))?;
+            job.tensorboard = Some(child);
+            job.state.tensorboard = Some(address);
+        }
+        job.write()?;
+        Ok(job)
+    }
+
+    fn run(&mut self) -> Result<()> {
+        while self.state.status == JobStatus::Running || self.state.status == JobStatus::Restarting
+        {
+            thread::sleep(POLL);
+            let changed = self.step()?;
+            if self.stop.load(Ordering::Relaxed) {
+                self.finish(JobStatus::Stopped, Some("stopped by its user".to_owned()));
+            } else if self
+                .deadline
+                .is_some_and(|deadline| Instant::now() >= deadline)
+            {
+                self.finish(JobStatus::Failed, Some("its time limit is over".to_owned()));
+            }
+            if changed || self.state.status.is_final() {
+                self.write()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the agents once, and tells whether something has changed.
+    fn step(&mut self) -> Result<bool> {
+        let mut changed = false;
+        for node in 0..self.agents.len() {
+            let ended = match &mut self.agents[node].process {
+                Some(process) => process.try_wait().ok().flatten(),
+                None => None,
+            };
+            if let Some(status) = ended {
+                changed = true;
+                self.agents[node].process = None;
+                match self.agent_ended(node, status) {
+                    Next::Restart => self.agents[node].due = Some(Instant::now() + RESTART_DELAY),
+                    Next::Over => {}
+                }
+            }
+            if self.agents[node]
+                .due
+                .is_some_and(|due| Instant::now() >= due)
+            {
+                changed = true;
+                self.agents[node].due = None;
+                let process = self.start_agent(node)?;
+                self.agents[node].process = Some(process);
+                self.state.status = JobStatus::Running;
+            }
+        }
+        if self
+            .agents
+            .iter()
+            .all(|agent| agent.process.is_none() && agent.due.is_none())
+        {
+            let is_success = self
+                .state
+                .nodes
+                .iter()
+                .all(|node| node.exit_code == Some(0));
+            let status = if is_success {
+                JobStatus::Succeeded
+            } else {
+                JobStatus::Failed
+            };
+            self.finish(status, None);
+        }
+        Ok(changed)
+    }
+
+    /// An agent asks to be started again by exit code 75, and so does one that was killed.
+    fn agent_ended(&mut self, node: usize, status: ExitStatus) -> Next {
+        let state = &mut self.state.nodes[node];
+        let code = status.code().or_else(|| Some(128 + status.signal()?));
+        let is_lost = status.signal().is_some()
+            || code == Some(i32::from(accelerator_env::PREEMPTED_EXIT_CODE));
+        if is_lost && state.restarts < self.spec.max_restarts {
+            state.restarts += 1;
+            state.reason = Some(format!(
+                "its agent ended with {status}, and was started again"
+            ));
+            self.state.status = JobStatus::Restarting;
+            return Next::Restart;
+        }
+        state.exit_code = code;
+        state.ended = Some(now());
+        state.reason = (code != Some(0)).then(|| format!("its agent ended with {status}"));
+        Next::Over
+    }
+
+    fn start_agent(&mut self, node: usize) -> Result<Child> {
+        let words = agent_words(self.spec, node, &self.endpoint, self.folder)?;
+        let path = node_log(self.folder, node);
+        let failed = |error: io::Error| {
+            Error::system(format!("the agent of node {node} cannot start")).with_source(error)
+        };
+        let log = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map_err(failed)?;
+        let mut command = Command::new(&words[0]);
+        command
+            .args(&words[1..])
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().map_err(failed)?)
+            .stderr(log);
+        command
+            .env(accelerator_env::TOKEN_FILE.name, self.folder.join(TOKEN))
+            .envs(&self.spec.env);
+        if let Some(folder) = &self.spec.working_dir {
+            command.current_dir(folder);
+        }
+        let process = command.spawn().map_err(failed)?;
+        self.state.nodes[node].agent = i32::try_from(process.id())
+            .ok()
+            .and_then(ProcessIdentity::of);
+        Ok(process)
+    }
+
+    fn finish(&mut self, status: JobStatus, reason: Option<String>) {
+        self.end(Signal::TERM);
+        self.state.status = status;
+        self.state.reason = reason;
+        self.state.ended = Some(now());
+    }
+
+    /// Ends what runs, by `first` and after a while by SIGKILL.
+    fn end(&mut self, first: Signal) {
+        let tensorboard = self.tensorboard.take();
+        let agents = self
+            .agents
+            .iter_mut()
+            .filter_map(|agent| agent.process.take());
+        let mut processes: Vec<Child> = agents.chain(tensorboard).collect();
+        for process in &processes {
+            signal(process, first);
+        }
+        let deadline = Instant::now() + GRACE;
+        while !processes.is_empty() {
+            processes.retain_mut(|process| !matches!(process.try_wait(), Ok(Some(_))));
+            if Instant::now() > deadline {
+                processes
+                    .iter()
+                    .for_each(|process| signal(process, Signal::KILL));
+            }
+            thread::sleep(POLL);
+        }
+        for agent in &mut self.agents {
+            agent.due = None;
+        }
+    }
+
+    fn write(&self) -> Result<()> {
+        let written = self.state.write(self.folder);
+        written.map_err(|error| {
+            Error::system("the state of the job cannot be written").with_source(error)
+        })
+    }
+}
+
+const TOKEN: &str = "token";
+
+/// The secret by which agents and ranks know one another.
+fn token_file(folder: &Path) -> io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+
+    let mut random = [0_u8; 32];
+    io::Read::read_exact(&mut File::open("/dev/urandom")?, &mut random)?;
+    let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut file = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(folder.join(TOKEN))?;
+    io::Write::write_all(&mut file, text.as_bytes())
+}
+
+fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<(Child, String)> {
+    let failed = |error: io::Error| Error::system("tensorboard cannot start").with_source(error);
+    let port = free_port().map_err(failed)?;
+    let logdir = spec
+        .working_dir
+        .as_deref()
+        .unwrap_or(Path::new(""))
+        .join(&spec.logdir);
+    let log = File::create(folder.join("tensorboard.log")).map_err(failed)?;
+    let mut command = Command::new("tensorboard");
+    command
+        .args([
+            "--host",
+            "127.0.0.1",
+            "--port",
+            &port.to_string(),
+            "--logdir",
+        ])
+        .arg(logdir);
+    command
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().map_err(failed)?)
+        .stderr(log);
+    let child = command.spawn().map_err(failed)?;
+    Ok((child, format!("http://127.0.0.1:{port}")))
+}
+
+/// A port that nobody listens at.
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+fn signal(process: &Child, signal: Signal) {
+    let pid = i32::try_from(process.id()).ok().and_then(Pid::from_raw);
+    if let Some(pid) = pid {
+        // It may have ended meanwhile; until it is waited for, its number is not taken.
+        let _ = kill_process(pid, signal);
+    }
+}

@@ -1,0 +1,209 @@
+//! The engines that run jobs, behind one trait.
+//!
+//! To add one: a folder here with an implementation of [`Engine`], a variant of [`EngineKind`], and its arm in
+//! [`EngineKind::connect`].
+
+#[cfg(feature = "kubernetes")]
+pub(crate) mod kubernetes;
+pub(crate) mod local;
+#[cfg(feature = "ray")]
+pub(crate) mod ray;
+#[cfg(feature = "slurm")]
+pub(crate) mod slurm;
+
+use std::fmt;
+use std::io::Write;
+use std::path::Path;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::spec::JobSpec;
+
+/// Which engine runs a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum EngineKind {
+    /// Processes of this machine, one agent a node.
+    Local,
+    /// Slurm, by sbatch.
+    #[cfg(feature = "slurm")]
+    Slurm,
+    /// Kubernetes, by its API.
+    #[cfg(feature = "kubernetes")]
+    Kubernetes,
+    /// Ray, by its Jobs API.
+    #[cfg(feature = "ray")]
+    Ray,
+}
+
+/// What runs jobs. All of it is asked by names and ids; nothing is kept between calls.
+pub(crate) trait Engine {
+    /// Exactly what `submit` sends: a script, objects, a request. Nothing is changed.
+    ///
+    /// # Errors
+    /// When the engine cannot run such a job; the message names the option.
+    fn render(&self, spec: &JobSpec) -> Result<String>;
+
+    /// Submits a job. `folder` is the job's own on this machine. Where it fails, nothing of the job is left.
+    ///
+    /// # Errors
+    /// When the engine refuses it or does not answer.
+    fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted>;
+
+    /// What the engine knows of a job.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] when the engine has forgotten it; otherwise when it does not answer.
+    fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails>;
+
+    /// Writes the output of an instance, that of node 0 unless one is named.
+    ///
+    /// # Errors
+    /// When there is no such instance, or `output` cannot be written.
+    fn logs(
+        &self,
+        job: &JobRecord,
+        folder: &Path,
+        request: &LogsRequest,
+        output: &mut dyn Write,
+    ) -> Result<()>;
+
+    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is no error.
+    ///
+    /// # Errors
+    /// When the engine refuses it or does not answer.
+    fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()>;
+
+    /// The nodes, and what of them is allocated.
+    ///
+    /// # Errors
+    /// When the engine refuses it or does not answer.
+    fn nodes(&self) -> Result<Vec<NodeUsage>>;
+
+    /// The volumes that jobs can mount.
+    ///
+    /// # Errors
+    /// When the engine has no such thing.
+    fn volumes(&self) -> Result<Vec<Volume>> {
+        Err(Error::usage(
+            "only Kubernetes has volumes that jobs mount by name; give --engine kubernetes",
+        ))
+    }
+}
+
+/// A job that an engine has taken.
+#[derive(Clone, Debug)]
+pub(crate) struct Submitted {
+    /// What the engine calls it.
+    pub(crate) id: String,
+    /// What has been made, a line each: `service/mnist created`.
+    pub(crate) created: Vec<String>,
+}
+
+/// Which output of a job.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LogsRequest {
+    /// The name of an instance, as `jobs get` shows it.
+    pub(crate) instance: Option<String>,
+    /// Whether to go on while the job runs, its restarts included.
+    pub(crate) mode: LogsMode,
+    /// Only so many of the last lines.
+    pub(crate) tail: Option<usize>,
+}
+
+/// Whether output that is still to come is waited for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum LogsMode {
+    /// What there is.
+    #[default]
+    Once,
+    /// Until the job has ended.
+    Follow,
+}
+
+/// A volume that jobs mount by its name.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Volume {
+    pub(crate) name: String,
+    pub(crate) access_mode: String,
+    pub(crate) description: String,
+    pub(crate) owner: String,
+    /// Seconds since 1970.
+    pub(crate) created: Option<u64>,
+}
+
+/// Where engines are, as the options say.
+#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct EngineAddress {
+    /// The namespace of Kubernetes [default: that of the kubeconfig's context].
+    #[cfg(feature = "kubernetes")]
+    #[arg(short, long, value_name = "NAME", global = true)]
+    pub(crate) namespace: Option<String>,
+
+    /// The context of the kubeconfig [default: its current one].
+    #[cfg(feature = "kubernetes")]
+    #[arg(long, value_name = "NAME", global = true)]
+    pub(crate) context: Option<String>,
+
+    /// The address of Ray's dashboard [default: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or http://127.0.0.1:8265].
+    #[cfg(feature = "ray")]
+    #[arg(long, value_name = "URL", global = true)]
+    pub(crate) ray_address: Option<String>,
+}
+
+impl EngineAddress {
+    /// This address, with what it leaves open taken from `other`.
+    pub(crate) fn or(&self, other: &Self) -> Self {
+        // Without engines of a network there is no address.
+        let _ = other;
+        Self {
+            #[cfg(feature = "kubernetes")]
+            namespace: self.namespace.clone().or_else(|| other.namespace.clone()),
+            #[cfg(feature = "kubernetes")]
+            context: self.context.clone().or_else(|| other.context.clone()),
+            #[cfg(feature = "ray")]
+            ray_address: self
+                .ray_address
+                .clone()
+                .or_else(|| other.ray_address.clone()),
+        }
+    }
+}
+
+impl EngineKind {
+    /// The engine, ready to be asked.
+    ///
+    /// # Errors
+    /// When it is not there: no such program, no configuration.
+    pub(crate) fn connect(self, address: &EngineAddress) -> Result<Box<dyn Engine>> {
+        // Only engines that are reached over a network have addresses.
+        let _ = address;
+        match self {
+            Self::Local => Ok(Box::new(local::LocalEngine)),
+            #[cfg(feature = "slurm")]
+            Self::Slurm => Ok(Box::new(slurm::SlurmEngine::connect()?)),
+            #[cfg(feature = "kubernetes")]
+            Self::Kubernetes => Ok(Box::new(kubernetes::KubernetesEngine::connect(address)?)),
+            #[cfg(feature = "ray")]
+            Self::Ray => Ok(Box::new(ray::RayEngine::connect(address)?)),
+        }
+    }
+}
+
+impl fmt::Display for EngineKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(match self {
+            Self::Local => "local",
+            #[cfg(feature = "slurm")]
+            Self::Slurm => "slurm",
+            #[cfg(feature = "kubernetes")]
+            Self::Kubernetes => "kubernetes",
+            #[cfg(feature = "ray")]
+            Self::Ray => "ray",
+        })
+    }
+}

@@ -1,0 +1,62 @@
+//! The engine Ray.
+
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Engine, EngineAddress, LogsRequest, Submitted};
+use crate::error::{Error, Result};
+use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::spec::JobSpec;
+
+/// What only Ray understands.
+#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct RayOptions {}
+
+/// Jobs of Ray.
+#[derive(Debug)]
+pub(crate) struct RayEngine;
+
+impl RayEngine {
+    /// Finds the engine.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub(crate) fn connect(_address: &EngineAddress) -> Result<Self> {
+        Err(Error::usage("not built yet"))
+    }
+}
+
+impl Engine for RayEngine {
+    fn render(&self, _spec: &JobSpec) -> Result<String> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn submit(&self, _spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn get(&self, _job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn logs(
+        &self,
+        _job: &JobRecord,
+        _folder: &Path,
+        _request: &LogsRequest,
+        _output: &mut dyn Write,
+    ) -> Result<()> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn stop(&self, _job: &JobRecord, _folder: &Path) -> Result<()> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn nodes(&self) -> Result<Vec<NodeUsage>> {
+        Err(Error::usage("not built yet"))
+    }
+}

@@ -1,0 +1,62 @@
+//! The engine Slurm.
+
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Engine, LogsRequest, Submitted};
+use crate::error::{Error, Result};
+use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::spec::JobSpec;
+
+/// What only Slurm understands.
+#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct SlurmOptions {}
+
+/// Jobs of Slurm.
+#[derive(Debug)]
+pub(crate) struct SlurmEngine;
+
+impl SlurmEngine {
+    /// Finds the engine.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub(crate) fn connect() -> Result<Self> {
+        Err(Error::usage("not built yet"))
+    }
+}
+
+impl Engine for SlurmEngine {
+    fn render(&self, _spec: &JobSpec) -> Result<String> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn submit(&self, _spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn get(&self, _job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn logs(
+        &self,
+        _job: &JobRecord,
+        _folder: &Path,
+        _request: &LogsRequest,
+        _output: &mut dyn Write,
+    ) -> Result<()> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn stop(&self, _job: &JobRecord, _folder: &Path) -> Result<()> {
+        Err(Error::usage("not built yet"))
+    }
+
+    fn nodes(&self) -> Result<Vec<NodeUsage>> {
+        Err(Error::usage("not built yet"))
+    }
+}

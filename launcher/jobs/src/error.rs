@@ -1,0 +1,114 @@
+//! The error of `accel-jobs`: a message that says what to do, and the exit code it ends with.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::process::ExitCode;
+
+/// What goes wrong, and whose fault it is.
+#[derive(Debug)]
+pub(crate) struct Error {
+    kind: Kind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// A result whose error is an [`Error`].
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Usage,
+    NotFound,
+    Refused,
+    Unreachable,
+    System,
+}
+
+impl Error {
+    /// The command line, or what it points to, is wrong: exit code 2.
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::new(Kind::Usage, message)
+    }
+
+    /// There is no such job, or the engine has forgotten it.
+    pub(crate) fn not_found(message: impl Into<String>) -> Self {
+        Self::new(Kind::NotFound, message)
+    }
+
+    /// The engine refuses what is asked of it: rights, a quota, a name that is taken.
+    pub(crate) fn refused(message: impl Into<String>) -> Self {
+        Self::new(Kind::Refused, message)
+    }
+
+    /// The engine does not answer, or answers that it cannot.
+    pub(crate) fn unreachable(message: impl Into<String>) -> Self {
+        Self::new(Kind::Unreachable, message)
+    }
+
+    /// This machine does not give what is asked of it.
+    pub(crate) fn system(message: impl Into<String>) -> Self {
+        Self::new(Kind::System, message)
+    }
+
+    /// Whether there is no such job.
+    pub(crate) fn is_not_found(&self) -> bool {
+        self.kind == Kind::NotFound
+    }
+
+    /// Whether the engine did not answer.
+    pub(crate) fn is_unreachable(&self) -> bool {
+        self.kind == Kind::Unreachable
+    }
+
+    /// Attaches the error that led to this one.
+    pub(crate) fn with_source(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
+        self.source = Some(Box::new(source));
+        self
+    }
+
+    /// The exit code that the program ends with.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        match self.kind {
+            Kind::Usage => ExitCode::from(2),
+            // `EX_TEMPFAIL` of `sysexits.h`: the same command may succeed later.
+            Kind::Unreachable => ExitCode::from(accelerator_env::PREEMPTED_EXIT_CODE),
+            Kind::NotFound | Kind::Refused | Kind::System => ExitCode::FAILURE,
+        }
+    }
+
+    fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            source: None,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        let source = self.source.as_deref()?;
+        Some(source)
+    }
+}
+
+/// `error` and the chain of its causes in one line.
+pub(crate) fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}

@@ -1,0 +1,35 @@
+//! `accel-jobs` submits a training program to the engine that a site runs, and shows its jobs.
+//!
+//! `accel-launch submit …` and `accel-launch jobs …` call it. See docs/jobs.md.
+
+#[cfg(not(unix))]
+compile_error!("accel-jobs starts and signals processes as Unix systems do");
+
+mod cli;
+mod engine;
+mod error;
+mod job;
+mod output;
+mod spec;
+mod tail;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use error::chain;
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os();
+    let done = match (arguments.nth(1), arguments.next()) {
+        (Some(command), Some(folder)) if command == engine::local::SUPERVISE => {
+            engine::local::supervise(&PathBuf::from(folder)).map(|()| ExitCode::SUCCESS)
+        }
+        _ => cli::run(std::env::args_os()),
+    };
+    done.unwrap_or_else(|error| {
+        // Standard error may be closed.
+        let _ = writeln!(std::io::stderr(), "error: {}", chain(&error));
+        error.exit_code()
+    })
+}

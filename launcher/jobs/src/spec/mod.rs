@@ -1,0 +1,124 @@
+//! What a job asks for, in the words that all engines share.
+
+mod agent;
+mod name;
+mod quantity;
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+pub(crate) use agent::{AgentCommand, launcher_here};
+pub(crate) use name::JobName;
+pub(crate) use quantity::{Memory, time_limit};
+
+use crate::engine::{EngineAddress, EngineKind};
+use crate::error::{Error, Result};
+
+/// A job as it is submitted, and kept in its record.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct JobSpec {
+    pub(crate) name: JobName,
+    pub(crate) engine: EngineKind,
+    /// How many nodes run the job; one agent runs on each.
+    pub(crate) nodes: NonZeroUsize,
+    /// How many ranks each node runs: a number, `auto`, `gpu` or `cpu`, as `accel-launch --nproc-per-node` takes it.
+    pub(crate) nproc_per_node: String,
+    pub(crate) resources: Resources,
+    /// The job is ended after so long.
+    pub(crate) time_limit: Option<Duration>,
+    /// Variables of the ranks.
+    pub(crate) env: BTreeMap<String, String>,
+    /// The folder in which the program starts.
+    pub(crate) working_dir: Option<PathBuf>,
+    /// How often a job that failed, or lost a node, is started again.
+    pub(crate) max_restarts: u32,
+    /// A priority class of Kubernetes, a QOS of Slurm.
+    pub(crate) priority: Option<String>,
+    /// Whether a TensorBoard shows `logdir` while the job runs.
+    pub(crate) tensorboard: bool,
+    /// The folder of event files, as the program sees it.
+    pub(crate) logdir: PathBuf,
+    /// The program and its arguments.
+    pub(crate) program: Vec<String>,
+    /// Where its engine is.
+    pub(crate) address: EngineAddress,
+    /// What only one engine understands.
+    pub(crate) options: EngineOptions,
+}
+
+/// What each node gives to the job.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Resources {
+    /// Cores.
+    pub(crate) cpus: Option<NonZeroUsize>,
+    /// GPUs; 0 for none.
+    pub(crate) gpus: usize,
+    /// Memory in bytes.
+    pub(crate) memory: Option<Memory>,
+}
+
+/// The options of single engines, as `submit` takes them.
+#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+pub(crate) struct EngineOptions {
+    #[cfg(feature = "slurm")]
+    #[command(flatten)]
+    pub(crate) slurm: crate::engine::slurm::SlurmOptions,
+    #[cfg(feature = "kubernetes")]
+    #[command(flatten)]
+    pub(crate) kubernetes: crate::engine::kubernetes::KubernetesOptions,
+    #[cfg(feature = "ray")]
+    #[command(flatten)]
+    pub(crate) ray: crate::engine::ray::RayOptions,
+}
+
+impl JobSpec {
+    /// GPUs of all nodes.
+    pub(crate) fn all_gpus(&self) -> usize {
+        self.nodes.get() * self.resources.gpus
+    }
+
+    /// The command of the agent on every node.
+    pub(crate) fn agent(&self) -> AgentCommand<'_> {
+        AgentCommand::new(self)
+    }
+
+    /// The program as a file of this machine, with its whole path.
+    ///
+    /// # Errors
+    /// When there is no such file. A name without a slash is looked for on the PATH.
+    pub(crate) fn program_file(&self) -> Result<PathBuf> {
+        let word = self.program.first().map_or("", String::as_str);
+        let found = match word.contains('/') {
+            true => Some(PathBuf::from(word)),
+            false => on_path(word),
+        };
+        let found = found
+            .filter(|path| path.is_file())
+            .map(|path| absolute(&path))
+            .transpose()?;
+        found.ok_or_else(|| {
+            Error::usage(format!(
+                "{word:?} is not a program of this machine; give the path of one, such as target/release/examples/mnist"
+            ))
+        })
+    }
+}
+
+/// The program of this name that the PATH has.
+pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path)
+        .map(|folder| folder.join(name))
+        .find(|path| path.is_file())
+}
+
+/// `path` from the current folder on.
+pub(crate) fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|error| {
+        Error::system(format!("the folder of {} is not known", path.display())).with_source(error)
+    })
+}

@@ -1,0 +1,140 @@
+//! Amounts of memory and time, in the forms that Kubernetes, Slurm and people write.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// An amount of memory in bytes: `16Gi`, `16GiB`, `16G`, `512M`; a number alone is bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Memory(u64);
+
+impl Memory {
+    /// In bytes.
+    pub(crate) fn bytes(self) -> u64 {
+        self.0
+    }
+
+    /// In whole mebibytes, rounded up, as Slurm takes it.
+    pub(crate) fn mebibytes(self) -> u64 {
+        self.0.div_ceil(1 << 20)
+    }
+}
+
+impl FromStr for Memory {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || "expected an amount of memory, such as 16Gi, 512M or 2T".to_owned();
+        let digits = text
+            .find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(text.len());
+        let number: u64 = text[..digits].parse().map_err(|_| wrong())?;
+        let unit: u64 = match &text[digits..] {
+            "" => 1,
+            "K" | "k" | "KB" => 1000,
+            "M" | "MB" => 1_000_000,
+            "G" | "GB" => 1_000_000_000,
+            "T" | "TB" => 1_000_000_000_000,
+            "Ki" | "KiB" => 1 << 10,
+            "Mi" | "MiB" => 1 << 20,
+            "Gi" | "GiB" => 1 << 30,
+            "Ti" | "TiB" => 1 << 40,
+            _ => return Err(wrong()),
+        };
+        match number.checked_mul(unit) {
+            Some(bytes) if bytes > 0 => Ok(Self(bytes)),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl fmt::Display for Memory {
+    /// As Kubernetes writes it: `16Gi`.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")];
+        let whole = units
+            .into_iter()
+            .find(|(bits, _)| self.0 % (1 << bits) == 0);
+        match whole {
+            Some((bits, unit)) => write!(formatter, "{}{unit}", self.0 >> bits),
+            None => write!(formatter, "{}", self.0),
+        }
+    }
+}
+
+/// A time limit: `90m`, `2h 30m`, or Slurm's `[DAYS-]HOURS:MINUTES:SECONDS`.
+pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
+    let limit = match text.contains(':') {
+        true => clock(text),
+        false => humantime::parse_duration(text).ok(),
+    };
+    limit.filter(|limit| limit.as_secs() > 0).ok_or_else(|| {
+        "expected a time of at least a second, such as 90m, 2h or 1-12:00:00 (days-hours:minutes:seconds)".to_owned()
+    })
+}
+
+fn clock(text: &str) -> Option<Duration> {
+    let (days, rest) = match text.split_once('-') {
+        Some((days, rest)) => (days.parse::<u64>().ok()?, rest),
+        None => (0, text),
+    };
+    let parts: Vec<u64> = rest
+        .split(':')
+        .map(|part| part.parse().ok())
+        .collect::<Option<_>>()?;
+    let [hours, minutes, seconds] = parts[..] else {
+        return None;
+    };
+    let hours = days.checked_mul(24)?.checked_add(hours)?;
+    let minutes = hours.checked_mul(60)?.checked_add(minutes)?;
+    Some(Duration::from_secs(
+        minutes.checked_mul(60)?.checked_add(seconds)?,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_and_written() {
+        for (text, bytes, written) in [
+            ("16Gi", 16 << 30, "16Gi"),
+            ("1024MiB", 1 << 30, "1Gi"),
+            ("5", 5, "5"),
+            ("2G", 2_000_000_000, "1953125Ki"),
+        ] {
+            let memory: Memory = text.parse().unwrap();
+            assert_eq!(
+                (memory.bytes(), memory.to_string().as_str()),
+                (bytes, written)
+            );
+        }
+        for text in ["", "0", "G", "1.5G", "-1", "16Gb ", "99999999Ti"] {
+            assert!(text.parse::<Memory>().is_err(), "{text}");
+        }
+        assert_eq!("1500Ki".parse::<Memory>().unwrap().mebibytes(), 2);
+    }
+
+    #[test]
+    fn limits_are_read() {
+        for (text, seconds) in [
+            ("90m", 5400),
+            ("2h 30m", 9000),
+            ("1-12:00:00", 129_600),
+            ("00:01:30", 90),
+        ] {
+            assert_eq!(
+                time_limit(text).map(|limit| limit.as_secs()),
+                Ok(seconds),
+                "{text}"
+            );
+        }
+        for text in ["", "0s", "5", "1:2", "a:b:c", "-1m"] {
+            assert!(time_limit(text).is_err(), "{text}");
+        }
+    }
+}
