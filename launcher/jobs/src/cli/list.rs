@@ -6,10 +6,11 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::{Place, details};
-use crate::engine::EngineKind;
+use crate::engine::connect;
 use crate::error::{Error, Result, chain};
 use crate::job::{JobDetails, JobStatus, Records};
 use crate::output::{age, columns, json, now, print};
+use crate::spec::EngineKind;
 
 #[derive(Args, Debug)]
 pub(super) struct ListArgs {
@@ -61,10 +62,7 @@ pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDet
 }
 
 fn ask(place: &Place, records: &Records, record: &mut crate::job::JobRecord) -> Result<JobDetails> {
-    let engine = record
-        .spec
-        .engine
-        .connect(&place.address.or(&record.spec.address))?;
+    let engine = connect(record.spec.engine, &place.address.or(&record.spec.address))?;
     details(records, record, engine.as_ref())
 }
 

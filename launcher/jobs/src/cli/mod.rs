@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::engine::{Engine, EngineAddress, EngineKind, LogsMode, LogsRequest};
+use crate::engine::{Engine, LogsMode, LogsRequest, connect};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::print;
-use crate::spec::JobName;
+use crate::spec::{EngineAddress, EngineKind, JobName};
 use submit::SubmitArgs;
 
 /// Submits a training program to the engine of a site, and shows its jobs.
@@ -130,7 +130,7 @@ impl Place {
     }
 
     fn connect(&self, kind: EngineKind) -> Result<Box<dyn Engine>> {
-        kind.connect(&self.address)
+        connect(kind, &self.address)
     }
 
     /// A job and its engine.
@@ -138,7 +138,7 @@ impl Place {
         let records = self.records()?;
         let record = records.read(name)?;
         let address = self.address.or(&record.spec.address);
-        let engine = record.spec.engine.connect(&address)?;
+        let engine = connect(record.spec.engine, &address)?;
         Ok((records, record, engine))
     }
 }

@@ -9,11 +9,10 @@ use std::time::Duration;
 use clap::Args;
 
 use super::Place;
-use crate::engine::EngineKind;
 use crate::error::Result;
 use crate::job::JobRecord;
 use crate::output::{now, print};
-use crate::spec::{EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
+use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
 
 /// What a job asks for. Arena's words are aliases.
 #[derive(Args, Clone, Debug)]

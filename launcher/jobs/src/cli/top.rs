@@ -5,10 +5,11 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 
 use super::{Place, list};
-use crate::engine::{Engine, EngineKind};
+use crate::engine::{Engine, connect};
 use crate::error::Result;
 use crate::job::{JobDetails, NodeUsage};
 use crate::output::{age, columns, json, now, print};
+use crate::spec::EngineKind;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum TopCommand {
@@ -82,7 +83,7 @@ impl TopArgs {
                 None => (EngineKind::Local, place.address.clone()),
             },
         };
-        kind.connect(&address)
+        connect(kind, &address)
     }
 
     fn show<T: serde::Serialize>(

@@ -1,7 +1,7 @@
 //! The engines that run jobs, behind one trait.
 //!
 //! To add one: a folder here with an implementation of [`Engine`], a variant of [`EngineKind`], and its arm in
-//! [`EngineKind::connect`].
+//! [`connect`].
 
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
@@ -11,32 +11,31 @@ pub(crate) mod ray;
 #[cfg(feature = "slurm")]
 pub(crate) mod slurm;
 
-use std::fmt;
 use std::io::Write;
 use std::path::Path;
 
-use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
-use crate::spec::JobSpec;
+use crate::spec::{EngineAddress, EngineKind, JobSpec};
 
-/// Which engine runs a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum EngineKind {
-    /// Processes of this machine, one agent a node.
-    Local,
-    /// Slurm, by sbatch.
-    #[cfg(feature = "slurm")]
-    Slurm,
-    /// Kubernetes, by its API.
-    #[cfg(feature = "kubernetes")]
-    Kubernetes,
-    /// Ray, by its Jobs API.
-    #[cfg(feature = "ray")]
-    Ray,
+/// The engine, ready to be asked.
+///
+/// # Errors
+/// When it is not there: no such program, no configuration.
+pub(crate) fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Box<dyn Engine>> {
+    // Only engines that are reached over a network have addresses.
+    let _ = address;
+    match kind {
+        EngineKind::Local => Ok(Box::new(local::LocalEngine)),
+        #[cfg(feature = "slurm")]
+        EngineKind::Slurm => Ok(Box::new(slurm::SlurmEngine::connect()?)),
+        #[cfg(feature = "kubernetes")]
+        EngineKind::Kubernetes => Ok(Box::new(kubernetes::KubernetesEngine::connect(address)?)),
+        #[cfg(feature = "ray")]
+        EngineKind::Ray => Ok(Box::new(ray::RayEngine::connect(address)?)),
+    }
 }
 
 /// What runs jobs. All of it is asked by names and ids; nothing is kept between calls.
@@ -133,77 +132,4 @@ pub(crate) struct Volume {
     pub(crate) owner: String,
     /// Seconds since 1970.
     pub(crate) created: Option<u64>,
-}
-
-/// Where engines are, as the options say.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
-#[serde(default)]
-pub(crate) struct EngineAddress {
-    /// The namespace of Kubernetes [default: that of the kubeconfig's context].
-    #[cfg(feature = "kubernetes")]
-    #[arg(short, long, value_name = "NAME", global = true)]
-    pub(crate) namespace: Option<String>,
-
-    /// The context of the kubeconfig [default: its current one].
-    #[cfg(feature = "kubernetes")]
-    #[arg(long, value_name = "NAME", global = true)]
-    pub(crate) context: Option<String>,
-
-    /// The address of Ray's dashboard [default: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or http://127.0.0.1:8265].
-    #[cfg(feature = "ray")]
-    #[arg(long, value_name = "URL", global = true)]
-    pub(crate) ray_address: Option<String>,
-}
-
-impl EngineAddress {
-    /// This address, with what it leaves open taken from `other`.
-    pub(crate) fn or(&self, other: &Self) -> Self {
-        // Without engines of a network there is no address.
-        let _ = other;
-        Self {
-            #[cfg(feature = "kubernetes")]
-            namespace: self.namespace.clone().or_else(|| other.namespace.clone()),
-            #[cfg(feature = "kubernetes")]
-            context: self.context.clone().or_else(|| other.context.clone()),
-            #[cfg(feature = "ray")]
-            ray_address: self
-                .ray_address
-                .clone()
-                .or_else(|| other.ray_address.clone()),
-        }
-    }
-}
-
-impl EngineKind {
-    /// The engine, ready to be asked.
-    ///
-    /// # Errors
-    /// When it is not there: no such program, no configuration.
-    pub(crate) fn connect(self, address: &EngineAddress) -> Result<Box<dyn Engine>> {
-        // Only engines that are reached over a network have addresses.
-        let _ = address;
-        match self {
-            Self::Local => Ok(Box::new(local::LocalEngine)),
-            #[cfg(feature = "slurm")]
-            Self::Slurm => Ok(Box::new(slurm::SlurmEngine::connect()?)),
-            #[cfg(feature = "kubernetes")]
-            Self::Kubernetes => Ok(Box::new(kubernetes::KubernetesEngine::connect(address)?)),
-            #[cfg(feature = "ray")]
-            Self::Ray => Ok(Box::new(ray::RayEngine::connect(address)?)),
-        }
-    }
-}
-
-impl fmt::Display for EngineKind {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.pad(match self {
-            Self::Local => "local",
-            #[cfg(feature = "slurm")]
-            Self::Slurm => "slurm",
-            #[cfg(feature = "kubernetes")]
-            Self::Kubernetes => "kubernetes",
-            #[cfg(feature = "ray")]
-            Self::Ray => "ray",
-        })
-    }
 }

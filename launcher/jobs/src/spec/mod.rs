@@ -1,8 +1,15 @@
 //! What a job asks for, in the words that all engines share.
 
 mod agent;
+mod engine;
+#[cfg(feature = "kubernetes")]
+mod kubernetes;
 mod name;
 mod quantity;
+#[cfg(feature = "ray")]
+mod ray;
+#[cfg(feature = "slurm")]
+mod slurm;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -12,10 +19,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use agent::{AgentCommand, launcher_here};
+pub(crate) use engine::{EngineAddress, EngineKind, EngineOptions};
 pub(crate) use name::JobName;
 pub(crate) use quantity::{Memory, time_limit};
 
-use crate::engine::{EngineAddress, EngineKind};
 use crate::error::{Error, Result};
 
 /// A job as it is submitted, and kept in its record.
@@ -59,20 +66,6 @@ pub(crate) struct Resources {
     pub(crate) gpus: usize,
     /// Memory in bytes.
     pub(crate) memory: Option<Memory>,
-}
-
-/// The options of single engines, as `submit` takes them.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
-pub(crate) struct EngineOptions {
-    #[cfg(feature = "slurm")]
-    #[command(flatten)]
-    pub(crate) slurm: crate::engine::slurm::SlurmOptions,
-    #[cfg(feature = "kubernetes")]
-    #[command(flatten)]
-    pub(crate) kubernetes: crate::engine::kubernetes::KubernetesOptions,
-    #[cfg(feature = "ray")]
-    #[command(flatten)]
-    pub(crate) ray: crate::engine::ray::RayOptions,
 }
 
 impl JobSpec {

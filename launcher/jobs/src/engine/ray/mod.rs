@@ -3,17 +3,10 @@
 use std::io::Write;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
-use super::{Engine, EngineAddress, LogsRequest, Submitted};
+use super::{Engine, LogsRequest, Submitted};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
-use crate::spec::JobSpec;
-
-/// What only Ray understands.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
-#[serde(default)]
-pub(crate) struct RayOptions {}
+use crate::spec::{EngineAddress, JobSpec};
 
 /// Jobs of Ray.
 #[derive(Debug)]
