@@ -83,7 +83,7 @@ fn run(
             max_failures,
             ..rules(order, ITERATIONS)
         },
-        &|| scheduler.policy(&objective, 5).unwrap(),
+        &|| scheduler.build(&objective, 5).unwrap(),
         &configs(TRIALS, 3),
         &|config: &Config, iteration| quality(config) + (iteration as f64).sqrt(),
         chance,

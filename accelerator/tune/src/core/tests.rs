@@ -6,7 +6,7 @@ use serde_json::json;
 use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
 use super::{Core, Decision, Order};
 use crate::config::Config;
-use crate::scheduler::{Observation, Policy, Supply, Verdict};
+use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::trial_id::TrialId;
 
 /// Pauses each trial after every iteration, and continues the better half of those that are paused; stops those that are
@@ -17,33 +17,33 @@ struct OrderSensitive {
     paused: BTreeMap<TrialId, f64>,
 }
 
-impl Policy for OrderSensitive {
-    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+impl TrialScheduler for OrderSensitive {
+    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn report(&mut self, observation: Observation, waits: bool) -> Verdict {
+    fn on_trial_result(&mut self, observation: Observation, waits: bool) -> SchedulerDecision {
         let value = observation.value.unwrap();
         let rank = self.scores.iter().filter(|score| **score > value).count();
         self.scores.push(value);
         if rank * 3 > self.scores.len() * 2 {
-            return Verdict::Stop;
+            return SchedulerDecision::Stop;
         }
         if waits && rank * 2 > self.scores.len() {
             self.paused.insert(observation.trial, value);
-            return Verdict::Pause;
+            return SchedulerDecision::Pause;
         }
-        Verdict::Continue
+        SchedulerDecision::Continue
     }
 
-    fn complete(&mut self, _last: Observation) {}
+    fn on_trial_complete(&mut self, _last: Observation) {}
 
-    fn fail(&mut self, _trial: TrialId) {}
+    fn on_trial_error(&mut self, _trial: TrialId) {}
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
         let best = paused
             .iter()
             .copied()
             .max_by(|left, right| self.paused[left].total_cmp(&self.paused[right]))?;
-        (supply != Supply::New || self.paused[&best] > 500.0).then_some(best)
+        (others != OtherTrials::Pending || self.paused[&best] > 500.0).then_some(best)
     }
 
     fn status(&self) -> Vec<String> {
@@ -154,7 +154,7 @@ fn trials_that_begin_alike_train_what_they_share_once() {
         lookahead: usize::MAX,
         ..rules(Order::Ordered { workers: 2 }, 6)
     };
-    let fifo = || -> Box<dyn Policy> { Box::new(GoOn) };
+    let fifo = || -> Box<dyn TrialScheduler> { Box::new(GoOn) };
     let configs = schedules();
     let outcome = simulate(&shared, &fifo, &configs, &scheduled_score, UNDISTURBED);
     check(&outcome);
@@ -190,18 +190,18 @@ fn trials_that_begin_alike_train_what_they_share_once() {
 #[derive(Debug)]
 struct GoOn;
 
-impl Policy for GoOn {
-    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+impl TrialScheduler for GoOn {
+    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn report(&mut self, _observation: Observation, _waits: bool) -> Verdict {
-        Verdict::Continue
+    fn on_trial_result(&mut self, _observation: Observation, _waits: bool) -> SchedulerDecision {
+        SchedulerDecision::Continue
     }
 
-    fn complete(&mut self, _last: Observation) {}
+    fn on_trial_complete(&mut self, _last: Observation) {}
 
-    fn fail(&mut self, _trial: TrialId) {}
+    fn on_trial_error(&mut self, _trial: TrialId) {}
 
-    fn resume(&mut self, paused: &[TrialId], _supply: Supply) -> Option<TrialId> {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], _supply: OtherTrials) -> Option<TrialId> {
         paused.first().copied()
     }
 

@@ -17,7 +17,7 @@ impl JointMessages {
 
     /// Takes what a rank says; returns what rank 0 said, once the last rank has said as much. A checkpoint of which one rank
     /// left out its part is left out.
-    pub(super) fn take(&mut self, rank: usize, said: FromWorker) -> Option<FromWorker> {
+    pub(super) fn push(&mut self, rank: usize, said: FromWorker) -> Option<FromWorker> {
         self.by_rank.get_mut(rank)?.push_back(said);
         if self.by_rank.iter().any(VecDeque::is_empty) {
             return None;
@@ -43,11 +43,11 @@ mod tests {
     fn a_rank_that_is_ahead_does_not_speak_for_the_others() {
         let mut ranks = JointMessages::new(2);
         let said = [(0, Saved), (0, Left), (1, Saved), (1, Left)]
-            .map(|(rank, said)| ranks.take(rank, said));
+            .map(|(rank, said)| ranks.push(rank, said));
         assert_eq!(said, [None, None, Some(Saved), Some(Left)]);
         let said = [(1, Skipped), (1, Left), (0, Saved), (0, Left)]
-            .map(|(rank, said)| ranks.take(rank, said));
+            .map(|(rank, said)| ranks.push(rank, said));
         assert_eq!(said, [None, None, Some(Skipped), Some(Left)]);
-        assert_eq!(JointMessages::new(1).take(0, Left), Some(Left));
+        assert_eq!(JointMessages::new(1).push(0, Left), Some(Left));
     }
 }

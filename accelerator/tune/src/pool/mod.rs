@@ -197,7 +197,7 @@ impl Pool {
         self.workers.get_mut(number)
     }
 
-    fn take(&mut self, event: PoolEvent) -> Result<()> {
+    fn handle(&mut self, event: PoolEvent) -> Result<()> {
         match event {
             PoolEvent::Connected(connection) => {
                 if let Some(worker) = self.workers.get_mut(&connection.worker) {
@@ -262,7 +262,7 @@ impl Pool {
                 worker.failure.get_or_insert(message);
             }
             said => {
-                if let Some(said) = worker.joint.take(rank, said) {
+                if let Some(said) = worker.joint.push(rank, said) {
                     return self.all_said(number, trial, said);
                 }
             }
@@ -465,7 +465,7 @@ impl TrialRunner for Pool {
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
-                Ok(event) => self.take(event)?,
+                Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }

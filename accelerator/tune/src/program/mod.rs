@@ -181,7 +181,7 @@ impl Programs {
         found.map(|(number, _)| *number)
     }
 
-    fn take(&mut self, event: ProgramEvent) -> Result<()> {
+    fn handle(&mut self, event: ProgramEvent) -> Result<()> {
         let number = match &event {
             ProgramEvent::Line(number, _)
             | ProgramEvent::Closed(number)
@@ -369,7 +369,7 @@ impl TrialRunner for Programs {
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
-                Ok(event) => self.take(event)?,
+                Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }

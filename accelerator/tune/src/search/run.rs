@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Files, Limits, checkpoint_name, unix_time};
+use super::driver::{Driver, Limits, TrialLogger, checkpoint_name, unix_time};
 use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
@@ -45,7 +45,7 @@ pub(crate) fn run(
     let mut core = new_core(&spec, asks)?;
     let limits = limits(&spec)?;
     fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
-    let _lock = SearchLock::take(&folder)?;
+    let _lock = SearchLock::acquire(&folder)?;
     let (head, journal, events) = match journal::read(&folder)? {
         None => {
             let head = Head {
@@ -274,7 +274,7 @@ fn check_names(spec: &SearchSpec) -> Result<()> {
 
 fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
     let objective = spec.objective();
-    let policy = spec.scheduler.policy(&objective, spec.seed)?;
+    let scheduler = spec.scheduler.build(&objective, spec.seed)?;
     let (lookahead, max_trials) = match asks {
         // All of them, so that it is known where they part.
         Asking::Ahead if spec.share_prefixes => (usize::MAX, None),
@@ -302,7 +302,7 @@ fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
         lookahead,
         shares_prefixes: spec.share_prefixes,
     };
-    Ok(Core::new(rules, policy))
+    Ok(Core::new(rules, scheduler))
 }
 
 fn limits(spec: &SearchSpec) -> Result<Limits> {
@@ -353,8 +353,8 @@ fn view(
         folder: folder.to_owned(),
         objective: spec.objective(),
         parameters: spec.space.parameters(),
-        scheduler: core.policy().status(),
-        rungs: core.policy().rungs(),
+        scheduler: core.scheduler().status(),
+        rungs: core.scheduler().rungs(),
         trials: core.trials().iter().map(trial).collect(),
         expected: core.expected().or(expected),
         resources,
