@@ -6,10 +6,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::config::Config;
 use crate::metrics::Metrics;
-use crate::objective::Objective;
 use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::searcher::TrialEnd;
-use crate::stop::Stop;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 use event::Origin;
@@ -18,11 +16,14 @@ use trial_state::{BranchState, Pending};
 pub use checkpoints::CheckpointSettings;
 pub(crate) use checkpoints::prunable;
 pub(crate) use event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
+pub(crate) use rules::Rules;
+pub use rules::SearchOrder;
 pub(crate) use trial_state::TrialState;
 
 mod checkpoints;
 mod event;
 mod prefix;
+mod rules;
 #[cfg(test)]
 mod scheduler_tests;
 #[cfg(test)]
@@ -30,38 +31,6 @@ mod simulation;
 #[cfg(test)]
 mod tests;
 mod trial_state;
-
-/// What the core decides by.
-#[derive(Debug)]
-pub(crate) struct Rules {
-    pub(crate) objective: Objective,
-    /// The metric and the time that the scheduler looks at.
-    pub(crate) scheduler_metric: String,
-    pub(crate) scheduler_time: String,
-    pub(crate) stop: Stop,
-    pub(crate) order: Order,
-    /// How many attempts at a trial may fail and be repeated; `None` for any number.
-    pub(crate) max_failures: Option<u32>,
-    /// A checkpoint after every so many iterations.
-    pub(crate) checkpoint_frequency: Option<u64>,
-    /// A checkpoint when a trial ends.
-    pub(crate) checkpoint_at_end: bool,
-    /// How many trials there are at most.
-    pub(crate) max_trials: Option<u32>,
-    /// How many trials the searcher is asked for before they can begin.
-    pub(crate) lookahead: usize,
-    /// Whether trials go on from those whose configurations were the same that far.
-    pub(crate) shares_prefixes: bool,
-}
-
-/// In which order reports are taken.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Order {
-    /// As they arrive.
-    Eager,
-    /// As so many workers would give them, each of whose iterations takes the same time.
-    Ordered { workers: usize },
-}
 
 /// A search in progress.
 #[derive(Debug)]
@@ -89,8 +58,8 @@ impl Core {
     pub(crate) fn new(rules: Rules, scheduler: Box<dyn TrialScheduler>) -> Self {
         let workers = match rules.order {
             // Until it is opened.
-            Order::Eager => 0,
-            Order::Ordered { workers } => workers,
+            SearchOrder::Eager => 0,
+            SearchOrder::Ordered { workers } => workers,
         };
         Self {
             rules,
@@ -114,7 +83,7 @@ impl Core {
     pub(crate) fn step(&mut self, event: Event) -> Vec<Action> {
         match event {
             Event::Opened { slots } => {
-                if self.rules.order == Order::Eager {
+                if self.rules.order == SearchOrder::Eager {
                     self.workers = slots;
                 }
                 let running = self.running.iter().copied().map(Action::Reconcile);
@@ -404,7 +373,7 @@ impl Core {
 
     /// The trial to decide about now; `None` where one that still computes may come first.
     fn next_arrived(&mut self) -> Option<TrialId> {
-        if self.rules.order == Order::Eager {
+        if self.rules.order == SearchOrder::Eager {
             return self.arrived.pop_front();
         }
         let next = self.running.iter().copied();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::event::Event;
-use super::{Action, Core, Decision, Order, Rules, result_after};
+use super::{Action, Core, Decision, Rules, SearchOrder, result_after};
 use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::objective::{Mode, Objective};
@@ -34,7 +34,7 @@ pub(super) struct SimulatedSearch {
     pub(super) events: Vec<Event>,
 }
 
-pub(super) fn rules(order: Order, iterations: u32) -> Rules {
+pub(super) fn rules(order: SearchOrder, iterations: u32) -> Rules {
     Rules {
         objective: Objective::new("score", Mode::Max),
         scheduler_metric: "score".to_owned(),
@@ -119,7 +119,7 @@ pub(super) fn simulate(
         }
         let all_are_begun = core.trials().len() == configs.len();
         assert!(
-            computing.len() == chance.slots || all_are_begun || rules().order != Order::Eager,
+            computing.len() == chance.slots || all_are_begun || rules().order != SearchOrder::Eager,
             "a slot is idle: {:?}",
             core.trials()
         );

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
-use super::{Core, Decision, Order};
+use super::{Core, Decision, SearchOrder};
 use crate::config::Config;
 use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::trial_id::TrialId;
@@ -51,7 +51,7 @@ impl TrialScheduler for OrderSensitive {
     }
 }
 
-fn run(order: Order, trials: u64, chance: Chance) -> SimulatedSearch {
+fn run(order: SearchOrder, trials: u64, chance: Chance) -> SimulatedSearch {
     let configs = configs(trials, 7);
     let outcome = simulate(
         &|| rules(order, 6),
@@ -81,7 +81,7 @@ proptest! {
         failures in 0_u64..100,
         crashes in 0_u64..60,
     ) {
-        let order = Order::Ordered { workers };
+        let order = SearchOrder::Ordered { workers };
         let undisturbed = run(order, 20, UNDISTURBED);
         let chance = Chance { seed, slots, failures, crashes };
         let disturbed = run(order, 20, chance);
@@ -95,8 +95,8 @@ proptest! {
         failures in 0_u64..100,
     ) {
         let chance = Chance { seed, slots, failures, crashes: 20 };
-        let outcome = run(Order::Eager, 20, chance);
-        let mut again = Core::new(rules(Order::Eager, 6), Box::<OrderSensitive>::default());
+        let outcome = run(SearchOrder::Eager, 20, chance);
+        let mut again = Core::new(rules(SearchOrder::Eager, 6), Box::<OrderSensitive>::default());
         let mut decisions = Vec::new();
         for event in outcome.events {
             for action in again.step(event) {
@@ -116,7 +116,7 @@ fn order_matters_to_decisions_in_eager_mode() {
             seed,
             ..UNDISTURBED
         };
-        run(Order::Eager, 20, chance).decisions
+        run(SearchOrder::Eager, 20, chance).decisions
     };
     assert_ne!(run_with(1), run_with(2));
 }
@@ -152,13 +152,13 @@ fn trials_that_begin_alike_train_what_they_share_once() {
     let shared = || super::Rules {
         shares_prefixes: true,
         lookahead: usize::MAX,
-        ..rules(Order::Ordered { workers: 2 }, 6)
+        ..rules(SearchOrder::Ordered { workers: 2 }, 6)
     };
     let fifo = || -> Box<dyn TrialScheduler> { Box::new(GoOn) };
     let configs = schedules();
     let outcome = simulate(&shared, &fifo, &configs, &scheduled_score, UNDISTURBED);
     check(&outcome);
-    let separate = || rules(Order::Ordered { workers: 2 }, 6);
+    let separate = || rules(SearchOrder::Ordered { workers: 2 }, 6);
     let apart = simulate(&separate, &fifo, &configs, &scheduled_score, UNDISTURBED);
     for (one, other) in outcome.core.trials().iter().zip(apart.core.trials()) {
         assert_eq!(one.last, other.last, "{}", one.id);

@@ -89,7 +89,7 @@ enum AttemptState {
     /// It has reported this iteration, and waits.
     Waiting(u64),
     /// It saves what it has after its last iteration, or ends.
-    Leaving,
+    Stopping,
 }
 
 impl<F: TrialLogger> Driver<'_, F> {
@@ -229,7 +229,7 @@ impl<F: TrialLogger> Driver<'_, F> {
                     self.unblock()?;
                 }
             }
-            RunnerEvent::Left { trial } => {
+            RunnerEvent::Stopped { trial } => {
                 self.attempts.remove(&trial);
                 self.reconcile(trial)?;
                 self.unblock()?;
@@ -327,7 +327,7 @@ impl<F: TrialLogger> Driver<'_, F> {
                     attempt.since = Instant::now();
                     attempt.state = match answer {
                         Answer::Continue | Answer::Save(_) => AttemptState::Computing,
-                        Answer::Pause(_) | Answer::Stop => AttemptState::Leaving,
+                        Answer::Pause(_) | Answer::Stop => AttemptState::Stopping,
                     };
                 }
                 self.runner.answer(trial, answer)
@@ -338,7 +338,7 @@ impl<F: TrialLogger> Driver<'_, F> {
                 self.attempts.remove(&trial);
                 Ok(())
             }
-            AttemptState::Computing | AttemptState::Leaving => Ok(()),
+            AttemptState::Computing | AttemptState::Stopping => Ok(()),
         }
     }
 

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use accelerator_track::EndStatus;
 
 use super::driver::{TrialLogger, unix_time};
+use crate::checkpoint_folder;
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
 use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
-use crate::pool::checkpoint;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
@@ -75,7 +75,7 @@ impl TrialFiles {
     /// Removes what attempts have left in trials' folders that ended while they saved. No attempt runs at that time.
     pub(crate) fn remove_partial_checkpoints(&self, trials: &[TrialState]) {
         for state in trials {
-            checkpoint::remove_partial(&self.path(state));
+            checkpoint_folder::remove_partial(&self.path(state));
         }
     }
 

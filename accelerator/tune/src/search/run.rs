@@ -14,9 +14,9 @@ use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
-use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
+use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::Config;
-use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
+use crate::core::{CheckpointKey, Core, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results, SearchEnd};
@@ -281,20 +281,17 @@ fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
         Asking::Ahead => (LOOKAHEAD, None),
         Asking::InTime => (0, Some(spec.num_samples)),
     };
+    if spec.order == (SearchOrder::Ordered { workers: 0 }) {
+        return Err(Error::misuse(
+            "`order.ordered.workers` is 0; it is at least 1",
+        ));
+    }
     let rules = Rules {
         scheduler_metric: spec.scheduler.metric(&objective).to_owned(),
         scheduler_time: spec.scheduler.time_attr().to_owned(),
         objective,
         stop: spec.stop.clone(),
-        order: match spec.order {
-            SearchOrder::Eager => Order::Eager,
-            SearchOrder::Ordered { workers: 0 } => {
-                return Err(Error::misuse(
-                    "`order.ordered.workers` is 0; it is at least 1",
-                ));
-            }
-            SearchOrder::Ordered { workers } => Order::Ordered { workers },
-        },
+        order: spec.order,
         max_failures: spec.max_failures.most(),
         checkpoint_frequency: spec.checkpoints.frequency.filter(|every| *every > 0),
         checkpoint_at_end: spec.checkpoints.at_end,
