@@ -107,7 +107,7 @@ pub(crate) enum RunnerEvent {
     /// Its attempt is over: the program failed, or its process ended.
     Failed { trial: TrialId, message: String },
     /// After [`Answer::Pause`] or [`Answer::Stop`]: its attempt is over, and its slot is free.
-    Left { trial: TrialId },
+    Stopped { trial: TrialId },
 }
 
 impl RunnerEvent {
@@ -119,7 +119,7 @@ impl RunnerEvent {
             | Self::Saved { trial, .. }
             | Self::Ended { trial }
             | Self::Failed { trial, .. }
-            | Self::Left { trial } => *trial,
+            | Self::Stopped { trial } => *trial,
         }
     }
 }

@@ -47,13 +47,13 @@ pub(crate) enum Action {
     /// The searcher is asked, and the reply is the next event.
     Ask(TrialId),
     /// A result counts: the trial's files get it, and the searcher learns of its value.
-    Take { branch: Branch, result: TrialResult },
+    Record { branch: Branch, result: TrialResult },
     /// The searcher learns of an end.
     Tell(TrialId, TrialEnd),
     /// A line of the decision log.
     Log(Decision),
-    /// Looked at again: whether the trial is to run, and what it is answered.
-    Revisit(TrialId),
+    /// What runs for the trial is brought in line: whether it is to run, and what it is answered.
+    Reconcile(TrialId),
     /// Every trial has ended.
     Finish,
 }

@@ -6,10 +6,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::config::Config;
 use crate::metrics::Metrics;
-use crate::objective::Objective;
-use crate::scheduler::{Observation, Policy, Supply, Verdict};
+use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::searcher::TrialEnd;
-use crate::stop::Stop;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 use event::Origin;
@@ -18,11 +16,14 @@ use trial_state::{BranchState, Pending};
 pub use checkpoints::CheckpointSettings;
 pub(crate) use checkpoints::prunable;
 pub(crate) use event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
+pub(crate) use rules::Rules;
+pub use rules::SearchOrder;
 pub(crate) use trial_state::TrialState;
 
 mod checkpoints;
 mod event;
 mod prefix;
+mod rules;
 #[cfg(test)]
 mod scheduler_tests;
 #[cfg(test)]
@@ -31,43 +32,11 @@ mod simulation;
 mod tests;
 mod trial_state;
 
-/// What the core decides by.
-#[derive(Debug)]
-pub(crate) struct Rules {
-    pub(crate) objective: Objective,
-    /// The metric and the time that the scheduler looks at.
-    pub(crate) scheduler_metric: String,
-    pub(crate) scheduler_time: String,
-    pub(crate) stop: Stop,
-    pub(crate) order: Order,
-    /// How many attempts at a trial may fail and be repeated; `None` for any number.
-    pub(crate) max_failures: Option<u32>,
-    /// A checkpoint after every so many iterations.
-    pub(crate) checkpoint_frequency: Option<u64>,
-    /// A checkpoint when a trial ends.
-    pub(crate) checkpoint_at_end: bool,
-    /// How many trials there are at most.
-    pub(crate) max_trials: Option<u32>,
-    /// How many trials the searcher is asked for before they can begin.
-    pub(crate) lookahead: usize,
-    /// Whether trials go on from those whose configurations were the same that far.
-    pub(crate) shares_prefixes: bool,
-}
-
-/// In which order reports are taken.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Order {
-    /// As they arrive.
-    Eager,
-    /// As so many workers would give them, each of whose iterations takes the same time.
-    Ordered { workers: usize },
-}
-
 /// A search in progress.
 #[derive(Debug)]
 pub(crate) struct Core {
     rules: Rules,
-    policy: Box<dyn Policy>,
+    scheduler: Box<dyn TrialScheduler>,
     trials: Vec<TrialState>,
     /// Trials that have not begun, and those that are paused.
     waiting: BTreeSet<TrialId>,
@@ -86,15 +55,15 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    pub(crate) fn new(rules: Rules, policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(rules: Rules, scheduler: Box<dyn TrialScheduler>) -> Self {
         let workers = match rules.order {
             // Until it is opened.
-            Order::Eager => 0,
-            Order::Ordered { workers } => workers,
+            SearchOrder::Eager => 0,
+            SearchOrder::Ordered { workers } => workers,
         };
         Self {
             rules,
-            policy,
+            scheduler,
             trials: Vec::new(),
             waiting: BTreeSet::new(),
             paused: BTreeSet::new(),
@@ -114,10 +83,10 @@ impl Core {
     pub(crate) fn step(&mut self, event: Event) -> Vec<Action> {
         match event {
             Event::Opened { slots } => {
-                if self.rules.order == Order::Eager {
+                if self.rules.order == SearchOrder::Eager {
                     self.workers = slots;
                 }
-                let running = self.running.iter().copied().map(Action::Revisit);
+                let running = self.running.iter().copied().map(Action::Reconcile);
                 self.actions.extend(running);
             }
             Event::Suggested { trial, config } => self.suggested(trial, config),
@@ -159,20 +128,20 @@ impl Core {
         self.trials.get(trial.index())
     }
 
-    pub(crate) fn policy(&self) -> &dyn Policy {
-        &*self.policy
+    pub(crate) fn scheduler(&self) -> &dyn TrialScheduler {
+        &*self.scheduler
     }
 
     pub(crate) fn is_finished(&self) -> bool {
         self.is_finished
     }
 
-    /// The metric of the objective.
     /// Whether a closure of the search ends a trial with this result.
     pub(crate) fn closures_stop(&self, trial: TrialId, result: &TrialResult) -> bool {
         self.rules.stop.closures_say(trial, result)
     }
 
+    /// The metric of the objective.
     pub(crate) fn metric(&self) -> &str {
         &self.rules.objective.metric
     }
@@ -265,11 +234,11 @@ impl Core {
         state.error = Some(message);
         if !state.is_awaited() {
             // It was re-run for a checkpoint, or waits: it will be started again where that is needed.
-            self.actions.push(Action::Revisit(trial));
+            self.actions.push(Action::Reconcile(trial));
             return;
         }
         match most.is_none_or(|most| state.failures <= most) {
-            true => self.actions.push(Action::Revisit(trial)),
+            true => self.actions.push(Action::Reconcile(trial)),
             false => self.arrive(trial, Pending::Failed),
         }
     }
@@ -316,14 +285,14 @@ impl Core {
         if self.running.len() >= self.workers {
             return false;
         }
-        let supply = match (self.waiting.is_empty() && !can_ask, self.running.is_empty()) {
-            (false, _) => Supply::New,
-            (true, false) => Supply::Running,
-            (true, true) => Supply::Nothing,
+        let others = match (self.waiting.is_empty() && !can_ask, self.running.is_empty()) {
+            (false, _) => OtherTrials::Pending,
+            (true, false) => OtherTrials::Running,
+            (true, true) => OtherTrials::None,
         };
-        if !self.paused.is_empty() || supply == Supply::Nothing {
+        if !self.paused.is_empty() || others == OtherTrials::None {
             let paused: Vec<_> = self.paused.iter().copied().collect();
-            if let Some(trial) = self.policy.resume(&paused, supply)
+            if let Some(trial) = self.scheduler.choose_trial_to_run(&paused, others)
                 && self.paused.remove(&trial)
             {
                 let iteration = self.trials[trial.index()].decided;
@@ -366,7 +335,7 @@ impl Core {
 
     fn start(&mut self, trial: TrialId, origin: Option<Origin>) {
         let config = self.trials[trial.index()].config().clone();
-        self.policy.add(trial, &config);
+        self.scheduler.on_trial_add(trial, &config);
         self.log(Decision::Start {
             trial,
             config,
@@ -399,12 +368,12 @@ impl Core {
         state.status = TrialStatus::Running;
         state.due = now + 1;
         self.running.insert(trial);
-        self.actions.push(Action::Revisit(trial));
+        self.actions.push(Action::Reconcile(trial));
     }
 
     /// The trial to decide about now; `None` where one that still computes may come first.
     fn next_arrived(&mut self) -> Option<TrialId> {
-        if self.rules.order == Order::Eager {
+        if self.rules.order == SearchOrder::Eager {
             return self.arrived.pop_front();
         }
         let next = self.running.iter().copied();
@@ -428,7 +397,7 @@ impl Core {
     fn decide_report(&mut self, trial: TrialId, result: TrialResult) {
         let iteration = result.training_iteration;
         let observation = self.observation(trial, &result);
-        self.take_result(trial, result);
+        self.record_result(trial, result);
         let state = &mut self.trials[trial.index()];
         let is_told = std::mem::take(&mut state.is_told_to_stop);
         let recent = state.recent.make_contiguous();
@@ -438,12 +407,12 @@ impl Core {
         }
         let waits = !self.waiting.is_empty() || !self.paused.is_empty() || !self.is_exhausted;
         let is_due = self.is_checkpoint_due(trial, iteration);
-        match self.policy.report(observation, waits) {
-            Verdict::Continue if !is_due => {
+        match self.scheduler.on_trial_result(observation, waits) {
+            SchedulerDecision::Continue if !is_due => {
                 self.go_on(trial);
                 self.log(Decision::Continue { trial, iteration });
             }
-            Verdict::Continue | Verdict::Save => {
+            SchedulerDecision::Continue | SchedulerDecision::Save => {
                 self.trial_mut(trial)
                     .branch_state_mut()
                     .saves
@@ -451,17 +420,17 @@ impl Core {
                 self.go_on(trial);
                 self.log(Decision::Save { trial, iteration });
             }
-            Verdict::Pause => {
+            SchedulerDecision::Pause => {
                 let state = self.trial_mut(trial);
                 state.branch_state_mut().saves.insert(iteration);
                 state.status = TrialStatus::Paused;
                 self.running.remove(&trial);
                 self.paused.insert(trial);
-                self.actions.push(Action::Revisit(trial));
+                self.actions.push(Action::Reconcile(trial));
                 self.log(Decision::Pause { trial, iteration });
             }
-            Verdict::Stop => self.end(trial, EndReason::Scheduler),
-            Verdict::Exploit {
+            SchedulerDecision::Stop => self.end(trial, EndReason::Scheduler),
+            SchedulerDecision::Exploit {
                 donor,
                 iteration: at,
                 config,
@@ -489,7 +458,7 @@ impl Core {
         });
     }
 
-    fn take_result(&mut self, trial: TrialId, result: TrialResult) {
+    fn record_result(&mut self, trial: TrialId, result: TrialResult) {
         let objective = &self.rules.objective;
         let keep = match self.rules.shares_prefixes {
             true => usize::MAX,
@@ -512,7 +481,7 @@ impl Core {
             state.recent.pop_front();
         }
         let branch = state.branch();
-        self.actions.push(Action::Take { branch, result });
+        self.actions.push(Action::Record { branch, result });
     }
 
     fn is_checkpoint_due(&self, trial: TrialId, iteration: u64) -> bool {
@@ -526,7 +495,7 @@ impl Core {
     fn go_on(&mut self, trial: TrialId) {
         let now = self.now;
         self.trial_mut(trial).due = now + 1;
-        self.actions.push(Action::Revisit(trial));
+        self.actions.push(Action::Reconcile(trial));
     }
 
     /// Ends a trial that runs or is paused.
@@ -536,12 +505,12 @@ impl Core {
         let at_end = self.rules.checkpoint_at_end;
         let last = self.trials[trial.index()].last.clone();
         match &last {
-            Some(_) if why == EndReason::Failed => self.policy.fail(trial),
+            Some(_) if why == EndReason::Failed => self.scheduler.on_trial_error(trial),
             Some(last) => {
                 let observation = self.observation(trial, last);
-                self.policy.complete(observation);
+                self.scheduler.on_trial_complete(observation);
             }
-            None => self.policy.fail(trial),
+            None => self.scheduler.on_trial_error(trial),
         }
         let value = self.value_of(trial);
         let state = self.trial_mut(trial);
@@ -562,7 +531,7 @@ impl Core {
             (_, Some(value)) => TrialEnd::Completed(value),
         };
         self.actions.push(Action::Tell(trial, told));
-        self.actions.push(Action::Revisit(trial));
+        self.actions.push(Action::Reconcile(trial));
         self.log(Decision::End {
             trial,
             iteration,

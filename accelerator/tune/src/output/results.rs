@@ -3,12 +3,12 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::dataframe::DataFrame;
-use super::number::json_number;
 use super::report;
 use super::table::{Rows, status};
 use super::trial_folder::{read_results, write};
 use crate::config::Config;
 use crate::error::Result;
+use crate::metrics::json_number;
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
 use crate::view::{Rung, SearchView, Trial, TrialResult};

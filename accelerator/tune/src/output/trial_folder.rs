@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::csv;
-use super::number::json_number;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, json_number};
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 

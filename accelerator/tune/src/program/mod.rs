@@ -9,11 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
+use crate::checkpoint_folder;
 use crate::error::{Error, Result};
 use crate::host::{Hosts, ProcessProgram, ProcessSpec, TrialProcess};
 use crate::metrics::Metrics;
-use crate::pool::{Resources, Slot, Slots, checkpoint};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
+use crate::slots::{Resources, Slot, Slots};
 use crate::trial_id::TrialId;
 use lines::{FileWriter, GrowingFile, MetricsLine, ReportSender};
 
@@ -68,7 +69,7 @@ struct ProgramAttempt {
     writer: Option<FileWriter>,
     exited: Option<Instant>,
     /// When it was told to end.
-    leaving: Option<Instant>,
+    stopping: Option<Instant>,
 }
 
 impl Programs {
@@ -169,7 +170,7 @@ impl Programs {
             open,
             writer,
             exited: None,
-            leaving: None,
+            stopping: None,
         };
         self.attempts.insert(number, attempt);
         Ok(())
@@ -181,7 +182,7 @@ impl Programs {
         found.map(|(number, _)| *number)
     }
 
-    fn take(&mut self, event: ProgramEvent) -> Result<()> {
+    fn handle(&mut self, event: ProgramEvent) -> Result<()> {
         let number = match &event {
             ProgramEvent::Line(number, _)
             | ProgramEvent::Closed(number)
@@ -211,7 +212,7 @@ impl Programs {
             return Ok(());
         };
         if attempt.told.is_none()
-            && attempt.leaving.is_none()
+            && attempt.stopping.is_none()
             && let Some(report) = attempt.reports.pop_front()
         {
             // There is one: its sender has waited for room.
@@ -237,8 +238,8 @@ impl Programs {
         let trial = attempt.trial;
         let status = attempt.process.reap();
         self.slots[attempt.slot].active = None;
-        self.ready.push_back(match (attempt.leaving, status) {
-            (Some(_), _) => RunnerEvent::Left { trial },
+        self.ready.push_back(match (attempt.stopping, status) {
+            (Some(_), _) => RunnerEvent::Stopped { trial },
             (None, Some(status)) if status.success() => RunnerEvent::Ended { trial },
             (None, status) => RunnerEvent::Failed {
                 trial,
@@ -256,13 +257,13 @@ impl Programs {
         let Some(Some(path)) = &attempt.told else {
             return Ok(());
         };
-        let partial = checkpoint::partial(folder);
-        let taken = checkpoint::begin(folder).and_then(|()| {
+        let partial = checkpoint_folder::partial(folder);
+        let taken = checkpoint_folder::begin(folder).and_then(|()| {
             let name = path.file_name().unwrap_or_default();
             fs::rename(path, partial.join(name))
         });
         if let Err(error) = taken {
-            checkpoint::abandon(folder);
+            checkpoint_folder::abandon(folder);
             tracing::warn!(
                 "the checkpoint {} cannot be taken, and stays: {error}; save to `{{folder}}`, which is on the same disk",
                 path.display()
@@ -270,7 +271,7 @@ impl Programs {
             attempt.told = Some(None);
             return Ok(());
         }
-        let bytes = checkpoint::commit(folder)?;
+        let bytes = checkpoint_folder::commit(folder)?;
         self.ready.push_back(RunnerEvent::Saved {
             trial: attempt.trial,
             iteration: attempt.iteration,
@@ -285,7 +286,7 @@ impl Programs {
             |since: Option<Instant>| since.is_some_and(|since| since.elapsed() > PATIENCE);
         let mut left = Vec::new();
         for (number, attempt) in &mut self.attempts {
-            if is_late(attempt.leaving) || is_late(attempt.exited) {
+            if is_late(attempt.stopping) || is_late(attempt.exited) {
                 attempt.process.kill();
             }
             // What it has started may hold its output open, and may be out of reach.
@@ -335,7 +336,7 @@ impl TrialRunner for Programs {
                 removed.map_err(|error| Error::io("remove", &unused, error))?;
             }
             if matches!(answer, Answer::Pause(_) | Answer::Stop) {
-                attempt.leaving = Some(Instant::now());
+                attempt.stopping = Some(Instant::now());
                 attempt.room = None;
                 attempt.process.terminate();
             }
@@ -369,7 +370,7 @@ impl TrialRunner for Programs {
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
-                Ok(event) => self.take(event)?,
+                Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }

@@ -2,8 +2,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::policy::{Observation, Policy, Supply, Verdict};
 use super::rungs;
+use super::trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
@@ -50,7 +50,7 @@ impl Default for AshaPromotion {
 }
 
 impl AshaPromotion {
-    pub(super) fn policy(&self, mode: Mode) -> Result<Box<dyn Policy>> {
+    pub(super) fn build(&self, mode: Mode) -> Result<Box<dyn TrialScheduler>> {
         let name = "asha_promotion";
         rungs::check(name, self.grace_period, self.reduction_factor, self.max_t)?;
         let times = rungs::times(self.grace_period, self.reduction_factor, self.max_t);
@@ -130,28 +130,28 @@ impl Promotion {
     }
 }
 
-impl Policy for Promotion {
-    fn add(&mut self, trial: TrialId, _config: &Config) {
+impl TrialScheduler for Promotion {
+    fn on_trial_add(&mut self, trial: TrialId, _config: &Config) {
         self.next.insert(trial, 0);
     }
 
-    fn report(&mut self, observation: Observation, _waits: bool) -> Verdict {
+    fn on_trial_result(&mut self, observation: Observation, _waits: bool) -> SchedulerDecision {
         let trial = observation.trial;
         let next = self.next.get(&trial).copied().unwrap_or(0);
         let Some(rung) = self.rungs.get(next) else {
-            return Verdict::Stop;
+            return SchedulerDecision::Stop;
         };
         if observation.iteration < rung.time {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         self.enter(trial, observation.value);
         match next + 1 == self.rungs.len() {
-            true => Verdict::Stop,
-            false => Verdict::Pause,
+            true => SchedulerDecision::Stop,
+            false => SchedulerDecision::Pause,
         }
     }
 
-    fn complete(&mut self, last: Observation) {
+    fn on_trial_complete(&mut self, last: Observation) {
         // One that pauses at a rung is in it; one that ended before the next rung enters that.
         let next = self.next.get(&last.trial).copied().unwrap_or(0);
         let reached = next
@@ -166,7 +166,7 @@ impl Policy for Promotion {
         self.next.remove(&last.trial);
     }
 
-    fn fail(&mut self, trial: TrialId) {
+    fn on_trial_error(&mut self, trial: TrialId) {
         self.enter(trial, None);
         for rung in &mut self.rungs {
             rung.settled.insert(trial);
@@ -174,14 +174,14 @@ impl Policy for Promotion {
         self.next.remove(&trial);
     }
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
         for index in (0..self.rungs.len() - 1).rev() {
             let count = self.rungs[index].entries.len() / self.eta;
             if let Some(trial) = self.promotable(index, count, paused) {
                 return Some(self.promote(index, trial));
             }
         }
-        if supply != Supply::Nothing {
+        if others != OtherTrials::None {
             return None;
         }
         // Nothing can enter a rung any more, so the best goes on until one has come to the end. Those that failed on the

@@ -1,6 +1,6 @@
 //! Which trials go on, pause or stop.
 //!
-//! Schedulers are pure: the same calls in the same order give the same verdicts. See the README of this folder.
+//! Schedulers are pure: the same calls in the same order give the same decisions. See the README of this folder.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,22 +12,22 @@ pub use asha::Asha;
 pub use asha_promotion::AshaPromotion;
 pub use median_stopping::MedianStopping;
 pub use pbt::Pbt;
-pub use policy::Compatibility;
-pub(crate) use policy::{Observation, Policy, Supply, Verdict};
+pub use trial_scheduler::Compatibility;
+pub(crate) use trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 
 mod asha;
 mod asha_promotion;
 mod fifo;
 mod median_stopping;
 mod pbt;
-mod policy;
 #[cfg(test)]
 mod ray_tests;
 mod rungs;
 #[cfg(test)]
 mod tests;
+mod trial_scheduler;
 
-/// Who decides which trials go on.
+/// Which scheduler decides about trials, and its settings.
 ///
 /// ```
 /// use accelerator_tune::{Asha, Scheduler};
@@ -56,15 +56,19 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// What it decides by.
-    pub(crate) fn policy(&self, objective: &Objective, seed: u64) -> Result<Box<dyn Policy>> {
+    /// The scheduler with these settings.
+    pub(crate) fn build(
+        &self,
+        objective: &Objective,
+        seed: u64,
+    ) -> Result<Box<dyn TrialScheduler>> {
         let mode = self.own().1.unwrap_or(objective.mode);
         Ok(match self {
             Self::Fifo => Box::new(fifo::Fifo),
-            Self::Asha(asha) => asha.policy(mode, seed)?,
-            Self::AshaPromotion(asha) => asha.policy(mode)?,
-            Self::MedianStopping(median) => median.policy(mode)?,
-            Self::Pbt(pbt) => pbt.policy(mode, seed)?,
+            Self::Asha(asha) => asha.build(mode, seed)?,
+            Self::AshaPromotion(asha) => asha.build(mode)?,
+            Self::MedianStopping(median) => median.build(mode)?,
+            Self::Pbt(pbt) => pbt.build(mode, seed)?,
         })
     }
 

@@ -1,6 +1,6 @@
 //! The rungs of successive halving.
 
-use super::policy::{Compatibility, misuse};
+use super::trial_scheduler::{Compatibility, misuse};
 use crate::error::Result;
 
 /// The times of a bracket's rungs, ascending: `grace`, `grace·η`, … and at last `max_t`.

@@ -22,18 +22,23 @@ use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
 /// The files of trials.
-pub(crate) trait Files {
+pub(crate) trait TrialLogger {
     /// The trial's folder, whether it is there or not.
     fn path(&self, trial: &TrialState) -> PathBuf;
 
     /// Makes the trial's folder, where it is not there.
-    fn begin(&mut self, trial: &TrialState) -> Result<()>;
+    fn log_trial_start(&mut self, trial: &TrialState) -> Result<()>;
 
     /// A result counts, of that branch of the trial.
-    fn take(&mut self, trial: &TrialState, branch: Branch, result: &TrialResult) -> Result<()>;
+    fn log_trial_result(
+        &mut self,
+        trial: &TrialState,
+        branch: Branch,
+        result: &TrialResult,
+    ) -> Result<()>;
 
     /// A trial has ended, or an attempt at it has failed.
-    fn end(&mut self, trial: &TrialState) -> Result<()>;
+    fn log_trial_end(&mut self, trial: &TrialState) -> Result<()>;
 }
 
 /// How far a search may go.
@@ -84,10 +89,10 @@ enum AttemptState {
     /// It has reported this iteration, and waits.
     Waiting(u64),
     /// It saves what it has after its last iteration, or ends.
-    Leaving,
+    Stopping,
 }
 
-impl<F: Files> Driver<'_, F> {
+impl<F: TrialLogger> Driver<'_, F> {
     /// Carries the search out until it ends. `interrupted` is asked often; `refresh` may draw.
     pub(crate) fn run(
         &mut self,
@@ -96,10 +101,10 @@ impl<F: Files> Driver<'_, F> {
     ) -> Result<SearchEnd> {
         if let Some(trial) = self.asked.take() {
             let config = ask(self.searcher, trial)?;
-            self.happen(Event::Suggested { trial, config })?;
+            self.apply(Event::Suggested { trial, config })?;
         }
         let slots = self.runner.slots();
-        self.happen(Event::Opened { slots })?;
+        self.apply(Event::Opened { slots })?;
         let mut ending = SearchEnd::Finished;
         while !self.core.is_finished() {
             refresh(self)?;
@@ -116,7 +121,7 @@ impl<F: Files> Driver<'_, F> {
                 }
             }
             if let Some(event) = event {
-                self.take(event)?;
+                self.handle(event)?;
             }
             if let Some(until) = self.closing
                 && (self.attempts.is_empty() || Instant::now() >= until || interrupted() > 1)
@@ -126,7 +131,7 @@ impl<F: Files> Driver<'_, F> {
             self.check_timeouts()?;
             self.journal.sync_if_due()?;
             for trial in self.backoff.due(Instant::now()) {
-                self.revisit(trial)?;
+                self.reconcile(trial)?;
             }
         }
         if self.core.is_finished() {
@@ -134,7 +139,7 @@ impl<F: Files> Driver<'_, F> {
             let until = Instant::now() + GRACE;
             while !self.attempts.is_empty() && Instant::now() < until && interrupted() == 0 {
                 if let Some(event) = self.runner.next(TICK)? {
-                    self.take(event)?;
+                    self.handle(event)?;
                 }
             }
             self.journal.append(&Event::Finished)?;
@@ -151,7 +156,7 @@ impl<F: Files> Driver<'_, F> {
     }
 
     /// An event takes effect.
-    fn happen(&mut self, event: Event) -> Result<()> {
+    fn apply(&mut self, event: Event) -> Result<()> {
         self.journal.append(&event)?;
         let mut actions = self.core.step(event);
         loop {
@@ -174,28 +179,28 @@ impl<F: Files> Driver<'_, F> {
 
     fn act(&mut self, action: Action) -> Result<()> {
         match action {
-            // By `happen`.
+            // By `apply`.
             Action::Ask(_) => {}
             Action::Log(decision) => self.decisions.append(&decision)?,
-            Action::Take { branch, result } => {
+            Action::Record { branch, result } => {
                 if let Some(state) = self.core.trial(branch.trial) {
-                    self.files.take(state, branch, &result)?;
+                    self.files.log_trial_result(state, branch, &result)?;
                 }
                 tell_result(self.searcher, &self.core, branch.trial, &result)?;
             }
             Action::Tell(trial, end) => {
                 self.searcher.tell(trial, end)?;
                 if let Some(state) = self.core.trial(trial) {
-                    self.files.end(state)?;
+                    self.files.log_trial_end(state)?;
                 }
             }
-            Action::Revisit(trial) => self.revisit(trial)?,
+            Action::Reconcile(trial) => self.reconcile(trial)?,
             Action::Finish => {}
         }
         Ok(())
     }
 
-    fn take(&mut self, event: RunnerEvent) -> Result<()> {
+    fn handle(&mut self, event: RunnerEvent) -> Result<()> {
         match event {
             RunnerEvent::Started { trial, location } => {
                 if let Some(attempt) = self.attempts.get_mut(&trial) {
@@ -219,23 +224,23 @@ impl<F: Files> Driver<'_, F> {
                         branch: attempt.branch,
                         iteration,
                     };
-                    self.happen(Event::Saved { checkpoint, bytes })?;
+                    self.apply(Event::Saved { checkpoint, bytes })?;
                     self.prune()?;
                     self.unblock()?;
                 }
             }
-            RunnerEvent::Left { trial } => {
+            RunnerEvent::Stopped { trial } => {
                 self.attempts.remove(&trial);
-                self.revisit(trial)?;
+                self.reconcile(trial)?;
                 self.unblock()?;
             }
             RunnerEvent::Ended { trial } => {
                 let attempt = self.attempts.remove(&trial);
                 if attempt.is_some_and(|attempt| attempt.until.is_some()) {
                     let message = "it ended earlier than the time before".to_owned();
-                    self.happen(Event::Failed { trial, message })?;
+                    self.apply(Event::Failed { trial, message })?;
                 } else {
-                    self.happen(Event::Ended { trial })?;
+                    self.apply(Event::Ended { trial })?;
                 }
                 self.unblock()?;
             }
@@ -278,12 +283,12 @@ impl<F: Files> Driver<'_, F> {
                 result,
                 stop,
             };
-            self.happen(event)?;
+            self.apply(event)?;
             if self.closing.is_none() {
                 return Ok(());
             }
         }
-        self.revisit(trial)
+        self.reconcile(trial)
     }
 
     fn failed(&mut self, trial: TrialId, message: String) -> Result<()> {
@@ -291,16 +296,16 @@ impl<F: Files> Driver<'_, F> {
         if self.closing.is_none() {
             let done = self.core.trial(trial).map_or(0, |state| state.decided);
             self.backoff.failed(trial, done, Instant::now());
-            self.happen(Event::Failed { trial, message })?;
+            self.apply(Event::Failed { trial, message })?;
             if let Some(state) = self.core.trial(trial) {
-                self.files.end(state)?;
+                self.files.log_trial_end(state)?;
             }
         }
         self.unblock()
     }
 
     /// Brings what runs for a trial in line with what was decided.
-    fn revisit(&mut self, trial: TrialId) -> Result<()> {
+    fn reconcile(&mut self, trial: TrialId) -> Result<()> {
         let Some(state) = self.core.trial(trial) else {
             return Ok(());
         };
@@ -322,7 +327,7 @@ impl<F: Files> Driver<'_, F> {
                     attempt.since = Instant::now();
                     attempt.state = match answer {
                         Answer::Continue | Answer::Save(_) => AttemptState::Computing,
-                        Answer::Pause(_) | Answer::Stop => AttemptState::Leaving,
+                        Answer::Pause(_) | Answer::Stop => AttemptState::Stopping,
                     };
                 }
                 self.runner.answer(trial, answer)
@@ -333,7 +338,7 @@ impl<F: Files> Driver<'_, F> {
                 self.attempts.remove(&trial);
                 Ok(())
             }
-            AttemptState::Computing | AttemptState::Leaving => Ok(()),
+            AttemptState::Computing | AttemptState::Stopping => Ok(()),
         }
     }
 
@@ -410,7 +415,7 @@ impl<F: Files> Driver<'_, F> {
             folder: self.checkpoint_folder(key),
             iteration: key.iteration,
         });
-        self.files.begin(state)?;
+        self.files.log_trial_start(state)?;
         let folder = self.files.path(state);
         let start = TrialStart {
             trial,
@@ -453,7 +458,7 @@ impl<F: Files> Driver<'_, F> {
 
     fn unblock(&mut self) -> Result<()> {
         for trial in std::mem::take(&mut self.blocked) {
-            self.revisit(trial)?;
+            self.reconcile(trial)?;
         }
         Ok(())
     }
@@ -465,7 +470,7 @@ impl<F: Files> Driver<'_, F> {
             if is_in_use {
                 continue;
             }
-            self.happen(Event::Deleted { checkpoint })?;
+            self.apply(Event::Deleted { checkpoint })?;
             // A journal that names a checkpoint which is gone would be wrong.
             self.journal.sync()?;
             remove(&self.checkpoint_folder(checkpoint))?;
@@ -478,7 +483,7 @@ impl<F: Files> Driver<'_, F> {
         self.closing = Some(Instant::now() + GRACE);
         let trials: Vec<_> = self.attempts.keys().copied().collect();
         for trial in trials {
-            self.revisit(trial)?;
+            self.reconcile(trial)?;
         }
         Ok(())
     }

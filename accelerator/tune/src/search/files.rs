@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use accelerator_track::EndStatus;
 
-use super::driver::{Files, unix_time};
+use super::driver::{TrialLogger, unix_time};
+use crate::checkpoint_folder;
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
 use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
-use crate::pool::checkpoint;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
@@ -75,7 +75,7 @@ impl TrialFiles {
     /// Removes what attempts have left in trials' folders that ended while they saved. No attempt runs at that time.
     pub(crate) fn remove_partial_checkpoints(&self, trials: &[TrialState]) {
         for state in trials {
-            checkpoint::remove_partial(&self.path(state));
+            checkpoint_folder::remove_partial(&self.path(state));
         }
     }
 
@@ -130,7 +130,7 @@ impl TrialFiles {
     }
 }
 
-impl Files for TrialFiles {
+impl TrialLogger for TrialFiles {
     fn path(&self, state: &TrialState) -> PathBuf {
         // The folder keeps its name when the trial takes another configuration.
         let first = &state.branches[0].config;
@@ -138,11 +138,16 @@ impl Files for TrialFiles {
         self.root.join(name)
     }
 
-    fn begin(&mut self, state: &TrialState) -> Result<()> {
+    fn log_trial_start(&mut self, state: &TrialState) -> Result<()> {
         self.files_of(state).map(|_| ())
     }
 
-    fn take(&mut self, state: &TrialState, branch: Branch, result: &TrialResult) -> Result<()> {
+    fn log_trial_result(
+        &mut self,
+        state: &TrialState,
+        branch: Branch,
+        result: &TrialResult,
+    ) -> Result<()> {
         let open = self.files_of(state)?;
         open.folder.append(result, state.config_of(branch))?;
         if let Some(events) = &mut open.events {
@@ -152,7 +157,7 @@ impl Files for TrialFiles {
         Ok(())
     }
 
-    fn end(&mut self, state: &TrialState) -> Result<()> {
+    fn log_trial_end(&mut self, state: &TrialState) -> Result<()> {
         if let Some(error) = &state.error {
             self.files_of(state)?.folder.fail(error)?;
         }

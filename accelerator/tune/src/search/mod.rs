@@ -2,7 +2,7 @@
 
 pub use builder::Search;
 pub use folder::SearchFolder;
-pub use spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
+pub use spec::{MaxFailures, SearchAlgorithm, SearchSpec};
 
 mod backoff;
 mod builder;

@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Files, Limits, checkpoint_name, unix_time};
+use super::driver::{Driver, Limits, TrialLogger, checkpoint_name, unix_time};
 use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
-use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
+use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::Config;
-use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
+use crate::core::{CheckpointKey, Core, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results, SearchEnd};
@@ -45,7 +45,7 @@ pub(crate) fn run(
     let mut core = new_core(&spec, asks)?;
     let limits = limits(&spec)?;
     fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
-    let _lock = SearchLock::take(&folder)?;
+    let _lock = SearchLock::acquire(&folder)?;
     let (head, journal, events) = match journal::read(&folder)? {
         None => {
             let head = Head {
@@ -274,27 +274,24 @@ fn check_names(spec: &SearchSpec) -> Result<()> {
 
 fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
     let objective = spec.objective();
-    let policy = spec.scheduler.policy(&objective, spec.seed)?;
+    let scheduler = spec.scheduler.build(&objective, spec.seed)?;
     let (lookahead, max_trials) = match asks {
         // All of them, so that it is known where they part.
         Asking::Ahead if spec.share_prefixes => (usize::MAX, None),
         Asking::Ahead => (LOOKAHEAD, None),
         Asking::InTime => (0, Some(spec.num_samples)),
     };
+    if spec.order == (SearchOrder::Ordered { workers: 0 }) {
+        return Err(Error::misuse(
+            "`order.ordered.workers` is 0; it is at least 1",
+        ));
+    }
     let rules = Rules {
         scheduler_metric: spec.scheduler.metric(&objective).to_owned(),
         scheduler_time: spec.scheduler.time_attr().to_owned(),
         objective,
         stop: spec.stop.clone(),
-        order: match spec.order {
-            SearchOrder::Eager => Order::Eager,
-            SearchOrder::Ordered { workers: 0 } => {
-                return Err(Error::misuse(
-                    "`order.ordered.workers` is 0; it is at least 1",
-                ));
-            }
-            SearchOrder::Ordered { workers } => Order::Ordered { workers },
-        },
+        order: spec.order,
         max_failures: spec.max_failures.most(),
         checkpoint_frequency: spec.checkpoints.frequency.filter(|every| *every > 0),
         checkpoint_at_end: spec.checkpoints.at_end,
@@ -302,7 +299,7 @@ fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
         lookahead,
         shares_prefixes: spec.share_prefixes,
     };
-    Ok(Core::new(rules, policy))
+    Ok(Core::new(rules, scheduler))
 }
 
 fn limits(spec: &SearchSpec) -> Result<Limits> {
@@ -353,8 +350,8 @@ fn view(
         folder: folder.to_owned(),
         objective: spec.objective(),
         parameters: spec.space.parameters(),
-        scheduler: core.policy().status(),
-        rungs: core.policy().rungs(),
+        scheduler: core.scheduler().status(),
+        rungs: core.scheduler().rungs(),
         trials: core.trials().iter().map(trial).collect(),
         expected: core.expected().or(expected),
         resources,

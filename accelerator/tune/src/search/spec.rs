@@ -7,12 +7,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::core::CheckpointSettings;
+use crate::core::{CheckpointSettings, SearchOrder};
 use crate::error::{Error, Kind, Result};
 use crate::objective::{Mode, Objective};
-use crate::pool::{Resources, WorkerReuse};
+use crate::pool::WorkerReuse;
 use crate::scheduler::Scheduler;
 use crate::searcher::Optuna;
+use crate::slots::Resources;
 use crate::space::Space;
 use crate::stop::Stop;
 
@@ -63,7 +64,7 @@ pub struct SearchSpec {
     /// When a trial has run long enough.
     #[serde(default)]
     pub stop: Stop,
-    /// In which order reports are taken.
+    /// In which order reports are decided about.
     #[serde(default)]
     pub order: SearchOrder,
     /// How often a trial is repeated that failed, from its newest checkpoint; -1 for any number of times.
@@ -216,30 +217,6 @@ impl From<Optuna> for SearchAlgorithm {
     fn from(optuna: Optuna) -> Self {
         Self::Optuna(optuna)
     }
-}
-
-/// In which order reports are taken.
-///
-/// ```
-/// use accelerator_tune::SearchOrder;
-///
-/// let ordered: SearchOrder = serde_json::from_str(r#"{"ordered": {"workers": 4}}"#)?;
-/// assert_eq!(ordered, SearchOrder::Ordered { workers: 4 });
-/// # Ok::<(), serde_json::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SearchOrder {
-    /// As they arrive: no slot waits for another, and another run may decide otherwise.
-    #[default]
-    Eager,
-    /// As that many workers would give them if each iteration took the same time. Decisions then follow from the
-    /// specification and what trials report: they are the same at any number of slots, at any speed, and after any
-    /// interruption. A trial that is faster than others waits for them.
-    Ordered {
-        /// How many trials are under way at a time. Where there are fewer slots, they take turns.
-        workers: usize,
-    },
 }
 
 /// How often a trial is repeated that failed.

@@ -9,7 +9,7 @@
 //!   ── Reported ────────────►
 //!   ◄─ Continue, Save, Pause, Stop
 //!   ── Saved, Skipped ──────►  after Save and Pause
-//!   ── Left ────────────────►  after Pause and Stop; another Start, or Exit, follows
+//!   ── Stopped ────────────────►  after Pause and Stop; another Start, or Exit, follows
 //!   ── Ended, Failed, Refused ►
 //! ```
 
@@ -87,7 +87,7 @@ pub(crate) enum FromWorker {
     Saved,
     /// The trial does not save.
     Skipped,
-    Left,
+    Stopped,
     Ended,
     Failed {
         message: String,

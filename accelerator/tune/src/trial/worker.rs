@@ -137,7 +137,7 @@ fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
         let mut session = TrialSession::new(context, link.clone());
         let run = AssertUnwindSafe(|| work.run(&mut session, &config));
         let said = match catch_unwind(run) {
-            Ok(Ok(Outcome::Over)) if session.is_over() => FromWorker::Left,
+            Ok(Ok(Outcome::Over)) if session.is_over() => FromWorker::Stopped,
             Ok(Ok(Outcome::Over)) => FromWorker::Ended,
             Ok(Ok(Outcome::Refused)) => FromWorker::Refused,
             Ok(Err(error)) => FromWorker::Failed {
