@@ -339,6 +339,7 @@ fn view(
             config: state.config().clone(),
             last: state.last.clone(),
             best: state.best.clone(),
+            best_config: state.config_of(state.best_branch).clone(),
             failures: state.failures,
             error: state.error.clone(),
             checkpoint: newest.map(|key| folder.join(checkpoint_name(*key))),
