@@ -87,6 +87,13 @@ impl Stop {
         self
     }
 
+    /// The metrics that it looks at, but for closures.
+    pub(crate) fn metrics(&self) -> impl Iterator<Item = &str> {
+        let thresholds = self.thresholds.iter().map(|(metric, _)| &**metric);
+        let plateau = self.plateau.iter().map(|plateau| &*plateau.metric);
+        thresholds.chain(plateau)
+    }
+
     /// How many results of a trial it looks at.
     pub(crate) fn window(&self) -> usize {
         self.plateau.as_ref().map_or(0, |plateau| plateau.results)

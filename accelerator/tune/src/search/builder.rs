@@ -156,6 +156,14 @@ impl Search {
         self
     }
 
+    /// Lets trials report without a metric that the scheduler or a stop rule looks at, as one that they measure later: Ray's
+    /// `TUNE_DISABLE_STRICT_METRIC_CHECKING`.
+    #[must_use]
+    pub fn disable_strict_metric_checking(mut self) -> Self {
+        self.spec.disable_strict_metric_checking = true;
+        self
+    }
+
     /// When trials save, and what is kept.
     #[must_use]
     pub fn checkpoints(mut self, settings: CheckpointSettings) -> Self {

@@ -277,6 +277,8 @@ impl<F: TrialLogger> Driver<'_, F> {
             }
             let last = state.last.as_ref();
             let result = result_after(last, iteration, metrics, seconds, unix_time());
+            // Before it is journaled: a search without results may be corrected.
+            self.core.check_metrics(trial, &result)?;
             let stop = self.core.closures_stop(trial, &result);
             let event = Event::Reported {
                 trial,

@@ -298,6 +298,7 @@ fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
         max_trials,
         lookahead,
         shares_prefixes: spec.share_prefixes,
+        are_metrics_strict: !spec.disable_strict_metric_checking,
     };
     Ok(Core::new(rules, scheduler))
 }

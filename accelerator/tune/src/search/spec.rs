@@ -73,6 +73,10 @@ pub struct SearchSpec {
     /// Whether configurations that are equal in their first iterations train those once.
     #[serde(default)]
     pub share_prefixes: bool,
+    /// Whether trials may report without a metric that the scheduler or a stop rule looks at, which is not looked at then. It
+    /// is an error otherwise if the first report of the search has not all of them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disable_strict_metric_checking: bool,
     /// When trials save, and what is kept.
     #[serde(default)]
     pub checkpoints: CheckpointSettings,
@@ -118,6 +122,7 @@ impl SearchSpec {
             order: SearchOrder::default(),
             max_failures: MaxFailures::default(),
             share_prefixes: false,
+            disable_strict_metric_checking: false,
             checkpoints: CheckpointSettings::default(),
             resources_per_trial: Resources::default(),
             reuse_workers: WorkerReuse::default(),
@@ -272,7 +277,8 @@ impl From<MaxFailures> for i64 {
 }
 
 /// What says how a search is carried out, and not which it is.
-const HOW: [&str; 6] = [
+const HOW: [&str; 7] = [
+    "disable_strict_metric_checking",
     "report_timeout_s",
     "resources_per_trial",
     "reuse_workers",

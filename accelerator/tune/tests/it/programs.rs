@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use accelerator_tune::{
-    CheckpointSettings, Display, Mode, Objective, Results, Search, Space, Stop, TrialStatus,
-    grid_search,
+    Asha, CheckpointSettings, Display, Mode, Objective, Results, Search, SearchEnd, Space, Stop,
+    TrialStatus, grid_search,
 };
 
 use crate::support::{assert_nothing_left, processes};
@@ -52,6 +52,44 @@ fn what_a_program_leaves_behind_does_not_hold_its_trial() {
             rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
         }
     }
+}
+
+#[test]
+fn a_metric_that_no_trial_reports_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let reports = ["echo", r#"{{"loss": {x}, "acc": 1}}"#];
+    let of_metric = |metric: &str| Asha {
+        metric: Some(metric.to_owned()),
+        ..Asha::default()
+    };
+    let search = || programs(folder.path(), 2).slots(1);
+    for (search, place, metric) in [
+        (
+            search().scheduler(of_metric("accuracy")),
+            "scheduler.metric",
+            "accuracy",
+        ),
+        (
+            search().stop(Stop::new().iterations(3).at_least("epoch", 3.0)),
+            "stop",
+            "epoch",
+        ),
+    ] {
+        let error = search.run_programs(reports).unwrap_err();
+        assert!(error.is_misuse(), "{error}");
+        let said = format!(
+            "`{place}` names the metric `{metric}`, and trial 00000 has reported without it: acc, loss;"
+        );
+        assert!(error.to_string().starts_with(&said), "{error}");
+    }
+    // Another folder is not needed.
+    let results = search().scheduler(of_metric("acc")).run_programs(reports);
+    assert_eq!(results.unwrap().ending(), SearchEnd::Finished);
+    let sparse = programs(&folder.path().join("sparse"), 2)
+        .scheduler(of_metric("accuracy"))
+        .disable_strict_metric_checking();
+    let results = sparse.run_programs(reports).unwrap();
+    assert_eq!(results.ending(), SearchEnd::Finished);
 }
 
 #[test]
