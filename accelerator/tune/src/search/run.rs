@@ -18,6 +18,7 @@ use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::Config;
 use crate::core::{CheckpointKey, Core, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
+use crate::fields;
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results, SearchEnd};
 use crate::runner::{Location, TrialRunner};
@@ -169,7 +170,7 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         ));
     };
     let head = journaled.head;
-    let spec: SearchSpec = serde_json::from_value(head.spec).map_err(|error| {
+    let spec: SearchSpec = fields::parse(head.spec).map_err(|error| {
         let what = format!(
             "the specification in {}: {error}",
             folder.join(JOURNAL).display()

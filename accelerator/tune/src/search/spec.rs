@@ -4,11 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::Config;
 use crate::core::{CheckpointSettings, SearchOrder};
 use crate::error::{Error, Kind, Result};
+use crate::fields::{self, NoFields};
 use crate::objective::{Mode, Objective};
 use crate::pool::WorkerReuse;
 use crate::scheduler::Scheduler;
@@ -147,11 +148,14 @@ impl SearchSpec {
         let wrong = |error: &dyn std::fmt::Display| {
             Error::misuse(format!("the specification {}: {error}", path.display()))
         };
-        let value: Value = match is_json {
+        let value = match is_json {
             true => serde_json::from_str(&text).map_err(|error| wrong(&error))?,
-            false => toml::from_str(&text).map_err(|error| wrong(&error))?,
+            false => {
+                let document = toml::from_str(&text).map_err(|error| wrong(&error))?;
+                fields::to_json("", toml::Value::Table(document)).map_err(|error| wrong(&error))?
+            }
         };
-        serde_json::from_value(value).map_err(|error| wrong(&error))
+        fields::parse(value).map_err(|error| wrong(&error))
     }
 
     /// What it optimizes.
@@ -208,14 +212,31 @@ impl SearchSpec {
 /// assert!(matches!(random, SearchAlgorithm::Variants));
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(
+    tag = "type",
+    rename_all = "snake_case",
+    try_from = "Map<String, Value>"
+)]
 pub enum SearchAlgorithm {
     /// At random, and over grids.
     #[default]
-    #[serde(alias = "random", alias = "basic_variant")]
     Variants,
     /// A sampler of Optuna.
     Optuna(Optuna),
+}
+
+/// Serde's own would not say which field is wrong.
+impl TryFrom<Map<String, Value>> for SearchAlgorithm {
+    type Error = Error;
+
+    fn try_from(table: Map<String, Value>) -> Result<Self> {
+        let types = ["variants", "random", "basic_variant", "optuna"];
+        let (name, rest) = fields::of_type(table, &types)?;
+        match &*name {
+            "optuna" => fields::parse(rest).map(Self::Optuna),
+            _ => fields::parse::<NoFields>(rest).map(|_| Self::Variants),
+        }
+    }
 }
 
 impl From<Optuna> for SearchAlgorithm {
