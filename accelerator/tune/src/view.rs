@@ -72,6 +72,23 @@ impl TrialResult {
             _ => self.metrics.value(metric),
         }
     }
+
+    /// That of a trial's next iteration, after its last result.
+    pub(crate) fn next(
+        last: Option<&Self>,
+        iteration: u64,
+        metrics: Metrics,
+        seconds: f64,
+        timestamp: u64,
+    ) -> Self {
+        Self {
+            training_iteration: iteration,
+            time_this_iter_s: seconds,
+            time_total_s: last.map_or(0.0, |last| last.time_total_s) + seconds,
+            timestamp,
+            metrics,
+        }
+    }
 }
 
 /// A trial of a search.

@@ -108,7 +108,7 @@ fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
     let mut pinned = needed(core, TrialStatus::Running);
     if core.rules.shares_prefixes {
         let keys = core.checkpoints().keys().filter(|key| {
-            prefix::is_fork(&core.trials, &core.waiting, key.branch.trial, key.iteration)
+            prefix::is_fork(&core.trials, &core.pending, key.branch.trial, key.iteration)
         });
         pinned.extend(keys);
     }

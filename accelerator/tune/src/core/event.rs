@@ -122,6 +122,17 @@ pub(crate) struct CheckpointKey {
     pub(crate) iteration: u64,
 }
 
+impl CheckpointKey {
+    /// The name of its folder in the trial's, such as `checkpoint_000004`.
+    pub(crate) fn folder_name(self) -> String {
+        let iteration = self.iteration;
+        match self.branch.generation {
+            0 => format!("checkpoint_{iteration:06}"),
+            generation => format!("checkpoint_{iteration:06}.{generation}"),
+        }
+    }
+}
+
 /// A trial with one configuration. Exploiting another gives a trial a new branch.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub(crate) struct Branch {

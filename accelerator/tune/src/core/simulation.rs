@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::event::Event;
-use super::{Action, Core, Decision, Rules, SearchOrder, result_after};
+use super::{Action, Core, Decision, Rules, SearchOrder};
 use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::objective::{Mode, Objective};
@@ -13,7 +13,7 @@ use crate::scheduler::TrialScheduler;
 use crate::space::Random;
 use crate::stop::Stop;
 use crate::trial_id::TrialId;
-use crate::view::TrialStatus;
+use crate::view::{TrialResult, TrialStatus};
 
 /// What happens by chance.
 #[derive(Clone, Copy, Debug)]
@@ -134,7 +134,7 @@ pub(super) fn simulate(
         } else {
             let iteration = state.decided + 1;
             let metrics = Metrics::from([("score", score(state.config(), iteration))]);
-            let result = result_after(state.last.as_ref(), iteration, metrics, 1.0, 0);
+            let result = TrialResult::next(state.last.as_ref(), iteration, metrics, 1.0, 0);
             Event::Reported {
                 trial,
                 result,

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use accelerator_track::EndStatus;
 
-use super::driver::{TrialLogger, unix_time};
 use crate::checkpoint_folder;
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
@@ -79,6 +79,43 @@ impl TrialFiles {
         }
     }
 
+    /// The trial's folder, whether it is there or not.
+    pub(crate) fn path(&self, state: &TrialState) -> PathBuf {
+        // The folder keeps its name when the trial takes another configuration.
+        let first = &state.branches[0].config;
+        let name = folder_name(&self.name(state.id), state.id, &self.parameters, first);
+        self.root.join(name)
+    }
+
+    /// Makes the trial's folder, where it is not there.
+    pub(crate) fn log_trial_start(&mut self, state: &TrialState) -> Result<()> {
+        self.files_of(state).map(|_| ())
+    }
+
+    /// A result counts, of that branch of the trial.
+    pub(crate) fn log_trial_result(
+        &mut self,
+        state: &TrialState,
+        branch: Branch,
+        result: &TrialResult,
+    ) -> Result<()> {
+        let open = self.files_of(state)?;
+        open.folder.append(result, state.config_of(branch))?;
+        if let Some(events) = &mut open.events {
+            events.report(result, state.config_of(branch))?;
+            events.flush()?;
+        }
+        Ok(())
+    }
+
+    /// A trial has ended, or an attempt at it has failed.
+    pub(crate) fn log_trial_end(&mut self, state: &TrialState) -> Result<()> {
+        if let Some(error) = &state.error {
+            self.files_of(state)?.folder.fail(error)?;
+        }
+        self.close_ended(state)
+    }
+
     fn files_of(&mut self, state: &TrialState) -> Result<&mut OpenTrial> {
         let path = self.path(state);
         match self.open.entry(state.id) {
@@ -130,37 +167,8 @@ impl TrialFiles {
     }
 }
 
-impl TrialLogger for TrialFiles {
-    fn path(&self, state: &TrialState) -> PathBuf {
-        // The folder keeps its name when the trial takes another configuration.
-        let first = &state.branches[0].config;
-        let name = folder_name(&self.name(state.id), state.id, &self.parameters, first);
-        self.root.join(name)
-    }
-
-    fn log_trial_start(&mut self, state: &TrialState) -> Result<()> {
-        self.files_of(state).map(|_| ())
-    }
-
-    fn log_trial_result(
-        &mut self,
-        state: &TrialState,
-        branch: Branch,
-        result: &TrialResult,
-    ) -> Result<()> {
-        let open = self.files_of(state)?;
-        open.folder.append(result, state.config_of(branch))?;
-        if let Some(events) = &mut open.events {
-            events.report(result, state.config_of(branch))?;
-            events.flush()?;
-        }
-        Ok(())
-    }
-
-    fn log_trial_end(&mut self, state: &TrialState) -> Result<()> {
-        if let Some(error) = &state.error {
-            self.files_of(state)?.folder.fail(error)?;
-        }
-        self.close_ended(state)
-    }
+/// Seconds since 1970.
+pub(super) fn unix_time() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
 }

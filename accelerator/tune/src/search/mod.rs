@@ -4,6 +4,7 @@ pub use builder::Search;
 pub use folder::SearchFolder;
 pub use spec::{MaxFailures, SearchAlgorithm, SearchSpec};
 
+mod attempt;
 mod backoff;
 mod builder;
 mod decisions;

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Limits, TrialLogger, checkpoint_name, unix_time};
-use super::files::TrialFiles;
+use super::driver::{Driver, Limits};
+use super::files::{TrialFiles, unix_time};
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
@@ -137,7 +137,7 @@ pub(crate) fn run(
             closing: None,
             asked,
         };
-        let mut refresh = |driver: &Driver<'_, TrialFiles>| {
+        let mut refresh = |driver: &Driver<'_>| {
             if !console.is_due() {
                 return Ok(());
             }
@@ -344,7 +344,7 @@ fn view(
             best_config: state.config_of(state.best_branch).clone(),
             failures: state.failures,
             error: state.error.clone(),
-            checkpoint: newest.map(|key| folder.join(checkpoint_name(*key))),
+            checkpoint: newest.map(|key| folder.join(key.folder_name())),
             folder,
         }
     };
