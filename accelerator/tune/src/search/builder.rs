@@ -110,12 +110,16 @@ impl Search {
     #[must_use]
     pub fn search_alg(mut self, algorithm: impl Into<SearchAlgorithm>) -> Self {
         self.spec.search_alg = algorithm.into();
+        self.searcher = None;
         self
     }
 
     /// A searcher of one's own suggests configurations, [`num_samples`](Self::num_samples) at most.
     #[must_use]
     pub fn searcher(mut self, searcher: impl Searcher + 'static) -> Self {
+        self.spec.search_alg = SearchAlgorithm::Custom {
+            searcher: searcher.config(),
+        };
         self.searcher = Some(Box::new(searcher));
         self
     }

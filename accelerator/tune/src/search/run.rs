@@ -229,6 +229,12 @@ fn set_up(
     }
     let (searcher, expected): (Box<dyn Searcher>, _) = match (searcher, &spec.search_alg) {
         (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
+        (None, SearchAlgorithm::Custom { searcher }) => {
+            return Err(Error::misuse(format!(
+                "`search_alg` is {searcher}, a searcher of the program that began the search: start that program again, or \
+                 give it by `Search::searcher`"
+            )));
+        }
         (None, SearchAlgorithm::Variants) => {
             let variants = VariantGenerator::new(&spec.space, spec.num_samples, spec.seed)?
                 .with_points(&spec.points_to_evaluate);

@@ -223,6 +223,11 @@ pub enum SearchAlgorithm {
     Variants,
     /// A sampler of Optuna.
     Optuna(Optuna),
+    /// A [`Searcher`](crate::Searcher) of the program that searches, as its [`config`](crate::Searcher::config) has it.
+    Custom {
+        /// What it is.
+        searcher: Value,
+    },
 }
 
 /// Serde's own would not say which field is wrong.
@@ -230,10 +235,13 @@ impl TryFrom<Map<String, Value>> for SearchAlgorithm {
     type Error = Error;
 
     fn try_from(table: Map<String, Value>) -> Result<Self> {
-        let types = ["variants", "random", "basic_variant", "optuna"];
+        let types = ["variants", "random", "basic_variant", "optuna", "custom"];
         let (name, rest) = fields::of_type(table, &types)?;
         match &*name {
             "optuna" => fields::parse(rest).map(Self::Optuna),
+            "custom" => Ok(Self::Custom {
+                searcher: rest["searcher"].clone(),
+            }),
             _ => fields::parse::<NoFields>(rest).map(|_| Self::Variants),
         }
     }
