@@ -28,6 +28,7 @@ mod error;
 mod host;
 mod journal;
 mod metrics;
+mod number;
 mod objective;
 mod output;
 mod pool;
