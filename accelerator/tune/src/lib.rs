@@ -29,6 +29,7 @@ mod fields;
 mod host;
 mod journal;
 mod metrics;
+mod number;
 mod objective;
 mod output;
 mod pool;

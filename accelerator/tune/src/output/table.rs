@@ -5,9 +5,9 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::number::{python, python_float};
 use super::psql::{Align, Cell, psql};
 use super::trial_folder::ERROR;
+use crate::number::{repr, repr_float};
 use crate::stop::{ITERATION, TIME_TOTAL};
 use crate::view::{SearchView, Trial, TrialStatus};
 
@@ -74,8 +74,8 @@ pub(crate) fn best_line(view: &SearchView) -> Option<String> {
         "Current best trial: {} with {}={} and parameters={}",
         id.unwrap_or(&trial.name),
         objective.metric,
-        python_float(value),
-        python(&Value::Object(trial.best_config.as_map().clone()))
+        repr_float(value),
+        repr(&Value::Object(trial.best_config.as_map().clone()))
     ))
 }
 

@@ -42,12 +42,12 @@ mod tests {
     #[test]
     fn a_rank_that_is_ahead_does_not_speak_for_the_others() {
         let mut ranks = JointMessages::new(2);
-        let said = [(0, Saved), (0, Stopped), (1, Saved), (1, Stopped)]
-            .map(|(rank, said)| ranks.push(rank, said));
-        assert_eq!(said, [None, None, Some(Saved), Some(Stopped)]);
-        let said = [(1, Skipped), (1, Stopped), (0, Saved), (0, Stopped)]
-            .map(|(rank, said)| ranks.push(rank, said));
-        assert_eq!(said, [None, None, Some(Skipped), Some(Stopped)]);
+        let complete = [(0, Saved), (0, Stopped), (1, Saved), (1, Stopped)]
+            .map(|(rank, message)| ranks.push(rank, message));
+        assert_eq!(complete, [None, None, Some(Saved), Some(Stopped)]);
+        let complete = [(1, Skipped), (1, Stopped), (0, Saved), (0, Stopped)]
+            .map(|(rank, message)| ranks.push(rank, message));
+        assert_eq!(complete, [None, None, Some(Skipped), Some(Stopped)]);
         assert_eq!(JointMessages::new(1).push(0, Stopped), Some(Stopped));
     }
 }

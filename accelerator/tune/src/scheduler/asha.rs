@@ -7,6 +7,7 @@ use super::trial_scheduler::{
 };
 use crate::config::Config;
 use crate::error::Result;
+use crate::number::repr_float;
 use crate::objective::Mode;
 use crate::space::Random;
 use crate::trial_id::TrialId;
@@ -260,7 +261,7 @@ impl TrialScheduler for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => rungs::shown(match self.settings.compatibility {
+                    Some(score) => repr_float(match self.settings.compatibility {
                         Compatibility::Exact => in_users_sign(self.mode, score),
                         Compatibility::Ray => score,
                     }),

@@ -85,18 +85,6 @@ pub(super) fn percentile(
     })
 }
 
-/// As Python's `repr` shows it.
-pub(super) fn shown(value: f64) -> String {
-    let text = format!("{value:?}").to_lowercase();
-    match text.split_once('e') {
-        None => text,
-        Some((digits, exponent)) => match exponent.strip_prefix('-') {
-            Some(exponent) => format!("{digits}e-{exponent:0>2}"),
-            None => format!("{digits}e+{exponent:0>2}"),
-        },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

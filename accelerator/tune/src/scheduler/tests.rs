@@ -172,20 +172,6 @@ fn a_promoted_trial_that_fails_leaves_its_place_to_the_next_best() {
     );
 }
 
-#[test]
-fn cutoffs_are_shown_as_python_shows_numbers() {
-    for (value, expected) in [
-        (0.1129, "0.1129"),
-        (1.0, "1.0"),
-        (-0.00001, "-1e-05"),
-        (2.5e16, "2.5e+16"),
-        (f64::NAN, "nan"),
-        (f64::NEG_INFINITY, "-inf"),
-    ] {
-        assert_eq!(super::rungs::shown(value), expected);
-    }
-}
-
 proptest! {
     #[test]
     fn promoted_trials_were_among_the_best_of_their_rung(

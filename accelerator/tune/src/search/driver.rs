@@ -86,7 +86,7 @@ impl Driver<'_> {
             }
             self.check_timeouts()?;
             self.journal.sync_if_due()?;
-            for trial in self.backoff.due(Instant::now()) {
+            for trial in self.backoff.take_due(Instant::now()) {
                 self.reconcile(trial)?;
             }
         }
@@ -269,7 +269,7 @@ impl Driver<'_> {
         let Some(attempt) = self.attempts.get(&trial) else {
             if state.is_awaited()
                 && self.closing.is_none()
-                && !self.backoff.keeps(trial, Instant::now())
+                && !self.backoff.is_waiting(trial, Instant::now())
             {
                 return self.start(trial);
             }
