@@ -75,7 +75,7 @@ pub(crate) fn run(
         }
         Some(before) => {
             spec.check_same(&before.head.spec, &folder)?;
-            let journal = Journal::reopen(&folder, before.intact)?;
+            let journal = Journal::reopen(&folder, &before)?;
             (before.head, journal, before.events)
         }
     };
