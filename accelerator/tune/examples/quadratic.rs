@@ -160,7 +160,7 @@ fn main() -> Result<ExitCode, BoxError> {
         "Best config is: {:?}",
         results
             .best_config("loss", Mode::Min)
-            .map(ToString::to_string)
+            .map(|best| best.to_string())
     );
     Ok(match results.ending() {
         SearchEnd::Finished => ExitCode::SUCCESS,

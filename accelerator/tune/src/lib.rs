@@ -25,6 +25,7 @@ mod checkpoint_folder;
 mod config;
 mod core;
 mod error;
+mod fields;
 mod host;
 mod journal;
 mod metrics;

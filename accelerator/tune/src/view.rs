@@ -117,6 +117,8 @@ pub struct Trial {
     pub last: Option<TrialResult>,
     /// Its best result by the objective.
     pub best: Option<TrialResult>,
+    /// What it tried when it reported that. A scheduler that lets trials exploit others has changed it since.
+    pub best_config: Config,
     /// How often an attempt at it has failed.
     pub failures: u32,
     /// Its newest failure.

@@ -100,6 +100,7 @@ impl Core {
         if value.is_some_and(|value| best.is_none_or(|best| objective.mode.is_better(value, best)))
         {
             state.best = Some(result.clone());
+            state.best_branch = state.branch();
         }
         state.last = Some(result.clone());
         state.recent.push_back(result.clone());

@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::config::Config;
+use crate::error::Result;
 use crate::scheduler::{OtherTrials, TrialScheduler};
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
@@ -119,6 +120,14 @@ impl Core {
         }
         self.advance();
         std::mem::take(&mut self.actions)
+    }
+
+    /// Fails where the first result of the search has not all metrics that are looked at.
+    pub(crate) fn check_metrics(&self, trial: TrialId, result: &TrialResult) -> Result<()> {
+        match self.trials.iter().all(|trial| trial.last.is_none()) {
+            true => self.rules.check_metrics(trial, result),
+            false => Ok(()),
+        }
     }
 
     pub(crate) fn trials(&self) -> &[TrialState] {

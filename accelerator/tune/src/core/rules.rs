@@ -1,7 +1,10 @@
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::objective::Objective;
 use crate::stop::Stop;
+use crate::trial_id::TrialId;
+use crate::view::TrialResult;
 
 /// In which order reports are decided about.
 ///
@@ -48,4 +51,32 @@ pub(crate) struct Rules {
     pub(crate) lookahead: usize,
     /// Whether trials go on from those whose configurations were the same that far.
     pub(crate) shares_prefixes: bool,
+    /// Whether trials report every metric that is named here.
+    pub(crate) are_metrics_strict: bool,
+}
+
+impl Rules {
+    /// Fails where the result has not all metrics that are looked at.
+    pub(super) fn check_metrics(&self, trial: TrialId, result: &TrialResult) -> Result<()> {
+        let own = [
+            ("metric", &*self.objective.metric),
+            ("scheduler.metric", &self.scheduler_metric),
+            ("scheduler.time_attr", &self.scheduler_time),
+        ];
+        let of_stop = self.stop.metrics().map(|metric| ("stop", metric));
+        let mut named = own.into_iter().chain(of_stop);
+        let missing = named.find(|(_, metric)| result.value(metric).is_none());
+        let Some((place, metric)) = missing.filter(|_| self.are_metrics_strict) else {
+            return Ok(());
+        };
+        let reported: Vec<_> = result.metrics.iter().map(|(name, _)| name).collect();
+        Err(Error::misuse(format!(
+            "`{place}` names the metric `{metric}`, and trial {trial} has reported without it: {}; correct the name, report it \
+             from the first iteration on, or, where trials measure it later, set `disable_strict_metric_checking`",
+            match reported.is_empty() {
+                true => "nothing".to_owned(),
+                false => reported.join(", "),
+            }
+        )))
+    }
 }

@@ -103,6 +103,33 @@ fn reports(outcome: &SimulatedSearch) -> BTreeMap<u32, u64> {
     reports
 }
 
+/// Trials that exploit others report their best values with configurations that they have no more.
+#[test]
+fn a_best_value_is_of_the_configuration_that_reported_it() {
+    let space = Space::new([("quality", uniform(0.0, 1000.0))]);
+    let chance = Chance {
+        seed: 1,
+        slots: 3,
+        failures: 0,
+        crashes: 20,
+    };
+    let outcome = run(
+        &Pbt::new(1.0, space).into(),
+        SearchOrder::Eager,
+        None,
+        chance,
+    );
+    let mut earlier = 0;
+    for state in outcome.core.trials() {
+        let best = state.best.as_ref().unwrap();
+        let config = state.config_of(state.best_branch);
+        let score = quality(config) + (best.training_iteration as f64).sqrt();
+        assert_eq!(best.value("score"), Some(score), "{state:?}");
+        earlier += u32::from(state.best_branch != state.branch());
+    }
+    assert!(earlier > 0);
+}
+
 proptest! {
     /// None is lost and none counted twice; a trial that fails for good blocks no other, on any rung.
     #[test]

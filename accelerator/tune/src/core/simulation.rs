@@ -47,6 +47,7 @@ pub(super) fn rules(order: SearchOrder, iterations: u32) -> Rules {
         max_trials: None,
         lookahead: 3,
         shares_prefixes: false,
+        are_metrics_strict: true,
     }
 }
 

@@ -24,6 +24,8 @@ pub(crate) struct TrialState {
     pub(super) recent: VecDeque<TrialResult>,
     pub(crate) last: Option<TrialResult>,
     pub(crate) best: Option<TrialResult>,
+    /// What it was at its best result.
+    pub(crate) best_branch: Branch,
     pub(crate) failures: u32,
     pub(crate) error: Option<String>,
     pub(crate) end: Option<EndReason>,
@@ -60,6 +62,10 @@ impl TrialState {
             recent: VecDeque::new(),
             last: None,
             best: None,
+            best_branch: Branch {
+                trial: id,
+                generation: 0,
+            },
             failures: 0,
             error: None,
             end: None,

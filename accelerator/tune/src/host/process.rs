@@ -39,6 +39,8 @@ pub(crate) enum ProcessProgram {
 #[derive(Debug)]
 pub(super) struct LocalProcess {
     child: Child,
+    /// Ends the group when this process has ended. A worker knows by itself.
+    guard: Option<Child>,
     is_reaped: bool,
 }
 
@@ -73,8 +75,13 @@ impl LocalProcess {
         let child = command
             .spawn()
             .map_err(|error| Error::io("start", &program, error))?;
+        let guard = match spec.program {
+            ProcessProgram::Worker(_) => None,
+            ProcessProgram::Command(_) => guard(&child),
+        };
         Ok(Self {
             child,
+            guard,
             is_reaped: false,
         })
     }
@@ -116,6 +123,8 @@ impl LocalProcess {
     pub(super) fn reap(&mut self) -> Option<ExitStatus> {
         self.signal(Signal::KILL);
         let status = self.child.wait().ok();
+        // It was of the group.
+        let _ = self.guard.take().map(|mut guard| guard.wait());
         self.is_reaped = true;
         status
     }
@@ -123,6 +132,19 @@ impl LocalProcess {
     fn pid(&self) -> Option<Pid> {
         Pid::from_raw(self.child.id().cast_signed())
     }
+}
+
+/// A process in the group of another, which kills the group when its standard input is closed: the kernel does that when this
+/// process ends, however it ends. `None` where there is no shell: what this process has started outlives its SIGKILL.
+fn guard(leader: &Child) -> Option<Child> {
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .args(["-c", "trap '' HUP INT TERM; read -r _; kill -KILL 0"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(leader.id().cast_signed());
+    shell.spawn().ok()
 }
 
 /// What a process writes to, from which its last lines are read.

@@ -66,22 +66,16 @@ pub(crate) fn best_line(view: &SearchView) -> Option<String> {
     let objective = &view.objective;
     let scored = view.trials.iter().filter_map(|trial| {
         let value = trial.best.as_ref()?.value(&objective.metric)?;
-        (!value.is_nan()).then_some((trial, value))
+        Some((trial, value))
     });
-    let (trial, value) =
-        scored.reduce(
-            |best, other| match objective.mode.is_better(other.1, best.1) {
-                true => other,
-                false => best,
-            },
-        )?;
+    let (trial, value) = objective.mode.best(scored)?;
     let id = trial.name.strip_prefix(&format!("{}_", view.name));
     Some(format!(
         "Current best trial: {} with {}={} and parameters={}",
         id.unwrap_or(&trial.name),
         objective.metric,
         repr_float(value),
-        repr(&Value::Object(trial.config.as_map().clone()))
+        repr(&Value::Object(trial.best_config.as_map().clone()))
     ))
 }
 

@@ -192,7 +192,8 @@ impl ProgressHeader {
     }
 }
 
-fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
+/// The same, each with the configuration that it is of.
+pub(crate) fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
     let path = folder.join(RESULTS);
     let file = match File::open(&path) {
         Ok(file) => file,

@@ -3,8 +3,10 @@
 //! Schedulers are pure: the same calls in the same order give the same decisions. See the README of this folder.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::fields::{self, NoFields};
 use crate::objective::{Mode, Objective};
 use crate::stop::ITERATION;
 
@@ -38,20 +40,22 @@ mod trial_scheduler;
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(
+    tag = "type",
+    rename_all = "snake_case",
+    try_from = "Map<String, Value>"
+)]
 pub enum Scheduler {
     /// Nobody: every trial runs to its end.
     #[default]
     Fifo,
     /// ASHA in the stopping form, as Ray Tune has it.
-    #[serde(alias = "async_hyperband")]
     Asha(Asha),
     /// ASHA in the form of its paper: trials pause, and the best are promoted.
     AshaPromotion(AshaPromotion),
     /// Trials that are worse than the median of the others stop.
     MedianStopping(MedianStopping),
     /// Population based training.
-    #[serde(alias = "population_based_training")]
     Pbt(Pbt),
 }
 
@@ -95,6 +99,31 @@ impl Scheduler {
             Self::AshaPromotion(asha) => (asha.metric.as_deref(), asha.mode),
             Self::MedianStopping(median) => (median.metric.as_deref(), median.mode),
             Self::Pbt(pbt) => (pbt.metric.as_deref(), pbt.mode),
+        }
+    }
+}
+
+/// Serde's own would not say which field is wrong.
+impl TryFrom<Map<String, Value>> for Scheduler {
+    type Error = Error;
+
+    fn try_from(table: Map<String, Value>) -> Result<Self> {
+        let types = [
+            "fifo",
+            "asha",
+            "async_hyperband",
+            "asha_promotion",
+            "median_stopping",
+            "pbt",
+            "population_based_training",
+        ];
+        let (name, rest) = fields::of_type(table, &types)?;
+        match &*name {
+            "asha" | "async_hyperband" => fields::parse(rest).map(Self::Asha),
+            "asha_promotion" => fields::parse(rest).map(Self::AshaPromotion),
+            "median_stopping" => fields::parse(rest).map(Self::MedianStopping),
+            "pbt" | "population_based_training" => fields::parse(rest).map(Self::Pbt),
+            _ => fields::parse::<NoFields>(rest).map(|_| Self::Fifo),
         }
     }
 }

@@ -110,12 +110,16 @@ impl Search {
     #[must_use]
     pub fn search_alg(mut self, algorithm: impl Into<SearchAlgorithm>) -> Self {
         self.spec.search_alg = algorithm.into();
+        self.searcher = None;
         self
     }
 
     /// A searcher of one's own suggests configurations, [`num_samples`](Self::num_samples) at most.
     #[must_use]
     pub fn searcher(mut self, searcher: impl Searcher + 'static) -> Self {
+        self.spec.search_alg = SearchAlgorithm::Custom {
+            searcher: searcher.config(),
+        };
         self.searcher = Some(Box::new(searcher));
         self
     }
@@ -153,6 +157,14 @@ impl Search {
     #[must_use]
     pub fn share_prefixes(mut self) -> Self {
         self.spec.share_prefixes = true;
+        self
+    }
+
+    /// Lets trials report without a metric that the scheduler or a stop rule looks at, as one that they measure later: Ray's
+    /// `TUNE_DISABLE_STRICT_METRIC_CHECKING`.
+    #[must_use]
+    pub fn disable_strict_metric_checking(mut self) -> Self {
+        self.spec.disable_strict_metric_checking = true;
         self
     }
 

@@ -232,6 +232,8 @@ impl Driver<'_> {
             }
             let last = state.last.as_ref();
             let result = TrialResult::next(last, iteration, metrics, seconds, unix_time());
+            // Before it is journaled: a search without results may be corrected.
+            self.core.check_metrics(trial, &result)?;
             let stop = self.core.closures_stop(trial, &result);
             let event = Event::Reported {
                 trial,

@@ -18,6 +18,7 @@ use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::Config;
 use crate::core::{CheckpointKey, Core, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
+use crate::fields;
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results, SearchEnd};
 use crate::runner::{Location, TrialRunner};
@@ -169,7 +170,7 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         ));
     };
     let head = journaled.head;
-    let spec: SearchSpec = serde_json::from_value(head.spec).map_err(|error| {
+    let spec: SearchSpec = fields::parse(head.spec).map_err(|error| {
         let what = format!(
             "the specification in {}: {error}",
             folder.join(JOURNAL).display()
@@ -228,6 +229,12 @@ fn set_up(
     }
     let (searcher, expected): (Box<dyn Searcher>, _) = match (searcher, &spec.search_alg) {
         (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
+        (None, SearchAlgorithm::Custom { searcher }) => {
+            return Err(Error::misuse(format!(
+                "`search_alg` is {searcher}, a searcher of the program that began the search: start that program again, or \
+                 give it by `Search::searcher`"
+            )));
+        }
         (None, SearchAlgorithm::Variants) => {
             let variants = VariantGenerator::new(&spec.space, spec.num_samples, spec.seed)?
                 .with_points(&spec.points_to_evaluate);
@@ -298,6 +305,7 @@ fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
         max_trials,
         lookahead,
         shares_prefixes: spec.share_prefixes,
+        are_metrics_strict: !spec.disable_strict_metric_checking,
     };
     Ok(Core::new(rules, scheduler))
 }
@@ -339,6 +347,7 @@ fn view(
             config: state.config().clone(),
             last: state.last.clone(),
             best: state.best.clone(),
+            best_config: state.config_of(state.best_branch).clone(),
             failures: state.failures,
             error: state.error.clone(),
             checkpoint: newest.map(|key| folder.join(key.folder_name())),

@@ -4,11 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::Config;
 use crate::core::{CheckpointSettings, SearchOrder};
 use crate::error::{Error, Kind, Result};
+use crate::fields::{self, NoFields};
 use crate::objective::{Mode, Objective};
 use crate::pool::WorkerReuse;
 use crate::scheduler::Scheduler;
@@ -73,6 +74,10 @@ pub struct SearchSpec {
     /// Whether configurations that are equal in their first iterations train those once.
     #[serde(default)]
     pub share_prefixes: bool,
+    /// Whether trials may report without a metric that the scheduler or a stop rule looks at, which is not looked at then. It
+    /// is an error otherwise if the first report of the search has not all of them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disable_strict_metric_checking: bool,
     /// When trials save, and what is kept.
     #[serde(default)]
     pub checkpoints: CheckpointSettings,
@@ -118,6 +123,7 @@ impl SearchSpec {
             order: SearchOrder::default(),
             max_failures: MaxFailures::default(),
             share_prefixes: false,
+            disable_strict_metric_checking: false,
             checkpoints: CheckpointSettings::default(),
             resources_per_trial: Resources::default(),
             reuse_workers: WorkerReuse::default(),
@@ -142,11 +148,14 @@ impl SearchSpec {
         let wrong = |error: &dyn std::fmt::Display| {
             Error::misuse(format!("the specification {}: {error}", path.display()))
         };
-        let value: Value = match is_json {
+        let value = match is_json {
             true => serde_json::from_str(&text).map_err(|error| wrong(&error))?,
-            false => toml::from_str(&text).map_err(|error| wrong(&error))?,
+            false => {
+                let document = toml::from_str(&text).map_err(|error| wrong(&error))?;
+                fields::to_json("", toml::Value::Table(document)).map_err(|error| wrong(&error))?
+            }
         };
-        serde_json::from_value(value).map_err(|error| wrong(&error))
+        fields::parse(value).map_err(|error| wrong(&error))
     }
 
     /// What it optimizes.
@@ -203,14 +212,39 @@ impl SearchSpec {
 /// assert!(matches!(random, SearchAlgorithm::Variants));
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(
+    tag = "type",
+    rename_all = "snake_case",
+    try_from = "Map<String, Value>"
+)]
 pub enum SearchAlgorithm {
     /// At random, and over grids.
     #[default]
-    #[serde(alias = "random", alias = "basic_variant")]
     Variants,
     /// A sampler of Optuna.
     Optuna(Optuna),
+    /// A [`Searcher`](crate::Searcher) of the program that searches, as its [`config`](crate::Searcher::config) has it.
+    Custom {
+        /// What it is.
+        searcher: Value,
+    },
+}
+
+/// Serde's own would not say which field is wrong.
+impl TryFrom<Map<String, Value>> for SearchAlgorithm {
+    type Error = Error;
+
+    fn try_from(table: Map<String, Value>) -> Result<Self> {
+        let types = ["variants", "random", "basic_variant", "optuna", "custom"];
+        let (name, rest) = fields::of_type(table, &types)?;
+        match &*name {
+            "optuna" => fields::parse(rest).map(Self::Optuna),
+            "custom" => Ok(Self::Custom {
+                searcher: rest["searcher"].clone(),
+            }),
+            _ => fields::parse::<NoFields>(rest).map(|_| Self::Variants),
+        }
+    }
 }
 
 impl From<Optuna> for SearchAlgorithm {
@@ -272,7 +306,8 @@ impl From<MaxFailures> for i64 {
 }
 
 /// What says how a search is carried out, and not which it is.
-const HOW: [&str; 6] = [
+const HOW: [&str; 7] = [
+    "disable_strict_metric_checking",
     "report_timeout_s",
     "resources_per_trial",
     "reuse_workers",
