@@ -219,6 +219,8 @@ impl TrialRunner for Pool {
             worker.start = None;
             worker.on_exit = None;
             worker.process.kill();
+            // It takes no other trial.
+            worker.closed = Some(Instant::now());
             if let Some((folder, _)) = worker.saving.take() {
                 checkpoint_folder::abandon(&folder);
             }

@@ -71,6 +71,8 @@ fn a_trial_that_hangs_has_failed() {
         "hang",
         "--report-timeout",
         "0.5",
+        "--slots",
+        "1",
     ];
     succeed(folder.path(), &arguments);
     let search = SearchFolder::open(folder.path()).unwrap();
