@@ -24,10 +24,8 @@ pub(crate) trait TrialRunner {
         true
     }
 
-    /// Whether a trial has its turn, or may do something all the time.
-    fn is_computing(&self, _trial: TrialId) -> bool {
-        true
-    }
+    /// Whether a trial has its turn: its process starts, or computes.
+    fn is_computing(&self, trial: TrialId) -> bool;
 
     /// What is in use of what there is, such as `2.0/2 CPUs, 0.0/0 GPUs`.
     fn requested(&self) -> Option<String>;

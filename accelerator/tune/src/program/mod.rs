@@ -225,6 +225,10 @@ impl TrialRunner for Programs {
         false
     }
 
+    fn is_computing(&self, trial: TrialId) -> bool {
+        self.number_of(trial).is_some()
+    }
+
     fn requested(&self) -> Option<String> {
         Some(self.slots.requested())
     }

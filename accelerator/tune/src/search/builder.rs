@@ -203,7 +203,7 @@ impl Search {
         self
     }
 
-    /// How long a trial may take for an iteration. One that takes longer has failed.
+    /// How long a trial may take for an iteration, and its process to start. One that takes longer has failed.
     #[must_use]
     pub fn report_timeout(mut self, timeout: Duration) -> Self {
         self.spec.report_timeout_s = Some(timeout.as_secs_f64());

@@ -100,7 +100,7 @@ pub struct SearchSpec {
     /// After how many seconds the search pauses, to be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_budget_s: Option<f64>,
-    /// How many seconds a trial may take for an iteration; one that takes longer has failed.
+    /// How many seconds a trial may take for an iteration, and its process to start; one that takes longer has failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report_timeout_s: Option<f64>,
 }
