@@ -1,4 +1,4 @@
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Receiver;
@@ -23,6 +23,8 @@ pub(super) struct ProgramAttempt {
     pub(super) since: Instant,
     /// What it has printed that is not reported yet.
     pub(super) reports: VecDeque<MetricsLine>,
+    /// The checkpoints that it has named.
+    pub(super) named: BTreeSet<PathBuf>,
     /// The report whose answer is awaited.
     pub(super) unanswered: Option<UnansweredReport>,
     /// From which a permit is taken for each report; none where no more are wanted.
@@ -34,6 +36,8 @@ pub(super) struct ProgramAttempt {
     pub(super) exited: Option<Instant>,
     /// When it was told to end.
     pub(super) stopping: Option<Instant>,
+    /// Why it was, where it has done what it may not.
+    pub(super) failure: Option<String>,
 }
 
 #[derive(Debug)]
@@ -49,6 +53,17 @@ impl ProgramAttempt {
             return None;
         }
         let report = self.reports.pop_front()?;
+        if let Some(path) = &report.checkpoint
+            && !self.named.insert(path.clone())
+        {
+            self.failure = Some(format!(
+                "it named the checkpoint {} twice: what is there may be of a later report, since a program does not wait; save \
+                 each under a new name",
+                path.display()
+            ));
+            self.stop();
+            return None;
+        }
         // There is one: its sender has put it there before.
         let _ = self.permits.as_ref().map(Receiver::try_recv);
         self.iteration += 1;
@@ -74,6 +89,9 @@ impl ProgramAttempt {
     pub(super) fn end(mut self) -> RunnerEvent {
         let trial = self.trial;
         let status = self.process.reap();
+        if let Some(message) = self.failure {
+            return RunnerEvent::Failed { trial, message };
+        }
         match (self.stopping, status) {
             (Some(_), _) => RunnerEvent::Stopped { trial },
             (None, Some(status)) if status.success() => RunnerEvent::Ended { trial },

@@ -3,7 +3,7 @@
 //! A program does not wait for answers. It runs ahead while earlier reports are decided about, and is ended where the
 //! decision is to stop; what it reported beyond that is dropped.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -140,12 +140,14 @@ impl Programs {
             iteration: start.restore.map_or(0, |restore| restore.iteration),
             since: Instant::now(),
             reports: VecDeque::new(),
+            named: BTreeSet::new(),
             unanswered: None,
             permits: Some(permits),
             open,
             writer,
             exited: None,
             stopping: None,
+            failure: None,
         };
         self.attempts.insert(number, attempt);
         Ok(())

@@ -176,6 +176,23 @@ fn what_a_program_names_outside_its_folder_is_not_removed() {
     assert!(!trial.folder.join("unused").exists());
 }
 
+/// What is at the path may be the state of a later report: a program runs ahead.
+#[test]
+fn a_program_that_names_a_checkpoint_twice_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"
+        for i in 1 2 3; do
+            echo $i > "$2/last"
+            printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$2/last"
+        done"#;
+    let results = run(programs(folder.path(), 1), folder.path(), script);
+    let trial = &results.trials()[0];
+    assert_eq!(trial.status, TrialStatus::Error);
+    let error = trial.error.as_deref().unwrap();
+    assert!(error.contains("/last twice"), "{error}");
+    assert!(error.contains("under a new name"), "{error}");
+}
+
 #[test]
 fn a_checkpoint_that_cannot_be_taken_stays() {
     let folder = tempfile::tempdir().unwrap();
