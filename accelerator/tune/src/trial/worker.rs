@@ -62,7 +62,7 @@ impl Link {
         // The other end is a thread that ends with this process.
         messages
             .recv()
-            .map_err(|error| Error::trial(error.to_string()))
+            .map_err(|_| Error::connection("the connection to the search has ended"))
     }
 }
 
@@ -107,7 +107,7 @@ fn carry_out(place: &WorkerPlace, trainable: &mut impl RunTrial) -> Result<()> {
             .map_err(std::io::Error::from)?;
         // It may have ended before the signal was asked for.
         if rustix::process::getppid() != Pid::from_raw(search.cast_signed()) {
-            return Err(Error::trial("the search has ended"));
+            return Err(Error::connection("the search has ended"));
         }
     }
     pin(&place.cores);
