@@ -31,9 +31,9 @@ impl Core {
             self.end(trial, EndReason::StopRule);
             return;
         }
-        let waits = !self.pending.is_empty() || !self.paused.is_empty() || !self.is_exhausted;
+        let others_wait = !self.pending.is_empty() || !self.paused.is_empty() || !self.is_exhausted;
         let is_due = self.is_checkpoint_due(trial, iteration);
-        match self.scheduler.on_trial_result(observation, waits) {
+        match self.scheduler.on_trial_result(observation, others_wait) {
             SchedulerDecision::Continue if !is_due => {
                 self.go_on(trial);
                 self.log(Decision::Continue { trial, iteration });

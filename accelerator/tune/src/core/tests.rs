@@ -20,14 +20,18 @@ struct OrderSensitive {
 impl TrialScheduler for OrderSensitive {
     fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn on_trial_result(&mut self, observation: Observation, waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        others_wait: bool,
+    ) -> SchedulerDecision {
         let value = observation.value.unwrap();
         let rank = self.scores.iter().filter(|score| **score > value).count();
         self.scores.push(value);
         if rank * 3 > self.scores.len() * 2 {
             return SchedulerDecision::Stop;
         }
-        if waits && rank * 2 > self.scores.len() {
+        if others_wait && rank * 2 > self.scores.len() {
             self.paused.insert(observation.trial, value);
             return SchedulerDecision::Pause;
         }
@@ -193,7 +197,11 @@ struct GoOn;
 impl TrialScheduler for GoOn {
     fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn on_trial_result(&mut self, _observation: Observation, _waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        _observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         SchedulerDecision::Continue
     }
 

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::WorkerPlace;
+use crate::trial::protocol::WorkerEnv;
 
 /// What is started.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -30,7 +30,7 @@ pub(crate) struct ProcessSpec {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) enum ProcessProgram {
     /// This program, as a worker.
-    Worker(WorkerPlace),
+    Worker(WorkerEnv),
     /// Any program. Its standard output is read.
     Command(Vec<String>),
 }
@@ -47,7 +47,7 @@ pub(super) struct LocalProcess {
 impl LocalProcess {
     pub(super) fn spawn(spec: &ProcessSpec) -> Result<Self> {
         let mut command = match &spec.program {
-            ProcessProgram::Worker(place) => worker(place, spec.ranks)?,
+            ProcessProgram::Worker(worker_env) => worker(worker_env, spec.ranks)?,
             ProcessProgram::Command(words) => {
                 let mut command = of_ranks(Path::new(&words[0]), spec.ranks)?;
                 command.args(&words[1..]);
@@ -191,7 +191,7 @@ const TAIL_LINES: usize = 10;
 
 /// This program again, which finds its place in the environment. It may have been built anew meanwhile: trials are of the
 /// same version.
-fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
+fn worker(worker_env: &WorkerEnv, ranks: usize) -> Result<Command> {
     let program = env::current_exe()?;
     let running = format!("/proc/{}/exe", std::process::id());
     let mut command = match cfg!(target_os = "linux") && (ranks == 1 || !program.exists()) {
@@ -201,16 +201,16 @@ fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
     if ranks == 1 {
         command.arg0(program);
     }
-    let place = WorkerPlace {
+    let worker_env = WorkerEnv {
         // Ranks are children of the launcher.
         parent: (ranks == 1).then(std::process::id),
-        ..place.clone()
+        ..worker_env.clone()
     };
-    let place = serde_json::to_string(&place)
+    let worker_env = serde_json::to_string(&worker_env)
         .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
     command
         .args(env::args_os().skip(1))
-        .env(accelerator_env::TUNE_WORKER.name, place);
+        .env(accelerator_env::TUNE_WORKER.name, worker_env);
     Ok(command)
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::events::PoolEvent;
 use crate::error::Result;
 use crate::host::{at_port, bind_everywhere};
-use crate::trial::protocol::{WorkerPlace, greet, random, receive};
+use crate::trial::protocol::{WorkerEnv, greet, random, receive};
 
 /// Where workers connect.
 #[derive(Debug)]
@@ -60,9 +60,9 @@ impl Listener {
         })
     }
 
-    /// What a worker is told when it is started.
-    pub(super) fn place(&self, worker: u32, cores: Vec<usize>) -> WorkerPlace {
-        WorkerPlace {
+    /// The environment of a worker that is about to be started.
+    pub(super) fn worker_env(&self, worker: u32, cores: Vec<usize>) -> WorkerEnv {
+        WorkerEnv {
             address: self.address.clone(),
             token: self.token.clone(),
             worker,

@@ -136,7 +136,7 @@ impl Pool {
             host, cores, gpus, ..
         } = &self.placements.slots()[slot];
         let spec = ProcessSpec {
-            program: ProcessProgram::Worker(self.listener.place(number, cores.clone())),
+            program: ProcessProgram::Worker(self.listener.worker_env(number, cores.clone())),
             ranks: self.ranks,
             cores: cores.clone(),
             gpus: gpus.clone(),

@@ -212,7 +212,11 @@ impl TrialScheduler for Halving {
         self.bracket_of.insert(trial, bracket);
     }
 
-    fn on_trial_result(&mut self, observation: Observation, _waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         let Some(score) = self.score(observation.value) else {
             return SchedulerDecision::Continue;
         };

@@ -58,7 +58,7 @@ impl AshaPromotion {
         let rungs = times.into_iter().map(|time| PromotionRung {
             time,
             entries: Vec::new(),
-            settled: BTreeSet::new(),
+            done: BTreeSet::new(),
         });
         Ok(Box::new(Promotion {
             eta: usize::try_from(self.reduction_factor).unwrap_or(usize::MAX),
@@ -88,7 +88,7 @@ struct PromotionRung {
     /// In the order of arrival. NaN is a value that is missing, or of a trial that failed.
     entries: Vec<(TrialId, f64)>,
     /// Those that were promoted, or have ended.
-    settled: BTreeSet<TrialId>,
+    done: BTreeSet<TrialId>,
 }
 
 impl Promotion {
@@ -121,11 +121,11 @@ impl Promotion {
     fn promotable(&self, index: usize, count: usize, paused: &[TrialId]) -> Option<TrialId> {
         let rung = &self.rungs[index];
         let mut best = self.best(rung, count).into_iter();
-        best.find(|trial| !rung.settled.contains(trial) && paused.contains(trial))
+        best.find(|trial| !rung.done.contains(trial) && paused.contains(trial))
     }
 
     fn promote(&mut self, index: usize, trial: TrialId) -> TrialId {
-        self.rungs[index].settled.insert(trial);
+        self.rungs[index].done.insert(trial);
         self.promoted += 1;
         trial
     }
@@ -136,7 +136,11 @@ impl TrialScheduler for Promotion {
         self.next.insert(trial, 0);
     }
 
-    fn on_trial_result(&mut self, observation: Observation, _waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         let trial = observation.trial;
         let next = self.next.get(&trial).copied().unwrap_or(0);
         let Some(rung) = self.rungs.get(next) else {
@@ -162,7 +166,7 @@ impl TrialScheduler for Promotion {
             self.enter(last.trial, last.value);
         }
         for rung in &mut self.rungs {
-            rung.settled.insert(last.trial);
+            rung.done.insert(last.trial);
         }
         self.next.remove(&last.trial);
     }
@@ -170,7 +174,7 @@ impl TrialScheduler for Promotion {
     fn on_trial_error(&mut self, trial: TrialId) {
         self.enter(trial, None);
         for rung in &mut self.rungs {
-            rung.settled.insert(trial);
+            rung.done.insert(trial);
         }
         self.next.remove(&trial);
     }

@@ -9,7 +9,11 @@ pub(super) struct Fifo;
 impl TrialScheduler for Fifo {
     fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn on_trial_result(&mut self, _observation: Observation, _waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        _observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         SchedulerDecision::Continue
     }
 

@@ -113,7 +113,11 @@ impl Median {
 impl TrialScheduler for Median {
     fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn on_trial_result(&mut self, observation: Observation, _waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         let Observation { trial, time, .. } = observation;
         let value = match (observation.value, self.settings.compatibility) {
             (Some(value), _) => value,

@@ -221,7 +221,11 @@ impl TrialScheduler for Population {
         self.members.insert(trial, member);
     }
 
-    fn on_trial_result(&mut self, observation: Observation, waits: bool) -> SchedulerDecision {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        others_wait: bool,
+    ) -> SchedulerDecision {
         let Observation {
             trial,
             iteration,
@@ -256,7 +260,7 @@ impl TrialScheduler for Population {
             return exploit;
         }
         self.saves += u64::from(is_upper);
-        match (waits, is_upper) {
+        match (others_wait, is_upper) {
             (true, _) => SchedulerDecision::Pause,
             (false, true) => SchedulerDecision::Save,
             (false, false) => SchedulerDecision::Continue,

@@ -72,8 +72,9 @@ pub(crate) trait TrialScheduler: fmt::Debug + Send {
     /// A trial begins.
     fn on_trial_add(&mut self, trial: TrialId, config: &Config);
 
-    /// A trial has reported. `waits` says whether a trial that is paused or has not begun waits for a worker.
-    fn on_trial_result(&mut self, observation: Observation, waits: bool) -> SchedulerDecision;
+    /// A trial has reported. `others_wait` says whether a trial that is paused or has not begun waits for a worker.
+    fn on_trial_result(&mut self, observation: Observation, others_wait: bool)
+    -> SchedulerDecision;
 
     /// A trial has ended: by itself, by a stop rule, or by a decision of this scheduler. The observation is its last.
     fn on_trial_complete(&mut self, last: Observation);

@@ -37,7 +37,7 @@ pub(crate) struct Driver<'a> {
     pub(crate) runner: &'a mut dyn TrialRunner,
     pub(crate) searcher: &'a mut dyn Searcher,
     pub(crate) files: &'a mut TrialFiles,
-    pub(crate) settings: CheckpointSettings,
+    pub(crate) checkpoints: CheckpointSettings,
     pub(crate) limits: Limits,
     pub(crate) attempts: BTreeMap<TrialId, Attempt>,
     /// Trials that cannot start before a checkpoint is saved.
@@ -341,7 +341,7 @@ impl Driver<'_> {
     }
 
     fn prune(&mut self) -> Result<()> {
-        for checkpoint in prunable(&self.core, &self.settings) {
+        for checkpoint in prunable(&self.core, &self.checkpoints) {
             let mut attempts = self.attempts.values();
             let is_in_use = attempts.any(|attempt| attempt.restores == Some(checkpoint));
             if is_in_use {

@@ -23,7 +23,7 @@ pub(crate) struct TrialFiles {
     id: String,
     parameters: Vec<String>,
     /// Results of the journal, until the trial's files are opened.
-    before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
+    replayed: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     open: BTreeMap<TrialId, OpenTrial>,
     /// Where TensorBoard reads.
     tensorboard: Option<PathBuf>,
@@ -42,7 +42,7 @@ impl TrialFiles {
         search: &str,
         id: &str,
         parameters: Vec<String>,
-        before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
+        replayed: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
         tensorboard: Option<PathBuf>,
     ) -> Self {
         Self {
@@ -50,7 +50,7 @@ impl TrialFiles {
             search: search.to_owned(),
             id: id.to_owned(),
             parameters,
-            before,
+            replayed,
             open: BTreeMap::new(),
             tensorboard,
         }
@@ -64,7 +64,7 @@ impl TrialFiles {
     /// Brings the files of trials that have ended in line with the journal.
     pub(crate) fn restore(&mut self, trials: &[TrialState]) -> Result<()> {
         for state in trials {
-            if self.before.contains_key(&state.id) {
+            if self.replayed.contains_key(&state.id) {
                 self.files_of(state)?;
                 self.close_ended(state)?;
             }
@@ -121,7 +121,7 @@ impl TrialFiles {
         match self.open.entry(state.id) {
             Entry::Occupied(open) => Ok(open.into_mut()),
             Entry::Vacant(place) => {
-                let before = self.before.remove(&state.id).unwrap_or_default();
+                let before = self.replayed.remove(&state.id).unwrap_or_default();
                 let with_config = |(branch, result)| (result, state.config_of(branch).clone());
                 let before: Vec<_> = before.into_iter().map(with_config).collect();
                 let name = trial_name(&self.search, &self.id, state.id);

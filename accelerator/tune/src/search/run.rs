@@ -16,7 +16,7 @@ use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
 use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::Config;
-use crate::core::{CheckpointKey, Core, Rules, SearchOrder, TrialState};
+use crate::core::{CheckpointKey, Core, Event, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::fields;
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
@@ -47,38 +47,7 @@ pub(crate) fn run(
     let limits = limits(&spec)?;
     fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
     let _lock = SearchLock::acquire(&folder)?;
-    let (head, journal, events) = match journal::read(&folder)? {
-        None => {
-            let head = Head {
-                version: VERSION,
-                id: new_id(),
-                created: unix_time(),
-                asks,
-                searcher: searcher.version(),
-                directory: env::current_dir().ok(),
-                spec: spec.to_json()?,
-            };
-            let journal = Journal::create(&folder, &head)?;
-            (head, journal, Vec::new())
-        }
-        // A command that could not start, and was corrected: nothing is lost.
-        Some(before) if !before.has_results() => {
-            let spec = spec.to_json()?;
-            let head = Head {
-                asks,
-                directory: env::current_dir().ok(),
-                spec,
-                ..before.head
-            };
-            let journal = Journal::create(&folder, &head)?;
-            (head, journal, Vec::new())
-        }
-        Some(before) => {
-            spec.check_same(&before.head.spec, &folder)?;
-            let journal = Journal::reopen(&folder, &before)?;
-            (before.head, journal, before.events)
-        }
-    };
+    let (head, journal, events) = open_journal(&spec, &*searcher, asks, &folder)?;
     let replayed = replay(&mut core, &mut *searcher, head.searcher.as_deref(), events)?;
     let was_finished = core.is_finished();
     let decisions = DecisionLog::open(&folder, &replayed.decisions)?;
@@ -129,7 +98,7 @@ pub(crate) fn run(
             runner: &mut *runner,
             searcher: &mut *searcher,
             files: &mut files,
-            settings: spec.checkpoints.clone(),
+            checkpoints: spec.checkpoints.clone(),
             limits,
             attempts: Default::default(),
             blocked: Default::default(),
@@ -256,6 +225,48 @@ fn set_up(
         false => Asking::Ahead,
     };
     Ok((searcher, asking, expected))
+}
+
+/// The journal of a search, its first line and its events; a new one where there is none.
+fn open_journal(
+    spec: &SearchSpec,
+    searcher: &dyn Searcher,
+    asks: Asking,
+    folder: &Path,
+) -> Result<(Head, Journal, Vec<Event>)> {
+    Ok(match journal::read(folder)? {
+        None => {
+            let head = Head {
+                version: VERSION,
+                id: new_id(),
+                created: unix_time(),
+                asks,
+                searcher: searcher.version(),
+                directory: env::current_dir().ok(),
+                spec: spec.to_json()?,
+            };
+            let journal = Journal::create(folder, &head)?;
+            (head, journal, Vec::new())
+        }
+        // A command that could not start, and was corrected: nothing is lost.
+        Some(before) if !before.has_results() => {
+            let spec = spec.to_json()?;
+            let head = Head {
+                asks,
+                searcher: searcher.version(),
+                directory: env::current_dir().ok(),
+                spec,
+                ..before.head
+            };
+            let journal = Journal::create(folder, &head)?;
+            (head, journal, Vec::new())
+        }
+        Some(before) => {
+            spec.check_same(&before.head.spec, folder)?;
+            let journal = Journal::reopen(folder, &before)?;
+            (before.head, journal, before.events)
+        }
+    })
 }
 
 /// Names by which parameters are found, and those of points that no parameter has.

@@ -1,4 +1,4 @@
-//! Who suggests configurations.
+//! Search algorithms: what suggests configurations.
 
 use serde_json::Value;
 

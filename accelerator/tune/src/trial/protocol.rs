@@ -98,7 +98,7 @@ pub(crate) enum FromWorker {
 
 /// What a process that is started as a worker finds in its environment.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(crate) struct WorkerPlace {
+pub(crate) struct WorkerEnv {
     pub(crate) address: String,
     pub(crate) token: String,
     pub(crate) worker: u32,

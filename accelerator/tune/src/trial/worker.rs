@@ -8,7 +8,7 @@ use std::thread;
 
 use rustix::process::{Pid, Signal};
 
-use super::protocol::{self, FromWorker, ToWorker, WorkerPlace, connect, receive};
+use super::protocol::{self, FromWorker, ToWorker, WorkerEnv, connect, receive};
 use super::session::{TrialContext, TrialSession};
 use super::trainable::{BoxError, ClassTrainable, FunctionTrainable, Outcome, RunTrial, Trainable};
 use crate::config::Config;
@@ -27,10 +27,10 @@ pub(crate) fn serve_function(
 }
 
 fn serve(mut trainable: impl RunTrial) {
-    let Some(place) = place() else {
+    let Some(env) = worker_env() else {
         return;
     };
-    let code = match carry_out(&place, &mut trainable) {
+    let code = match carry_out(&env, &mut trainable) {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("Error: {error}");
@@ -69,17 +69,14 @@ impl Link {
 /// Where this process is a worker of a search: not in one that a worker has started.
 ///
 /// Where the search has ended meanwhile, this process ends: it must not take itself for a search.
-fn place() -> Option<WorkerPlace> {
-    let place = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
-    let place: WorkerPlace = serde_json::from_str(place.to_str()?).ok()?;
-    let Some(search) = place
-        .parent
-        .and_then(|pid| Pid::from_raw(pid.cast_signed()))
-    else {
-        return Some(place);
+fn worker_env() -> Option<WorkerEnv> {
+    let env = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
+    let env: WorkerEnv = serde_json::from_str(env.to_str()?).ok()?;
+    let Some(search) = env.parent.and_then(|pid| Pid::from_raw(pid.cast_signed())) else {
+        return Some(env);
     };
     if rustix::process::getppid() == Some(search) {
-        return Some(place);
+        return Some(env);
     }
     if has_ended(search) {
         std::process::exit(1);
@@ -101,8 +98,8 @@ fn has_ended(process: Pid) -> bool {
     matches!(state, Some('Z' | 'X'))
 }
 
-fn carry_out(place: &WorkerPlace, trainable: &mut impl RunTrial) -> Result<()> {
-    if let Some(search) = place.parent {
+fn carry_out(env: &WorkerEnv, trainable: &mut impl RunTrial) -> Result<()> {
+    if let Some(search) = env.parent {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .map_err(std::io::Error::from)?;
         // It may have ended before the signal was asked for.
@@ -110,14 +107,14 @@ fn carry_out(place: &WorkerPlace, trainable: &mut impl RunTrial) -> Result<()> {
             return Err(Error::connection("the search has ended"));
         }
     }
-    pin(&place.cores);
+    pin(&env.cores);
     let number = |name| {
         let value = accelerator_env::variable(name)?;
         value.to_str()?.parse::<usize>().ok()
     };
     let rank = number("RANK").unwrap_or(0);
     let world_size = number("WORLD_SIZE").unwrap_or(1);
-    let link = join(place, rank)?;
+    let link = join(env, rank)?;
     loop {
         let ToWorker::Start {
             trial,
@@ -157,8 +154,8 @@ fn carry_out(place: &WorkerPlace, trainable: &mut impl RunTrial) -> Result<()> {
     }
 }
 
-fn join(place: &WorkerPlace, rank: usize) -> Result<Link> {
-    let (mut reader, stream) = connect(&place.address, &place.token, place.worker, rank)?;
+fn join(env: &WorkerEnv, rank: usize) -> Result<Link> {
+    let (mut reader, stream) = connect(&env.address, &env.token, env.worker, rank)?;
     let (to_trial, messages) = channel();
     thread::Builder::new()
         .name("search".to_owned())
