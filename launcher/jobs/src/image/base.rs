@@ -19,11 +19,11 @@ pub(super) struct Base {
     /// What its containers run with, and the digests of its layers, as its own tools wrote it.
     pub(super) config: Value,
     pub(super) layers: Vec<OciDescriptor>,
-    place: Place,
+    place: LayerSource,
 }
 
 #[derive(Debug)]
-enum Place {
+enum LayerSource {
     Nowhere,
     Registry,
     Archive(ImageArchive),
@@ -51,7 +51,7 @@ impl Base {
                     "history": [],
                 }),
                 layers: Vec::new(),
-                place: Place::Nowhere,
+                place: LayerSource::Nowhere,
             }
         } else if let Some(path) = name.strip_prefix(ARCHIVE) {
             let archive = ImageArchive::open(path.as_ref())?;
@@ -60,7 +60,7 @@ impl Base {
                 name,
                 &archive.blob(&manifest.config.digest)?,
                 manifest.layers,
-                Place::Archive(archive),
+                LayerSource::Archive(archive),
             )?
         } else {
             let repository = registries.open(name, Access::Pull)?;
@@ -82,7 +82,7 @@ impl Base {
             };
             let mut config = Vec::new();
             repository.pull(&manifest.config, &mut config)?;
-            Self::new(name, &config, manifest.layers, Place::Registry)?
+            Self::new(name, &config, manifest.layers, LayerSource::Registry)?
         };
         base.is_for(architecture)?;
         Ok(base)
@@ -99,11 +99,11 @@ impl Base {
         output: &mut dyn Write,
     ) -> Result<()> {
         match &self.place {
-            Place::Nowhere => Ok(()),
-            Place::Registry => registries
+            LayerSource::Nowhere => Ok(()),
+            LayerSource::Registry => registries
                 .open(&self.name, Access::Pull)?
                 .pull(layer, output),
-            Place::Archive(archive) => archive.copy(&layer.digest, output),
+            LayerSource::Archive(archive) => archive.copy(&layer.digest, output),
         }
     }
 
@@ -133,8 +133,8 @@ impl Base {
         target: &Repository<'_>,
     ) -> Result<()> {
         match &self.place {
-            Place::Nowhere => Ok(()),
-            Place::Registry => {
+            LayerSource::Nowhere => Ok(()),
+            LayerSource::Registry => {
                 let source = registries.open(&self.name, Access::Pull)?;
                 let is_same = source.reference.registry() == target.reference.registry();
                 match is_same && target.mount(&layer.digest, &source.reference) {
@@ -142,14 +142,19 @@ impl Base {
                     false => target.copy(layer, &source),
                 }
             }
-            Place::Archive(archive) => {
+            LayerSource::Archive(archive) => {
                 let (start, _) = archive.place(&layer.digest)?;
                 target.push_file(&layer.digest, archive.file(), start, size(layer))
             }
         }
     }
 
-    fn new(name: &str, config: &[u8], layers: Vec<OciDescriptor>, place: Place) -> Result<Self> {
+    fn new(
+        name: &str,
+        config: &[u8],
+        layers: Vec<OciDescriptor>,
+        place: LayerSource,
+    ) -> Result<Self> {
         let base = Self {
             name: name.to_owned(),
             config: parse(name, config)?,

@@ -120,7 +120,7 @@ impl BuiltImage {
         }
         let mut pushed = BTreeSet::new();
         for layer in &self.base.layers {
-            if is_elsewhere(layer) || !pushed.insert(&layer.digest) || target.has(&layer.digest)? {
+            if !pushed.insert(&layer.digest) || target.has(&layer.digest)? {
                 continue;
             }
             self.base.push(registries, layer, &target)?;
@@ -196,7 +196,9 @@ fn config(base: &Base, layer: &Layer, program: &str, programs: &[ElfFile]) -> Re
         .map(String::as_str)
         .collect();
     let features = features.into_iter().collect::<Vec<_>>().join(",");
-    labels.insert(LABEL_FEATURES.to_owned(), features.into());
+    if !features.is_empty() {
+        labels.insert(LABEL_FEATURES.to_owned(), features.into());
+    }
     if let Some(needed) = programs.iter().filter_map(|program| program.glibc).max() {
         labels.insert(LABEL_GLIBC.to_owned(), needed.to_string().into());
     }
@@ -224,9 +226,4 @@ fn descriptor(kind: &str, digest: &str, size: u64) -> OciDescriptor {
         size: i64::try_from(size).unwrap_or(i64::MAX),
         ..OciDescriptor::default()
     }
-}
-
-/// Whether a layer is not for registries, as those of Windows.
-fn is_elsewhere(layer: &OciDescriptor) -> bool {
-    layer.urls.as_ref().is_some_and(|urls| !urls.is_empty())
 }

@@ -13,7 +13,7 @@ mod refusal;
 mod registry;
 
 use std::collections::BTreeSet;
-use std::path::{Component, Path, PathBuf};
+use std::path::PathBuf;
 
 pub(crate) use built::{BuiltImage, PushedImage};
 pub(crate) use registry::Registries;
@@ -110,22 +110,15 @@ fn same_architecture(programs: &[ElfFile]) -> Result<&'static str> {
 
 /// Where an included file is in the image.
 fn below_app(destination: &str) -> Result<String> {
-    let below = destination.strip_prefix(APP_FOLDER).unwrap_or(destination);
-    let below = match below.len() < destination.len() {
-        true => below.strip_prefix('/'),
-        false => Some(below),
+    let below = match destination.strip_prefix(APP_FOLDER) {
+        Some(below) if below.starts_with('/') => below.trim_start_matches('/'),
+        _ => destination,
     };
-    let parts = below.map(|below| Path::new(below).components().collect::<Vec<_>>());
-    let is_plain = |part: &Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
-    match (below, parts) {
-        (Some(below), Some(parts)) if parts.iter().all(is_plain) && !parts.is_empty() => {
-            let names: Vec<_> = below
-                .split('/')
-                .filter(|name| !["", "."].contains(name))
-                .collect();
-            Ok(format!("{APP_FOLDER}/{}", names.join("/")))
-        }
-        _ => Err(Error::usage(format!(
+    let names = below.split('/').filter(|name| !["", "."].contains(name));
+    let names: Vec<_> = names.collect();
+    match below.starts_with('/') || names.is_empty() || names.contains(&"..") {
+        false => Ok(format!("{APP_FOLDER}/{}", names.join("/"))),
+        true => Err(Error::usage(format!(
             "{destination:?} is no place below {APP_FOLDER} of the image, such as data/train.bin"
         ))),
     }

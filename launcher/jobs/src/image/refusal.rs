@@ -1,6 +1,5 @@
 //! Why a registry did not do what it was asked for, in words that say what to do.
 
-use oci_client::Reference;
 use oci_client::errors::{OciDistributionError, OciEnvelope, OciErrorCode};
 
 use crate::error::Error;
@@ -8,21 +7,16 @@ use crate::error::Error;
 /// Explains the errors of a registry.
 #[derive(Debug)]
 pub(super) struct Refusal {
-    image: String,
-    registry: String,
-    is_anonymous: bool,
+    /// The image that it was asked for.
+    pub(super) image: String,
+    pub(super) registry: String,
+    /// Whether it was told no name and no password.
+    pub(super) is_anonymous: bool,
+    /// Whether it was reached without TLS.
+    pub(super) is_plain: bool,
 }
 
 impl Refusal {
-    /// Of the registry of an image.
-    pub(super) fn new(image: &Reference, is_anonymous: bool) -> Self {
-        Self {
-            image: image.whole(),
-            registry: image.registry().to_owned(),
-            is_anonymous,
-        }
-    }
-
     /// What an error means.
     pub(super) fn of(&self, error: OciDistributionError) -> Error {
         let (image, registry) = (&self.image, &self.registry);
@@ -50,11 +44,20 @@ impl Refusal {
             }
             OciDistributionError::RequestError(cause) => match cause.status() {
                 Some(status) => self.status(status.as_u16(), ""),
-                None => Error::unreachable(format!(
-                    "registry {registry} does not answer; is its name right? One without TLS needs --insecure-registry \
-                     {registry}"
-                ))
+                None if cause.is_builder() => Error::system(
+                    "TLS cannot be used on this machine; does it have certificates (ca-certificates)?",
+                )
                 .with_source(error),
+                None => {
+                    let plain = match self.is_plain {
+                        true => String::new(),
+                        false => format!(" One without TLS needs --insecure-registry {registry}"),
+                    };
+                    Error::unreachable(format!(
+                        "registry {registry} does not answer; does it run, and is its name right?{plain}"
+                    ))
+                    .with_source(error)
+                }
             },
             OciDistributionError::IoError(_) => {
                 Error::system(format!("a layer of {image} cannot be moved")).with_source(error)

@@ -75,9 +75,9 @@ impl Registries {
             .with_source(error)
         })?;
         let registry = reference.resolve_registry();
-        let plain = is_here(registry) || self.insecure.iter().any(|known| known == registry);
+        let is_plain = is_here(registry) || self.insecure.iter().any(|known| known == registry);
         let config = ClientConfig {
-            protocol: match plain {
+            protocol: match is_plain {
                 true => ClientProtocol::Http,
                 false => ClientProtocol::Https,
             },
@@ -88,7 +88,12 @@ impl Registries {
             ..ClientConfig::default()
         };
         let auth = credentials(reference.registry())?;
-        let refusal = Refusal::new(&reference, matches!(auth, RegistryAuth::Anonymous));
+        let refusal = Refusal {
+            image: reference.whole(),
+            registry: reference.registry().to_owned(),
+            is_anonymous: auth == RegistryAuth::Anonymous,
+            is_plain,
+        };
         let client = Client::try_from(config).map_err(|error| refusal.of(error))?;
         let operation = match access {
             Access::Pull => RegistryOperation::Pull,
