@@ -2,6 +2,7 @@
 //! with `ENGINES_TESTS_REQUIRE=1`.
 
 #![cfg(feature = "image")]
+#![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod registry;
 
