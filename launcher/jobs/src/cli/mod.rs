@@ -1,6 +1,8 @@
 //! The command line: which command runs.
 
 mod get;
+#[cfg(feature = "image")]
+mod image;
 mod list;
 mod submit;
 mod top;
@@ -62,6 +64,10 @@ enum Command {
     /// The volumes that jobs can mount.
     #[command(subcommand)]
     Data(top::DataCommand),
+    /// Images of containers with a program in them.
+    #[cfg(feature = "image")]
+    #[command(subcommand)]
+    Image(image::ImageCommand),
 }
 
 #[derive(Args, Debug)]
@@ -121,6 +127,8 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::Stop(arguments) => stop(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
+        #[cfg(feature = "image")]
+        Command::Image(command) => image::run(command),
     }
 }
 
