@@ -1,0 +1,299 @@
+//! The batch script of a job.
+//!
+//! It runs on the first node: it starts an agent on each by srun, writes what it knows into the folder of the job
+//! (`run.rs` reads it), and asks for another start where the agents do.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use super::run::{AGENT_EXIT, END, RUN, TENSORBOARD_LOG, TOKEN, batch_log};
+use crate::error::{Error, Result};
+use crate::output::shell_word;
+use crate::spec::{JobSpec, launcher_here};
+
+/// How long agents wait for one another. All start at once, and only a new start of the job brings a lost one back.
+const JOIN_TIMEOUT: u64 = 120;
+/// How long srun waits for the other agents once one has ended: longer than agents wait for one another.
+const SRUN_WAIT: u64 = JOIN_TIMEOUT + 30;
+/// So many seconds before the end of its time a job is told, where its time is long enough; Slurm may be a minute early.
+const NOTICE: u64 = 60;
+const NOTICED_FROM: u64 = 600;
+
+/// Where the copies of accel-launch and of the program are that `--broadcast` sends, within the folder of the job.
+pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
+pub(super) const COPIED_PROGRAM: &str = "program";
+
+/// The script, for a job whose folder this is.
+///
+/// # Errors
+/// When the program or accel-launch is not there, or a value cannot stand in an option of Slurm's.
+pub(super) fn render(spec: &JobSpec, folder: &Path) -> Result<String> {
+    let mut script = "#!/bin/bash\n".to_owned();
+    for (name, value) in options(spec, folder)? {
+        script.push_str(&directive(&format!("--{name}={value}"))?);
+    }
+    for option in &spec.options.slurm.sbatch_arg {
+        script.push_str(&directive(option)?);
+    }
+    // Writing to a string does not fail.
+    let _ = write!(
+        script,
+        r#"
+folder={folder}
+restarts=${{SLURM_RESTART_COUNT:-0}}
+put() {{ printf '%s\n' "$2" >"$folder/$1.new" && mv "$folder/$1.new" "$folder/$1"; }}
+finish() {{ put {END} "{{\"code\":$1,\"ended\":$(date +%s),\"signalled\":$signalled,\"timed_out\":$timed_out}}"; exit "$1"; }}
+
+signalled=false timed_out=false
+trap 'signalled=true' TERM
+rm -f "$folder"/{AGENT_EXIT}* "$folder/{END}" "$folder/{TENSORBOARD_LOG}"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{nodes//$'\n'/\",\"}}\"]}}"
+"#,
+        folder = text(folder)?,
+    );
+    if spec.max_restarts > 0 {
+        let _ = write!(
+            script,
+            "# Slurm starts a job again that has lost a node; the last time it does not.\n\
+             [ \"$restarts\" -lt {} ] || scontrol update JobId=\"$SLURM_JOB_ID\" Requeue=0\n",
+            spec.max_restarts
+        );
+    }
+    if spec.tensorboard {
+        let _ = write!(
+            script,
+            "tensorboard --host \"$SLURMD_NODENAME\" --port 0 --logdir {} >\"$folder/{TENSORBOARD_LOG}\" 2>&1 &\n\
+             tensorboard=$!\n\
+             trap 'kill \"$tensorboard\"' EXIT\n",
+            bash_word(&text_of(&spec.logdir)?)
+        );
+    }
+    script.push_str(&start(spec, folder)?);
+    script.push_str(&wait(spec));
+    Ok(script)
+}
+
+/// The options of sbatch that follow from the vocabulary of all engines.
+fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<(&'static str, String)>> {
+    let slurm = &spec.options.slurm;
+    let resources = &spec.resources;
+    let mut options = vec![
+        ("job-name", spec.name.to_string()),
+        ("nodes", spec.nodes.to_string()),
+        ("ntasks-per-node", "1".to_owned()),
+    ];
+    let mut option = |name, value: Option<String>| {
+        if let Some(value) = value {
+            options.push((name, value));
+        }
+    };
+    option("cpus-per-task", cpus(spec));
+    let gpus = (resources.gpus > 0).then(|| resources.gpus.to_string());
+    option("gpus-per-node", gpus);
+    let memory = resources.memory;
+    option(
+        "mem",
+        memory.map(|memory| format!("{}M", memory.mebibytes())),
+    );
+    let limit = spec.time_limit.map(|limit| limit.as_secs());
+    option("time", limit.map(clock));
+    let notice = limit.is_none_or(|limit| limit >= NOTICED_FROM);
+    option("signal", notice.then(|| format!("TERM@{NOTICE}")));
+    option("qos", spec.priority.clone());
+    option("partition", slurm.partition.clone());
+    option("account", slurm.account.clone());
+    option("constraint", slurm.constraint.clone());
+    let working_dir = spec
+        .working_dir
+        .as_deref()
+        .map(crate::spec::absolute)
+        .transpose()?;
+    option("chdir", working_dir.as_deref().map(text_of).transpose()?);
+    option("output", Some(pattern(&batch_log(folder))?));
+    option("open-mode", Some("append".to_owned()));
+    let mut lines = options;
+    if spec.max_restarts > 0 {
+        lines.push(("requeue", String::new()));
+    } else {
+        lines.push(("no-requeue", String::new()));
+    }
+    Ok(lines)
+}
+
+/// Cores of each node: one a rank where nothing is said.
+fn cpus(spec: &JobSpec) -> Option<String> {
+    let asked = spec.resources.cpus.map(|cpus| cpus.to_string());
+    asked.or_else(|| {
+        let ranks = spec.nproc_per_node.clone();
+        ranks.parse::<usize>().is_ok().then_some(ranks)
+    })
+}
+
+/// Starts the agents; their srun is `$agents`.
+fn start(spec: &JobSpec, folder: &Path) -> Result<String> {
+    let broadcast = &spec.options.slurm.broadcast;
+    let (launcher, program) = match broadcast {
+        Some(_) => (r#""$launcher""#.to_owned(), r#""$program""#.to_owned()),
+        None => (
+            bash_word(&text_of(&launcher_here()?)?),
+            bash_word(&text_of(&spec.program_file()?)?),
+        ),
+    };
+    let words = spec
+        .agent()
+        .join_timeout(JOIN_TIMEOUT)
+        .log_dir(text_of(&folder.join("logs"))?)
+        .words();
+    // The program's own word, where that of the node stands.
+    let program_at = words.len() - spec.program.len();
+    let words: Vec<String> = words
+        .iter()
+        .enumerate()
+        .map(|(at, word)| match at {
+            0 => launcher.clone(),
+            at if at == program_at => program.clone(),
+            _ => bash_word(word),
+        })
+        .collect();
+    let mut script = String::new();
+    let mut clear = String::new();
+    if let Some(place) = broadcast {
+        let place = bash_word(&text_of(place)?);
+        let _ = write!(
+            script,
+            r#"export launcher={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-{COPIED_LAUNCHER}" program={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-{COPIED_PROGRAM}"
+sbcast --force --preserve "$folder/{COPIED_LAUNCHER}" "$launcher" && sbcast --force --preserve "$folder/{COPIED_PROGRAM}" "$program" || finish 1
+"#
+        );
+        clear.push_str(r#"rm -f "$launcher" "$program"; "#);
+    }
+    let nodes = spec.nodes;
+    let cpus = cpus(spec)
+        .map(|cpus| format!(" --cpus-per-task={cpus}"))
+        .unwrap_or_default();
+    let logs = bash_word(&format!("{}/node-%t.log", pattern(folder)?));
+    let _ = write!(
+        script,
+        r#"export ACCEL_TOKEN_FILE="$folder/{TOKEN}"
+set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} \
+    --export=ALL --input=none --output={logs} --open-mode=append --kill-on-bad-exit=0 --wait={SRUN_WAIT} \
+    /bin/bash -c 'trap : TERM; "$@"; set -- $?; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' "$folder" \
+    {}
+(
+"#,
+        words.join(" ")
+    );
+    for (name, value) in &spec.env {
+        let _ = writeln!(script, "export {name}={}", bash_word(value));
+    }
+    script.push_str("exec \"$@\"\n) &\nagents=$!\n");
+    Ok(script)
+}
+
+/// Waits for the agents, asks for another start where they do, and says how the job has ended.
+fn wait(spec: &JobSpec) -> String {
+    let mut script = format!(
+        r#"
+code=
+until [ -n "$code" ]; do
+    wait "$agents"
+    ended=$?
+    kill -0 "$agents" 2>/dev/null || code=$ended
+done
+# An agent that asks for another start tells more than one that was killed.
+if grep -qsx {again} "$folder"/{AGENT_EXIT}*; then code={again}; fi
+"#,
+        again = accelerator_env::PREEMPTED_EXIT_CODE
+    );
+    if let Some(limit) = spec.time_limit.map(|limit| limit.as_secs())
+        && limit >= NOTICED_FROM
+    {
+        let _ = writeln!(
+            script,
+            r#"if [ "$code" != 0 ] && [ "$SECONDS" -ge {} ]; then timed_out=true; fi"#,
+            limit.saturating_sub(2 * NOTICE)
+        );
+    }
+    if spec.max_restarts > 0 {
+        let _ = write!(
+            script,
+            r#"if [ "$code" = {again} ] && ! "$signalled" && ! "$timed_out" && [ "$restarts" -lt {} ]; then
+    scontrol requeue "$SLURM_JOB_ID" && exit {again}
+fi
+"#,
+            spec.max_restarts,
+            again = accelerator_env::PREEMPTED_EXIT_CODE
+        );
+    }
+    script.push_str("finish \"$code\"\n");
+    script
+}
+
+/// A line that holds an option of sbatch.
+fn directive(option: &str) -> Result<String> {
+    let option = option.trim_end_matches('=');
+    if option.contains(['"', '\\']) || option.contains(char::is_control) {
+        return Err(Error::usage(format!(
+            "{option:?} cannot stand in a script of Slurm's: it has a quotation mark, a backslash or a control character"
+        )));
+    }
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
+    Ok(match option.chars().all(is_plain) {
+        true => format!("#SBATCH {option}\n"),
+        false => format!("#SBATCH \"{option}\"\n"),
+    })
+}
+
+/// A path in which Slurm replaces nothing.
+fn pattern(path: &Path) -> Result<String> {
+    Ok(text_of(path)?.replace('%', "%%"))
+}
+
+/// A word of bash. One with control characters stands in `$'…'`, since Slurm refuses scripts with carriage returns.
+fn bash_word(word: &str) -> String {
+    if !word.contains(char::is_control) {
+        return shell_word(word);
+    }
+    let mut quoted = "$'".to_owned();
+    for character in word.chars() {
+        match character {
+            '\'' | '\\' => quoted.extend(['\\', character]),
+            // Up to two bytes in UTF-8; a digit that follows must not be taken for one of the escape.
+            control if control.is_control() => {
+                let mut bytes = [0; 4];
+                for byte in control.encode_utf8(&mut bytes).bytes() {
+                    // Writing to a string does not fail.
+                    let _ = write!(quoted, "\\{byte:03o}");
+                }
+            }
+            other => quoted.push(other),
+        }
+    }
+    quoted.push('\'');
+    quoted
+}
+
+fn text(path: &Path) -> Result<String> {
+    Ok(bash_word(&text_of(path)?))
+}
+
+fn text_of(path: &Path) -> Result<String> {
+    let text = path.to_str().map(str::to_owned);
+    text.ok_or_else(|| {
+        Error::usage(format!(
+            "{} is not text in UTF-8, as a script of Slurm's has to be",
+            path.display()
+        ))
+    })
+}
+
+/// As Slurm writes a time: `1-02:03:04`.
+fn clock(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let time = format!("{:02}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60);
+    match days {
+        0 => time,
+        days => format!("{days}-{time}"),
+    }
+}

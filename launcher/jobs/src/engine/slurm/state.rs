@@ -1,0 +1,184 @@
+//! What Slurm knows of a job, and of nodes.
+
+use super::command::slurm;
+use crate::error::Result;
+use crate::job::{JobStatus, NodeUsage};
+
+/// A job as Slurm knows it. Times are seconds since 1970.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SlurmJob {
+    /// In Slurm's words: `PENDING`, `NODE_FAIL`.
+    pub(super) state: String,
+    /// Why it waits or has ended, in Slurm's words.
+    pub(super) reason: Option<String>,
+    pub(super) restarts: u32,
+    /// The code and the signal of the batch script.
+    pub(super) exit: (i32, i32),
+    pub(super) started: Option<u64>,
+    pub(super) ended: Option<u64>,
+    pub(super) qos: Option<String>,
+}
+
+impl SlurmJob {
+    /// Asks Slurm, and its accounting for what Slurm has forgotten.
+    ///
+    /// # Errors
+    /// When Slurm does not answer; [`Error::is_not_found`](crate::error::Error::is_not_found) when it has forgotten the job.
+    pub(super) fn find(id: &str) -> Result<Self> {
+        match slurm("scontrol", &["show", "job", id]) {
+            Ok(text) => Ok(Self::of_scontrol(&text)),
+            Err(error) if error.is_not_found() => {
+                let fields = "--format=State,ExitCode,Start,End,QOS";
+                let arguments = ["-X", "-n", "--parsable2", fields, "-j", id];
+                // Few sites go without accounting, and sacct fails at those.
+                let accounted = slurm("sacct", &arguments).ok();
+                accounted.as_deref().and_then(Self::of_sacct).ok_or(error)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Of `scontrol show job`.
+    fn of_scontrol(text: &str) -> Self {
+        let field = |name| field(text, name);
+        Self {
+            state: field("JobState").unwrap_or_default().to_owned(),
+            reason: field("Reason").map(|reason| reason.replace('_', " ")),
+            restarts: number(field("Restarts")).unwrap_or(0),
+            exit: field("ExitCode").map_or((0, 0), exit),
+            started: number(field("StartTime")),
+            ended: number(field("EndTime")),
+            qos: field("QOS").map(str::to_owned),
+        }
+    }
+
+    /// Of the last line that sacct prints.
+    fn of_sacct(text: &str) -> Option<Self> {
+        let fields: Vec<&str> = text.lines().last()?.split('|').collect();
+        let [state, code, started, ended, qos] = fields[..] else {
+            return None;
+        };
+        Some(Self {
+            // `CANCELLED by 1000`.
+            state: state.split(' ').next()?.to_owned(),
+            reason: None,
+            restarts: 0,
+            exit: exit(code),
+            started: number(Some(started)),
+            ended: number(Some(ended)),
+            qos: Some(qos).filter(|qos| !qos.is_empty()).map(str::to_owned),
+        })
+    }
+
+    /// The same in the words of all engines.
+    pub(super) fn status(&self) -> JobStatus {
+        match self.state.as_str() {
+            "COMPLETED" => JobStatus::Succeeded,
+            "CANCELLED" => JobStatus::Stopped,
+            "FAILED" | "TIMEOUT" | "NODE_FAIL" | "OUT_OF_MEMORY" | "PREEMPTED" | "DEADLINE"
+            | "BOOT_FAIL" | "LAUNCH_FAILED" | "RECONFIG_FAIL" => JobStatus::Failed,
+            "REQUEUED" | "REQUEUE_FED" | "REQUEUE_HOLD" | "SPECIAL_EXIT" | "RESV_DEL_HOLD" => {
+                JobStatus::Restarting
+            }
+            "PENDING" if self.restarts > 0 => JobStatus::Restarting,
+            "PENDING" | "CONFIGURING" => JobStatus::Pending,
+            "RUNNING" | "COMPLETING" | "SUSPENDED" | "STOPPED" | "RESIZING" | "SIGNALING"
+            | "STAGE_OUT" => JobStatus::Running,
+            _ => JobStatus::Unknown,
+        }
+    }
+
+    /// Why it waits or has ended: Slurm's word, and what that means where it is not plain.
+    pub(super) fn why(&self) -> Option<String> {
+        let meaning = match self.state.as_str() {
+            "TIMEOUT" => "its time limit is over; give a longer --time",
+            "OUT_OF_MEMORY" => "a process was killed for want of memory; give more --memory",
+            "NODE_FAIL" => "a node was lost, and no restart was left; give --max-restarts",
+            "PREEMPTED" => "a job of higher priority has taken its nodes",
+            "DEADLINE" => "its deadline is over",
+            "BOOT_FAIL" => "a node did not boot",
+            // The signal that stands for an output that cannot be opened.
+            "FAILED" if self.exit == (0, 53) => {
+                "Slurm could not start it; the folder of the jobs' records has to be seen by the nodes: give one by \
+                 --jobs-dir"
+            }
+            "COMPLETED" | "CANCELLED" | "RUNNING" => return None,
+            "FAILED" | "PENDING" => return self.reason.clone(),
+            state => return Some(state.to_owned()),
+        };
+        let word = match (self.state.as_str(), &self.reason) {
+            ("FAILED", Some(reason)) => reason,
+            (_, _) => &self.state,
+        };
+        Some(format!("{word}: {meaning}"))
+    }
+}
+
+/// All nodes of Slurm.
+///
+/// # Errors
+/// When Slurm does not answer.
+pub(super) fn nodes() -> Result<Vec<NodeUsage>> {
+    Ok(of_nodes(&slurm(
+        "scontrol",
+        &["show", "--detail", "--oneliner", "node"],
+    )?))
+}
+
+fn of_nodes(text: &str) -> Vec<NodeUsage> {
+    let node = |line: &str| {
+        let name = field(line, "NodeName")?.to_owned();
+        let state = field(line, "State").unwrap_or("UNKNOWN").to_lowercase();
+        let works = ["idle", "mixed", "allocated", "completing"]
+            .iter()
+            .any(|word| state == *word || state == format!("{word}+completing"));
+        let cpus = |name| number(field(line, name)).unwrap_or(0.0);
+        Some(NodeUsage {
+            address: field(line, "NodeAddr").unwrap_or(&name).to_owned(),
+            role: "<none>".to_owned(),
+            status: if works { "ready".to_owned() } else { state },
+            gpus: gpus(field(line, "Gres")),
+            gpus_allocated: gpus(field(line, "GresUsed")),
+            cpus: cpus("CPUTot"),
+            cpus_allocated: cpus("CPUAlloc"),
+            name,
+        })
+    };
+    text.lines().filter_map(node).collect()
+}
+
+/// The value of the first field of this name in what scontrol prints. What users write comes after the fields read here.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let value = text
+        .split_whitespace()
+        .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))?;
+    (!["", "(null)", "None", "N/A", "Unknown"].contains(&value)).then_some(value)
+}
+
+fn number<T: std::str::FromStr>(text: Option<&str>) -> Option<T> {
+    text?.parse().ok()
+}
+
+/// `CODE:SIGNAL`.
+fn exit(text: &str) -> (i32, i32) {
+    let (code, signal) = text.split_once(':').unwrap_or((text, "0"));
+    (code.parse().unwrap_or(0), signal.parse().unwrap_or(0))
+}
+
+/// Of `gpu:a100:4(S:0-1),gpu:v100:2(IDX:0-1),license:1`, 6.
+fn gpus(gres: Option<&str>) -> usize {
+    let mut depth = 0_usize;
+    let outside = |c: &char| {
+        match c {
+            '(' => depth += 1,
+            ')' => depth = depth.saturating_sub(1),
+            _ => return depth == 0,
+        }
+        false
+    };
+    let plain: String = gres.unwrap_or_default().chars().filter(outside).collect();
+    let kinds = plain.split(',').filter(|kind| kind.starts_with("gpu:"));
+    kinds
+        .filter_map(|kind| kind.rsplit(':').next()?.parse::<usize>().ok())
+        .sum()
+}
