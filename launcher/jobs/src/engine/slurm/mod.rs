@@ -25,7 +25,7 @@ use crate::spec::{JobName, JobSpec, launcher_here, on_path};
 use crate::tail::{copy_tail, follow, last_lines};
 use command::{sbatch, slurm};
 use run::{Run, RunEnd, TOKEN, agent_exit, batch_log, node_log, out_of_memory, tensorboard};
-use state::SlurmJob;
+use state::{READY, SlurmJob};
 
 /// Jobs of Slurm.
 #[derive(Debug)]
@@ -35,6 +35,8 @@ pub(crate) struct SlurmEngine;
 const POLL: Duration = Duration::from_secs(2);
 /// How long the processes of a job may take to end.
 const STOP_LIMIT: Duration = Duration::from_secs(120);
+/// An agent asks for another start.
+const AGAIN: i32 = accelerator_env::PREEMPTED_EXIT_CODE as i32;
 /// How many lines of output a failure shows.
 const LAST_LINES: usize = 20;
 
@@ -197,7 +199,12 @@ fn details(
 ) -> JobDetails {
     let spec = &job.spec;
     let name = spec.name.as_str();
-    let status = known.status();
+    let is_new_run = run.as_ref().is_none_or(|run| run.restarts == known.restarts);
+    let status = match known.status() {
+        // What is left of its last run ends.
+        JobStatus::Running if !is_new_run => JobStatus::Restarting,
+        status => status,
+    };
     let report = read_failure(&folder.join("logs"), name);
     let why = match (end, status) {
         (Some(end), JobStatus::Failed) if end.timed_out => {
@@ -205,12 +212,15 @@ fn details(
         }
         _ => known.why(),
     };
+    let is_interrupted = status == JobStatus::Restarting || known.state == "NODE_FAIL";
+    let lost = run.as_ref().filter(|_| is_interrupted).and_then(lost_nodes);
     let interruption = report
         .as_ref()
         .filter(|_| status == JobStatus::Restarting)
         .map(|failure| failure.reason.clone());
-    // Its own script knows when it starts again; a job that waits has the nodes of its last start.
-    let run = run.filter(|run| run.restarts == known.restarts && status != JobStatus::Pending);
+    let reasons: Vec<String> = [why.clone(), lost, interruption].into_iter().flatten().collect();
+    // A job that waits has the nodes of its last run.
+    let run = run.filter(|_| is_new_run && status != JobStatus::Pending);
     let is_over = status.is_final();
     let gpus = spec.all_gpus();
     let failure = (status == JobStatus::Failed)
@@ -219,10 +229,7 @@ fn details(
         name: name.to_owned(),
         trainer: "SLURM".to_owned(),
         status,
-        reason: match (why, interruption) {
-            (Some(why), Some(interruption)) => Some(format!("{why}; {interruption}")),
-            (why, interruption) => why.or(interruption),
-        },
+        reason: (!reasons.is_empty()).then(|| reasons.join("; ")),
         namespace: None,
         priority: known.qos.clone(),
         submitted: Some(job.submitted),
@@ -257,6 +264,7 @@ fn instances(
             status: match (status, exit_code) {
                 (JobStatus::Stopped, _) | (_, None) => status,
                 (_, Some(0)) => JobStatus::Succeeded,
+                (JobStatus::Running, Some(AGAIN)) => JobStatus::Restarting,
                 (_, Some(_)) => JobStatus::Failed,
             },
             node: run.and_then(|run| run.nodes.get(node).cloned()),
@@ -268,6 +276,18 @@ fn instances(
         }
     };
     (0..spec.nodes.get()).map(instance).collect()
+}
+
+/// The nodes of a job that do not work now, in Slurm's words.
+fn lost_nodes(run: &Run) -> Option<String> {
+    // The job is shown where nodes are not.
+    let nodes = state::nodes().ok()?;
+    let lost: Vec<String> = nodes
+        .iter()
+        .filter(|node| run.nodes.contains(&node.name) && node.status != READY)
+        .map(|node| format!("node {} is {}", node.name, node.status))
+        .collect();
+    (!lost.is_empty()).then(|| lost.join(", "))
 }
 
 /// Why a job failed: what its launcher reports, else what Slurm says.

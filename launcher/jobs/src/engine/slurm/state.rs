@@ -4,6 +4,9 @@ use super::command::slurm;
 use crate::error::Result;
 use crate::job::{JobStatus, NodeUsage};
 
+/// The status of a node that works.
+pub(super) const READY: &str = "ready";
+
 /// A job as Slurm knows it. Times are seconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmJob {
@@ -136,7 +139,7 @@ fn of_nodes(text: &str) -> Vec<NodeUsage> {
         Some(NodeUsage {
             address: field(line, "NodeAddr").unwrap_or(&name).to_owned(),
             role: "<none>".to_owned(),
-            status: if works { "ready".to_owned() } else { state },
+            status: if works { READY.to_owned() } else { state },
             gpus: gpus(field(line, "Gres")),
             gpus_allocated: gpus(field(line, "GresUsed")),
             cpus: cpus("CPUTot"),
