@@ -21,10 +21,11 @@ use crate::error::{Error, Result};
 use crate::job::{
     Failure, Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, read_failure,
 };
-use crate::spec::{JobName, JobSpec, launcher_here, on_path};
+use crate::spec::{JobName, JobSpec, on_path};
 use crate::tail::{copy_tail, follow, last_lines};
 use command::{sbatch, slurm};
 use run::{Run, RunEnd, TOKEN, agent_exit, batch_log, node_log, out_of_memory, tensorboard};
+use script::AgentFiles;
 use state::{READY, SlurmJob};
 
 /// Jobs of Slurm.
@@ -57,19 +58,20 @@ impl SlurmEngine {
 
 impl Engine for SlurmEngine {
     fn render(&self, spec: &JobSpec) -> Result<String> {
-        script::render(spec, Path::new("JOBS_DIR"))
+        script::render(spec, Path::new("JOBS_DIR"), &AgentFiles::here(spec)?)
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
-        let script = script::render(spec, folder)?;
+        let files = AgentFiles::here(spec)?;
+        let script = script::render(spec, folder, &files)?;
         let failed = |error: io::Error| {
             Error::system(format!("{} cannot be written", folder.display())).with_source(error)
         };
         write_token(folder).map_err(failed)?;
         if spec.options.slurm.broadcast.is_some() {
             for (from, to) in [
-                (launcher_here()?, script::COPIED_LAUNCHER),
-                (spec.program_file()?, script::COPIED_PROGRAM),
+                (files.launcher, script::COPIED_LAUNCHER),
+                (files.program, script::COPIED_PROGRAM),
             ] {
                 fs::copy(&from, folder.join(to)).map_err(failed)?;
             }
@@ -199,7 +201,9 @@ fn details(
 ) -> JobDetails {
     let spec = &job.spec;
     let name = spec.name.as_str();
-    let is_new_run = run.as_ref().is_none_or(|run| run.restarts == known.restarts);
+    let is_new_run = run
+        .as_ref()
+        .is_none_or(|run| run.restarts == known.restarts);
     let status = match known.status() {
         // What is left of its last run ends.
         JobStatus::Running if !is_new_run => JobStatus::Restarting,
@@ -218,7 +222,10 @@ fn details(
         .as_ref()
         .filter(|_| status == JobStatus::Restarting)
         .map(|failure| failure.reason.clone());
-    let reasons: Vec<String> = [why.clone(), lost, interruption].into_iter().flatten().collect();
+    let reasons: Vec<String> = [why.clone(), lost, interruption]
+        .into_iter()
+        .flatten()
+        .collect();
     // A job that waits has the nodes of its last run.
     let run = run.filter(|_| is_new_run && status != JobStatus::Pending);
     let is_over = status.is_final();
@@ -299,21 +306,32 @@ fn failure(
     report: Option<Failure>,
     why: Option<&str>,
 ) -> Failure {
-    let oom = out_of_memory(folder).filter(|_| known.state == "OUT_OF_MEMORY");
-    let code = end.map_or(known.exit.0, |end| end.code);
-    // Ranks of other nodes report what follows from it.
-    if let Some(report) = report.filter(|_| oom.is_none()) {
-        return report;
+    let name = |node| Role::instance_name(spec.name.as_str(), node);
+    let oom = out_of_memory(folder);
+    match (report, oom) {
+        // Slurm knows what killed it.
+        (Some(mut report), Some(node)) if report.instance == Some(name(node)) => {
+            report
+                .reason
+                .push_str(" (Out Of Memory, as Slurm says); give more --memory");
+            return report;
+        }
+        (Some(report), _) => return report,
+        (None, _) => {}
     }
     let last = |path: &Path| last_lines(path, LAST_LINES).unwrap_or_default();
     let mut lines = last(&node_log(folder, oom.unwrap_or(0)));
     if lines.is_empty() {
         lines = last(&batch_log(folder));
     }
+    let code = end.map_or(known.exit.0, |end| end.code);
     Failure {
-        instance: oom.map(|node| Role::instance_name(spec.name.as_str(), node)),
+        instance: oom.map(name),
         exit_code: (code != 0).then_some(code),
-        reason: why.unwrap_or("the agents failed").to_owned(),
+        reason: match oom {
+            Some(_) => "it was killed for want of memory; give more --memory".to_owned(),
+            None => why.unwrap_or("the agents failed").to_owned(),
+        },
         last_lines: lines,
     }
 }

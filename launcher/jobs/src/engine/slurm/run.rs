@@ -14,6 +14,8 @@ pub(super) const END: &str = "end.json";
 pub(super) const AGENT_EXIT: &str = "exit-";
 /// What TensorBoard says.
 pub(super) const TENSORBOARD_LOG: &str = "tensorboard.log";
+/// Begins a line of the batch script's log for each start; the number of the restart follows.
+pub(super) const START_MARK: &str = "restart ";
 /// The secret by which agents and ranks know one another.
 pub(super) const TOKEN: &str = "token";
 
@@ -80,12 +82,14 @@ pub(super) fn tensorboard(folder: &Path) -> Option<String> {
     found.or_else(|| text.lines().last().map(str::to_owned))
 }
 
-/// The node whose process was killed for want of memory, as srun reports it: `srun: error: n2: task 1: Out Of Memory`.
+/// The node of the last run whose process was killed for want of memory, as srun reports it:
+/// `srun: error: n2: task 1: Out Of Memory`.
 pub(super) fn out_of_memory(folder: &Path) -> Option<usize> {
     let text = fs::read_to_string(batch_log(folder)).ok()?;
     let line = text
         .lines()
         .rev()
+        .take_while(|line| !line.starts_with(START_MARK))
         .find(|line| line.ends_with("Out Of Memory"))?;
     let (_, tasks) = line.split_once(": task")?;
     let digits = |c: char| !c.is_ascii_digit();
@@ -133,6 +137,10 @@ mod tests {
             ("srun: error: n2: task 1: Out Of Memory", Some(1)),
             ("srun: error: n[3-4]: tasks 2-3: Out Of Memory", Some(2)),
             ("srun: error: n2: task 1: Exited with exit code 3", None),
+            (
+                "srun: error: n2: task 1: Out Of Memory\nrestart 1 of job 7, on n1 n2",
+                None,
+            ),
         ] {
             fs::write(batch_log(folder.path()), format!("first\n{line}\nlast\n")).unwrap();
             assert_eq!(out_of_memory(folder.path()), node, "{line}");

@@ -4,9 +4,9 @@
 //! (`run.rs` reads it), and asks for another start where the agents do.
 
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::run::{AGENT_EXIT, END, RUN, TENSORBOARD_LOG, TOKEN, batch_log};
+use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG, TOKEN, batch_log};
 use crate::error::{Error, Result};
 use crate::output::shell_word;
 use crate::spec::{JobSpec, launcher_here};
@@ -23,11 +23,31 @@ const NOTICED_FROM: u64 = 600;
 pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
 pub(super) const COPIED_PROGRAM: &str = "program";
 
+/// The two files that every node runs.
+#[derive(Clone, Debug)]
+pub(super) struct AgentFiles {
+    pub(super) launcher: PathBuf,
+    pub(super) program: PathBuf,
+}
+
+impl AgentFiles {
+    /// Those of this machine.
+    ///
+    /// # Errors
+    /// When one is not there.
+    pub(super) fn here(spec: &JobSpec) -> Result<Self> {
+        Ok(Self {
+            launcher: launcher_here()?,
+            program: spec.program_file()?,
+        })
+    }
+}
+
 /// The script, for a job whose folder this is.
 ///
 /// # Errors
-/// When the program or accel-launch is not there, or a value cannot stand in an option of Slurm's.
-pub(super) fn render(spec: &JobSpec, folder: &Path) -> Result<String> {
+/// When a value cannot stand in an option of Slurm's.
+pub(super) fn render(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let mut script = "#!/bin/bash\n".to_owned();
     for (name, value) in options(spec, folder)? {
         script.push_str(&directive(&format!("--{name}={value}"))?);
@@ -48,6 +68,7 @@ signalled=false timed_out=false
 trap 'signalled=true' TERM
 rm -f "$folder"/{AGENT_EXIT}* "$folder/{END}" "$folder/{TENSORBOARD_LOG}"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+echo "{START_MARK}$restarts of job $SLURM_JOB_ID, on ${{nodes//$'\n'/ }}"
 put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{nodes//$'\n'/\",\"}}\"]}}"
 "#,
         folder = text(folder)?,
@@ -66,10 +87,10 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
             "tensorboard --host \"$SLURMD_NODENAME\" --port 0 --logdir {} >\"$folder/{TENSORBOARD_LOG}\" 2>&1 &\n\
              tensorboard=$!\n\
              trap 'kill \"$tensorboard\"' EXIT\n",
-            bash_word(&text_of(&spec.logdir)?)
+            text(&spec.logdir)?
         );
     }
-    script.push_str(&start(spec, folder)?);
+    script.push_str(&start(spec, folder, files)?);
     script.push_str(&wait(spec));
     Ok(script)
 }
@@ -112,13 +133,13 @@ fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<(&'static str, String)>>
     option("chdir", working_dir.as_deref().map(text_of).transpose()?);
     option("output", Some(pattern(&batch_log(folder))?));
     option("open-mode", Some("append".to_owned()));
-    let mut lines = options;
-    if spec.max_restarts > 0 {
-        lines.push(("requeue", String::new()));
+    let again = if spec.max_restarts > 0 {
+        "requeue"
     } else {
-        lines.push(("no-requeue", String::new()));
-    }
-    Ok(lines)
+        "no-requeue"
+    };
+    option(again, Some(String::new()));
+    Ok(options)
 }
 
 /// Cores of each node: one a rank where nothing is said.
@@ -131,14 +152,11 @@ fn cpus(spec: &JobSpec) -> Option<String> {
 }
 
 /// Starts the agents; their srun is `$agents`.
-fn start(spec: &JobSpec, folder: &Path) -> Result<String> {
+fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let broadcast = &spec.options.slurm.broadcast;
     let (launcher, program) = match broadcast {
         Some(_) => (r#""$launcher""#.to_owned(), r#""$program""#.to_owned()),
-        None => (
-            bash_word(&text_of(&launcher_here()?)?),
-            bash_word(&text_of(&spec.program_file()?)?),
-        ),
+        None => (text(&files.launcher)?, text(&files.program)?),
     };
     let words = spec
         .agent()
@@ -159,7 +177,7 @@ fn start(spec: &JobSpec, folder: &Path) -> Result<String> {
     let mut script = String::new();
     let mut clear = String::new();
     if let Some(place) = broadcast {
-        let place = bash_word(&text_of(place)?);
+        let place = text(place)?;
         let _ = write!(
             script,
             r#"export launcher={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-{COPIED_LAUNCHER}" program={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-{COPIED_PROGRAM}"
@@ -201,8 +219,9 @@ until [ -n "$code" ]; do
     ended=$?
     kill -0 "$agents" 2>/dev/null || code=$ended
 done
-# An agent that asks for another start tells more than one that was killed.
-if grep -qsx {again} "$folder"/{AGENT_EXIT}*; then code={again}; fi
+# An agent that asks for another start tells more than one that was killed, and the first node's more than srun.
+if grep -qsx {again} "$folder"/{AGENT_EXIT}*; then code={again}
+elif [ -s "$folder/{AGENT_EXIT}0" ]; then code=$(<"$folder/{AGENT_EXIT}0"); fi
 "#,
         again = accelerator_env::PREEMPTED_EXIT_CODE
     );
@@ -295,5 +314,121 @@ fn clock(seconds: u64) -> String {
     match days {
         0 => time,
         days => format!("{days}-{time}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::num::NonZeroUsize;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::spec::{EngineAddress, EngineKind, EngineOptions, Resources};
+
+    fn spec(program: &[&str]) -> JobSpec {
+        JobSpec {
+            name: "mnist".parse().unwrap(),
+            engine: EngineKind::Slurm,
+            nodes: NonZeroUsize::new(2).unwrap(),
+            nproc_per_node: "4".to_owned(),
+            resources: Resources::default(),
+            time_limit: None,
+            env: BTreeMap::new(),
+            working_dir: None,
+            max_restarts: 0,
+            priority: None,
+            tensorboard: false,
+            logdir: "/training_logs".into(),
+            program: program.iter().map(|&word| word.to_owned()).collect(),
+            address: EngineAddress::default(),
+            options: EngineOptions::default(),
+        }
+    }
+
+    fn script(spec: &JobSpec, folder: &str) -> Result<String> {
+        let files = AgentFiles {
+            launcher: "/opt/accel/accel-launch".into(),
+            program: "/home/user/train".into(),
+        };
+        render(spec, Path::new(folder), &files)
+    }
+
+    #[test]
+    fn the_plainest_job() {
+        let text = script(
+            &spec(&["./train", "--epochs", "2"]),
+            "/home/user/jobs/mnist",
+        )
+        .unwrap();
+        assert_eq!(text, include_str!("fixtures/plain.sh"));
+    }
+
+    #[test]
+    fn a_job_that_asks_for_everything() {
+        let mut spec = spec(&["./train", "it's", "$launcher", "*", ""]);
+        spec.resources = Resources {
+            cpus: NonZeroUsize::new(8),
+            gpus: 4,
+            memory: Some("16Gi".parse().unwrap()),
+        };
+        spec.time_limit = Some(Duration::from_secs(93_784));
+        spec.max_restarts = 3;
+        spec.priority = Some("high".to_owned());
+        spec.tensorboard = true;
+        spec.working_dir = Some("/home/user/my work".into());
+        spec.env = [
+            ("EMPTY", ""),
+            ("QUOTES", "it's \"$HOME\" `id`"),
+            ("LINES", "a\r\n'b'\\\t\u{85}1"),
+        ]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .into();
+        let slurm = &mut spec.options.slurm;
+        slurm.partition = Some("gpu".to_owned());
+        slurm.account = Some("team".to_owned());
+        slurm.constraint = Some("rack1|rack2".to_owned());
+        slurm.sbatch_arg = vec!["--exclusive".to_owned(), "--comment=two words".to_owned()];
+        slurm.broadcast = Some("/tmp".into());
+        let text = script(&spec, "/home/user/100% mine/mnist").unwrap();
+        assert_eq!(text, include_str!("fixtures/all.sh"));
+    }
+
+    #[test]
+    fn bash_reads_what_was_written() {
+        for value in [
+            "",
+            "a b",
+            "it's",
+            "a\r\n'b'\\\t\u{85}1$x",
+            "-n",
+            "é\n*",
+            "\u{1}2",
+        ] {
+            let line = format!("printf %s {}", bash_word(value));
+            assert!(!line.contains(char::is_control), "{line}");
+            let read = std::process::Command::new("bash")
+                .args(["-c", &line])
+                .output()
+                .unwrap();
+            assert_eq!(String::from_utf8(read.stdout).unwrap(), value);
+        }
+    }
+
+    #[test]
+    fn an_option_cannot_add_another() {
+        let mut bad = spec(&["./train"]);
+        for value in ["a\n#SBATCH --uid=0", "a\"b", "a\\b", "a\rb"] {
+            bad.options.slurm.partition = Some(value.to_owned());
+            assert!(script(&bad, "/jobs").is_err(), "{value}");
+        }
+        assert!(script(&spec(&["./train"]), "/jobs/a\nb").is_err());
+    }
+
+    #[test]
+    fn times_are_those_of_a_clock() {
+        for (seconds, text) in [(1, "00:00:01"), (7384, "02:03:04"), (93_784, "1-02:03:04")] {
+            assert_eq!(clock(seconds), text);
+        }
     }
 }

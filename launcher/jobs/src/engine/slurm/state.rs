@@ -7,6 +7,17 @@ use crate::job::{JobStatus, NodeUsage};
 /// The status of a node that works.
 pub(super) const READY: &str = "ready";
 
+/// The states and flags of a node that works.
+const WORKS: [&str; 7] = [
+    "idle",
+    "mixed",
+    "allocated",
+    "completing",
+    "planned",
+    "reserved",
+    "cloud",
+];
+
 /// A job as Slurm knows it. Times are seconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmJob {
@@ -132,9 +143,7 @@ fn of_nodes(text: &str) -> Vec<NodeUsage> {
     let node = |line: &str| {
         let name = field(line, "NodeName")?.to_owned();
         let state = field(line, "State").unwrap_or("UNKNOWN").to_lowercase();
-        let works = ["idle", "mixed", "allocated", "completing"]
-            .iter()
-            .any(|word| state == *word || state == format!("{word}+completing"));
+        let works = state.split('+').all(|word| WORKS.contains(&word));
         let cpus = |name| number(field(line, name)).unwrap_or(0.0);
         Some(NodeUsage {
             address: field(line, "NodeAddr").unwrap_or(&name).to_owned(),
@@ -184,4 +193,136 @@ fn gpus(gres: Option<&str>) -> usize {
     kinds
         .filter_map(|kind| kind.rsplit(':').next()?.parse::<usize>().ok())
         .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Recorded from Slurm 22.05.
+    const JOBS: &str = include_str!("fixtures/jobs.txt");
+    const NODES: &str = include_str!("fixtures/nodes.txt");
+
+    #[test]
+    fn jobs_are_read() {
+        let jobs: Vec<_> = JOBS
+            .split("\n\n")
+            .filter(|text| text.contains("JobId="))
+            .map(SlurmJob::of_scontrol)
+            .collect();
+        let shown: Vec<_> = jobs
+            .iter()
+            .map(|job| (job.state.as_str(), job.status(), job.why()))
+            .collect();
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(
+            shown,
+            [
+                ("PENDING", JobStatus::Pending, some("Resources")),
+                ("RUNNING", JobStatus::Running, None),
+                ("PENDING", JobStatus::Restarting, some("BeginTime")),
+                ("COMPLETED", JobStatus::Succeeded, None),
+                ("CANCELLED", JobStatus::Stopped, None),
+                (
+                    "TIMEOUT",
+                    JobStatus::Failed,
+                    some("TIMEOUT: its time limit is over; give a longer --time")
+                ),
+                (
+                    "NODE_FAIL",
+                    JobStatus::Failed,
+                    some(
+                        "NODE_FAIL: a node was lost, and no restart was left; give --max-restarts"
+                    )
+                ),
+                (
+                    "FAILED",
+                    JobStatus::Failed,
+                    some(
+                        "JobLaunchFailure: Slurm could not start it; the folder of the jobs' records has to be seen by \
+                         the nodes: give one by --jobs-dir"
+                    )
+                ),
+            ]
+        );
+        assert_eq!((jobs[0].started, jobs[0].restarts), (None, 0));
+        assert_eq!(jobs[2].restarts, 1);
+        let failed = &jobs[6];
+        assert_eq!(failed.exit, (75, 0));
+        assert!(failed.started < failed.ended);
+    }
+
+    #[test]
+    fn every_reason_is_in_words() {
+        let text = "JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:n4 Dependency=(null)";
+        assert_eq!(
+            SlurmJob::of_scontrol(text).why().as_deref(),
+            Some("ReqNodeNotAvail, UnavailableNodes:n4")
+        );
+        for state in ["OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL"] {
+            let job = SlurmJob::of_scontrol(&format!("JobState={state} Reason=None"));
+            assert_eq!(job.status(), JobStatus::Failed, "{state}");
+            assert!(job.why().unwrap().starts_with(state), "{state}");
+        }
+    }
+
+    #[test]
+    fn accounting_tells_what_is_forgotten() {
+        let job = SlurmJob::of_sacct("TIMEOUT|0:15|1795648729|1795648817|normal\n").unwrap();
+        assert_eq!(
+            (job.state.as_str(), job.exit, job.started, job.ended),
+            ("TIMEOUT", (0, 15), Some(1795648729), Some(1795648817))
+        );
+        let job = SlurmJob::of_sacct("CANCELLED by 1000|0:0|Unknown|Unknown|\n").unwrap();
+        assert_eq!((job.status(), job.started), (JobStatus::Stopped, None));
+        assert_eq!(SlurmJob::of_sacct(""), None);
+    }
+
+    #[test]
+    fn nodes_are_read() {
+        let shown: Vec<_> = of_nodes(NODES)
+            .into_iter()
+            .map(|node| {
+                (
+                    node.name,
+                    node.address,
+                    node.status,
+                    node.gpus,
+                    node.gpus_allocated,
+                )
+            })
+            .collect();
+        let node = |name: &str, address: &str, status: &str, gpus, allocated| {
+            (
+                name.to_owned(),
+                address.to_owned(),
+                status.to_owned(),
+                gpus,
+                allocated,
+            )
+        };
+        assert_eq!(
+            shown,
+            [
+                node("n1", "10.77.0.1", READY, 2, 1),
+                node("n2", "10.77.0.2", READY, 0, 0),
+                node("n3", "10.77.0.1", "unknown+drain+invalid_reg", 2, 0),
+                node("n4", "10.77.0.4", "down+not_responding", 0, 0),
+            ]
+        );
+    }
+
+    #[test]
+    fn gpus_of_all_kinds_are_counted() {
+        for (text, count) in [
+            ("gpu:4", 4),
+            ("gpu:a100:4(S:0-1),gpu:v100:2(S:0,1),license:1", 6),
+            ("gpu:a100:1(IDX:0,2-3)", 1),
+            ("gpu", 0),
+            ("shard:gpu:3", 0),
+        ] {
+            assert_eq!(gpus(Some(text)), count, "{text}");
+        }
+        assert_eq!(gpus(None), 0);
+    }
 }
