@@ -155,7 +155,10 @@ fn cpus(spec: &JobSpec) -> Option<String> {
 fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let broadcast = &spec.options.slurm.broadcast;
     let (launcher, program) = match broadcast {
-        Some(_) => (r#""$launcher""#.to_owned(), r#""$program""#.to_owned()),
+        Some(_) => (
+            format!("\"$copy-{COPIED_LAUNCHER}\""),
+            format!("\"$copy-{COPIED_PROGRAM}\""),
+        ),
         None => (text(&files.launcher)?, text(&files.program)?),
     };
     let words = spec
@@ -180,11 +183,16 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
         let place = text(place)?;
         let _ = write!(
             script,
-            r#"export launcher={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-{COPIED_LAUNCHER}" program={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-{COPIED_PROGRAM}"
-sbcast --force --preserve "$folder/{COPIED_LAUNCHER}" "$launcher" && sbcast --force --preserve "$folder/{COPIED_PROGRAM}" "$program" || finish 1
+            r#"copy={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID"
+for file in {COPIED_LAUNCHER} {COPIED_PROGRAM}; do
+    sbcast --force --preserve "$folder/$file" "$copy-$file" || finish 1
+done
 "#
         );
-        clear.push_str(r#"rm -f "$launcher" "$program"; "#);
+        let _ = write!(
+            clear,
+            r#"rm -f "$2" "${{2%{COPIED_LAUNCHER}}}{COPIED_PROGRAM}"; "#
+        );
     }
     let nodes = spec.nodes;
     let cpus = cpus(spec)
@@ -196,7 +204,7 @@ sbcast --force --preserve "$folder/{COPIED_LAUNCHER}" "$launcher" && sbcast --fo
         r#"export ACCEL_TOKEN_FILE="$folder/{TOKEN}"
 set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} \
     --export=ALL --input=none --output={logs} --open-mode=append --kill-on-bad-exit=0 --wait={SRUN_WAIT} \
-    /bin/bash -c 'trap : TERM; "$@"; set -- $?; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' "$folder" \
+    /bin/bash -c 'trap : TERM; "$@"; set -- $? "$1"; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' "$folder" \
     {}
 (
 "#,
