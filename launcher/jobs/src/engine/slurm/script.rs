@@ -19,6 +19,10 @@ const SRUN_WAIT: u64 = JOIN_TIMEOUT + 30;
 const NOTICE: u64 = 60;
 const NOTICED_FROM: u64 = 600;
 
+/// Blocks of a broadcast are small, so that a busy node answers to each before Slurm's own patience ends.
+const BROADCAST_BLOCK: &str = "1m";
+const BROADCAST_TIMEOUT: u64 = 60;
+
 /// Where the copies of accel-launch and of the program are that `--broadcast` sends, within the folder of the job.
 pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
 pub(super) const COPIED_PROGRAM: &str = "program";
@@ -185,7 +189,9 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
             script,
             r#"copy={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID"
 for file in {COPIED_LAUNCHER} {COPIED_PROGRAM}; do
-    sbcast --force --preserve "$folder/$file" "$copy-$file" || finish 1
+    sbcast --force --preserve --size={BROADCAST_BLOCK} --timeout={BROADCAST_TIMEOUT} "$folder/$file" "$copy-$file" && continue
+    srun rm -f "$copy-{COPIED_LAUNCHER}" "$copy-{COPIED_PROGRAM}"
+    finish 1
 done
 "#
         );
