@@ -6,9 +6,9 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
+use super::quote::{bash_word, clock, directive, path_text, path_word, pattern};
 use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG, TOKEN, batch_log};
-use crate::error::{Error, Result};
-use crate::output::shell_word;
+use crate::error::Result;
 use crate::spec::{JobSpec, launcher_here};
 
 /// How long agents wait for one another. All start at once, and only a new start of the job brings a lost one back.
@@ -53,10 +53,10 @@ impl AgentFiles {
 /// When a value cannot stand in an option of Slurm's.
 pub(super) fn render(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let mut script = "#!/bin/bash\n".to_owned();
-    for (name, value) in options(spec, folder)? {
-        script.push_str(&directive(&format!("--{name}={value}"))?);
-    }
-    for option in &spec.options.slurm.sbatch_arg {
+    for option in options(spec, folder)?
+        .iter()
+        .chain(&spec.options.slurm.sbatch_arg)
+    {
         script.push_str(&directive(option)?);
     }
     // Writing to a string does not fail.
@@ -75,7 +75,7 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 echo "{START_MARK}$restarts of job $SLURM_JOB_ID, on ${{nodes//$'\n'/ }}"
 put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{nodes//$'\n'/\",\"}}\"]}}"
 "#,
-        folder = text(folder)?,
+        folder = path_word(folder)?,
     );
     if spec.max_restarts > 0 {
         let _ = write!(
@@ -90,8 +90,8 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
             script,
             "tensorboard --host \"$SLURMD_NODENAME\" --port 0 --logdir {} >\"$folder/{TENSORBOARD_LOG}\" 2>&1 &\n\
              tensorboard=$!\n\
-             trap 'kill \"$tensorboard\"' EXIT\n",
-            text(&spec.logdir)?
+             trap 'kill \"$tensorboard\" 2>/dev/null' EXIT\n",
+            path_word(&spec.logdir)?
         );
     }
     script.push_str(&start(spec, folder, files)?);
@@ -100,19 +100,16 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
 }
 
 /// The options of sbatch that follow from the vocabulary of all engines.
-fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<(&'static str, String)>> {
+fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<String>> {
     let slurm = &spec.options.slurm;
     let resources = &spec.resources;
-    let mut options = vec![
-        ("job-name", spec.name.to_string()),
-        ("nodes", spec.nodes.to_string()),
-        ("ntasks-per-node", "1".to_owned()),
-    ];
-    let mut option = |name, value: Option<String>| {
-        if let Some(value) = value {
-            options.push((name, value));
-        }
+    let mut options = Vec::new();
+    let mut option = |name: &str, value: Option<String>| {
+        options.extend(value.map(|value| format!("--{name}={value}")));
     };
+    option("job-name", Some(spec.name.to_string()));
+    option("nodes", Some(spec.nodes.to_string()));
+    option("ntasks-per-node", Some("1".to_owned()));
     option("cpus-per-task", cpus(spec));
     let gpus = (resources.gpus > 0).then(|| resources.gpus.to_string());
     option("gpus-per-node", gpus);
@@ -134,15 +131,15 @@ fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<(&'static str, String)>>
         .as_deref()
         .map(crate::spec::absolute)
         .transpose()?;
-    option("chdir", working_dir.as_deref().map(text_of).transpose()?);
+    option("chdir", working_dir.as_deref().map(path_text).transpose()?);
     option("output", Some(pattern(&batch_log(folder))?));
     option("open-mode", Some("append".to_owned()));
-    let again = if spec.max_restarts > 0 {
-        "requeue"
+    let requeue = if spec.max_restarts > 0 {
+        "--requeue"
     } else {
-        "no-requeue"
+        "--no-requeue"
     };
-    option(again, Some(String::new()));
+    options.push(requeue.to_owned());
     Ok(options)
 }
 
@@ -163,12 +160,12 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
             format!("\"$copy-{COPIED_LAUNCHER}\""),
             format!("\"$copy-{COPIED_PROGRAM}\""),
         ),
-        None => (text(&files.launcher)?, text(&files.program)?),
+        None => (path_word(&files.launcher)?, path_word(&files.program)?),
     };
     let words = spec
         .agent()
         .join_timeout(JOIN_TIMEOUT)
-        .log_dir(text_of(&folder.join("logs"))?)
+        .log_dir(path_text(&folder.join("logs"))?)
         .words();
     // The program's own word, where that of the node stands.
     let program_at = words.len() - spec.program.len();
@@ -184,7 +181,7 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let mut script = String::new();
     let mut clear = String::new();
     if let Some(place) = broadcast {
-        let place = text(place)?;
+        let place = path_word(place)?;
         let _ = write!(
             script,
             r#"copy={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID"
@@ -261,74 +258,6 @@ fi
     }
     script.push_str("finish \"$code\"\n");
     script
-}
-
-/// A line that holds an option of sbatch.
-fn directive(option: &str) -> Result<String> {
-    let option = option.trim_end_matches('=');
-    if option.contains(['"', '\\']) || option.contains(char::is_control) {
-        return Err(Error::usage(format!(
-            "{option:?} cannot stand in a script of Slurm's: it has a quotation mark, a backslash or a control character"
-        )));
-    }
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
-    Ok(match option.chars().all(is_plain) {
-        true => format!("#SBATCH {option}\n"),
-        false => format!("#SBATCH \"{option}\"\n"),
-    })
-}
-
-/// A path in which Slurm replaces nothing.
-fn pattern(path: &Path) -> Result<String> {
-    Ok(text_of(path)?.replace('%', "%%"))
-}
-
-/// A word of bash. One with control characters stands in `$'…'`, since Slurm refuses scripts with carriage returns.
-fn bash_word(word: &str) -> String {
-    if !word.contains(char::is_control) {
-        return shell_word(word);
-    }
-    let mut quoted = "$'".to_owned();
-    for character in word.chars() {
-        match character {
-            '\'' | '\\' => quoted.extend(['\\', character]),
-            // Up to two bytes in UTF-8; a digit that follows must not be taken for one of the escape.
-            control if control.is_control() => {
-                let mut bytes = [0; 4];
-                for byte in control.encode_utf8(&mut bytes).bytes() {
-                    // Writing to a string does not fail.
-                    let _ = write!(quoted, "\\{byte:03o}");
-                }
-            }
-            other => quoted.push(other),
-        }
-    }
-    quoted.push('\'');
-    quoted
-}
-
-fn text(path: &Path) -> Result<String> {
-    Ok(bash_word(&text_of(path)?))
-}
-
-fn text_of(path: &Path) -> Result<String> {
-    let text = path.to_str().map(str::to_owned);
-    text.ok_or_else(|| {
-        Error::usage(format!(
-            "{} is not text in UTF-8, as a script of Slurm's has to be",
-            path.display()
-        ))
-    })
-}
-
-/// As Slurm writes a time: `1-02:03:04`.
-fn clock(seconds: u64) -> String {
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    let time = format!("{:02}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60);
-    match days {
-        0 => time,
-        days => format!("{days}-{time}"),
-    }
 }
 
 #[cfg(test)]
@@ -409,27 +338,6 @@ mod tests {
     }
 
     #[test]
-    fn bash_reads_what_was_written() {
-        for value in [
-            "",
-            "a b",
-            "it's",
-            "a\r\n'b'\\\t\u{85}1$x",
-            "-n",
-            "é\n*",
-            "\u{1}2",
-        ] {
-            let line = format!("printf %s {}", bash_word(value));
-            assert!(!line.contains(char::is_control), "{line}");
-            let read = std::process::Command::new("bash")
-                .args(["-c", &line])
-                .output()
-                .unwrap();
-            assert_eq!(String::from_utf8(read.stdout).unwrap(), value);
-        }
-    }
-
-    #[test]
     fn an_option_cannot_add_another() {
         let mut bad = spec(&["./train"]);
         for value in ["a\n#SBATCH --uid=0", "a\"b", "a\\b", "a\rb"] {
@@ -437,12 +345,5 @@ mod tests {
             assert!(script(&bad, "/jobs").is_err(), "{value}");
         }
         assert!(script(&spec(&["./train"]), "/jobs/a\nb").is_err());
-    }
-
-    #[test]
-    fn times_are_those_of_a_clock() {
-        for (seconds, text) in [(1, "00:00:01"), (7384, "02:03:04"), (93_784, "1-02:03:04")] {
-            assert_eq!(clock(seconds), text);
-        }
     }
 }
