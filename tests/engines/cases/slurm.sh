@@ -19,19 +19,19 @@ engine_up() {
     SLURM_NET=$(cat "$SLURM_DIR/net")
 }
 
-engine_down() { tests/engines/slurm down "$SLURM_DIR"; }
+engine_down() { [ ! -e "$SLURM_DIR" ] || tests/engines/slurm down "$SLURM_DIR"; }
 
 here() { tests/engines/slurm in "$SLURM_DIR" env PATH="$DIR/bin:$PATH" "$@"; }
 
-# node JOB INSTANCE: the number of the node on which it is.
-node() { jobs get "$1" | sed -n "s/.* $1-$2 *n//p"; }
+# job_node JOB INSTANCE: the number of the node on which it is.
+job_node() { jobs get "$1" | sed -n "s/.* $1-$2 *n//p"; }
 
-id() { here squeue -h -t all -n "$1" -o %i | tail -n 1; }
+job_id() { here squeue -h -t all -n "$1" -o %i | tail -n 1; }
 
 # The node comes back when Slurm has noticed.
 lose_instance() {
     local node
-    node=$(node "$1" "$2")
+    node=$(job_node "$1" "$2")
     tests/engines/slurm lose "$SLURM_DIR" "$node"
     until_shown "${3:-"node n$node is down"}" jobs get "$1" || return 1
     tests/engines/slurm return "$SLURM_DIR" "$node"
@@ -39,10 +39,15 @@ lose_instance() {
 
 lose_node() { lose_instance "$1" worker-0; }
 
-# Its processes on the nodes, and what Slurm still has of it.
+# What Slurm still has of it, its processes on the nodes, and its files there.
 engine_left() {
+    local host pid
     here squeue -h -n "$1" -o '%i %T'
-    left "$SLURM_NET" | grep -Ev ': slurm(d|stepd) '
+    for host in 1 2 3 4; do
+        for pid in $(ip netns pids "$SLURM_NET-h$host"); do
+            ! grep -sqzx "SLURM_JOB_NAME=$1" "/proc/$pid/environ" || echo "n$host: $(tr '\0' ' ' <"/proc/$pid/cmdline")"
+        done
+    done
     compgen -G "/tmp/$1-*" || true
 }
 
@@ -96,7 +101,7 @@ slurm_said_by_hand() {
     local dry
     dry=$(plain slurm-other --env 'A=it'"'"'s' --dry-run -- sleep 100 |
         sed "s,JOBS_DIR,$XDG_STATE_HOME/accel-jobs/slurm-script,; s,slurm-other,slurm-script,")
-    [ "$(here scontrol write batch_script "$(id slurm-script)" -)" = "$dry" ] || fail 'another script than --dry-run shows'
+    [ "$(here scontrol write batch_script "$(job_id slurm-script)" -)" = "$dry" ] || fail 'another script than --dry-run shows'
     gone slurm-script
 }
 
@@ -138,16 +143,17 @@ PROGRAM
     until_shown '^http://n[1-4]:[0-9]+/$' jobs get slurm-board
     expect 'Directory listing' here curl -s "$(jobs get slurm-board | tail -n 1)"
     expect stopped jobs stop slurm-board
-    [ -z "$(engine_left slurm-board | grep python)" ] || fail 'a TensorBoard outlives its job'
+    [ -z "$(engine_left slurm-board)" ] || fail "a TensorBoard leaves $(engine_left slurm-board)"
     gone slurm-board
 }
 
 # The node of the batch script, and of the head.
 slurm_first_node() {
     local out=$ENGINE_DIR/first
+    mkdir "$out"
     # shellcheck disable=SC2046 # words
     submit slurm-first --max-restarts 1 -- "$(program resumable)" $(arguments resumable "$out") >/dev/null
-    until compgen -G "$out/checkpoints/checkpoint-*" >/dev/null; do sleep 0.1; done
+    until_shown checkpoint- ls "$out/checkpoints"
     lose_instance slurm-first master-0
     jobs wait slurm-first --timeout "${LIMIT}s" || { jobs get slurm-first >&2; return 1; }
     expect 'RESTARTS: 1' jobs get slurm-first
@@ -167,10 +173,11 @@ slurm_no_restart() {
 # As a preemption and the end of a time limit announce themselves.
 slurm_preempted() {
     local out=$ENGINE_DIR/preempted
+    mkdir "$out"
     # shellcheck disable=SC2046 # words
     submit slurm-saved --max-restarts 1 -- "$(program resumable)" $(arguments resumable "$out") >/dev/null
-    until compgen -G "$out/checkpoints/checkpoint-*" >/dev/null; do sleep 0.1; done
-    here scancel --signal=TERM "$(id slurm-saved)"
+    until_shown checkpoint- ls "$out/checkpoints"
+    here scancel --signal=TERM "$(job_id slurm-saved)"
     until_shown 'STATUS: RESTARTING' jobs get slurm-saved
     jobs wait slurm-saved --timeout "${LIMIT}s" || { jobs get slurm-saved >&2; return 1; }
     expect 'all ranks have saved' jobs logs slurm-saved
@@ -181,7 +188,7 @@ slurm_preempted() {
 slurm_cancelled() {
     submit slurm-cancelled --max-restarts 3 -- "$(program resumable)" --checkpoints "$ENGINE_DIR/cancelled" --epochs 1000 >/dev/null
     until_shown '4 ranks' jobs logs slurm-cancelled
-    here scancel "$(id slurm-cancelled)"
+    here scancel "$(job_id slurm-cancelled)"
     until_shown '^STATUS: STOPPED' jobs get slurm-cancelled
     [ -z "$(engine_left slurm-cancelled)" ] || fail "scancel leaves $(engine_left slurm-cancelled)"
     gone slurm-cancelled
