@@ -55,7 +55,8 @@ engine_tests() {
     local test
     # This one takes a minute or two: the others run meanwhile.
     expect submitted jobs submit --engine slurm --name slurm-limit --time 30s -- sleep 600 || return 0
-    for test in refused pending said_by_hand environment broadcast board first_node no_restart preempted cancelled forgotten documented silent; do
+    for test in ${SLURM_TESTS:-refused pending said_by_hand environment broadcast board first_node no_restart preempted \
+        cancelled forgotten documented silent}; do
         "slurm_$test" || fail "$test"
     done
 }

@@ -15,6 +15,7 @@ pub(crate) struct AgentCommand<'a> {
     program: Option<String>,
     log_dir: Option<String>,
     join_timeout: Option<u64>,
+    grace: Option<u64>,
 }
 
 impl<'a> AgentCommand<'a> {
@@ -28,6 +29,7 @@ impl<'a> AgentCommand<'a> {
             program: None,
             log_dir: None,
             join_timeout: None,
+            grace: None,
         }
     }
 
@@ -52,6 +54,12 @@ impl<'a> AgentCommand<'a> {
     /// How many seconds agents wait for one another, at first and after a loss.
     pub(crate) fn join_timeout(mut self, seconds: u64) -> Self {
         self.join_timeout = Some(seconds);
+        self
+    }
+
+    /// How many seconds ranks have to save after SIGTERM.
+    pub(crate) fn grace(mut self, seconds: u64) -> Self {
+        self.grace = Some(seconds);
         self
     }
 
@@ -81,6 +89,9 @@ impl<'a> AgentCommand<'a> {
         }
         if let Some(seconds) = self.join_timeout {
             option("join-timeout", seconds.to_string());
+        }
+        if let Some(seconds) = self.grace {
+            option("grace", seconds.to_string());
         }
         option("nproc-per-node", spec.nproc_per_node.clone());
         if spec.max_restarts > 0 {

@@ -18,6 +18,8 @@ const SRUN_WAIT: u64 = JOIN_TIMEOUT + 30;
 /// So many seconds before the end of its time a job is told, where its time is long enough; Slurm may be a minute early.
 const NOTICE: u64 = 60;
 const NOTICED_FROM: u64 = 600;
+/// How long ranks have to save. Where Slurm leaves them less (`KillWait`), it kills them itself.
+const GRACE: u64 = NOTICE - 10;
 
 /// Blocks of a broadcast are small, so that a busy node answers to each before Slurm's own patience ends.
 const BROADCAST_BLOCK: &str = "1m";
@@ -165,6 +167,7 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let words = spec
         .agent()
         .join_timeout(JOIN_TIMEOUT)
+        .grace(GRACE)
         .log_dir(path_text(&folder.join("logs"))?)
         .words();
     // The program's own word, where that of the node stands.
