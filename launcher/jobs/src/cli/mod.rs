@@ -187,7 +187,6 @@ fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
 }
 
 fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
-    const POLL: Duration = Duration::from_millis(200);
     let (records, mut record, engine) = place.job(&arguments.name)?;
     let deadline = arguments.timeout.map(|limit| Instant::now() + limit);
     loop {
@@ -217,7 +216,7 @@ fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
                 arguments.name
             )));
         }
-        thread::sleep(POLL);
+        thread::sleep(engine.poll());
     }
 }
 

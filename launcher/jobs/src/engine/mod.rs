@@ -13,6 +13,7 @@ pub(crate) mod slurm;
 
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
 use serde::Serialize;
 
@@ -81,6 +82,11 @@ pub(crate) trait Engine {
     /// # Errors
     /// When the engine refuses it or does not answer.
     fn nodes(&self) -> Result<Vec<NodeUsage>>;
+
+    /// How long to wait between two questions about one job.
+    fn poll(&self) -> Duration {
+        Duration::from_millis(200)
+    }
 
     /// The volumes that jobs can mount.
     ///
