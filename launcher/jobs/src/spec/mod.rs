@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use agent::{AgentCommand, launcher_here};
 pub(crate) use engine::{EngineAddress, EngineKind, EngineOptions};
+#[cfg(feature = "kubernetes")]
+pub(crate) use kubernetes::{DataMount, ObjectKind, SyncMode, Taint};
 pub(crate) use name::JobName;
 pub(crate) use quantity::{Memory, time_limit};
 
