@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::engine::{Engine, LogsMode, LogsRequest, connect};
+use crate::engine::{Engine, LogsMode, LogsRequest, PortPair, connect};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::print;
@@ -56,6 +56,8 @@ enum Command {
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
     Stop(StopArgs),
+    /// Make a port of a job one of this machine, TensorBoard's unless another is given, until Ctrl-C.
+    PortForward(ForwardArgs),
     /// Show what nodes or jobs have of GPUs.
     #[command(subcommand)]
     Top(top::TopCommand),
@@ -89,6 +91,15 @@ struct WaitArgs {
 }
 
 #[derive(Args, Debug)]
+struct ForwardArgs {
+    /// The job.
+    name: JobName,
+    /// The port of this machine, and that of node 0 or of TensorBoard.
+    #[arg(value_name = "LOCAL:REMOTE", default_value = "9090:6006", value_parser = ports)]
+    ports: PortPair,
+}
+
+#[derive(Args, Debug)]
 struct StopArgs {
     /// The jobs.
     #[arg(required = true)]
@@ -103,7 +114,7 @@ struct StopArgs {
 /// # Errors
 /// Those of the command.
 pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> {
-    let cli = match Cli::try_parse_from(line) {
+    let cli = match Cli::try_parse_from(in_our_words(line)) {
         Ok(cli) => cli,
         Err(error) => {
             // A closed pipe is no error.
@@ -119,9 +130,25 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::Logs(arguments) => logs(arguments, place),
         Command::Wait(arguments) => wait(arguments, place),
         Command::Stop(arguments) => stop(arguments, place),
+        Command::PortForward(arguments) => forward(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
     }
+}
+
+/// Arena's `submit pytorch …` as `submit --engine kubernetes --kind pytorchjob …`.
+fn in_our_words(line: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = line.into_iter().collect();
+    let submit = words.iter().position(|word| word == "submit");
+    if let Some(at) = submit.map(|submit| submit + 1)
+        && words
+            .get(at)
+            .is_some_and(|word| word == "pytorch" || word == "pytorchjob")
+    {
+        let ours = ["--engine", "kubernetes", "--kind", "pytorchjob"];
+        words.splice(at..=at, ours.map(OsString::from));
+    }
+    words
 }
 
 impl Place {
@@ -178,8 +205,25 @@ fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn forward(arguments: &ForwardArgs, place: &Place) -> Result<ExitCode> {
+    let (records, record, engine) = place.job(&arguments.name)?;
+    let folder = records.job_folder(&arguments.name);
+    engine.forward(&record, &folder, arguments.ports, &mut io::stdout().lock())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn ports(text: &str) -> std::result::Result<PortPair, String> {
+    let pair = || {
+        let (local, remote) = text.split_once(':')?;
+        Some(PortPair {
+            local: local.parse().ok()?,
+            remote: remote.parse().ok()?,
+        })
+    };
+    pair().ok_or_else(|| "expected LOCAL:REMOTE, such as 9090:6006".to_owned())
+}
+
 fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
-    const POLL: Duration = Duration::from_millis(200);
     let (records, mut record, engine) = place.job(&arguments.name)?;
     let deadline = arguments.timeout.map(|limit| Instant::now() + limit);
     loop {
@@ -209,7 +253,7 @@ fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
                 arguments.name
             )));
         }
-        thread::sleep(POLL);
+        thread::sleep(engine.poll());
     }
 }
 
@@ -231,4 +275,34 @@ fn stop(arguments: &StopArgs, place: &Place) -> Result<ExitCode> {
         print(&format!("job {name} stopped\n"))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arenas_words_are_ours() {
+        let words = |line: &[&str]| -> Vec<String> {
+            in_our_words(line.iter().map(OsString::from))
+                .into_iter()
+                .map(|word| word.into_string().unwrap())
+                .collect()
+        };
+        assert_eq!(
+            words(&["accel-jobs", "submit", "pytorch", "--name=a", "x"]),
+            [
+                "accel-jobs",
+                "submit",
+                "--engine",
+                "kubernetes",
+                "--kind",
+                "pytorchjob",
+                "--name=a",
+                "x"
+            ]
+        );
+        let other = ["accel-jobs", "submit", "--name", "a", "pytorch"];
+        assert_eq!(words(&other), other);
+    }
 }

@@ -18,6 +18,22 @@ pub(crate) struct KubernetesOptions {
     #[arg(long, value_name = "REF")]
     pub(crate) image: Option<String>,
 
+    /// Kubernetes: put accel-launch and the program on this image, and run the image that is made so.
+    #[arg(long, value_name = "REF", requires = "push", conflicts_with = "image")]
+    pub(crate) base_image: Option<String>,
+
+    /// Kubernetes: where that image is pushed, such as registry.example/team/mnist:1.
+    #[arg(long, value_name = "REF", requires = "base_image")]
+    pub(crate) push: Option<String>,
+
+    /// Kubernetes: put a file or folder into that image as well, below /app; can be repeated.
+    #[arg(long, value_name = "PATH[:BELOW]", requires = "base_image")]
+    pub(crate) include: Vec<Include>,
+
+    /// Kubernetes: a registry that is reached without TLS; can be repeated.
+    #[arg(long, value_name = "HOST:PORT", requires = "base_image")]
+    pub(crate) insecure_registry: Vec<String>,
+
     /// Kubernetes: a Secret with which images are pulled; can be repeated.
     #[arg(long, value_name = "NAME")]
     pub(crate) image_pull_secret: Vec<String>,
@@ -90,6 +106,13 @@ pub(crate) struct DataMount {
     pub(crate) path: PathBuf,
 }
 
+/// A file or folder of this machine, and where the image has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Include {
+    pub(crate) path: PathBuf,
+    pub(crate) below: String,
+}
+
 /// A taint of nodes. What is left open is any.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Taint {
@@ -117,6 +140,24 @@ impl FromStr for DataMount {
                 path: PathBuf::from(path),
             }),
             _ => Err("expected PVC:PATH with a whole path, such as training-data:/data".to_owned()),
+        }
+    }
+}
+
+impl FromStr for Include {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (path, below) = match text.rsplit_once(':') {
+            Some((path, below)) => (PathBuf::from(path), Some(below.to_owned())),
+            None => (PathBuf::from(text), None),
+        };
+        let name = || Some(path.file_name()?.to_str()?.to_owned());
+        match below.or_else(name) {
+            Some(below) if !below.is_empty() && !path.as_os_str().is_empty() => {
+                Ok(Self { path, below })
+            }
+            _ => Err("expected PATH or PATH:BELOW, such as configs:configs".to_owned()),
         }
     }
 }

@@ -26,7 +26,7 @@ pub(super) struct Cluster {
 }
 
 /// How long a connection, and an answer, may take.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// How long a server that is busy is left alone before it is asked again.
 const PAUSES: [Duration; 3] = [
@@ -148,6 +148,18 @@ impl Cluster {
     /// The same, with the fault as it is.
     pub(super) async fn try_ask<T, F>(
         &self,
+        question: impl Fn() -> F,
+    ) -> std::result::Result<T, Fault>
+    where
+        F: Future<Output = kube::Result<T>>,
+    {
+        self.ask_while(is_passing, question).await
+    }
+
+    /// The same, asked again while `is_passing` says so of the answer.
+    pub(super) async fn ask_while<T, F>(
+        &self,
+        is_passing: fn(&kube::Error) -> bool,
         question: impl Fn() -> F,
     ) -> std::result::Result<T, Fault>
     where

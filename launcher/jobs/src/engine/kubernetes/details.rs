@@ -23,7 +23,11 @@ pub(super) async fn details(cluster: &Cluster, job: &JobRecord) -> Result<JobDet
     if owners.state == OwnerState::Active {
         pods = pods.with_warnings(cluster, &owners.names).await;
     }
-    Ok(of(spec, job.submitted, &cluster.namespace, &owners, &pods))
+    let mut details = of(spec, job.submitted, &cluster.namespace, &owners, &pods);
+    // Pods that others took the place of are removed in time.
+    let before = job.last.as_ref().map_or(0, |last| last.restarts);
+    details.restarts = details.restarts.max(before);
+    Ok(details)
 }
 
 fn of(

@@ -21,6 +21,11 @@ pub(super) fn is_passing(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if matches!(status.code, 429 | 500 | 503 | 504))
 }
 
+/// Whether the server has not begun with what it was asked for.
+pub(super) fn is_untouched(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.code == 429)
+}
+
 impl Fault {
     /// The status code of the answer, where there was one.
     pub(super) fn code(&self) -> Option<u16> {

@@ -12,6 +12,7 @@ use tokio::time::sleep;
 
 use super::cluster::Cluster;
 use super::details::details;
+use super::fault::Fault;
 use super::pods::{self, NodePods};
 use crate::engine::{LogsMode, LogsRequest};
 use crate::error::{Error, Result};
@@ -89,7 +90,10 @@ pub(super) async fn logs(
 struct Shown {
     complete: Vec<String>,
     pod: String,
+    /// The time of its last line.
     last: Option<Timestamp>,
+    /// Up to where a stream before this one has come.
+    before: Option<Timestamp>,
 }
 
 /// How a stream of output ended.
@@ -111,19 +115,21 @@ impl Shown {
         self.complete.push(pod.name_any());
     }
 
-    /// Whether the line with this time is to be shown.
-    fn takes(&mut self, pod: &str, time: Option<Timestamp>) -> bool {
+    /// A stream of that pod begins; what is shown of it already is not shown again.
+    fn begin(&mut self, pod: &str) {
         if self.pod != pod {
             (self.pod, self.last) = (pod.to_owned(), None);
         }
-        match (time, self.last) {
-            (Some(time), Some(last)) if time <= last => false,
-            (Some(time), _) => {
-                self.last = Some(time);
-                true
-            }
-            (None, _) => true,
+        self.before = self.last;
+    }
+
+    /// Whether the line with this time is to be shown. Servers begin at a whole second.
+    fn takes(&mut self, time: Option<Timestamp>) -> bool {
+        if time.is_some() && time <= self.before {
+            return false;
         }
+        self.last = time.or(self.last);
+        true
     }
 }
 
@@ -137,10 +143,11 @@ async fn show(
     output: &mut dyn Write,
 ) -> Result<Shape> {
     let name = pod.name_any();
+    shown.begin(&name);
     let parameters = LogParams {
         container: pods::container_name(pod),
         follow,
-        since_time: shown.last.filter(|_| shown.pod == name),
+        since_time: shown.before,
         tail_lines: tail.and_then(|lines| i64::try_from(lines).ok()),
         // They say where to go on when a stream breaks.
         timestamps: true,
@@ -150,7 +157,10 @@ async fn show(
     let stream = match cluster.try_ask(|| api.log_stream(&name, &parameters)).await {
         Ok(stream) => stream,
         // A kubelet that is gone is the server's 500 or 502; 400 is a container that has not begun, 404 a pod that is gone.
-        Err(fault) if matches!(fault.code(), Some(400 | 404 | 500..)) => {
+        Err(fault)
+            if matches!(fault, Fault::Silent(_))
+                || matches!(fault.code(), Some(400 | 404 | 500..)) =>
+        {
             if !follow {
                 warn(&format!(
                     "the output of pod {name} is not to be had: its node does not answer"
@@ -167,7 +177,7 @@ async fn show(
         let read = match tokio::time::timeout(POLL, read).await {
             Ok(read) => read,
             // What was read stays in `line`. A node that is lost says nothing any more.
-            Err(_) if is_replaced(cluster, node, pod).await => return Ok(Shape::Broken),
+            Err(_) if follow && is_replaced(cluster, node, pod).await => return Ok(Shape::Broken),
             Err(_) => continue,
         };
         match read {
@@ -176,7 +186,7 @@ async fn show(
             Err(_) => return Ok(Shape::Broken),
         }
         let (time, text) = split(&line);
-        if shown.takes(&name, time) {
+        if shown.takes(time) {
             match output.write_all(text).and_then(|()| output.flush()) {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(Shape::Closed),
@@ -222,9 +232,13 @@ mod tests {
         let (time, text) = split(b"2026-01-01T00:00:00.123456789Z loss 0.5\n");
         assert_eq!(text, b"loss 0.5\n");
         let mut shown = Shown::default();
-        assert!(shown.takes("a", time));
-        assert!(!shown.takes("a", time));
-        assert!(shown.takes("b", time));
+        shown.begin("a");
+        // Two lines may have one time.
+        assert!(shown.takes(time) && shown.takes(time));
+        shown.begin("a");
+        assert!(!shown.takes(time));
+        shown.begin("b");
+        assert!(shown.takes(time));
         assert_eq!(split(b"no time\n"), (None, &b"no time\n"[..]));
     }
 }

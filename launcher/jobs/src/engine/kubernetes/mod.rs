@@ -1,15 +1,17 @@
 //! The engine Kubernetes, by its API.
 //!
-//! `objects` says what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
+//! `placement` says which image runs, `objects` what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
 //! how far it is. All of it is known by the label of the job, and nothing is kept here but the cluster's address.
 
 mod cluster;
 mod details;
 mod fault;
+mod forward;
 mod logs;
 mod nodes;
 mod objects;
 mod owner;
+mod placement;
 mod pods;
 mod removal;
 mod submission;
@@ -18,16 +20,18 @@ mod version;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Engine, LogsRequest, Submitted, Volume};
+use super::{Engine, LogsRequest, PortPair, Submitted, Volume};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
 use crate::output::warn;
 use crate::spec::{EngineAddress, JobSpec};
 use cluster::Cluster;
 use objects::Objects;
+use placement::Placement;
 use version::ServerVersion;
 
 /// Jobs of Kubernetes.
@@ -39,6 +43,8 @@ pub(crate) struct KubernetesEngine {
 /// Where the folder of a job keeps the address of the cluster that has it.
 const CLUSTER_FILE: &str = "cluster";
 const TOKEN_BYTES: usize = 32;
+/// How often the server of others, too, is asked about a job.
+const POLL: Duration = Duration::from_secs(1);
 
 impl KubernetesEngine {
     /// Finds the cluster of the kubeconfig, or the one that this process runs in. Nothing is asked of it yet.
@@ -85,7 +91,8 @@ impl Engine for KubernetesEngine {
             }
             version => version?,
         };
-        Objects::of(spec, version, &token()?)?.yaml()
+        let placement = Placement::of(spec)?;
+        Objects::of(placement.spec(), version, &token()?)?.yaml()
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
@@ -95,11 +102,16 @@ impl Engine for KubernetesEngine {
             Error::system(format!("{} cannot be written", file.display())).with_source(error)
         })?;
         let name = spec.name.as_str();
-        let created = self.runtime.block_on(async {
-            let version = cluster.version().await?;
-            let objects = Objects::of(spec, version, &token()?)?;
-            submission::submit(cluster, &objects, name).await
-        })?;
+        let version = self.runtime.block_on(cluster.version())?;
+        let placement = Placement::of(spec)?;
+        let objects = Objects::of(placement.spec(), version, &token()?)?;
+        self.runtime
+            .block_on(submission::check(cluster, &objects))?;
+        let mut created = placement.push()?;
+        created.extend(
+            self.runtime
+                .block_on(submission::make(cluster, &objects, name))?,
+        );
         Ok(Submitted {
             id: format!("{}/{name}", cluster.namespace),
             created,
@@ -143,6 +155,23 @@ impl Engine for KubernetesEngine {
         let cluster = self.of_job(job, folder)?;
         self.runtime
             .block_on(removal::remove(&cluster, job.spec.name.as_str()))
+    }
+
+    fn forward(
+        &self,
+        job: &JobRecord,
+        folder: &Path,
+        ports: PortPair,
+        output: &mut dyn Write,
+    ) -> Result<()> {
+        let cluster = self.of_job(job, folder)?;
+        let name = job.spec.name.as_str();
+        self.runtime
+            .block_on(forward::forward(&cluster, name, ports, output))
+    }
+
+    fn poll(&self) -> Duration {
+        POLL
     }
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {

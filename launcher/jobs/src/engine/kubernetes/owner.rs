@@ -10,6 +10,7 @@ use serde::Deserialize;
 use super::cluster::Cluster;
 use super::objects::{JOB_LABEL, pytorch_job, train_job};
 use crate::error::{Error, Result};
+use crate::output::now;
 use crate::spec::ObjectKind;
 
 /// The state of the objects of one job, taken together.
@@ -35,6 +36,9 @@ pub(super) struct Owners {
     /// Their names.
     pub(super) names: Vec<String>,
 }
+
+/// How long the other Jobs of a job have to end when one has failed.
+const SETTLING_SECONDS: u64 = 10;
 
 /// The fields that the three kinds share.
 #[derive(Debug, Default, Deserialize)]
@@ -70,7 +74,7 @@ impl Owners {
         let selector = format!("{JOB_LABEL}={job}");
         let api = cluster.dynamic(&resource);
         let found = cluster.labelled(&resource.plural, &api, &selector).await?;
-        Self::of(&found).ok_or_else(|| {
+        Self::of(&found, now()).ok_or_else(|| {
             Error::not_found(format!(
                 "Kubernetes at {} has no {} {job} in namespace {}: it was removed there",
                 cluster.url, resource.kind, cluster.namespace
@@ -78,36 +82,34 @@ impl Owners {
         })
     }
 
-    /// Of these objects; `None` where there are none.
-    pub(super) fn of(objects: &[DynamicObject]) -> Option<Self> {
+    /// Of these objects at that time; `None` where there are none.
+    pub(super) fn of(objects: &[DynamicObject], now: u64) -> Option<Self> {
         let read = |object: &DynamicObject| {
             let status = object.data.get("status").cloned().unwrap_or_default();
             serde_json::from_value::<OwnerStatus>(status).unwrap_or_default()
         };
         let statuses: Vec<_> = objects.iter().map(read).collect();
         let first = statuses.first()?;
+        let end = statuses.iter().filter_map(OwnerStatus::end).max();
+        // The others end with it, and may say more of why.
+        let is_settled = statuses.iter().all(OwnerStatus::is_over)
+            || end.is_none_or(|end| now >= end + SETTLING_SECONDS);
         let failed = statuses
             .iter()
-            .find_map(|status| status.condition("Failed"));
-        let is_complete = |status: &OwnerStatus| {
-            status
-                .condition("Complete")
-                .or(status.condition("Succeeded"))
-                .is_some()
-        };
+            .find_map(|status| status.condition("Failed"))
+            .filter(|_| is_settled);
         let state = if let Some(condition) = failed {
             OwnerState::Failed(condition.text())
-        } else if statuses.iter().all(is_complete) {
+        } else if statuses.iter().all(OwnerStatus::is_complete) {
             OwnerState::Complete
         } else if first.condition("Suspended").is_some() || is_suspended(&objects[0]) {
             OwnerState::Suspended
         } else {
             OwnerState::Active
         };
-        let ends = statuses.iter().filter_map(OwnerStatus::end);
         Some(Self {
             ended: match state {
-                OwnerState::Failed(_) | OwnerState::Complete => ends.max(),
+                OwnerState::Failed(_) | OwnerState::Complete => end,
                 OwnerState::Suspended | OwnerState::Active => None,
             },
             state,
@@ -128,6 +130,15 @@ impl OwnerStatus {
         let holds =
             |condition: &&OwnerCondition| condition.kind == kind && condition.status == "True";
         self.conditions.iter().find(holds)
+    }
+
+    fn is_complete(&self) -> bool {
+        let complete = ["Complete", "Succeeded"];
+        complete.iter().any(|kind| self.condition(kind).is_some())
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_complete() || self.condition("Failed").is_some()
     }
 
     fn end(&self) -> Option<u64> {
@@ -175,7 +186,7 @@ mod tests {
         let object = |status: &serde_json::Value| {
             DynamicObject::new("m", &pytorch_job()).data(json!({"status": status}))
         };
-        Owners::of(&statuses.iter().map(object).collect::<Vec<_>>())
+        Owners::of(&statuses.iter().map(object).collect::<Vec<_>>(), 100)
             .unwrap()
             .state
     }
@@ -191,7 +202,7 @@ mod tests {
             state(&[done, failed]),
             OwnerState::Failed("Job was active longer (DeadlineExceeded)".to_owned())
         );
-        assert!(Owners::of(&[]).is_none());
+        assert!(Owners::of(&[], 0).is_none());
     }
 
     #[test]

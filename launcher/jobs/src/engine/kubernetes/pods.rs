@@ -252,7 +252,10 @@ impl NodePods {
                 }
             }
         }
-        self.warnings.of_object(&pod.name_any()).map(str::to_owned)
+        let warning = self.warnings.of_object(&pod.name_any());
+        warning
+            .filter(|text| text.starts_with("Failed"))
+            .map(str::to_owned)
     }
 }
 

@@ -6,27 +6,39 @@ use kube::api::PostParams;
 use kube::core::DynamicObject;
 
 use super::cluster::Cluster;
+use super::fault::is_untouched;
 use super::objects::{Object, Objects};
 use super::removal;
 use crate::error::{Error, Result};
 
-/// Makes the objects, the owner first, after the server has said that it would take every one of them. Returns what was
-/// made.
+/// Asks the server whether it would take the objects. Nothing is made.
 ///
 /// # Errors
-/// When the server refuses one; then none is left.
-pub(super) async fn submit(cluster: &Cluster, objects: &Objects, job: &str) -> Result<Vec<String>> {
+/// When it refuses one.
+pub(super) async fn check(cluster: &Cluster, objects: &Objects) -> Result<()> {
     for object in objects.all() {
         let answer = create(cluster, object, Trial::Dry).await?;
         has_all_fields(object, &answer)?;
     }
-    let owner = create(cluster, &objects.owner, Trial::Real).await?;
-    let made = owned(cluster, objects, &owner).await;
+    Ok(())
+}
+
+/// Makes the objects of a job, the owner first. Returns what was made, a line each.
+///
+/// # Errors
+/// When the server refuses one; then none is left.
+pub(super) async fn make(cluster: &Cluster, objects: &Objects, job: &str) -> Result<Vec<String>> {
+    let made = match create(cluster, &objects.owner, Trial::Real).await {
+        Ok(owner) => owned(cluster, objects, &owner).await,
+        // A server that did not answer may have made it.
+        Err(error) if error.is_unreachable() => Err(error),
+        Err(error) => return Err(error),
+    };
     if let Err(error) = made {
         // The first error counts; what is said of the removal is added to it.
         return Err(match removal::remove(cluster, job).await {
             Ok(()) => error,
-            Err(left) => Error::refused(format!("{error}; and what was made is left: {left}")),
+            Err(left) => Error::refused(format!("{error}; what was made may be left: {left}")),
         });
     }
     Ok(objects
@@ -65,9 +77,11 @@ async fn create(cluster: &Cluster, object: &Object, trial: Trial) -> Result<Dyna
         dry_run: trial == Trial::Dry,
         ..PostParams::default()
     };
-    cluster
-        .ask(&object.shown(), || api.create(&parameters, &object.value))
+    // A second request would find what the first has made, whose answer was lost.
+    let answer = cluster.ask_while(is_untouched, || api.create(&parameters, &object.value));
+    answer
         .await
+        .map_err(|fault| fault.error(&object.shown(), cluster))
 }
 
 /// Servers drop fields that they do not know. Where one has dropped a part of what was asked for, the job would be another.

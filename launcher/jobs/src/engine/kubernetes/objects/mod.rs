@@ -18,7 +18,9 @@ use crate::error::{Error, Result};
 use crate::spec::{JobSpec, ObjectKind};
 
 pub(super) use kubeflow::{pytorch_job, train_job};
-pub(super) use tensorboard::{NAME_SUFFIX as TENSORBOARD_SUFFIX, PORT as TENSORBOARD_PORT};
+pub(super) use tensorboard::{
+    NAME_SUFFIX as TENSORBOARD_SUFFIX, PART as TENSORBOARD, PORT as TENSORBOARD_PORT,
+};
 
 /// The label of every object of a job.
 pub(super) const JOB_LABEL: &str = "accel-jobs/job";
@@ -183,7 +185,7 @@ fn check(spec: &JobSpec) -> Result<()> {
     let options = &spec.options.kubernetes;
     if options.image.is_none() {
         return Err(Error::usage(
-            "Kubernetes runs images: give one that holds accel-launch and the program by --image",
+            "Kubernetes runs images: give one that holds accel-launch and the program by --image, or have one made by --base-image and --push",
         ));
     }
     if spec.tensorboard && !options.is_in_data(&spec.logdir) {

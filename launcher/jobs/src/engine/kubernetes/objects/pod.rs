@@ -20,6 +20,8 @@ use crate::spec::{DataMount, JobSpec, SyncMode, Taint};
 
 const TOKEN_FOLDER: &str = "/etc/accel";
 const DEFAULT_WORKING_DIR: &str = "/root";
+/// How long a node of a job that is started again may be silent, after the cluster has noticed it.
+const LOST_NODE_SECONDS: i64 = 10;
 /// How long agents have to end their ranks.
 const GRACE_SECONDS: i64 = 60;
 
@@ -57,7 +59,7 @@ pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result
             restart_policy: Some("Never".to_owned()),
             service_account_name: options.service_account.clone(),
             termination_grace_period_seconds: Some(GRACE_SECONDS),
-            tolerations: tolerations(spec),
+            tolerations: patience(spec),
             volumes: Some(volumes(spec)),
             ..PodSpec::default()
         }),
@@ -198,6 +200,25 @@ pub(super) fn tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     };
     let taints = &spec.options.kubernetes.toleration;
     (!taints.is_empty()).then(|| taints.iter().map(toleration).collect())
+}
+
+/// The taints of --toleration. Where the job is started again, a node that is lost has its pod replaced sooner than the
+/// cluster would do: the launcher has given that node up long before.
+fn patience(spec: &JobSpec) -> Option<Vec<Toleration>> {
+    let given = tolerations(spec);
+    if spec.max_restarts == 0 {
+        return given;
+    }
+    let lost = |state: &str| Toleration {
+        key: Some(format!("node.kubernetes.io/{state}")),
+        operator: Some("Exists".to_owned()),
+        effect: Some("NoExecute".to_owned()),
+        toleration_seconds: Some(LOST_NODE_SECONDS),
+        ..Toleration::default()
+    };
+    let mut all = given.unwrap_or_default();
+    all.extend(["not-ready", "unreachable"].map(lost));
+    Some(all)
 }
 
 /// The Secrets of --image-pull-secret.

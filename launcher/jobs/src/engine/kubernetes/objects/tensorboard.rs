@@ -13,6 +13,8 @@ use crate::spec::JobSpec;
 
 /// What its Service is called, after the job.
 pub(in super::super) const NAME_SUFFIX: &str = "-tensorboard";
+/// The part of the job that it is.
+pub(in super::super) const PART: &str = "tensorboard";
 /// Where it listens.
 pub(in super::super) const PORT: i32 = 6006;
 
@@ -20,7 +22,7 @@ pub(in super::super) const PORT: i32 = 6006;
 pub(super) fn objects(spec: &JobSpec) -> Result<[Object; 2]> {
     let name = format!("{}{NAME_SUFFIX}", spec.name);
     let mut own_labels = labels(spec.name.as_str());
-    own_labels.insert(PART_LABEL.to_owned(), "tensorboard".to_owned());
+    own_labels.insert(PART_LABEL.to_owned(), PART.to_owned());
     let image = spec.options.kubernetes.tensorboard_image.clone();
     let command = [
         "tensorboard",
