@@ -22,9 +22,7 @@ program() { echo "/app/$1"; }
 engine_up() {
     CLUSTER=$ENGINE_DIR/cluster
     PREFIX=${PREFIX:-ak$$} "$KUBERNETES" up "$CLUSTER" || return 1
-    # shellcheck disable=SC1091 # written by `up`
-    . "$CLUSTER/env"
-    REGISTRY=$ENGINE_REGISTRY
+    REGISTRY=$(here printenv ENGINE_REGISTRY)
     # In place of the cluster's DNS.
     here setsid "$CASES/kubernetes-dns.py" "${REGISTRY%:*}" "$CLUSTER/kubeconfig" >"$CLUSTER/log/dns" 2>&1 </dev/null &
     local node
@@ -40,7 +38,7 @@ engine_up() {
 # An image with the programs, and one with git.
 images() {
     local app=$ENGINE_DIR/app git=$ENGINE_DIR/git name library
-    mkdir -p "$app/usr/local/bin" "$app/app" "$git/usr/bin" "$git/lib64"
+    mkdir -p "$ENGINE_DIR/data" "$app/usr/local/bin" "$app/app" "$git/usr/bin" "$git/lib64"
     cp "$LAUNCHER" "$app/usr/local/bin/accel-launch"
     for name in regression mnist resumable; do cp "$EXAMPLES/$name" "$app/app/"; done
     here "$PWD/tests/engines/image" --push "http://$REGISTRY" team/app:1 "$app" --from base:1 >/dev/null || return 1
@@ -69,20 +67,32 @@ nothing_left() {
     [ -z "$left" ] || fail "$1 leaves $left"
 }
 
+# One rank a node.
+one_rank() { jobs submit --engine kubernetes --name "$1" "${SUBMIT[@]}" "${@:2}"; }
+
 # The same, as a user of the cluster with that kubeconfig.
 as() { here env KUBECONFIG="$CLUSTER/$1.kubeconfig" timeout "$LIMIT" "$JOBS" "${@:2}"; }
 
 engine_tests() {
     local name
-    for name in out_of_memory waits refusals rights kubeflow code tensorboard speed; do
+    for name in course out_of_memory waits refusals rights kubeflow code tensorboard speed; do
         say "kubernetes: $name"
         "kubernetes_$name"
     done
 }
 
+# The commands of docs/kubernetes.md, with this registry. This server has no Indexed Jobs, and so a Job a node.
+kubernetes_course() {
+    "$KUBERNETES" gpus "$CLUSTER" 1 2 && "$KUBERNETES" gpus "$CLUSTER" 2 2
+    here "$CASES/course.py" "$PWD/docs/kubernetes.md" "$JOBS" "registry.example/team/mnist:1=$REGISTRY/team/app:1" \
+        'job.batch/mnist-dist created=job.batch/mnist-dist-0 created' '=job.batch/mnist-dist-1 created
+' >"$ENGINE_DIR/course" 2>&1 || { fail "the course of docs/kubernetes.md"; tail -n 30 "$ENGINE_DIR/course" >&2; }
+    nothing_left mnist-dist
+}
+
 # Rank 1, on the other node, takes more memory than its pod has.
 kubernetes_out_of_memory() {
-    expect submitted submit memory --nproc-per-node 1 --memory 64Mi -- \
+    expect submitted one_rank memory --nodes 2 --memory 64Mi -- \
         'if [ "$RANK" = 1 ]; then x=0123456789abcdef; while :; do x=$x$x; done; else sleep 100; fi' || return 0
     refuse FAILED jobs wait memory --timeout 60s
     expect 'FAILURE: memory-worker-0: .*OOMKilled' jobs get memory
@@ -95,7 +105,6 @@ kubernetes_waits() {
     expect submitted submit large --gpus 8 -- /app/regression
     until_shown 'Unschedulable: .*Insufficient nvidia.com/gpu' jobs get large
     expect stopped jobs stop large --forget
-    "$KUBERNETES" gpus "$CLUSTER" 1 2 && "$KUBERNETES" gpus "$CLUSTER" 2 2
     until_shown '^0/4 \(0%\)' jobs top nodes --engine kubernetes
     expect submitted submit gpus --gpus 1 -- 'sleep 100'
     until_shown '^2/4 \(50%\)' jobs top nodes --engine kubernetes
@@ -139,7 +148,7 @@ kubernetes_refusals() {
     expect 'job.batch/dry-1 created' kube create --dry-run=server -f "$ENGINE_DIR/dry.yaml"
     nothing_left dry
     refuse "$(printf 'no usable context elsewhere')" jobs submit --context elsewhere --engine kubernetes --name a --image b -- c
-    refuse 'namespace is not there' jobs submit -n nowhere --engine kubernetes --name a --image b -- c
+    refuse 'has no namespace nowhere' jobs submit -n nowhere --engine kubernetes --name a --image b -- c
     sed 's/:6443/:6444/' "$CLUSTER/kubeconfig" >"$CLUSTER/closed.kubeconfig"
     refuse 'cannot be reached' as closed submit --engine kubernetes --name a --image b -- c
     sed 's/token: .*}}/token: expired}}/' "$CLUSTER/kubeconfig" >"$CLUSTER/expired.kubeconfig"
@@ -177,7 +186,7 @@ kubernetes_kubeflow() {
         nothing_left "of-$kind"
     done
     expect 'kind: PyTorchJob' jobs submit pytorch --name arena --workers 3 --gpus 1 --image a --dry-run -- b
-    refuse 'trainjob.*Too long' jobs submit --engine kubernetes --kind trainjob --name long --image "$(printf 'a%.0s' {1..600})" -- b
+    refuse 'trainjob.*at most 500' jobs submit --engine kubernetes --kind trainjob --name long --image "$(printf 'a%.0s' {1..600})" -- b
     nothing_left long
     kube delete crd pytorchjobs.kubeflow.org >/dev/null
     refuse 'Kubeflow training operator' jobs submit pytorch --name none --image a -- b
@@ -192,7 +201,7 @@ kubernetes_code() {
     printf 'echo "greetings from $(pwd)"\n' >"$source/greeting/run.sh"
     git -C "$source/greeting" add . && git -C "$source/greeting" -c user.name=a -c user.email=a@b commit -qm a
     here setsid git daemon --base-path="$source" --export-all --listen="${REGISTRY%:*}" --reuseaddr >"$CLUSTER/log/git" 2>&1 </dev/null &
-    expect submitted submit code --nproc-per-node 1 --working-dir=/root --sync-mode=git --sync-image "$REGISTRY/team/git:1" \
+    expect submitted one_rank code --nodes 2 --working-dir=/root --sync-mode=git --sync-image "$REGISTRY/team/git:1" \
         --sync-source="git://${REGISTRY%:*}/greeting" --env=GIT_SYNC_USERNAME=ada --env=GIT_SYNC_PASSWORD=hidden -- \
         'sh /root/code/greeting/run.sh' || return 0
     jobs wait code --timeout "${LIMIT}s" || { fail "code is not brought"; jobs get code >&2; }
@@ -210,7 +219,7 @@ kubernetes_tensorboard() {
     expect stopped jobs stop board --forget
     nothing_left board
     # TensorBoard itself is no image of this registry: a port of a program is as good.
-    expect submitted submit port --nodes 1 --nproc-per-node 1 -- 'mkdir -p /tmp/w; echo from the pod >/tmp/w/index.html; exec httpd -f -p 8000 -h /tmp/w'
+    expect submitted one_rank port -- 'mkdir -p /tmp/w; echo from the pod >/tmp/w/index.html; exec httpd -f -p 8000 -h /tmp/w'
     until_shown '^port +RUNNING' jobs list
     here timeout 60 "$JOBS" port-forward port 9191:8000 >"$ENGINE_DIR/forward" 2>&1 &
     until_shown 'from the pod' here curl -s http://127.0.0.1:9191/

@@ -73,6 +73,9 @@ fn of_status(status: &Status, what: &str, namespace: &str, place: &str) -> Error
         403 => Error::refused(format!(
             "{place} forbids {what} in namespace {namespace}: {said}; ask for that right, or give another --namespace"
         )),
+        404 if said.starts_with("namespaces ") => Error::refused(format!(
+            "{place} has no namespace {namespace}; give another one by --namespace, or have it made"
+        )),
         404 if status
             .details
             .as_ref()
@@ -112,7 +115,7 @@ fn missing_kind(what: &str) -> &'static str {
         what if what.contains("trainjob") => {
             "its cluster has no Kubeflow Trainer; have it installed, or use --kind job"
         }
-        _ => "its namespace is not there; give another --namespace",
+        _ => "its version is too old, or not that of Kubernetes",
     }
 }
 
@@ -161,7 +164,7 @@ mod tests {
                 404,
                 "namespaces \"team\" not found",
                 "job.batch/m",
-                "--namespace",
+                "has no namespace team",
             ),
             (
                 409,

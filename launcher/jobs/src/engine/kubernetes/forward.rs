@@ -81,7 +81,7 @@ async fn target(cluster: &Cluster, job: &str, part: &str) -> Result<String> {
             .rev()
             .find(runs)
             .cloned(),
-        _ => found.into_iter().find(|pod| pods::runs(pod)),
+        _ => found.into_iter().find(pods::runs),
     };
     pod.map(|pod| pod.name_any()).ok_or_else(|| {
         Error::refused(format!(

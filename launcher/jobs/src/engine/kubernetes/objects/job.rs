@@ -7,7 +7,7 @@ use k8s_openapi::api::batch::v1::{
 use k8s_openapi::api::core::v1::PodTemplateSpec;
 
 use super::pod::template;
-use super::{AGENT, NODE_LABEL, Object, metadata};
+use super::{AGENT, NODE_LABEL, Object, agent, metadata};
 use crate::engine::kubernetes::version::ServerVersion;
 use crate::error::{Error, Result};
 use crate::spec::JobSpec;
@@ -40,7 +40,7 @@ pub(super) fn jobs(spec: &JobSpec, version: ServerVersion) -> Result<(Object, Ve
 fn indexed(spec: &JobSpec, version: ServerVersion) -> Result<Job> {
     let nodes = i32::try_from(spec.nodes.get())
         .map_err(|_| Error::usage("--nodes is more than a Job can have"))?;
-    let words = spec.agent().endpoint(endpoint(spec)).words();
+    let words = agent(spec).endpoint(endpoint(spec)).words();
     let mut job = job(spec, spec.name.as_str(), template(spec, AGENT, words)?);
     if let Some(queue) = &spec.options.kubernetes.queue {
         let labels = job.metadata.labels.get_or_insert_default();
@@ -60,11 +60,7 @@ fn indexed(spec: &JobSpec, version: ServerVersion) -> Result<Job> {
 }
 
 fn of_node(spec: &JobSpec, node: usize) -> Result<Job> {
-    let words = spec
-        .agent()
-        .node_rank(node)
-        .endpoint(endpoint(spec))
-        .words();
+    let words = agent(spec).node_rank(node).endpoint(endpoint(spec)).words();
     let mut template = template(spec, AGENT, words)?;
     let name = format!("{}-{node}", spec.name);
     if let Some(pod) = &mut template.spec {

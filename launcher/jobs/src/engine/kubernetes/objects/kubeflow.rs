@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::job::limit;
-use super::{AGENT, Object, PART_LABEL, labels, metadata, pod};
+use super::{AGENT, Object, PART_LABEL, agent, labels, metadata, pod};
 use crate::error::{Error, Result};
 use crate::spec::JobSpec;
 
@@ -30,7 +30,7 @@ pub(in super::super) fn train_job() -> ApiResource {
 /// A PyTorchJob: node 0 is its Master, the others are its Workers. Its operator tells agents which node they are.
 pub(super) fn of_pytorch(spec: &JobSpec) -> Result<Object> {
     let endpoint = format!("{}-master-0:{PORT}", spec.name);
-    let words = spec.agent().endpoint(endpoint).words();
+    let words = agent(spec).endpoint(endpoint).words();
     let mut template = pod::template(spec, "pytorch", words)?;
     if let Some(pod) = &mut template.spec {
         // That of the replica counts.
@@ -62,7 +62,7 @@ pub(super) fn of_pytorch(spec: &JobSpec) -> Result<Object> {
 
 /// A TrainJob. What its runtime does not know of pods is a patch of it.
 pub(super) fn of_trainer(spec: &JobSpec) -> Result<Object> {
-    let words = spec.agent().words();
+    let words = agent(spec).words();
     let options = &spec.options.kubernetes;
     let mut trainer = json!({
         "image": options.image,

@@ -15,7 +15,8 @@ use serde::Serialize;
 
 use super::version::ServerVersion;
 use crate::error::{Error, Result};
-use crate::spec::{JobSpec, ObjectKind};
+use crate::image::LAUNCHER_PATH;
+use crate::spec::{AgentCommand, JobSpec, ObjectKind};
 
 pub(super) use kubeflow::{pytorch_job, train_job};
 pub(super) use tensorboard::{
@@ -126,6 +127,14 @@ pub(super) fn labels(job: &str) -> BTreeMap<String, String> {
     ]
     .map(|(key, value)| (key.to_owned(), value.to_owned()))
     .into()
+}
+
+/// The agent of every pod. In an image of ours it is where we put it, which the base's PATH may lack.
+fn agent(spec: &JobSpec) -> AgentCommand<'_> {
+    match spec.options.kubernetes.base_image {
+        Some(_) => spec.agent().launcher(LAUNCHER_PATH),
+        None => spec.agent(),
+    }
 }
 
 /// The name of an object of a job, and its labels.
