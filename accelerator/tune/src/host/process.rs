@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::WorkerPlace;
+use crate::trial::protocol::WorkerEnv;
 
 /// What is started.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -30,7 +30,7 @@ pub(crate) struct ProcessSpec {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) enum ProcessProgram {
     /// This program, as a worker.
-    Worker(WorkerPlace),
+    Worker(WorkerEnv),
     /// Any program. Its standard output is read.
     Command(Vec<String>),
 }
@@ -39,13 +39,15 @@ pub(crate) enum ProcessProgram {
 #[derive(Debug)]
 pub(super) struct LocalProcess {
     child: Child,
+    /// Ends the group when this process has ended. A worker knows by itself.
+    guard: Option<Child>,
     is_reaped: bool,
 }
 
 impl LocalProcess {
     pub(super) fn spawn(spec: &ProcessSpec) -> Result<Self> {
         let mut command = match &spec.program {
-            ProcessProgram::Worker(place) => worker(place, spec.ranks)?,
+            ProcessProgram::Worker(worker_env) => worker(worker_env, spec.ranks)?,
             ProcessProgram::Command(words) => {
                 let mut command = of_ranks(Path::new(&words[0]), spec.ranks)?;
                 command.args(&words[1..]);
@@ -73,8 +75,13 @@ impl LocalProcess {
         let child = command
             .spawn()
             .map_err(|error| Error::io("start", &program, error))?;
+        let guard = match spec.program {
+            ProcessProgram::Worker(_) => None,
+            ProcessProgram::Command(_) => guard(&child),
+        };
         Ok(Self {
             child,
+            guard,
             is_reaped: false,
         })
     }
@@ -116,6 +123,8 @@ impl LocalProcess {
     pub(super) fn reap(&mut self) -> Option<ExitStatus> {
         self.signal(Signal::KILL);
         let status = self.child.wait().ok();
+        // It was of the group.
+        let _ = self.guard.take().map(|mut guard| guard.wait());
         self.is_reaped = true;
         status
     }
@@ -123,6 +132,19 @@ impl LocalProcess {
     fn pid(&self) -> Option<Pid> {
         Pid::from_raw(self.child.id().cast_signed())
     }
+}
+
+/// A process in the group of another, which kills the group when its standard input is closed: the kernel does that when this
+/// process ends, however it ends. `None` where there is no shell: what this process has started outlives its SIGKILL.
+fn guard(leader: &Child) -> Option<Child> {
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .args(["-c", "trap '' HUP INT TERM; read -r _; kill -KILL 0"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(leader.id().cast_signed());
+    shell.spawn().ok()
 }
 
 /// What a process writes to, from which its last lines are read.
@@ -169,7 +191,7 @@ const TAIL_LINES: usize = 10;
 
 /// This program again, which finds its place in the environment. It may have been built anew meanwhile: trials are of the
 /// same version.
-fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
+fn worker(worker_env: &WorkerEnv, ranks: usize) -> Result<Command> {
     let program = env::current_exe()?;
     let running = format!("/proc/{}/exe", std::process::id());
     let mut command = match cfg!(target_os = "linux") && (ranks == 1 || !program.exists()) {
@@ -179,16 +201,16 @@ fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
     if ranks == 1 {
         command.arg0(program);
     }
-    let place = WorkerPlace {
+    let worker_env = WorkerEnv {
         // Ranks are children of the launcher.
         parent: (ranks == 1).then(std::process::id),
-        ..place.clone()
+        ..worker_env.clone()
     };
-    let place = serde_json::to_string(&place)
+    let worker_env = serde_json::to_string(&worker_env)
         .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
     command
         .args(env::args_os().skip(1))
-        .env(accelerator_env::TUNE_WORKER.name, place);
+        .env(accelerator_env::TUNE_WORKER.name, worker_env);
     Ok(command)
 }
 

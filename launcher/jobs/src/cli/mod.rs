@@ -1,6 +1,8 @@
 //! The command line: which command runs.
 
 mod get;
+#[cfg(feature = "image")]
+mod image;
 mod list;
 mod submit;
 mod top;
@@ -64,6 +66,10 @@ enum Command {
     /// The volumes that jobs can mount.
     #[command(subcommand)]
     Data(top::DataCommand),
+    /// Images of containers with a program in them.
+    #[cfg(feature = "image")]
+    #[command(subcommand)]
+    Image(image::ImageCommand),
 }
 
 #[derive(Args, Debug)]
@@ -133,6 +139,8 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::PortForward(arguments) => forward(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
+        #[cfg(feature = "image")]
+        Command::Image(command) => image::run(command),
     }
 }
 

@@ -1,13 +1,27 @@
 //! A program as an image of containers: one layer on a base, made and pushed without Docker.
 //!
 //! The layer has `accel-launch` at [`LAUNCHER_PATH`], and the program and what is included in [`APP_FOLDER`]. The same files
-//! give the same digest, on every machine and at every time, so a registry keeps them once.
+//! on the same base give the same digest, on every machine and at every time, so a registry keeps them once.
 
-use std::path::{Path, PathBuf};
+mod archive;
+mod base;
+mod built;
+mod contents;
+mod elf;
+mod layer;
+mod refusal;
+mod registry;
 
-use serde::Serialize;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+pub(crate) use built::{BuiltImage, PushedImage};
+pub(crate) use registry::Registries;
 
 use crate::error::{Error, Result};
+use base::Base;
+use elf::ElfFile;
+use layer::{LayerFiles, file_name};
 
 /// Where the image has the launcher.
 pub(crate) const LAUNCHER_PATH: &str = "/usr/local/bin/accel-launch";
@@ -28,36 +42,13 @@ pub(crate) struct ImageBuild {
     pub(crate) base: String,
 }
 
-/// The registries, as this machine reaches them and is known there.
-#[derive(Debug, Default)]
-pub(crate) struct Registries {
-    /// Those that are reached without TLS, `HOST:PORT`, besides those of this machine.
-    _insecure: Vec<String>,
-}
-
-/// An image that is made, and is nowhere yet.
-#[derive(Debug)]
-pub(crate) struct BuiltImage {
-    digest: String,
-    notes: Vec<String>,
-}
-
-/// An image that a registry has.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct PushedImage {
-    /// As it was asked for: `registry.example/team/mnist:1`.
-    pub(crate) reference: String,
-    /// What names this very image forever: `registry.example/team/mnist@sha256:…`.
-    pub(crate) reference_by_digest: String,
-}
-
 impl ImageBuild {
     /// Where the image has the program: `/app/NAME`.
     ///
     /// # Errors
     /// When the path has no name.
     pub(crate) fn program_path(&self) -> Result<String> {
-        Err(Error::usage("not built yet"))
+        Ok(format!("{APP_FOLDER}/{}", file_name(&self.program)?))
     }
 
     /// Makes the layer, and checks the programs in it against the base. Of the base, only what says what it is is pulled;
@@ -65,49 +56,99 @@ impl ImageBuild {
     ///
     /// # Errors
     /// When a file is not there, the base is not, or the programs cannot run on it.
-    pub(crate) fn build(&self, _registries: &Registries) -> Result<BuiltImage> {
-        Err(Error::usage("not built yet"))
-    }
-}
-
-impl Registries {
-    /// Registries of which those in `insecure`, `HOST:PORT`, are reached without TLS, as those of this machine are.
-    pub(crate) fn new(insecure: &[String]) -> Self {
-        Self {
-            _insecure: insecure.to_vec(),
+    pub(crate) fn build(&self, registries: &Registries) -> Result<BuiltImage> {
+        let program = self.program_path()?;
+        let mut files = LayerFiles::default();
+        files.add_program(&self.launcher, LAUNCHER_PATH)?;
+        files.add_program(&self.program, &program)?;
+        for (path, destination) in &self.includes {
+            files.add(path, &below_app(destination)?)?;
         }
+        let mut notes = Vec::new();
+        let mut programs = Vec::new();
+        for path in [&self.launcher, &self.program] {
+            match ElfFile::read(path)? {
+                Some(program) => programs.push(program),
+                None => notes.push(format!(
+                    "{} is a script, so it is not known whether the base has what it needs",
+                    path.display()
+                )),
+            }
+        }
+        let architecture = same_architecture(&programs)?;
+        let base = Base::open(registries, &self.base, architecture)?;
+        let has: BTreeSet<_> = files.names().map(str::to_owned).collect();
+        notes.extend(contents::check(registries, &base, &programs, &has)?);
+        BuiltImage::new(base, files.write()?, &program, &programs, notes)
     }
 }
 
-impl BuiltImage {
-    /// The digest of its manifest.
-    pub(crate) fn digest(&self) -> &str {
-        &self.digest
+/// The processor of this machine, as images call it.
+fn architecture_here() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
     }
+}
 
-    /// What could not be checked, a sentence each.
-    pub(crate) fn notes(&self) -> &[String] {
-        &self.notes
+fn same_architecture(programs: &[ElfFile]) -> Result<&'static str> {
+    match programs {
+        [first, second, ..] if first.architecture != second.architecture => {
+            Err(Error::usage(format!(
+                "{} is for {}, and {} for {}; compile one of them for the other's processor",
+                first.path.display(),
+                first.architecture,
+                second.path.display(),
+                second.architecture
+            )))
+        }
+        [first, ..] => Ok(first.architecture),
+        [] => Ok(architecture_here()),
     }
+}
 
-    /// Pushes what the registry lacks of it.
-    ///
-    /// # Errors
-    /// When the registry is not reached, or refuses it.
-    pub(crate) fn push(&self, _registries: &Registries, _reference: &str) -> Result<PushedImage> {
-        Err(Error::usage("not built yet"))
+/// Where an included file is in the image.
+fn below_app(destination: &str) -> Result<String> {
+    let below = match destination.strip_prefix(APP_FOLDER) {
+        Some(below) if below.starts_with('/') => below.trim_start_matches('/'),
+        _ => destination,
+    };
+    let names = below.split('/').filter(|name| !["", "."].contains(name));
+    let names: Vec<_> = names.collect();
+    match below.starts_with('/') || names.is_empty() || names.contains(&"..") {
+        false => Ok(format!("{APP_FOLDER}/{}", names.join("/"))),
+        true => Err(Error::usage(format!(
+            "{destination:?} is no place below {APP_FOLDER} of the image, such as data/train.bin"
+        ))),
     }
+}
 
-    /// Writes it as an archive, which `ctr images import` and `docker load` take. `name` is its reference there.
-    ///
-    /// # Errors
-    /// When a layer of the base cannot be pulled, or the archive not written.
-    pub(crate) fn save(
-        &self,
-        _registries: &Registries,
-        _archive: &Path,
-        _name: &str,
-    ) -> Result<()> {
-        Err(Error::usage("not built yet"))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn included_files_are_below_the_folder_of_the_program() {
+        for (destination, place) in [
+            ("data", "/app/data"),
+            ("./data//a/", "/app/data/a"),
+            ("/app/data", "/app/data"),
+        ] {
+            assert_eq!(below_app(destination).unwrap(), place);
+        }
+        for destination in [
+            "",
+            ".",
+            "/",
+            "/etc/passwd",
+            "../x",
+            "a/../../x",
+            "/app",
+            "/app/../x",
+        ] {
+            let place = below_app(destination);
+            assert!(place.is_err(), "{destination}: {place:?}");
+        }
     }
 }
