@@ -75,10 +75,28 @@ as() { here env KUBECONFIG="$CLUSTER/$1.kubeconfig" timeout "$LIMIT" "$JOBS" "${
 
 engine_tests() {
     local name
-    for name in course out_of_memory waits refusals rights kubeflow code tensorboard speed; do
+    for name in image course out_of_memory waits refusals rights kubeflow code tensorboard speed; do
         say "kubernetes: $name"
         "kubernetes_$name"
     done
+}
+
+# A program of this machine, whose image is made and pushed by the submission.
+kubernetes_image() {
+    local build=(here env PATH="$(dirname "$LAUNCHER"):$PATH" timeout "$LIMIT" "$JOBS" submit --engine kubernetes --nodes 2
+        --nproc-per-node 2 --env ACCEL_TRANSPORT=tcp --env RAYON_NUM_THREADS=1 --base-image "$REGISTRY/base:1"
+        --push "$REGISTRY/team/built:1" --insecure-registry "$REGISTRY")
+    local began
+    expect "image: $REGISTRY/team/built@sha256:" "${build[@]}" --name built --dry-run -- "$EXAMPLES/regression"
+    refuse 'a word each' "${build[@]}" --name built -- 'echo a b'
+    began=$(date +%s%N)
+    expect "pushed as $REGISTRY/team/built:1" "${build[@]}" --name built -- "$EXAMPLES/regression" || return 0
+    RESULTS+=("kubernetes: an image was made, pushed and submitted in $((($(date +%s%N) - began) / 1000000)) ms")
+    jobs wait built --timeout "${LIMIT}s" || { fail "an image that was made does not run"; jobs get built >&2; }
+    jobs logs built >"$ENGINE_DIR/out/regression.out"
+    compare regression built 0
+    expect stopped jobs stop built --forget
+    nothing_left built
 }
 
 # The commands of docs/kubernetes.md, with this registry. This server has no Indexed Jobs, and so a Job a node.

@@ -26,9 +26,9 @@ pub(crate) struct KubernetesOptions {
     #[arg(long, value_name = "REF", requires = "base_image")]
     pub(crate) push: Option<String>,
 
-    /// Kubernetes: put a file or folder into that image as well, below /app; can be repeated.
-    #[arg(long, value_name = "PATH[:BELOW]", requires = "base_image")]
-    pub(crate) include: Vec<Include>,
+    /// Kubernetes: put a file or a folder into that image as well, as /app/DEST; can be repeated.
+    #[arg(long, value_name = "PATH[:DEST]", requires = "base_image", value_parser = super::include)]
+    pub(crate) include: Vec<(PathBuf, String)>,
 
     /// Kubernetes: a registry that is reached without TLS; can be repeated.
     #[arg(long, value_name = "HOST:PORT", requires = "base_image")]
@@ -106,13 +106,6 @@ pub(crate) struct DataMount {
     pub(crate) path: PathBuf,
 }
 
-/// A file or folder of this machine, and where the image has it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Include {
-    pub(crate) path: PathBuf,
-    pub(crate) below: String,
-}
-
 /// A taint of nodes. What is left open is any.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Taint {
@@ -140,24 +133,6 @@ impl FromStr for DataMount {
                 path: PathBuf::from(path),
             }),
             _ => Err("expected PVC:PATH with a whole path, such as training-data:/data".to_owned()),
-        }
-    }
-}
-
-impl FromStr for Include {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (path, below) = match text.rsplit_once(':') {
-            Some((path, below)) => (PathBuf::from(path), Some(below.to_owned())),
-            None => (PathBuf::from(text), None),
-        };
-        let name = || Some(path.file_name()?.to_str()?.to_owned());
-        match below.or_else(name) {
-            Some(below) if !below.is_empty() && !path.as_os_str().is_empty() => {
-                Ok(Self { path, below })
-            }
-            _ => Err("expected PATH or PATH:BELOW, such as configs:configs".to_owned()),
         }
     }
 }

@@ -38,16 +38,13 @@ impl Placement {
                 "--base-image takes a program and its arguments, a word each; a command of the shell needs --image",
             ));
         }
-        let includes = options.include.iter();
         let build = ImageBuild {
             program: spec.program_file()?,
             launcher: launcher_here()?,
-            includes: includes
-                .map(|include| (include.path.clone(), include.below.clone()))
-                .collect(),
+            includes: options.include.clone(),
             base,
         };
-        let registries = Registries::new(&options.insecure_registry);
+        let registries = Registries::new(&options.insecure_registry)?;
         let image = build.build(&registries)?;
         for note in image.notes() {
             warn(note);
