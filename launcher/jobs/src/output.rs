@@ -25,6 +25,12 @@ pub(crate) fn print(text: &str) -> Result<ExitCode> {
     }
 }
 
+/// Says on standard error what does not end the command.
+pub(crate) fn warn(text: &str) {
+    // Standard error may be closed.
+    let _ = writeln!(io::stderr(), "warning: {text}");
+}
+
 /// As JSON with a line break at its end.
 pub(crate) fn json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value);

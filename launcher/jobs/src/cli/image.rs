@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use crate::image::{BuiltImage, ImageBuild, PushedImage, Registries};
 use crate::output::{json, print};
-use crate::spec::launcher_here;
+use crate::spec::{include, launcher_here};
 
 #[derive(Debug, Subcommand)]
 pub(super) enum ImageCommand {
@@ -143,20 +143,5 @@ impl BuildArgs {
             true => json(&report)?,
             false => format!("{place}\n"),
         })
-    }
-}
-
-fn include(text: &str) -> std::result::Result<(PathBuf, String), String> {
-    let (path, destination) = match text.split_once(':') {
-        Some((path, destination)) => (path, destination.to_owned()),
-        None => {
-            let name = std::path::Path::new(text).file_name();
-            let name = name.ok_or_else(|| format!("{text} has no name; give PATH:DEST"))?;
-            (text, name.to_string_lossy().into_owned())
-        }
-    };
-    match path.is_empty() || destination.is_empty() {
-        true => Err("expected PATH or PATH:DEST".to_owned()),
-        false => Ok((PathBuf::from(path), destination)),
     }
 }
