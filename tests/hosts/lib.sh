@@ -56,7 +56,7 @@ net_down() {
 net_names() {
     local i
     mkdir -p "/etc/netns/$1-$2"
-    { echo 127.0.0.1 localhost n1 n2 n3; for i in $(seq "$3"); do echo "10.77.0.$i host$i"; done; } \
+    { echo 127.0.0.1 localhost; for i in $(seq "$3"); do echo "10.77.0.$i host$i"; done; } \
         >"/etc/netns/$1-$2/hosts"
 }
 
@@ -92,6 +92,89 @@ strike() {
         ;;
     *) echo "unknown fault of a host: $3" >&2; return 2 ;;
     esac
+}
+
+# slurm_up NET DIR sw|hosts CPUS...: a real Slurm with a node for each number of processors: n1, n2, ... It is on `sw`, with
+# files in DIR. Nodes are there too, at 127.0.0.1, or on the hosts h1, h2, ... Lines of SLURM_MORE go into its configuration,
+# SLURM_AUTH into what it says of authentication. Commands find it with `slurm_on`.
+slurm_up() {
+    local net=$1 dir=$2 where=$3 i=0 cpus host address=127.0.0.1
+    shift 3
+    [ "$where" = sw ] || address=10.77.0.254
+    mkdir -p "$dir/slurm/state" "$dir/munge" "$dir/socket" || return 1
+    chmod 755 "$dir"
+    head -c 1024 /dev/urandom >"$dir/munge/key"
+    chown -R munge:munge "$dir/munge" "$dir/socket" || return 1
+    chmod 700 "$dir/munge" && chmod 400 "$dir/munge/key" && chmod 755 "$dir/socket"
+    runuser -u munge -- /usr/sbin/munged --force --key-file="$dir/munge/key" --socket="$dir/socket/munge" \
+        --pid-file="$dir/munge/pid" --log-file="$dir/munge/log" --seed-file="$dir/munge/seed" || return 1
+    export SLURM_CONF=$dir/slurm.conf
+    cat >"$SLURM_CONF" <<CONF
+ClusterName=accel
+SlurmctldHost=localhost($address)
+SlurmctldPort=16817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=$dir/socket/munge${SLURM_AUTH:+,$SLURM_AUTH}
+StateSaveLocation=$dir/slurm/state
+SlurmdSpoolDir=$dir/slurm/%n
+SlurmctldPidFile=$dir/slurmctld.pid
+SlurmdPidFile=$dir/slurmd.%n.pid
+SlurmctldLogFile=$dir/slurmctld.log
+SlurmdLogFile=$dir/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+PropagateResourceLimits=NONE
+ReturnToService=2
+CONF
+    [ -z "${SLURM_MORE:-}" ] || printf '%s\n' "$SLURM_MORE" >>"$SLURM_CONF"
+    echo 127.0.0.1 localhost >"$dir/slurm/hosts"
+    for cpus; do
+        i=$((i + 1))
+        [ "$where" = sw ] || address=10.77.0.$i
+        echo "$address n$i" >>"$dir/slurm/hosts"
+        if [ "$where" = sw ]; then host=localhost; else host=n$i; fi
+        echo "NodeName=n$i NodeHostname=$host NodeAddr=$address Port=$((16820 + i)) CPUs=$cpus RealMemory=500" >>"$SLURM_CONF"
+    done
+    echo "PartitionName=all Nodes=n[1-$i] Default=YES MaxTime=INFINITE State=UP" >>"$SLURM_CONF"
+    slurm_on "$net" "$dir" sw timeout -k 5 60 /usr/sbin/slurmctld -f "$SLURM_CONF" -c || return 1
+    for i in $(seq $#); do
+        if [ "$where" = sw ]; then host=sw; else host=h$i; fi
+        slurm_node "$net" "$dir" "$host" "$i" || return 1
+    done
+    for _ in $(seq 100); do
+        [ "$(slurm_on "$net" "$dir" sw timeout -k 5 10 sinfo -h -t idle -o %D 2>/dev/null)" = $# ] && return
+        sleep 0.1
+    done
+    return 1
+}
+
+# slurm_node NET DIR HOST NUMBER: starts a node, at first and after its loss.
+slurm_node() {
+    mkdir -p "$2/slurm/n$4"
+    SLURM_CONF=$2/slurm.conf slurm_on "$1" "$2" "$3" timeout -k 5 60 /usr/sbin/slurmd -f "$2/slurm.conf" -N "n$4"
+}
+
+# slurm_on NET DIR HOST COMMAND...: with the names of nodes, a name of its own on a host, and with the control groups that
+# slurmd needs: `ip netns exec` hides those.
+slurm_on() {
+    local name=
+    [ "$3" = sw ] || name=n${3#h}
+    nsenter --net="/run/netns/$1-$3" unshare --mount --uts sh -c \
+        '[ -z "$0" ] || hostname "$0"; mount --bind "$1" /etc/hosts && shift && exec "$@"' "$name" "$2/slurm/hosts" "${@:4}"
+}
+
+# slurm_down DIR: its last process, where `net_down` ended the others.
+slurm_down() {
+    local pid
+    pid=$(cat "$1/munge/pid" 2>/dev/null) || return 0
+    ! grep -qF "$1/munge" "/proc/$pid/cmdline" 2>/dev/null || kill -9 "$pid" 2>/dev/null || true
 }
 
 # The older of the two programs of that name, where both are there: it needs less of the kernel.
