@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The local engine: agents of this machine.
+
+engine_missing() { :; }
+engine_up() { :; }
+engine_down() { :; }
+
+# The launcher of the second agent is killed; its supervisor starts it again.
+lose_node() {
+    local state=$XDG_STATE_HOME/accel-jobs/$1/state.json
+    kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["nodes"][1]["agent"]["pid"])' "$state")"
+}
+
+# Processes whose command line names the job's folder.
+engine_left() { pgrep -af "accel-jobs/$1" || true; }
+
+engine_tests() {
+    local name=local-time
+    expect submitted jobs submit --name "$name" --time 1s -- sleep 100
+    refuse FAILED jobs wait "$name" --timeout 30s
+    expect 'time limit' jobs get "$name"
+    expect stopped jobs stop "$name" --forget
+    refuse 'not a program' jobs submit --name "$name" -- ./no-such-program
+    refuse 'no job' jobs get "$name"
+    # Whose supervisor is killed.
+    expect submitted jobs submit --name "$name" --nodes 2 -- sleep 100
+    kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["supervisor"]["pid"])' "$XDG_STATE_HOME/accel-jobs/$name/state.json")"
+    until_shown 'supervisor was killed' jobs get "$name"
+    expect stopped jobs stop "$name" --forget
+    [ -z "$(engine_left "$name")" ] || fail "stop leaves agents whose supervisor was killed"
+}
