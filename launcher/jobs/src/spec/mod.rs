@@ -22,6 +22,8 @@ pub(crate) use agent::{AgentCommand, launcher_here};
 pub(crate) use engine::{EngineAddress, EngineKind, EngineOptions};
 pub(crate) use name::JobName;
 pub(crate) use quantity::{Memory, time_limit};
+#[cfg(feature = "ray")]
+pub(crate) use ray::RayPlacement;
 
 use crate::error::{Error, Result};
 

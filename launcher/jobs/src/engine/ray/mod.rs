@@ -1,55 +1,360 @@
 //! The engine Ray.
+//!
+//! A job is one of Ray's Jobs API. What Ray starts is a driver (`gang.py`), once, on its head; the driver starts the agents
+//! as actors of a placement group, one a node. Program, launcher and driver travel in a package of files. What the driver
+//! knows it writes beside Ray's log of the job, where `get` reads it by Ray's API of logs.
+
+mod answers;
+mod client;
+mod gang;
+mod job_log;
+mod package;
 
 use std::io::Write;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use super::{Engine, LogsRequest, Submitted};
+use serde_json::{Value, json};
+
+use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role};
+use crate::output::shell_line;
 use crate::spec::{EngineAddress, JobSpec};
+use answers::{RayJob, RayStatus};
+use client::RayClient;
+use gang::{GangJob, GangState};
+use package::Package;
 
 /// Jobs of Ray.
 #[derive(Debug)]
-pub(crate) struct RayEngine;
+pub(crate) struct RayEngine {
+    client: RayClient,
+}
+
+/// How long Ray lets a driver end its job, in place of 3 s.
+const STOP_WAIT: u64 = 60;
+/// How long the end of a job is waited for.
+const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
+const POLL: Duration = Duration::from_millis(500);
 
 impl RayEngine {
-    /// Finds the engine.
+    /// The engine whose dashboard is at this address; nobody is asked yet.
     ///
     /// # Errors
-    /// When it is not there.
-    pub(crate) fn connect(_address: &EngineAddress) -> Result<Self> {
-        Err(Error::usage("not built yet"))
+    /// When the address is none of a dashboard.
+    pub(crate) fn connect(address: &EngineAddress) -> Result<Self> {
+        Ok(Self {
+            client: RayClient::new(&address.ray())?,
+        })
+    }
+
+    /// The body of the submission.
+    fn request(spec: &JobSpec, package: &Package) -> Result<Value> {
+        if spec.priority.is_some() {
+            return Err(Error::usage("--priority: Ray has no priorities"));
+        }
+        let job = GangJob::new(spec, &package.launcher, &package.program);
+        let job = serde_json::to_string(&job)
+            .map_err(|error| Error::system("cannot write JSON").with_source(error))?;
+        let mut env = spec.env.clone();
+        env.entry("RAY_JOB_STOP_WAIT_TIME_S".to_owned())
+            .or_insert_with(|| STOP_WAIT.to_string());
+        Ok(json!({
+            "entrypoint": shell_line(&["python", "gang.py", &job]),
+            "submission_id": spec.name,
+            "runtime_env": {"working_dir": package.uri(), "env_vars": env},
+        }))
+    }
+
+    /// Ends a job of which it is not known whether it was taken.
+    fn forget(&self, id: &str) {
+        // Ray does not answer, so it may not answer now.
+        if self.client.stop(id).is_ok() {
+            let _ = self.wait_for_end(id).and_then(|()| self.client.delete(id));
+        }
+    }
+
+    fn wait_for_end(&self, id: &str) -> Result<()> {
+        let deadline = Instant::now() + STOP_LIMIT;
+        while !self.client.job(id)?.status.is_final() {
+            if Instant::now() > deadline {
+                return Err(Error::unreachable(format!(
+                    "job {id} does not end; Ray at {} shows why",
+                    self.client.address()
+                )));
+            }
+            thread::sleep(POLL);
+        }
+        Ok(())
     }
 }
 
 impl Engine for RayEngine {
-    fn render(&self, _spec: &JobSpec) -> Result<String> {
-        Err(Error::usage("not built yet"))
+    fn render(&self, spec: &JobSpec) -> Result<String> {
+        let package = Package::build(spec)?;
+        let request = crate::output::json(&Self::request(spec, &package)?)?;
+        let address = self.client.address();
+        let mut text = format!("PUT {address}/api/packages/gcs/{}\n", package.name);
+        for (name, size) in &package.files {
+            text.push_str(&format!("  {name} ({size} bytes)\n"));
+        }
+        Ok(text + &format!("\nPOST {address}/api/jobs/\n{request}"))
     }
 
-    fn submit(&self, _spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
-        Err(Error::usage("not built yet"))
+    fn submit(&self, spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
+        let id = spec.name.as_str();
+        let package = Package::build(spec)?;
+        let request = Self::request(spec, &package)?;
+        self.client.check_version()?;
+        // Ray answers a name that is taken with 500 and a traceback.
+        match self.client.job(id) {
+            Ok(_) => {
+                return Err(Error::refused(format!(
+                    "Ray at {} has a job {id} already; choose another --name, or stop that one where it was submitted",
+                    self.client.address()
+                )));
+            }
+            Err(error) if error.is_not_found() => {}
+            Err(error) => return Err(error),
+        }
+        let mut created = Vec::new();
+        if self.client.has_package(&package.name)? {
+            created.push(format!("package/{} unchanged", package.name));
+        } else {
+            self.client.put_package(&package.name, &package.bytes)?;
+            created.push(format!(
+                "package/{} uploaded ({} KiB)",
+                package.name,
+                package.bytes.len() >> 10
+            ));
+        }
+        self.client.submit(&request).inspect_err(|error| {
+            if error.is_unreachable() {
+                self.forget(id);
+            }
+        })?;
+        created.push(format!("job/{id} created"));
+        Ok(Submitted {
+            id: id.to_owned(),
+            created,
+        })
     }
 
-    fn get(&self, _job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
-        Err(Error::usage("not built yet"))
+    fn get(&self, job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
+        let id = job.spec.name.as_str();
+        let answer = self.client.job(id)?;
+        let state = GangState::read(&self.client, id, &answer);
+        Ok(details(job, &answer, state))
     }
 
     fn logs(
         &self,
-        _job: &JobRecord,
+        job: &JobRecord,
         _folder: &Path,
-        _request: &LogsRequest,
-        _output: &mut dyn Write,
+        request: &LogsRequest,
+        output: &mut dyn Write,
     ) -> Result<()> {
-        Err(Error::usage("not built yet"))
+        let name = job.spec.name.as_str();
+        let names: Vec<String> = (0..job.spec.nodes.get())
+            .map(|node| Role::instance_name(name, node))
+            .collect();
+        // The output of node 0 has no name in the log.
+        let instance = match &request.instance {
+            Some(wanted) if !names.contains(wanted) => {
+                return Err(Error::usage(format!(
+                    "job {name} has no instance {wanted:?}; it has {}",
+                    names.join(", ")
+                )));
+            }
+            wanted => wanted.as_deref().filter(|wanted| *wanted != names[0]),
+        };
+        // How much of it has been shown.
+        let mut shown = None;
+        loop {
+            let asked = Instant::now();
+            let answer = self.client.job(name)?;
+            let is_final = answer.status.is_final();
+            let log = self.client.logs(name)?;
+            let text = match job_log::output_of(&log, answer.job_id.as_deref(), instance) {
+                Some(text) => text,
+                // Its driver has not begun: what Ray says of it.
+                None if is_final => log,
+                None => String::new(),
+            };
+            let begin = shown
+                .filter(|shown| *shown > 0)
+                .unwrap_or_else(|| text.len() - job_log::tail_of(&text, request.tail).len());
+            let new = text.get(begin..).unwrap_or_default();
+            output
+                .write_all(new.as_bytes())
+                .and_then(|()| output.flush())
+                .map_err(|error| {
+                    Error::system(format!("the output of job {name} cannot be shown"))
+                        .with_source(error)
+                })?;
+            shown = Some(begin.max(text.len()));
+            if is_final || request.mode == LogsMode::Once {
+                return Ok(());
+            }
+            // Ray sends the whole log each time: a long one is asked for less often.
+            thread::sleep(POLL.max(4 * asked.elapsed()));
+        }
     }
 
-    fn stop(&self, _job: &JobRecord, _folder: &Path) -> Result<()> {
-        Err(Error::usage("not built yet"))
+    fn stop(&self, job: &JobRecord, _folder: &Path) -> Result<()> {
+        let id = job.spec.name.as_str();
+        let stop = || {
+            if !self.client.job(id)?.status.is_final() {
+                self.client.stop(id)?;
+                self.wait_for_end(id)?;
+            }
+            self.client.delete(id)
+        };
+        match stop() {
+            Err(error) if !error.is_not_found() => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {
-        Err(Error::usage("not built yet"))
+        let nodes = self.client.nodes()?;
+        let usage = self.client.usage()?;
+        let is_alive = |node: &answers::RayNode| node.state == "ALIVE";
+        let alive: Vec<_> = nodes.iter().filter(|node| is_alive(node)).collect();
+        // Ray goes on to list nodes that are gone, those that have come again as well.
+        let came_again = |node: &answers::RayNode| {
+            !is_alive(node) && alive.iter().any(|other| other.node_ip == node.node_ip)
+        };
+        let shown = nodes.iter().filter(|node| !came_again(node));
+        let total =
+            |node: &answers::RayNode, name| node.resources_total.get(name).copied().unwrap_or(0.0);
+        Ok(shown
+            .map(|node| NodeUsage {
+                name: node
+                    .node_name
+                    .clone()
+                    .unwrap_or_else(|| node.node_ip.clone()),
+                address: node.node_ip.clone(),
+                role: if node.is_head_node {
+                    "master"
+                } else {
+                    "<none>"
+                }
+                .to_owned(),
+                status: match is_alive(node) {
+                    true => "ready".to_owned(),
+                    false => node.state.to_lowercase(),
+                },
+                gpus: total(node, "GPU") as usize,
+                gpus_allocated: usage.used(&node.node_id, "GPU") as usize,
+                cpus: total(node, "CPU"),
+                cpus_allocated: usage.used(&node.node_id, "CPU"),
+            })
+            .collect())
     }
+}
+
+impl RayStatus {
+    fn is_final(self) -> bool {
+        matches!(self, Self::Stopped | Self::Succeeded | Self::Failed)
+    }
+}
+
+/// What Ray and the driver say of a job; the driver may have said nothing yet, or no more.
+fn details(job: &JobRecord, answer: &RayJob, state: Option<GangState>) -> JobDetails {
+    let spec = &job.spec;
+    let told = state.as_ref().map(|state| state.status);
+    let status = match (answer.status, told) {
+        // Ray says that the driver runs.
+        (RayStatus::Running, Some(told)) if !told.is_final() => told,
+        (RayStatus::Running, Some(_)) => JobStatus::Running,
+        (RayStatus::Running | RayStatus::Pending, _) => JobStatus::Pending,
+        (RayStatus::Stopped, _) => JobStatus::Stopped,
+        (RayStatus::Succeeded, _) => JobStatus::Succeeded,
+        (RayStatus::Failed, _) => JobStatus::Failed,
+    };
+    // Where the driver was killed, only Ray says why.
+    let killed = status == JobStatus::Failed && told != Some(JobStatus::Failed);
+    let said = answer
+        .message
+        .as_deref()
+        .and_then(|message| message.lines().next());
+    let said = said.map(str::to_owned);
+    let gpus = spec.all_gpus();
+    JobDetails {
+        name: spec.name.to_string(),
+        trainer: "RAY".to_owned(),
+        status,
+        reason: match &state {
+            Some(state) if !killed => state.reason.clone(),
+            _ if killed || status == JobStatus::Pending => said.clone(),
+            _ => None,
+        },
+        namespace: None,
+        priority: None,
+        submitted: Some(job.submitted),
+        started: state
+            .as_ref()
+            .and_then(|state| state.started)
+            .map(gang::whole),
+        ended: answer.end_time.map(|time| time / 1000),
+        restarts: state.as_ref().map_or(0, |state| state.restarts),
+        gpus_requested: gpus,
+        gpus_allocated: if status.is_active() { gpus } else { 0 },
+        instances: match &state {
+            Some(state) => instances(state, status),
+            None => (0..spec.nodes.get())
+                .map(|node| unknown(spec, node, status))
+                .collect(),
+        },
+        tensorboard: state
+            .as_ref()
+            .and_then(|state| state.tensorboard.clone())
+            .filter(|_| status.is_active()),
+        failure: match state {
+            _ if killed => Some(Failure {
+                instance: None,
+                exit_code: None,
+                reason: said.unwrap_or_else(|| "its driver failed".to_owned()),
+                last_lines: last_lines(answer.message.as_deref().unwrap_or_default()),
+            }),
+            Some(state) if status == JobStatus::Failed => state.failure,
+            _ => None,
+        },
+    }
+}
+
+/// The instances that the driver knows; none runs on when the job is over.
+fn instances(state: &GangState, status: JobStatus) -> Vec<Instance> {
+    let mut instances = state.instances();
+    for instance in &mut instances {
+        if status.is_final() && !instance.status.is_final() {
+            instance.status = status;
+        }
+    }
+    instances
+}
+
+/// An instance of which the driver has not said anything.
+fn unknown(spec: &JobSpec, node: usize, status: JobStatus) -> Instance {
+    Instance {
+        name: Role::instance_name(spec.name.as_str(), node),
+        role: Role::of_node(node),
+        status,
+        node: None,
+        started: None,
+        ended: None,
+        restarts: 0,
+        exit_code: None,
+        reason: None,
+    }
+}
+
+/// The last lines of Ray's message, which has those of the log.
+fn last_lines(message: &str) -> Vec<String> {
+    const LINES: usize = 20;
+    let lines: Vec<_> = message.lines().skip(1).map(str::to_owned).collect();
+    lines[lines.len().saturating_sub(LINES)..].to_vec()
 }
