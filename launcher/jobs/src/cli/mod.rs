@@ -2,6 +2,8 @@
 
 mod get;
 mod list;
+#[cfg(feature = "ray")]
+mod ray;
 mod submit;
 mod top;
 
@@ -62,6 +64,10 @@ enum Command {
     /// The volumes that jobs can mount.
     #[command(subcommand)]
     Data(top::DataCommand),
+    /// Start and stop a Ray on this host.
+    #[cfg(feature = "ray")]
+    #[command(subcommand)]
+    Ray(ray::RayCommand),
 }
 
 #[derive(Args, Debug)]
@@ -121,6 +127,8 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::Stop(arguments) => stop(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
+        #[cfg(feature = "ray")]
+        Command::Ray(command) => ray::run(command, place),
     }
 }
 

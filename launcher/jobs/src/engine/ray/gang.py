@@ -225,10 +225,12 @@ class Gang:
         if table.get("state") == "CREATED":
             return "its nodes unpack the files of the job"
         word = (table.get("stats") or {}).get("scheduling_state") or table.get("state")
-        nodes = [f"{node['NodeManagerAddress']} has {amounts(node['Resources'])}" for node in ray.nodes() if node["Alive"]]
+        bundle = self.job["bundle"]
+        nodes = [f"{node['NodeManagerAddress']} has {amounts(bundle, node['Resources'])}"
+                 for node in ray.nodes() if node["Alive"]]
         spread = ", each on a node of its own" if self.job["strategy"] == "STRICT_SPREAD" else ""
-        return (f"Ray has no place for {len(self.nodes)} agents with {amounts(self.job['bundle'])} each{spread} ({word}): "
-                f"{'; '.join(nodes)}; free in all are {amounts(ray.available_resources())}")
+        return (f"Ray has no place for {len(self.nodes)} agents with {amounts(bundle, bundle)} each{spread} ({word}): "
+                f"{'; '.join(nodes)}; free in all: {amounts(bundle, ray.available_resources())}")
 
     def start(self, agents, places):
         """Starts the agents; whether none was lost meanwhile."""
@@ -339,12 +341,12 @@ class Gang:
         os.replace(self.state_file + ".new", self.state_file)
 
 
-def amounts(resources):
-    words = []
-    for name, unit in (("CPU", 1), ("GPU", 1), ("memory", 1 << 30)):
-        if name in resources:
-            words.append(f"{name} {resources[name] / unit:.4g}{' GiB' if unit > 1 else ''}")
-    return ", ".join(words) or "nothing"
+def amounts(names, resources):
+    """How much there is of the resources of these names."""
+    def amount(name):
+        has = resources.get(name, 0)
+        return f"memory {has / (1 << 30):.4g} GiB" if name == "memory" else f"{name} {has:g}"
+    return ", ".join(amount(name) for name in names)
 
 
 def main():

@@ -6,6 +6,7 @@
 
 mod answers;
 mod client;
+pub(crate) mod cluster;
 mod gang;
 mod job_log;
 mod package;
