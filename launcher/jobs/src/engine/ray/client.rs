@@ -277,3 +277,110 @@ fn last_line(text: &str) -> String {
     let line = text.lines().rev().find(|line| !line.trim().is_empty());
     line.unwrap_or("(nothing)").chars().take(LONGEST).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpListener;
+    use std::thread;
+
+    use super::*;
+
+    /// A dashboard that answers everything by this, once.
+    fn answering(status: &str, body: &str) -> RayClient {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let answer = format!(
+            "HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+            body.len()
+        );
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            while lines
+                .next()
+                .is_some_and(|line| line.is_ok_and(|line| !line.is_empty()))
+            {}
+            stream.write_all(answer.as_bytes()).unwrap();
+        });
+        RayClient::new(&address).unwrap()
+    }
+
+    #[test]
+    fn what_ray_refuses_is_said() {
+        let traceback =
+            "Traceback (most recent call last):\n  File \"x\"\nRuntimeError: it is full\n";
+        for (status, body, wanted) in [
+            ("401 Unauthorized", "no token", "RAY_AUTH_TOKEN"),
+            ("403 Forbidden", "no", "you may not do that"),
+            (
+                "404 Not Found",
+                "Job a does not exist",
+                "Job a does not exist",
+            ),
+            ("404 Not Found", "404: Not Found", "no API for jobs"),
+            (
+                "400 Bad Request",
+                "TypeError: entrypoint",
+                "400: TypeError: entrypoint",
+            ),
+            ("409 Conflict", "taken", "with 409: taken"),
+            ("413 Payload Too Large", "", "--no-upload"),
+            ("429 Too Many Requests", "later", "try again: later"),
+            (
+                "500 Internal Server Error",
+                traceback,
+                "500: RuntimeError: it is full",
+            ),
+            ("503 Service Unavailable", "", "try again: (nothing)"),
+            ("200 OK", "<html>", "not Ray's dashboard"),
+        ] {
+            let error = answering(status, body).job("a").unwrap_err();
+            assert!(error.to_string().contains(wanted), "{status}: {error}");
+            assert_eq!(
+                error.is_not_found(),
+                body.contains("does not exist"),
+                "{status}"
+            );
+            let is_busy = status.starts_with("429") || status.starts_with("503");
+            assert_eq!(error.is_unreachable(), is_busy, "{status}");
+        }
+    }
+
+    #[test]
+    fn an_old_ray_is_refused() {
+        let version = |ray: &str| {
+            answering(
+                "200 OK",
+                &format!(r#"{{"version": "4", "ray_version": "{ray}"}}"#),
+            )
+        };
+        version("2.60.0").check_version().unwrap();
+        let error = version("1.13.0").check_version().unwrap_err();
+        assert!(
+            error.to_string().contains("1.13.0, which is too old"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn addresses_are_those_of_dashboards() {
+        for (given, used) in [
+            ("http://h:8265/", "http://h:8265"),
+            ("https://h", "https://h"),
+            ("10.0.0.1:8265", "http://10.0.0.1:8265"),
+        ] {
+            assert_eq!(RayClient::new(given).unwrap().address(), used);
+        }
+        for given in ["auto", "ray://h:10001", "http://", ""] {
+            let error = RayClient::new(given).unwrap_err();
+            assert!(error.to_string().contains("--ray-address"), "{error}");
+        }
+        let nobody = RayClient::new("127.0.0.1:9").unwrap();
+        let error = nobody.check_version().unwrap_err();
+        assert!(
+            error.is_unreachable() && error.to_string().contains("nothing answers"),
+            "{error}"
+        );
+    }
+}

@@ -168,11 +168,8 @@ impl LocalRay {
         if let Some(address) = between(said, "ray start --address='", "'") {
             text += &format!("on other hosts: accel-launch jobs ray start --address {address}\n");
         }
-        if let Some(address) = between(said, "View the dashboard at ", "\n") {
-            text += &format!(
-                "for jobs: --ray-address http://{}\n",
-                address.trim().trim_start_matches("http://")
-            );
+        if let Some(address) = between(said, "RAY_API_SERVER_ADDRESS='", "'") {
+            text += &format!("for jobs: --ray-address {address}\n");
         }
         text
     }
@@ -205,7 +202,8 @@ mod tests {
     fn what_others_need_is_told() {
         // Of Ray 2.60, shortened.
         let said = "Local node IP: 10.77.0.1\n\nRay runtime started.\n\nNext steps\n  To add another node to this Ray \
-            cluster, run\n    ray start --address='10.77.0.1:6379'\n  \n  View the dashboard at 10.77.0.1:8265\n";
+            cluster, run\n    ray start --address='10.77.0.1:6379'\n  \n  To submit a Ray job using the Ray Jobs CLI:\n    \
+            RAY_API_SERVER_ADDRESS='http://10.77.0.1:8265' ray job submit --working-dir . -- python my_script.py\n";
         let told = LocalRay::of(PathBuf::from("/jobs/_ray")).told(said);
         assert!(told.contains("start --address 10.77.0.1:6379\n"), "{told}");
         assert!(

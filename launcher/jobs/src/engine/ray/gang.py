@@ -9,6 +9,7 @@ import collections
 import ctypes
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -215,7 +216,7 @@ class Gang:
                 except ray.exceptions.RayActorError as error:
                     return self.lost(node, error)
             if waiting and time.monotonic() - began > 2:
-                self.state["reason"] = self.why_waiting(group)
+                self.state["reason"] = "; ".join(filter(None, [self.loss, self.why_waiting(group)]))
                 self.write()
         return places
 
@@ -296,10 +297,11 @@ class Gang:
 
     def lost(self, node, error):
         """An agent whose actor is gone, in Ray's words."""
-        words = " ".join(str(error).split())
-        place = self.nodes[node]["node"]
-        self.nodes[node].update(status="FAILED", ended=time.time(), exit_code=None,
-                                reason=f"lost{f' with node {place}' if place else ''}: {words}")
+        lines = [line.strip() for line in str(error).splitlines()]
+        place = next((line[4:] for line in lines if line.startswith("ip: ")), self.nodes[node]["node"])
+        of_actor = r"$|(class_name|actor_id|name|namespace|pid|ip): |The actor (died unexpectedly|never ran)"
+        words = " ".join(line for line in lines if not re.match(of_actor, line))
+        self.nodes[node].update(status="FAILED", ended=time.time(), exit_code=None, reason=f"lost on node {place}: {words}")
         self.fail(node, LOST, self.nodes[node]["reason"])
 
     def fail(self, node, code, reason, report=None):

@@ -105,7 +105,7 @@ impl GangState {
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
-        // Before Ray 2.4x, chunks of a file begin with a `1` where they could be read.
+        // In older versions of Ray, chunks of a file begin with a `1` where they could be read.
         serde_json::from_slice(text.strip_prefix(b"1").unwrap_or(text)).ok()
     }
 
@@ -129,4 +129,31 @@ impl GangState {
 /// Whole seconds.
 pub(super) fn whole(seconds: f64) -> u64 {
     seconds as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_driver_says_is_read() {
+        let state = br#"{"job_id": "05000000", "status": "RESTARTING", "reason": "a-worker-0: lost on node 10.77.0.2: The actor
+            died because its node has died.", "started": 1795648074.19, "restarts": 1, "tensorboard": null, "instances":
+            [{"name": "a-master-0", "restarts": 0, "node": "10.77.0.1", "status": "STOPPED", "started": 1795648074.19,
+            "ended": 1795648075.9, "exit_code": null, "reason": null}, {"name": "a-worker-0", "restarts": 1, "node":
+            "10.77.0.2", "status": "FAILED", "started": 1795648074.19, "ended": null, "exit_code": null, "reason": "lost on
+            node 10.77.0.2"}], "failure": {"instance": "a-worker-0", "exit_code": 75, "reason": "lost on node 10.77.0.2",
+            "last_lines": ["joined host 0"]}}"#;
+        let text = String::from_utf8_lossy(state).replace('\n', " ");
+        for text in [text.clone(), format!("1{text}")] {
+            let state = GangState::parse(text.as_bytes()).unwrap();
+            assert_eq!(state.status, JobStatus::Restarting);
+            assert_eq!(state.failure.as_ref().unwrap().exit_code, Some(75));
+            let instances = state.instances();
+            assert_eq!(instances[1].role, Role::Worker);
+            assert_eq!(instances[0].ended, Some(1_795_648_075));
+            assert_eq!((state.restarts, instances[1].restarts), (1, 1));
+        }
+        assert!(GangState::parse(b"a file").is_none());
+    }
 }

@@ -359,3 +359,89 @@ fn last_lines(message: &str) -> Vec<String> {
     let lines: Vec<_> = message.lines().skip(1).map(str::to_owned).collect();
     lines[lines.len().saturating_sub(LINES)..].to_vec()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn spec() -> JobSpec {
+        serde_json::from_value(json!({
+            "name": "mnist", "engine": "ray", "nodes": 2, "nproc_per_node": "2",
+            "resources": {"cpus": null, "gpus": 1, "memory": 1 << 30}, "time_limit": {"secs": 90, "nanos": 0},
+            "env": {"A": "b c"}, "working_dir": null, "max_restarts": 3, "priority": null, "tensorboard": false,
+            "logdir": "/training_logs", "program": ["./mnist", "--text", "it's"], "address": {},
+            "options": {"slurm": {}, "kubernetes": {}, "ray": {}},
+        }))
+        .unwrap()
+    }
+
+    fn package() -> Package {
+        Package {
+            name: "_ray_pkg_0.zip".to_owned(),
+            bytes: Vec::new(),
+            files: BTreeMap::new(),
+            launcher: "./accel-launch".to_owned(),
+            program: "./mnist".to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_request_is_rays() {
+        let request = RayEngine::request(&spec(), &package()).unwrap();
+        let job = r#"{"name":"mnist","nodes":2,"command":["./accel-launch","--nnodes","2","--nproc-per-node","2","#
+            .to_owned()
+            + r#""--max-restarts","3","--","./mnist","--text","it'\''s"],"bundle":{"CPU":2,"GPU":1,"memory":1073741824},"#
+            + r#""strategy":"STRICT_SPREAD","max_restarts":3,"time_limit":90,"working_dir":null,"logdir":null}"#;
+        assert_eq!(
+            request,
+            json!({
+                "entrypoint": format!("python gang.py '{job}'"),
+                "submission_id": "mnist",
+                "runtime_env": {
+                    "working_dir": "gcs://_ray_pkg_0.zip",
+                    "env_vars": {"A": "b c", "RAY_JOB_STOP_WAIT_TIME_S": "60"},
+                },
+            })
+        );
+        let urgent = JobSpec {
+            priority: Some("high".to_owned()),
+            ..spec()
+        };
+        assert!(RayEngine::request(&urgent, &package()).is_err());
+    }
+
+    #[test]
+    fn a_driver_that_has_not_begun_is_shown_by_what_ray_says() {
+        let record = JobRecord {
+            spec: spec(),
+            id: "mnist".to_owned(),
+            submitted: 1,
+            last: None,
+        };
+        let answer = |status, message: &str| RayJob {
+            job_id: None,
+            status,
+            message: Some(message.to_owned()),
+            end_time: None,
+            driver_node_id: None,
+        };
+        let shown = details(
+            &record,
+            &answer(RayStatus::Pending, "It may be waiting.\nFor long."),
+            None,
+        );
+        assert_eq!(shown.status, JobStatus::Pending);
+        assert_eq!(shown.reason.as_deref(), Some("It may be waiting."));
+        assert_eq!(shown.instances[1].name, "mnist-worker-0");
+        let shown = details(
+            &record,
+            &answer(RayStatus::Failed, "It failed:\nsh: python: not found"),
+            None,
+        );
+        let failure = shown.failure.unwrap();
+        assert_eq!(failure.reason, "It failed:");
+        assert_eq!(failure.last_lines, ["sh: python: not found"]);
+    }
+}
