@@ -4,7 +4,7 @@
     cargo build --release --example tune_mnist
     python3 benches/compare/asha.py target/release/examples/tune_mnist --data-dir mnist
 
-The same configurations, two trials at a time, for each seed. A ratio is iterations by those of random search; accuracies
+The same configurations, two trials at a time in an order that does not depend on timing, for each seed. A ratio is iterations by those of random search; accuracies
 are the best of any iteration of any trial.
 """
 
@@ -24,7 +24,7 @@ def search(args, seed, scheduler):
         settings = {
             "--data-dir": args.data_dir, "--num-samples": args.num_samples, "--max-iterations": args.max_iterations,
             "--limit": args.limit, "--grace-period": args.grace_period, "--reduction-factor": args.reduction_factor,
-            "--slots": 2, "--seed": seed, "--scheduler": scheduler, "--out": folder,
+            "--slots": 2, "--ordered": 2, "--seed": seed, "--scheduler": scheduler, "--out": folder,
         }
         flags = [str(part) for name, value in settings.items() for part in (name, value)]
         subprocess.run([args.example, *flags], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -39,9 +39,9 @@ def main():
     parser.add_argument("example", help="examples/tune_mnist.rs, built")
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--num-samples", type=int, default=64)
-    parser.add_argument("--max-iterations", type=int, default=16)
+    parser.add_argument("--max-iterations", type=int, default=32)
     parser.add_argument("--limit", type=int, default=512)
-    parser.add_argument("--grace-period", type=int, default=2)
+    parser.add_argument("--grace-period", type=int, default=4)
     parser.add_argument("--reduction-factor", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()

@@ -4,7 +4,7 @@
 
 CACHE=${ENGINE_TESTS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/accelerate-tests}
 DEBIAN_MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
-LIMIT=${LIMIT:-120}         # seconds until an engine is up
+LIMIT=${LIMIT:-300}         # seconds until an engine is up
 LIFETIME=${LIFETIME:-3600}  # seconds until it is taken down, whoever forgot it
 
 # The version in Debian 12, and which of our changes to it is built.
@@ -65,6 +65,8 @@ inside() { nsenter --net="/run/netns/$NET-$1" "${@:2}"; }
 daemon() {
     setsid nsenter --net="/run/netns/$NET-$1" "${@:3}" >>"$DIR/log/$2" 2>&1 </dev/null &
     echo $! >"$DIR/$2.pid"
+    # Nothing is said of its end.
+    disown
 }
 
 # The ends of the logs, after a failure.

@@ -14,6 +14,7 @@ use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::docs::{self, CompletionsArgs};
 use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
+use crate::commands::jobs::{self, JobsArgs};
 use crate::commands::launch;
 use crate::commands::plan::{self, PlanArgs};
 use crate::commands::runs::{self, RunsArgs};
@@ -39,6 +40,8 @@ use argv::Argv;
         accel-launch board [--runs DIR] [--port N]\n       \
         accel-launch tune SPEC -- PROGRAM [ARGS]...\n       \
         accel-launch tune list|show|best|resume|stop DIR\n       \
+        accel-launch submit --name NAME [--engine slurm|kubernetes|ray] -- PROGRAM [ARGS]...\n       \
+        accel-launch jobs list|get|logs|wait|stop|top|data\n       \
         accel-launch estimate-memory FILE.safetensors\n       \
         accel-launch completions SHELL\n       \
         accel-launch man",
@@ -70,6 +73,10 @@ enum Subcommands {
     Board(BoardArgs),
     /// Search the hyperparameters of a program, and show searches.
     Tune(TuneArgs),
+    /// Submit a program to this machine, Slurm, Kubernetes or Ray, by `accel-jobs`.
+    Submit(JobsArgs),
+    /// List, show and end jobs that were submitted, by `accel-jobs`.
+    Jobs(JobsArgs),
     /// Estimate the memory that training a model takes, from its file.
     #[command(name = "estimate-memory")]
     Estimate(EstimateArgs),
@@ -140,6 +147,8 @@ impl Cli {
             Subcommands::Runs(arguments) => runs::run(arguments),
             Subcommands::Board(arguments) => board::run(arguments),
             Subcommands::Tune(arguments) => tune::run(arguments, liveness),
+            Subcommands::Submit(arguments) => jobs::run(Some("submit"), arguments),
+            Subcommands::Jobs(arguments) => jobs::run(None, arguments),
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),

@@ -6,6 +6,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod docs;
 pub(crate) mod env;
 pub(crate) mod estimate;
+pub(crate) mod jobs;
 pub(crate) mod launch;
 pub(crate) mod plan;
 pub(crate) mod runs;

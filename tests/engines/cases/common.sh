@@ -77,7 +77,10 @@ arguments() {
     regression) ;;
     mnist) echo --optimizer sgd --dropout 0 --epochs 2 --limit 512 --save "$2/mnist.safetensors" ;;
     # Long enough for a node to be lost within it.
-    resumable) echo --optimizer sgd --dropout 0 --epochs 6 --limit 1024 --checkpoints "$2/checkpoints" --save "$2/resumable.safetensors" ;;
+    resumable)
+        echo --optimizer sgd --dropout 0 --limit 1024 --save-every 2 --checkpoints "$2/checkpoints" \
+            --save "$2/resumable.safetensors" --epochs "${EPOCHS:-8}"
+        ;;
     esac
 }
 
@@ -167,10 +170,10 @@ compare() {
 # The commands of a job that runs, and of one that is stopped.
 command_set() {
     local name=$ENGINE-commands
-    expect "$name" submit "$name-dry" --dry-run -- "$(program resumable)" --checkpoints "$ENGINE_DIR/c" || true
+    expect "resumable" submit "$name-dry" --dry-run -- "$(program resumable)" --checkpoints "$ENGINE_DIR/c" || true
     refuse "no job" jobs get "$name-dry" || true
     # shellcheck disable=SC2046 # words
-    expect "submitted" submit "$name" -- "$(program resumable)" $(arguments resumable "$ENGINE_DIR/commands") --epochs 1000 || return 0
+    expect "submitted" submit "$name" -- "$(program resumable)" $(EPOCHS=1000 arguments resumable "$ENGINE_DIR/commands") || return 0
     refuse "already" submit "$name" -- "$(program regression)" || true
     until_shown "^$name +RUNNING" jobs list || return 0
     until_shown "4 ranks" jobs logs "$name" || true
@@ -189,7 +192,7 @@ command_set() {
     [ -z "$left" ] || fail "stop leaves $left"
     expect stopped jobs stop "$name" --forget || true
     refuse "no job" jobs get "$name" || true
-    expect "submitted" submit "$name" -- "$(program regression)" --no-such-flag || return 0
+    expect "submitted" submit "$name" -- "$(program mnist)" --no-such-flag || return 0
     refuse FAILED jobs wait "$name" --timeout "${LIMIT}s" || true
     expect 'FAILURE: .*exit code 2' jobs get "$name" || true
     expect 'no-such-flag' jobs get "$name" || true
@@ -205,7 +208,7 @@ node_loss() {
     jobs logs "$name" -f >"$ENGINE_DIR/out/follow" 2>&1 &
     follower=$!
     local end=$((SECONDS + LIMIT))
-    until compgen -G "$ENGINE_DIR/out/checkpoints/checkpoint_*" >/dev/null || [ $SECONDS -gt $end ]; do sleep 0.1; done
+    until compgen -G "$ENGINE_DIR/out/checkpoints/checkpoint-*" >/dev/null || [ $SECONDS -gt $end ]; do sleep 0.1; done
     lose_node "$name" || fail "$name: no node could be taken away"
     jobs wait "$name" --timeout "${LIMIT}s" || { fail "$name"; jobs get "$name" >&2; jobs logs "$name" -t 30 >&2; }
     expect 'RESTARTS: [1-9]' jobs get "$name" || true

@@ -81,7 +81,7 @@ struct LogsArgs {
     #[arg(short, long)]
     follow: bool,
     /// Only the last N lines.
-    #[arg(short, long, value_name = "N")]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     tail: Option<usize>,
 }
 

@@ -1,0 +1,171 @@
+//! Jobs of the local engine, from their submission to their end.
+
+use std::process::Command;
+
+use crate::support::{Jobs, launcher};
+
+fn submit(jobs: &Jobs, name: &str, options: &[&str], script: &str) -> String {
+    launcher();
+    let words = [
+        &["submit", "--name", name][..],
+        options,
+        &["--", "sh", "-c", script],
+    ]
+    .concat();
+    jobs.ok(&words)
+}
+
+#[test]
+fn a_job_runs_on_two_nodes_and_is_shown() {
+    let jobs = Jobs::new();
+    let shown = submit(
+        &jobs,
+        "a",
+        &[
+            "--nodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--env",
+            "WORD=it's",
+        ],
+        "echo \"$RANK $WORD\"",
+    );
+    assert!(shown.contains("The job a has been submitted"), "{shown}");
+    jobs.ok(&["wait", "a", "--timeout", "60s"]);
+    let logs = jobs.ok(&["logs", "a"]);
+    for rank in 0..4 {
+        assert!(logs.contains(&format!("[{rank}] {rank} it's")), "{logs}");
+    }
+    assert_eq!(jobs.ok(&["logs", "a", "-t", "1"]).lines().count(), 1);
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(
+        shown.starts_with("STATUS: SUCCEEDED\nNAMESPACE: N/A\nPRIORITY: N/A\nTRAINING DURATION: "),
+        "{shown}"
+    );
+    assert!(
+        shown.contains("a-master-0") && shown.contains("a-worker-0"),
+        "{shown}"
+    );
+    let list = jobs.ok(&["list"]);
+    assert!(
+        list.starts_with("NAME  STATUS     TRAINER  AGE")
+            && list.contains("a     SUCCEEDED  LOCAL"),
+        "{list}"
+    );
+    let list: serde_json::Value = serde_json::from_str(&jobs.ok(&["list", "--json"])).unwrap();
+    assert_eq!(
+        (&list[0]["name"], &list[0]["status"]),
+        (&"a".into(), &"SUCCEEDED".into())
+    );
+    jobs.refused(
+        &["logs", "a", "-i", "b"],
+        2,
+        "it has a-master-0, a-worker-0",
+    );
+}
+
+#[test]
+fn a_failure_is_shown_with_its_rank_and_last_lines() {
+    let jobs = Jobs::new();
+    submit(
+        &jobs,
+        "a",
+        &["--nodes", "2"],
+        "echo before >&2; [ $RANK = 0 ] && sleep 30; exit 7",
+    );
+    jobs.refused(&["wait", "a"], 1, "job a has ended as FAILED");
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(
+        shown.contains(
+            "FAILURE: a-worker-0: rank 1: it ended with exit code 7, exit code 7\n  before"
+        ),
+        "{shown}"
+    );
+}
+
+#[test]
+fn an_agent_that_is_killed_is_started_again() {
+    let jobs = Jobs::new();
+    let script = format!(
+        "[ -e {0}/seen ] && exit 0; [ $RANK = 1 ] && touch {0}/run; sleep 60",
+        jobs.folder().display()
+    );
+    submit(
+        &jobs,
+        "a",
+        &["--nodes", "2", "--max-restarts", "2"],
+        &script,
+    );
+    while !jobs.folder().join("run").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    std::fs::write(jobs.folder().join("seen"), "").unwrap();
+    let agent = jobs.state("a")["nodes"][1]["agent"]["pid"].to_string();
+    assert!(
+        Command::new("kill")
+            .args(["-9", &agent])
+            .status()
+            .unwrap()
+            .success()
+    );
+    jobs.ok(&["logs", "a", "-f"]);
+    jobs.ok(&["wait", "a", "--timeout", "60s"]);
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(shown.contains("RESTARTS: 1\n"), "{shown}");
+}
+
+#[test]
+fn stop_ends_all_of_a_job() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &["--nodes", "2"], "sleep 600");
+    jobs.until(&["get", "a"], "RUNNING");
+    jobs.refused(
+        &["submit", "--name", "a", "--", "true"],
+        1,
+        "there is a job a already",
+    );
+    jobs.ok(&["stop", "a"]);
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(shown.contains("STATUS: STOPPED"), "{shown}");
+    let agents = jobs.state("a");
+    for node in 0..2 {
+        let pid = &agents["nodes"][node]["agent"]["pid"];
+        assert!(
+            !std::path::Path::new(&format!("/proc/{pid}")).exists(),
+            "agent {pid} is left"
+        );
+    }
+    jobs.ok(&["stop", "--forget", "a"]);
+    jobs.refused(&["get", "a"], 1, "there is no job");
+}
+
+#[test]
+fn a_job_whose_supervisor_is_killed_has_failed_and_can_be_stopped() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &[], "sleep 600");
+    let state = jobs.state("a");
+    assert!(
+        Command::new("kill")
+            .args(["-9", &state["supervisor"]["pid"].to_string()])
+            .status()
+            .unwrap()
+            .success()
+    );
+    jobs.until(&["get", "a"], "REASON: its supervisor was killed");
+    jobs.ok(&["stop", "a"]);
+    let agent = &state["nodes"][0]["agent"]["pid"];
+    assert!(
+        !std::path::Path::new(&format!("/proc/{agent}")).exists(),
+        "agent {agent} is left"
+    );
+}
+
+#[test]
+fn a_job_ends_at_its_time_limit() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &["--time", "1s"], "sleep 600");
+    jobs.refused(&["wait", "a"], 1, "FAILED");
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(shown.contains("REASON: its time limit is over"), "{shown}");
+}

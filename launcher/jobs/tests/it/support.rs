@@ -1,0 +1,106 @@
+//! Runs `accel-jobs` with a folder of records of its own.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// A folder of records, whose jobs end with it.
+pub(crate) struct Jobs {
+    folder: TempDir,
+}
+
+/// What a command printed.
+#[derive(Debug)]
+pub(crate) struct Printed {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+/// How long anything may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
+impl Jobs {
+    pub(crate) fn new() -> Self {
+        Self {
+            folder: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Runs `accel-jobs` with these words.
+    pub(crate) fn run(&self, words: &[&str]) -> Printed {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_accel-jobs"));
+        command.arg("--jobs-dir").arg(self.folder()).args(words);
+        let output = command.output().unwrap();
+        Printed {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
+    /// The same, which has to succeed.
+    pub(crate) fn ok(&self, words: &[&str]) -> String {
+        let printed = self.run(words);
+        assert_eq!(printed.code, Some(0), "{words:?}: {printed:?}");
+        printed.stdout
+    }
+
+    /// The same, which has to fail with this code and show this text.
+    pub(crate) fn refused(&self, words: &[&str], code: i32, text: &str) {
+        let printed = self.run(words);
+        assert_eq!(printed.code, Some(code), "{words:?}: {printed:?}");
+        assert!(printed.stderr.contains(text), "{words:?}: {printed:?}");
+    }
+
+    /// The state that the supervisor of a job has written.
+    pub(crate) fn state(&self, job: &str) -> serde_json::Value {
+        let text = std::fs::read(self.folder().join(job).join("state.json")).unwrap();
+        serde_json::from_slice(&text).unwrap()
+    }
+
+    /// Waits until a command shows this text.
+    pub(crate) fn until(&self, words: &[&str], text: &str) -> String {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let printed = self.run(words);
+            if printed.stdout.contains(text) {
+                return printed.stdout;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{words:?} does not show {text:?}: {printed:?}"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Jobs {
+    fn drop(&mut self) {
+        let entries = std::fs::read_dir(self.folder()).unwrap().flatten();
+        let names: Vec<_> = entries
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .collect();
+        for name in names {
+            self.run(&["stop", "--forget", &name]);
+        }
+    }
+}
+
+/// The launcher, which `cargo build -p accel-launch` makes beside `accel-jobs`.
+pub(crate) fn launcher() -> PathBuf {
+    let launcher = Path::new(env!("CARGO_BIN_EXE_accel-jobs")).with_file_name("accel-launch");
+    assert!(
+        launcher.is_file(),
+        "{} is not built: cargo build -p accel-launch, in the same profile",
+        launcher.display()
+    );
+    launcher
+}

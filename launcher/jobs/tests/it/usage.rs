@@ -1,0 +1,117 @@
+//! Command lines that are refused, and those that change nothing.
+
+use crate::support::{Jobs, launcher};
+
+#[test]
+fn what_is_wrong_is_named() {
+    let jobs = Jobs::new();
+    for (words, text) in [
+        (&["submit", "--", "true"][..], "--name"),
+        (
+            &["submit", "--name", "A_b", "--", "true"],
+            "lower-case letters",
+        ),
+        (
+            &["submit", "--name", "a", "--nodes", "0", "--", "true"],
+            "--nodes",
+        ),
+        (
+            &[
+                "submit",
+                "--name",
+                "a",
+                "--nproc-per-node",
+                "none",
+                "--",
+                "true",
+            ],
+            "auto, gpu or cpu",
+        ),
+        (
+            &["submit", "--name", "a", "--memory", "much", "--", "true"],
+            "16Gi",
+        ),
+        (
+            &["submit", "--name", "a", "--time", "soon", "--", "true"],
+            "90m",
+        ),
+        (
+            &["submit", "--name", "a", "--env", "1A=b", "--", "true"],
+            "NAME=VALUE",
+        ),
+        (
+            &["submit", "--name", "a", "--engine", "pbs", "--", "true"],
+            "local",
+        ),
+        (&["submit", "--name", "a"], "PROGRAM"),
+        (&["logs", "a", "-t", "-1"], "--tail"),
+    ] {
+        jobs.refused(words, 2, text);
+    }
+    jobs.refused(
+        &["submit", "--name", "a", "--", "./no-such"],
+        2,
+        "\"./no-such\" is not a program of this machine",
+    );
+    jobs.refused(&["get", "a"], 1, "there is no job");
+    assert_eq!(
+        jobs.ok(&["list"]).trim_end(),
+        "NAME  STATUS  TRAINER  AGE  NODE"
+    );
+}
+
+#[test]
+fn a_dry_run_shows_the_agents_and_leaves_nothing() {
+    launcher();
+    let jobs = Jobs::new();
+    let shown = jobs.ok(&[
+        "submit",
+        "--name",
+        "a",
+        "--workers",
+        "2",
+        "--gpus",
+        "3",
+        "--dry-run",
+        "--",
+        "/bin/true",
+        "--x",
+        "y z",
+    ]);
+    let lines: Vec<_> = shown.lines().collect();
+    assert_eq!(lines.len(), 2, "{shown}");
+    assert!(lines[1].ends_with("--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:PORT --nproc-per-node 3 -- /bin/true --x 'y z'"), "{shown}");
+    assert_eq!(std::fs::read_dir(jobs.folder()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_command_line_in_one_word_is_the_shells() {
+    launcher();
+    let jobs = Jobs::new();
+    let shown = jobs.ok(&[
+        "submit",
+        "--name",
+        "a",
+        "--dry-run",
+        "python train.py --epochs 3",
+    ]);
+    assert!(
+        shown
+            .trim_end()
+            .ends_with("sh -c 'python train.py --epochs 3'"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn a_record_that_cannot_be_read_is_a_warning() {
+    let jobs = Jobs::new();
+    std::fs::create_dir(jobs.folder().join("a")).unwrap();
+    std::fs::write(jobs.folder().join("a/job.json"), "{}").unwrap();
+    let printed = jobs.run(&["list"]);
+    assert_eq!(printed.code, Some(0));
+    assert!(
+        printed.stderr.contains("warning: ") && printed.stderr.contains("no record of a job"),
+        "{printed:?}"
+    );
+}
