@@ -39,6 +39,8 @@ const STOP_WAIT: u64 = 60;
 /// How long the end of a job is waited for.
 const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
 const POLL: Duration = Duration::from_millis(500);
+/// In which Ray has noticed the end of a job.
+const WATCH: Duration = Duration::from_millis(2500);
 
 impl RayEngine {
     /// The engine whose dashboard is at this address; nobody is asked yet.
@@ -73,7 +75,24 @@ impl RayEngine {
     fn forget(&self, id: &str) {
         // Ray does not answer, so it may not answer now.
         if self.client.stop(id).is_ok() {
-            let _ = self.wait_for_end(id).and_then(|()| self.client.delete(id));
+            let _ = self.wait_for_end(id).and_then(|()| self.remove(id));
+        }
+    }
+
+    /// Makes Ray forget a job that has ended.
+    ///
+    /// Ray watches each job once a second. Where it finds no entry before it has noticed the end, it makes one of a job
+    /// that failed.
+    fn remove(&self, id: &str) -> Result<()> {
+        loop {
+            self.client.delete(id)?;
+            thread::sleep(WATCH);
+            match self.client.job(id) {
+                Ok(answer) if answer.status.is_final() => {}
+                Ok(_) => return Ok(()),
+                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) => return Err(error),
+            }
         }
     }
 
@@ -211,7 +230,7 @@ impl Engine for RayEngine {
                 self.client.stop(id)?;
                 self.wait_for_end(id)?;
             }
-            self.client.delete(id)
+            self.remove(id)
         };
         match stop() {
             Err(error) if !error.is_not_found() => Err(error),
