@@ -78,14 +78,14 @@ impl EngineAddress {
 impl EngineAddress {
     /// This address, with what the environment says of that of the engine `kind`.
     pub(crate) fn of(&self, kind: EngineKind) -> Self {
-        let address = self.clone();
         match kind {
             #[cfg(feature = "ray")]
-            EngineKind::Ray => Self {
-                ray_address: Some(address.ray()),
-                ..address
-            },
-            _ => address,
+            EngineKind::Ray => {
+                let mut address = self.clone();
+                address.ray_address = Some(self.ray());
+                address
+            }
+            _ => self.clone(),
         }
     }
 
