@@ -18,7 +18,10 @@ engine_down() {
 here() { tests/engines/ray in "$RAY_DIR" "$@"; }
 
 # Host 1 has the head of Ray, so all that is lost with it is Ray itself.
-lose_node() { tests/engines/ray lose "$RAY_DIR" 2 && tests/engines/ray return "$RAY_DIR" 2; }
+lose_node() {
+    tests/engines/ray lose "$RAY_DIR" 2 && tests/engines/ray return "$RAY_DIR" 2 || return
+    until_shown "REASON: $1-(master|worker)-0: lost on node 10.77.0.2" jobs get "$1"
+}
 
 # What Ray lists of the job, and the processes of jobs; Ray removes actors after the end of their driver.
 engine_left() {

@@ -57,13 +57,6 @@ class Agent:
         if node == 0:
             self.log_dir = tempfile.mkdtemp(prefix=".logs-", dir=".")
             command[1:1] = ["--log-dir", os.path.abspath(self.log_dir)]
-        # The agent reads the token once, from a pipe: no file and no variable has it.
-        token_end, write_end = os.pipe()
-        os.write(write_end, token.encode())
-        os.close(write_end)
-        environment["ACCEL_TOKEN_FILE"] = f"/dev/fd/{token_end}"
-        self.process = spawn(command, environment, job["working_dir"], (token_end,))
-        os.close(token_end)
         self.tensorboard = None
         address = None
         if node == 0 and job["logdir"]:
@@ -72,6 +65,13 @@ class Agent:
             words = ["tensorboard", "--host", ip, "--port", str(port), "--logdir", job["logdir"]]
             self.tensorboard = spawn(words, environment, job["working_dir"], ())
             threading.Thread(target=self.tensorboard.stdout.read, daemon=True).start()
+        # The agent reads the token once, from a pipe: no file and no variable has it.
+        token_end, write_end = os.pipe()
+        os.write(write_end, token.encode())
+        os.close(write_end)
+        environment["ACCEL_TOKEN_FILE"] = f"/dev/fd/{token_end}"
+        self.process = spawn(command, environment, job["working_dir"], (token_end,))
+        os.close(token_end)
         self.output, self.ended, self.changed = bytearray(), False, threading.Condition()
         threading.Thread(target=self._pump, daemon=True).start()
         return address
