@@ -41,6 +41,11 @@ impl Args {
 
 fn main() -> Result<ExitCode, BoxError> {
     let args = Args(std::env::args().skip(1).collect());
+    if args.value("--fault") == Some("no-connection")
+        && std::env::var_os("ACCEL_TUNE_WORKER").is_some()
+    {
+        std::thread::sleep(Duration::from_secs(3600));
+    }
     let max_t = args.parse("--max-iterations", 16)?;
     let space = match args.value("--space") {
         Some("schedules") => schedules(),
@@ -160,7 +165,7 @@ fn main() -> Result<ExitCode, BoxError> {
         "Best config is: {:?}",
         results
             .best_config("loss", Mode::Min)
-            .map(ToString::to_string)
+            .map(|best| best.to_string())
     );
     Ok(match results.ending() {
         SearchEnd::Finished => ExitCode::SUCCESS,

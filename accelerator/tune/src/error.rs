@@ -68,7 +68,7 @@ impl Error {
         self.0.kind == Kind::Searcher
     }
 
-    /// Whether the system failed to read, to write or to start a process.
+    /// Whether the system failed to read, to write or to start a process, or a connection of the search's processes ended.
     #[must_use]
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
@@ -104,6 +104,11 @@ impl Error {
             message: self.0.message.clone(),
             source: Some(Box::new(source)),
         }))
+    }
+
+    /// Of a connection between the processes of a search.
+    pub(crate) fn connection(message: impl Into<String>) -> Self {
+        Self::new(Kind::Io, message)
     }
 
     /// `doing` is a verb and what it is done to, without the path: "write the journal".

@@ -1,5 +1,6 @@
 //! The journal of a search: a JSON line for each event. It is the truth; all other files follow from it.
 
+use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -45,6 +46,16 @@ pub(crate) enum Asking {
     InTime,
 }
 
+/// A line behind the head: an event, and its number, by which it is noticed that a line is gone.
+#[derive(Deserialize, Serialize)]
+struct Line<E> {
+    #[serde(flatten)]
+    event: E,
+    /// From 1. Journals of earlier versions have none.
+    #[serde(default)]
+    line: Option<u64>,
+}
+
 /// The version of the format.
 pub(crate) const VERSION: u32 = 1;
 
@@ -57,6 +68,8 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) struct Journal {
     file: File,
     path: PathBuf,
+    /// How many events it has.
+    lines: u64,
     synced: Instant,
     is_synced: bool,
 }
@@ -77,20 +90,24 @@ impl Journal {
             File::open(folder)?.sync_all()
         };
         write().map_err(|error| Error::io("write", &path, error))?;
-        Self::append_to(path)
+        Self::append_to(path, 0)
     }
 
     /// Goes on with one that was [read](read): what is behind its last intact line is cut off.
-    pub(crate) fn reopen(folder: &Path, intact: u64) -> Result<Self> {
-        let journal = Self::append_to(folder.join(JOURNAL))?;
-        let cut = journal.file.set_len(intact);
+    pub(crate) fn reopen(folder: &Path, before: &Journaled) -> Result<Self> {
+        let journal = Self::append_to(folder.join(JOURNAL), before.events.len() as u64)?;
+        let cut = journal.file.set_len(before.intact);
         cut.map_err(|error| Error::io("write", &journal.path, error))?;
         Ok(journal)
     }
 
     /// Appends an event.
     pub(crate) fn append(&mut self, event: &Event) -> Result<()> {
-        let mut line = to_line(event)?;
+        self.lines += 1;
+        let mut line = to_line(&Line {
+            event,
+            line: Some(self.lines),
+        })?;
         line.push(b'\n');
         let written = self.file.write_all(&line);
         written.map_err(|error| Error::io("write", &self.path, error))?;
@@ -117,12 +134,13 @@ impl Journal {
         Ok(())
     }
 
-    fn append_to(path: PathBuf) -> Result<Self> {
+    fn append_to(path: PathBuf, lines: u64) -> Result<Self> {
         let file = OpenOptions::new().append(true).open(&path);
         let file = file.map_err(|error| Error::io("write", &path, error))?;
         Ok(Self {
             file,
             path,
+            lines,
             synced: Instant::now(),
             is_synced: true,
         })
@@ -163,7 +181,7 @@ pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
         let bytes = lines.read_until(b'\n', line);
         bytes.map_err(|error| Error::io("read", &path, error))
     };
-    let corrupt = |at: u64, error: &serde_json::Error| {
+    let corrupt = |at: u64, error: &dyn Display| {
         let what = format!(
             "the line at byte {at} of {} is no line of a search's journal of format {VERSION} ({error}); restore it, or remove \
              the folder and search anew",
@@ -190,15 +208,21 @@ pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
         if bytes == 0 {
             break;
         }
+        let is_whole = line.ends_with(b"\n");
         match serde_json::from_slice(&line) {
             // Lines behind one that is not intact: it was not the last.
-            Ok::<Event, _>(_) if torn.is_some() => {
+            Ok::<Line<Event>, _>(_) if torn.is_some() => {
                 if let Some((at, error)) = &torn {
                     return Err(corrupt(*at, error));
                 }
             }
-            Ok(event) if line.ends_with(b"\n") => {
-                events.push(event);
+            Ok(line) if is_whole => {
+                let expected = events.len() as u64 + 1;
+                if let Some(found) = line.line.filter(|found| *found != expected) {
+                    let error = format!("it is line {found}, and line {expected} is expected");
+                    return Err(corrupt(intact, &error));
+                }
+                events.push(line.event);
                 intact += bytes;
             }
             Ok(_) => break,
@@ -261,7 +285,7 @@ mod tests {
             file.write_all(torn.as_bytes()).unwrap();
             let read_back = read(folder.path()).unwrap().unwrap();
             assert_eq!(read_back.events, [ended(1), ended(2)], "{torn:?}");
-            let mut journal = Journal::reopen(folder.path(), read_back.intact).unwrap();
+            let mut journal = Journal::reopen(folder.path(), &read_back).unwrap();
             journal.append(&ended(4)).unwrap();
             let again = read(folder.path()).unwrap().unwrap();
             assert_eq!(again.events, [ended(1), ended(2), ended(4)], "{torn:?}");
@@ -277,6 +301,39 @@ mod tests {
         fs::write(&path, text.replacen("\"ended\"", "\"ebded\"", 1)).unwrap();
         let error = read(folder.path()).unwrap_err();
         assert!(error.is_corrupt(), "{error}");
+    }
+
+    #[test]
+    fn a_line_that_is_gone_or_there_twice_is_an_error() {
+        for keep in [&[0, 2][..], &[0, 1, 1, 2], &[0, 2, 1]] {
+            let folder = tempfile::tempdir().unwrap();
+            begun(folder.path());
+            let path = folder.path().join(JOURNAL);
+            let text = fs::read_to_string(&path).unwrap();
+            let lines: Vec<_> = text.lines().collect();
+            let kept: String = keep.iter().map(|at| format!("{}\n", lines[*at])).collect();
+            fs::write(&path, kept).unwrap();
+            let error = read(folder.path()).unwrap_err();
+            assert!(error.is_corrupt(), "{error}");
+            let error = error.to_string();
+            assert!(error.contains("is expected"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_journal_without_numbers_is_read_and_continued_with_them() {
+        let folder = tempfile::tempdir().unwrap();
+        begun(folder.path());
+        let path = folder.path().join(JOURNAL);
+        let text = fs::read_to_string(&path).unwrap();
+        let text = text.replace(",\"line\":1", "").replace(",\"line\":2", "");
+        assert!(!text.contains("line"), "{text}");
+        fs::write(&path, text).unwrap();
+        let before = read(folder.path()).unwrap().unwrap();
+        let mut journal = Journal::reopen(folder.path(), &before).unwrap();
+        journal.append(&Event::Finished).unwrap();
+        let events = read(folder.path()).unwrap().unwrap().events;
+        assert_eq!(events, [ended(1), ended(2), Event::Finished]);
     }
 
     #[test]

@@ -2,15 +2,16 @@
 //! bad ones early.
 
 pub use config::Config;
-pub use core::CheckpointSettings;
+pub use core::{CheckpointSettings, SearchOrder};
 pub use error::{Error, Result};
 pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
 pub use output::{DataFrame, Display, Results, Scope, SearchEnd};
-pub use pool::{Resources, WorkerReuse};
+pub use pool::WorkerReuse;
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
-pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchOrder, SearchSpec};
+pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchSpec};
 pub use searcher::{Optuna, Searcher, Suggestion, TrialEnd, VariantGenerator};
+pub use slots::Resources;
 pub use space::{
     Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,
     qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
@@ -20,12 +21,15 @@ pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
 pub use trial_id::TrialId;
 pub use view::{Rung, Trial, TrialResult, TrialStatus};
 
+mod checkpoint_folder;
 mod config;
 mod core;
 mod error;
+mod fields;
 mod host;
 mod journal;
 mod metrics;
+mod number;
 mod objective;
 mod output;
 mod pool;
@@ -34,6 +38,7 @@ mod runner;
 mod scheduler;
 mod search;
 mod searcher;
+mod slots;
 mod space;
 mod stop;
 mod trial;

@@ -5,6 +5,7 @@ use std::collections::btree_map;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
 
 /// Named numbers that a trial reports after an iteration.
 ///
@@ -67,6 +68,16 @@ impl IntoIterator for Metrics {
     }
 }
 
+/// A number in JSON: a word where JSON has none.
+pub(crate) fn json_number(value: f64) -> Value {
+    match value.is_finite() {
+        true => value.into(),
+        false if value.is_nan() => "NaN".into(),
+        false if value > 0.0 => "Infinity".into(),
+        false => "-Infinity".into(),
+    }
+}
+
 /// A number that JSON can hold, whatever it is.
 #[derive(Clone, Copy, Debug)]
 pub struct Number(f64);
@@ -80,12 +91,7 @@ impl PartialEq for Number {
 
 impl Serialize for Number {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self.0 {
-            value if value.is_finite() => serializer.serialize_f64(value),
-            value if value.is_nan() => serializer.serialize_str("NaN"),
-            value if value > 0.0 => serializer.serialize_str("Infinity"),
-            _ => serializer.serialize_str("-Infinity"),
-        }
+        json_number(self.0).serialize(serializer)
     }
 }
 

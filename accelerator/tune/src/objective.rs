@@ -28,6 +28,15 @@ impl Mode {
         self.compare(value, than) == Ordering::Greater
     }
 
+    /// The best of some that have a value each; the first of equals. `None` where there are only NaN.
+    pub(crate) fn best<T>(self, scored: impl IntoIterator<Item = (T, f64)>) -> Option<(T, f64)> {
+        let numbers = scored.into_iter().filter(|(_, value)| !value.is_nan());
+        numbers.reduce(|best, other| match self.is_better(other.1, best.1) {
+            true => other,
+            false => best,
+        })
+    }
+
     /// Orders values from the worst to the best. NaN is the worst.
     #[must_use]
     pub fn compare(self, left: f64, right: f64) -> Ordering {

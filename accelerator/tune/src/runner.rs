@@ -24,10 +24,8 @@ pub(crate) trait TrialRunner {
         true
     }
 
-    /// Whether a trial has its turn, or may do something all the time.
-    fn is_computing(&self, _trial: TrialId) -> bool {
-        true
-    }
+    /// Whether a trial has its turn: its process starts, or computes.
+    fn is_computing(&self, trial: TrialId) -> bool;
 
     /// What is in use of what there is, such as `2.0/2 CPUs, 0.0/0 GPUs`.
     fn requested(&self) -> Option<String>;
@@ -107,7 +105,7 @@ pub(crate) enum RunnerEvent {
     /// Its attempt is over: the program failed, or its process ended.
     Failed { trial: TrialId, message: String },
     /// After [`Answer::Pause`] or [`Answer::Stop`]: its attempt is over, and its slot is free.
-    Left { trial: TrialId },
+    Stopped { trial: TrialId },
 }
 
 impl RunnerEvent {
@@ -119,7 +117,7 @@ impl RunnerEvent {
             | Self::Saved { trial, .. }
             | Self::Ended { trial }
             | Self::Failed { trial, .. }
-            | Self::Left { trial } => *trial,
+            | Self::Stopped { trial } => *trial,
         }
     }
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::fields;
 use crate::objective::{Mode, Objective};
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
@@ -85,6 +86,13 @@ impl Stop {
     ) -> Self {
         self.closures.push(StopFn(Arc::new(stops)));
         self
+    }
+
+    /// The metrics that it looks at, but for closures.
+    pub(crate) fn metrics(&self) -> impl Iterator<Item = &str> {
+        let thresholds = self.thresholds.iter().map(|(metric, _)| &**metric);
+        let plateau = self.plateau.iter().map(|plateau| &*plateau.metric);
+        thresholds.chain(plateau)
     }
 
     /// How many results of a trial it looks at.
@@ -215,9 +223,9 @@ impl TryFrom<Map<String, Value>> for Stop {
         let mut stop = Self::new();
         for (metric, value) in table {
             if metric == PLATEAU {
-                let plateau = serde_json::from_value(value);
+                let plateau = fields::parse(value);
                 let plateau =
-                    plateau.map_err(|error| Error::misuse(format!("`stop.plateau`: {error}")))?;
+                    plateau.map_err(|error| Error::misuse(format!("`{PLATEAU}`: {error}")))?;
                 stop.plateau = Some(plateau);
                 continue;
             }
@@ -228,7 +236,7 @@ impl TryFrom<Map<String, Value>> for Stop {
             };
             let threshold = threshold.ok_or_else(|| {
                 Error::misuse(format!(
-                    "`stop.{metric}` is {value}; it is a number, or a text such as \">= 0.99\" or \"<= 0.1\""
+                    "`{metric}` is {value}; it is a number, or a text such as \">= 0.99\" or \"<= 0.1\""
                 ))
             })?;
             stop.thresholds.push((metric, threshold));

@@ -72,6 +72,23 @@ impl TrialResult {
             _ => self.metrics.value(metric),
         }
     }
+
+    /// That of a trial's next iteration, after its last result.
+    pub(crate) fn next(
+        last: Option<&Self>,
+        iteration: u64,
+        metrics: Metrics,
+        seconds: f64,
+        timestamp: u64,
+    ) -> Self {
+        Self {
+            training_iteration: iteration,
+            time_this_iter_s: seconds,
+            time_total_s: last.map_or(0.0, |last| last.time_total_s) + seconds,
+            timestamp,
+            metrics,
+        }
+    }
 }
 
 /// A trial of a search.
@@ -100,6 +117,8 @@ pub struct Trial {
     pub last: Option<TrialResult>,
     /// Its best result by the objective.
     pub best: Option<TrialResult>,
+    /// What it tried when it reported that. A scheduler that lets trials exploit others has changed it since.
+    pub best_config: Config,
     /// How often an attempt at it has failed.
     pub failures: u32,
     /// Its newest failure.

@@ -2,11 +2,11 @@
 //!
 //! None is indispensable: a trial is re-run from the newest one that is left. So pruning costs time at worst.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Branch, CheckpointKey, Core, prefix};
+use super::{CheckpointKey, Core, prefix};
 use crate::trial_id::TrialId;
 use crate::view::TrialStatus;
 
@@ -53,19 +53,16 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
     let pinned = pinned(core);
     let resumed = needed(core, TrialStatus::Paused);
     let mut gone = BTreeSet::new();
-    let mut newer: Option<(Branch, usize)> = None;
+    let mut newer: BTreeMap<TrialId, usize> = BTreeMap::new();
     for key in core.checkpoints().keys().rev() {
-        let count = match newer {
-            Some((branch, count)) if branch.trial == key.branch.trial => count,
-            _ => 0,
-        };
-        newer = Some((key.branch, count + 1));
-        if count >= settings.keep_per_trial.max(1)
+        let newer = newer.entry(key.branch.trial).or_default();
+        if *newer >= settings.keep_per_trial.max(1)
             && !pinned.contains(key)
             && !resumed.contains(key)
         {
             gone.insert(*key);
         }
+        *newer += 1;
     }
     let ended = ranked(core, |status| {
         matches!(status, TrialStatus::Terminated | TrialStatus::Error)
@@ -108,7 +105,7 @@ fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
     let mut pinned = needed(core, TrialStatus::Running);
     if core.rules.shares_prefixes {
         let keys = core.checkpoints().keys().filter(|key| {
-            prefix::is_fork(&core.trials, &core.waiting, key.branch.trial, key.iteration)
+            prefix::is_fork(&core.trials, &core.pending, key.branch.trial, key.iteration)
         });
         pinned.extend(keys);
     }

@@ -47,13 +47,13 @@ pub(crate) enum Action {
     /// The searcher is asked, and the reply is the next event.
     Ask(TrialId),
     /// A result counts: the trial's files get it, and the searcher learns of its value.
-    Take { branch: Branch, result: TrialResult },
+    Record { branch: Branch, result: TrialResult },
     /// The searcher learns of an end.
     Tell(TrialId, TrialEnd),
     /// A line of the decision log.
     Log(Decision),
-    /// Looked at again: whether the trial is to run, and what it is answered.
-    Revisit(TrialId),
+    /// What runs for the trial is brought in line: whether it is to run, and what it is answered.
+    Reconcile(TrialId),
     /// Every trial has ended.
     Finish,
 }
@@ -120,6 +120,17 @@ pub(crate) struct CheckpointKey {
     pub(crate) branch: Branch,
     /// How many iterations were done.
     pub(crate) iteration: u64,
+}
+
+impl CheckpointKey {
+    /// The name of its folder in the trial's, such as `checkpoint_000004`.
+    pub(crate) fn folder_name(self) -> String {
+        let iteration = self.iteration;
+        match self.branch.generation {
+            0 => format!("checkpoint_{iteration:06}"),
+            generation => format!("checkpoint_{iteration:06}.{generation}"),
+        }
+    }
 }
 
 /// A trial with one configuration. Exploiting another gives a trial a new branch.

@@ -53,12 +53,12 @@ pub(super) fn origin(trials: &[TrialState], trial: TrialId) -> Option<Option<Ori
 /// Whether a trial that has not begun goes on from this iteration of a trial.
 pub(super) fn is_fork(
     trials: &[TrialState],
-    waiting: &BTreeSet<TrialId>,
+    pending: &BTreeSet<TrialId>,
     trial: TrialId,
     iteration: u64,
 ) -> bool {
     let config = trials[trial.index()].config();
-    waiting
+    pending
         .iter()
         .any(|other| shared_iterations(config, trials[other.index()].config()) == iteration)
 }

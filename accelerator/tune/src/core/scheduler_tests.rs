@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::event::Event;
 use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
-use super::{Decision, Order, Rules};
+use super::{Decision, Rules, SearchOrder};
 use crate::config::Config;
 use crate::objective::{Mode, Objective};
 use crate::scheduler::{Asha, AshaPromotion, MedianStopping, Pbt, Scheduler};
@@ -73,7 +73,7 @@ const TRIALS: u64 = 14;
 
 fn run(
     scheduler: &Scheduler,
-    order: Order,
+    order: SearchOrder,
     max_failures: Option<u32>,
     chance: Chance,
 ) -> SimulatedSearch {
@@ -83,7 +83,7 @@ fn run(
             max_failures,
             ..rules(order, ITERATIONS)
         },
-        &|| scheduler.policy(&objective, 5).unwrap(),
+        &|| scheduler.build(&objective, 5).unwrap(),
         &configs(TRIALS, 3),
         &|config: &Config, iteration| quality(config) + (iteration as f64).sqrt(),
         chance,
@@ -103,11 +103,38 @@ fn reports(outcome: &SimulatedSearch) -> BTreeMap<u32, u64> {
     reports
 }
 
+/// Trials that exploit others report their best values with configurations that they have no more.
+#[test]
+fn a_best_value_is_of_the_configuration_that_reported_it() {
+    let space = Space::new([("quality", uniform(0.0, 1000.0))]);
+    let chance = Chance {
+        seed: 1,
+        slots: 3,
+        failures: 0,
+        crashes: 20,
+    };
+    let outcome = run(
+        &Pbt::new(1.0, space).into(),
+        SearchOrder::Eager,
+        None,
+        chance,
+    );
+    let mut earlier = 0;
+    for state in outcome.core.trials() {
+        let best = state.best.as_ref().unwrap();
+        let config = state.config_of(state.best_branch);
+        let score = quality(config) + (best.training_iteration as f64).sqrt();
+        assert_eq!(best.value("score"), Some(score), "{state:?}");
+        earlier += u32::from(state.best_branch != state.branch());
+    }
+    assert!(earlier > 0);
+}
+
 proptest! {
     /// None is lost and none counted twice; a trial that fails for good blocks no other, on any rung.
     #[test]
     fn every_search_ends_with_all_its_trials(scheduler in schedulers(), chance in chances(), most in 0_u32..3) {
-        for order in [Order::Eager, Order::Ordered { workers: 3 }] {
+        for order in [SearchOrder::Eager, SearchOrder::Ordered { workers: 3 }] {
             for max_failures in [None, Some(most)] {
                 run(&scheduler, order, max_failures, chance);
             }
@@ -119,7 +146,7 @@ proptest! {
         // A clone of PBT may go back to where a donor is that reports later.
         prop_assume!(!matches!(scheduler, Scheduler::Pbt(_)));
         let chance = Chance { seed, slots, failures: 0, crashes: 0 };
-        let outcome = run(&scheduler, Order::Eager, None, chance);
+        let outcome = run(&scheduler, SearchOrder::Eager, None, chance);
         let reports = reports(&outcome);
         prop_assert_eq!(reports.len() as u64, TRIALS);
         prop_assert!(reports.values().all(|count| *count <= u64::from(ITERATIONS)), "{:?}", reports);
@@ -127,7 +154,7 @@ proptest! {
 
     #[test]
     fn in_ordered_mode_no_scheduler_sees_slots_timing_or_kills(scheduler in schedulers(), chance in chances()) {
-        let order = Order::Ordered { workers: 3 };
+        let order = SearchOrder::Ordered { workers: 3 };
         let calm = Chance { seed: 0, slots: 3, failures: 0, crashes: 0 };
         let undisturbed = run(&scheduler, order, None, calm);
         prop_assert_eq!(undisturbed.decisions, run(&scheduler, order, None, chance).decisions);
@@ -135,7 +162,7 @@ proptest! {
 
     #[test]
     fn nothing_is_decided_of_a_trial_that_has_ended(scheduler in schedulers(), chance in chances()) {
-        let outcome = run(&scheduler, Order::Eager, Some(1), chance);
+        let outcome = run(&scheduler, SearchOrder::Eager, Some(1), chance);
         let mut ended = Vec::new();
         for decision in &outcome.decisions {
             let trial = match decision {
@@ -159,7 +186,7 @@ proptest! {
     fn a_clone_goes_on_from_what_its_donor_has_done(interval in 1_u32..4, chance in chances()) {
         let mutations = Space::new([("quality", uniform(0.0, 1000.0))]);
         let scheduler = Pbt::new(f64::from(interval), mutations).into();
-        let outcome = run(&scheduler, Order::Eager, None, chance);
+        let outcome = run(&scheduler, SearchOrder::Eager, None, chance);
         let mut done = BTreeMap::new();
         let mut clones = 0;
         for decision in &outcome.decisions {

@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::event::Event;
-use super::{Action, Core, Decision, Order, Rules, result_after};
+use super::{Action, Core, Decision, Rules, SearchOrder};
 use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::objective::{Mode, Objective};
-use crate::scheduler::Policy;
+use crate::scheduler::TrialScheduler;
 use crate::space::Random;
 use crate::stop::Stop;
 use crate::trial_id::TrialId;
-use crate::view::TrialStatus;
+use crate::view::{TrialResult, TrialStatus};
 
 /// What happens by chance.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +34,7 @@ pub(super) struct SimulatedSearch {
     pub(super) events: Vec<Event>,
 }
 
-pub(super) fn rules(order: Order, iterations: u32) -> Rules {
+pub(super) fn rules(order: SearchOrder, iterations: u32) -> Rules {
     Rules {
         objective: Objective::new("score", Mode::Max),
         scheduler_metric: "score".to_owned(),
@@ -47,13 +47,14 @@ pub(super) fn rules(order: Order, iterations: u32) -> Rules {
         max_trials: None,
         lookahead: 3,
         shares_prefixes: false,
+        are_metrics_strict: true,
     }
 }
 
 /// Runs a search to its end. Trial n has `configs[n]`, and after iteration t the score `score(config, t)`.
 pub(super) fn simulate(
     rules: &dyn Fn() -> Rules,
-    policy: &dyn Fn() -> Box<dyn Policy>,
+    scheduler: &dyn Fn() -> Box<dyn TrialScheduler>,
     configs: &[Config],
     score: &dyn Fn(&Config, u64) -> f64,
     chance: Chance,
@@ -61,7 +62,7 @@ pub(super) fn simulate(
     let mut random = Random::of(chance.seed, &[]);
     let mut events = Vec::new();
     let mut decisions = Vec::new();
-    let mut core = Core::new(rules(), policy());
+    let mut core = Core::new(rules(), scheduler());
     let step =
         |core: &mut Core, event: Event, decisions: &mut Vec<Decision>, events: &mut Vec<Event>| {
             let mut next = Some(event);
@@ -95,7 +96,7 @@ pub(super) fn simulate(
         }
         if random.below(1000) < chance.crashes {
             computing.clear();
-            core = Core::new(rules(), policy());
+            core = Core::new(rules(), scheduler());
             let mut again = Vec::new();
             for event in &events {
                 for action in core.step(event.clone()) {
@@ -119,7 +120,7 @@ pub(super) fn simulate(
         }
         let all_are_begun = core.trials().len() == configs.len();
         assert!(
-            computing.len() == chance.slots || all_are_begun || rules().order != Order::Eager,
+            computing.len() == chance.slots || all_are_begun || rules().order != SearchOrder::Eager,
             "a slot is idle: {:?}",
             core.trials()
         );
@@ -133,7 +134,7 @@ pub(super) fn simulate(
         } else {
             let iteration = state.decided + 1;
             let metrics = Metrics::from([("score", score(state.config(), iteration))]);
-            let result = result_after(state.last.as_ref(), iteration, metrics, 1.0, 0);
+            let result = TrialResult::next(state.last.as_ref(), iteration, metrics, 1.0, 0);
             Event::Reported {
                 trial,
                 result,

@@ -4,9 +4,9 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
-use super::{Core, Decision, Order};
+use super::{Core, Decision, SearchOrder};
 use crate::config::Config;
-use crate::scheduler::{Observation, Policy, Supply, Verdict};
+use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::trial_id::TrialId;
 
 /// Pauses each trial after every iteration, and continues the better half of those that are paused; stops those that are
@@ -17,33 +17,37 @@ struct OrderSensitive {
     paused: BTreeMap<TrialId, f64>,
 }
 
-impl Policy for OrderSensitive {
-    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+impl TrialScheduler for OrderSensitive {
+    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn report(&mut self, observation: Observation, waits: bool) -> Verdict {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        others_wait: bool,
+    ) -> SchedulerDecision {
         let value = observation.value.unwrap();
         let rank = self.scores.iter().filter(|score| **score > value).count();
         self.scores.push(value);
         if rank * 3 > self.scores.len() * 2 {
-            return Verdict::Stop;
+            return SchedulerDecision::Stop;
         }
-        if waits && rank * 2 > self.scores.len() {
+        if others_wait && rank * 2 > self.scores.len() {
             self.paused.insert(observation.trial, value);
-            return Verdict::Pause;
+            return SchedulerDecision::Pause;
         }
-        Verdict::Continue
+        SchedulerDecision::Continue
     }
 
-    fn complete(&mut self, _last: Observation) {}
+    fn on_trial_complete(&mut self, _last: Observation) {}
 
-    fn fail(&mut self, _trial: TrialId) {}
+    fn on_trial_error(&mut self, _trial: TrialId) {}
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
         let best = paused
             .iter()
             .copied()
             .max_by(|left, right| self.paused[left].total_cmp(&self.paused[right]))?;
-        (supply != Supply::New || self.paused[&best] > 500.0).then_some(best)
+        (others != OtherTrials::Pending || self.paused[&best] > 500.0).then_some(best)
     }
 
     fn status(&self) -> Vec<String> {
@@ -51,7 +55,7 @@ impl Policy for OrderSensitive {
     }
 }
 
-fn run(order: Order, trials: u64, chance: Chance) -> SimulatedSearch {
+fn run(order: SearchOrder, trials: u64, chance: Chance) -> SimulatedSearch {
     let configs = configs(trials, 7);
     let outcome = simulate(
         &|| rules(order, 6),
@@ -81,7 +85,7 @@ proptest! {
         failures in 0_u64..100,
         crashes in 0_u64..60,
     ) {
-        let order = Order::Ordered { workers };
+        let order = SearchOrder::Ordered { workers };
         let undisturbed = run(order, 20, UNDISTURBED);
         let chance = Chance { seed, slots, failures, crashes };
         let disturbed = run(order, 20, chance);
@@ -95,8 +99,8 @@ proptest! {
         failures in 0_u64..100,
     ) {
         let chance = Chance { seed, slots, failures, crashes: 20 };
-        let outcome = run(Order::Eager, 20, chance);
-        let mut again = Core::new(rules(Order::Eager, 6), Box::<OrderSensitive>::default());
+        let outcome = run(SearchOrder::Eager, 20, chance);
+        let mut again = Core::new(rules(SearchOrder::Eager, 6), Box::<OrderSensitive>::default());
         let mut decisions = Vec::new();
         for event in outcome.events {
             for action in again.step(event) {
@@ -116,7 +120,7 @@ fn order_matters_to_decisions_in_eager_mode() {
             seed,
             ..UNDISTURBED
         };
-        run(Order::Eager, 20, chance).decisions
+        run(SearchOrder::Eager, 20, chance).decisions
     };
     assert_ne!(run_with(1), run_with(2));
 }
@@ -152,13 +156,13 @@ fn trials_that_begin_alike_train_what_they_share_once() {
     let shared = || super::Rules {
         shares_prefixes: true,
         lookahead: usize::MAX,
-        ..rules(Order::Ordered { workers: 2 }, 6)
+        ..rules(SearchOrder::Ordered { workers: 2 }, 6)
     };
-    let fifo = || -> Box<dyn Policy> { Box::new(GoOn) };
+    let fifo = || -> Box<dyn TrialScheduler> { Box::new(GoOn) };
     let configs = schedules();
     let outcome = simulate(&shared, &fifo, &configs, &scheduled_score, UNDISTURBED);
     check(&outcome);
-    let separate = || rules(Order::Ordered { workers: 2 }, 6);
+    let separate = || rules(SearchOrder::Ordered { workers: 2 }, 6);
     let apart = simulate(&separate, &fifo, &configs, &scheduled_score, UNDISTURBED);
     for (one, other) in outcome.core.trials().iter().zip(apart.core.trials()) {
         assert_eq!(one.last, other.last, "{}", one.id);
@@ -190,18 +194,22 @@ fn trials_that_begin_alike_train_what_they_share_once() {
 #[derive(Debug)]
 struct GoOn;
 
-impl Policy for GoOn {
-    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+impl TrialScheduler for GoOn {
+    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn report(&mut self, _observation: Observation, _waits: bool) -> Verdict {
-        Verdict::Continue
+    fn on_trial_result(
+        &mut self,
+        _observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
+        SchedulerDecision::Continue
     }
 
-    fn complete(&mut self, _last: Observation) {}
+    fn on_trial_complete(&mut self, _last: Observation) {}
 
-    fn fail(&mut self, _trial: TrialId) {}
+    fn on_trial_error(&mut self, _trial: TrialId) {}
 
-    fn resume(&mut self, paused: &[TrialId], _supply: Supply) -> Option<TrialId> {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], _supply: OtherTrials) -> Option<TrialId> {
         paused.first().copied()
     }
 

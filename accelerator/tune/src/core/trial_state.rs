@@ -16,14 +16,16 @@ pub(crate) struct TrialState {
     pub(super) due: u64,
     /// How many of its iterations are decided about.
     pub(crate) decided: u64,
-    /// What it did and waits to be decided about.
-    pub(super) pending: Option<Pending>,
-    /// By a closure, with the report that is pending.
+    /// What it did, until that is decided about.
+    pub(super) update: Option<TrialUpdate>,
+    /// By a closure, with the report that is not decided about.
     pub(super) is_told_to_stop: bool,
     /// The newest results, as many as stop rules and forks need.
     pub(super) recent: VecDeque<TrialResult>,
     pub(crate) last: Option<TrialResult>,
     pub(crate) best: Option<TrialResult>,
+    /// What it was at its best result.
+    pub(crate) best_branch: Branch,
     pub(crate) failures: u32,
     pub(crate) error: Option<String>,
     pub(crate) end: Option<EndReason>,
@@ -39,9 +41,9 @@ pub(crate) struct BranchState {
     pub(crate) saves: BTreeSet<u64>,
 }
 
-/// What a running trial did.
+/// What a running trial did, which is to be decided about.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Pending {
+pub(super) enum TrialUpdate {
     Reported(TrialResult),
     Ended,
     Failed,
@@ -55,11 +57,15 @@ impl TrialState {
             branches: vec![BranchState::new(config, None)],
             due: 0,
             decided: 0,
-            pending: None,
+            update: None,
             is_told_to_stop: false,
             recent: VecDeque::new(),
             last: None,
             best: None,
+            best_branch: Branch {
+                trial: id,
+                generation: 0,
+            },
             failures: 0,
             error: None,
             end: None,
@@ -106,7 +112,7 @@ impl TrialState {
 
     /// Whether it runs, and what it does next is not known yet.
     pub(crate) fn is_awaited(&self) -> bool {
-        self.status == TrialStatus::Running && self.pending.is_none()
+        self.status == TrialStatus::Running && self.update.is_none()
     }
 }
 

@@ -80,16 +80,16 @@ impl Agent {
     /// The exit code.
     fn run(mut self) -> Result<u8> {
         let mut is_closed = false;
-        while let Some(told) = receive(&mut self.reader) {
-            match told {
+        while let Some(message) = receive(&mut self.reader) {
+            match message {
                 ToAgent::Start { process, spec } => {
-                    let said = match self.shared.start(process, &spec) {
+                    let reply = match self.shared.start(process, &spec) {
                         Ok(pid) => FromAgent::Started { pid },
                         Err(error) => FromAgent::NotStarted {
                             message: error.to_string(),
                         },
                     };
-                    self.shared.say(&said);
+                    self.shared.send(&reply);
                 }
                 ToAgent::Signal { process, signal } => {
                     let signal = match signal {
@@ -112,7 +112,7 @@ impl Agent {
         match (is_closed, self.interrupted.load(Ordering::Relaxed)) {
             (true, true) => Ok(accelerator_env::PREEMPTED_EXIT_CODE),
             (true, false) => Ok(0),
-            (false, _) => Err(Error::trial(
+            (false, _) => Err(Error::connection(
                 "the search has ended; so do its trials on this host",
             )),
         }
@@ -136,7 +136,7 @@ impl Shared {
             if let Some(reading) = reading {
                 let _ = reading.join();
             }
-            ended.say(&FromAgent::Exited {
+            ended.send(&FromAgent::Exited {
                 process: number,
                 status: status.map(ExitStatusExt::into_raw),
             });
@@ -155,22 +155,22 @@ impl Shared {
                 .read_until(b'\n', &mut line)
                 .is_ok_and(|read| read > 0)
             {
-                self.say(&FromAgent::Output {
+                self.send(&FromAgent::Output {
                     process,
                     line: String::from_utf8_lossy(&line).into_owned(),
                 });
                 line.clear();
             }
-            self.say(&FromAgent::OutputClosed { process });
+            self.send(&FromAgent::OutputClosed { process });
         };
         Ok(thread::Builder::new()
             .name("output".to_owned())
             .spawn(forward)?)
     }
 
-    fn say(&self, said: &FromAgent) {
+    fn send(&self, message: &FromAgent) {
         // That the search is gone is noticed where it is read from.
-        let _ = send(&lock(&self.stream), said);
+        let _ = send(&lock(&self.stream), message);
     }
 }
 

@@ -59,7 +59,7 @@ impl AgentLink {
             .spawn(move || {
                 follow(reader, &known, &to_replies);
                 noted.store(true, Ordering::Relaxed);
-                // Nobody waits for what it would have said.
+                // Dropping them ends the waiting for their output and status.
                 known.lock().clear();
             })?;
         Ok(Some(Self {
@@ -182,13 +182,13 @@ impl std::fmt::Debug for Processes {
 
 /// Passes on what the agent says, until it closes.
 fn follow(mut reader: BufReader<TcpStream>, processes: &Processes, replies: &Sender<FromAgent>) {
-    while let Some(said) = receive(&mut reader) {
-        match said {
+    while let Some(message) = receive(&mut reader) {
+        match message {
             FromAgent::Output { process, line } => {
                 let mut processes = processes.lock();
                 let output = processes.get_mut(&process);
                 if let Some(output) = output.and_then(|running| running.output.as_mut()) {
-                    // Nobody reads what a trial says that was ended.
+                    // Nobody reads the output of a trial that was ended.
                     let _ = output.write_all(line.as_bytes());
                 }
             }

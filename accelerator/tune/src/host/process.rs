@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::WorkerPlace;
+use crate::trial::protocol::WorkerEnv;
 
 /// What is started.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -30,7 +30,7 @@ pub(crate) struct ProcessSpec {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) enum ProcessProgram {
     /// This program, as a worker.
-    Worker(WorkerPlace),
+    Worker(WorkerEnv),
     /// Any program. Its standard output is read.
     Command(Vec<String>),
 }
@@ -39,13 +39,15 @@ pub(crate) enum ProcessProgram {
 #[derive(Debug)]
 pub(super) struct LocalProcess {
     child: Child,
+    /// Leads the group, and ends it when this process has ended. A worker knows by itself, and leads its own.
+    guard: Option<Child>,
     is_reaped: bool,
 }
 
 impl LocalProcess {
     pub(super) fn spawn(spec: &ProcessSpec) -> Result<Self> {
         let mut command = match &spec.program {
-            ProcessProgram::Worker(place) => worker(place, spec.ranks)?,
+            ProcessProgram::Worker(worker_env) => worker(worker_env, spec.ranks)?,
             ProcessProgram::Command(words) => {
                 let mut command = of_ranks(Path::new(&words[0]), spec.ranks)?;
                 command.args(&words[1..]);
@@ -54,6 +56,10 @@ impl LocalProcess {
         };
         let output = OpenOptions::new().create(true).append(true).open(&spec.log);
         let output = output.map_err(|error| Error::io("write", &spec.log, error))?;
+        let guard = match &spec.program {
+            ProcessProgram::Worker(_) => None,
+            ProcessProgram::Command(_) => guard(),
+        };
         let threads = (spec.cores.len() / spec.ranks).max(1).to_string();
         command
             .env("CUDA_VISIBLE_DEVICES", spec.gpus.join(","))
@@ -63,7 +69,7 @@ impl LocalProcess {
                 ProcessProgram::Command(_) => Stdio::piped(),
             })
             .stderr(output)
-            .process_group(0);
+            .process_group(guard.as_ref().map_or(0, |guard| guard.id().cast_signed()));
         for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
             if env::var_os(name).is_none() {
                 command.env(name, &threads);
@@ -75,6 +81,7 @@ impl LocalProcess {
             .map_err(|error| Error::io("start", &program, error))?;
         Ok(Self {
             child,
+            guard,
             is_reaped: false,
         })
     }
@@ -91,7 +98,7 @@ impl LocalProcess {
 
     /// Tells when it has ended. It is left unreaped, so that its id stays its own.
     pub(super) fn watch(&self, exited: impl FnOnce() + Send + 'static) -> Result<()> {
-        let pid = self.pid();
+        let pid = pid_of(&self.child);
         thread::Builder::new()
             .name("watch".to_owned())
             .spawn(move || {
@@ -106,9 +113,12 @@ impl LocalProcess {
     }
 
     pub(super) fn signal(&self, signal: Signal) {
-        if let (false, Some(pid)) = (self.is_reaped, self.pid()) {
+        let leader = self.guard.as_ref().unwrap_or(&self.child);
+        if !self.is_reaped
+            && let Some(group) = pid_of(leader)
+        {
             // That nothing is left to receive it is no error.
-            let _ = rustix::process::kill_process_group(pid, signal);
+            let _ = rustix::process::kill_process_group(group, signal);
         }
     }
 
@@ -116,13 +126,28 @@ impl LocalProcess {
     pub(super) fn reap(&mut self) -> Option<ExitStatus> {
         self.signal(Signal::KILL);
         let status = self.child.wait().ok();
+        // It was of the group.
+        let _ = self.guard.take().map(|mut guard| guard.wait());
         self.is_reaped = true;
         status
     }
+}
 
-    fn pid(&self) -> Option<Pid> {
-        Pid::from_raw(self.child.id().cast_signed())
-    }
+fn pid_of(child: &Child) -> Option<Pid> {
+    Pid::from_raw(child.id().cast_signed())
+}
+
+/// The leader of a new group, which kills the group when its standard input is closed: the kernel does that when this process
+/// ends, however it ends. `None` where there is no shell: what this process has started outlives its SIGKILL.
+fn guard() -> Option<Child> {
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .args(["-c", "trap '' HUP INT TERM; read -r _; kill -KILL 0"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0);
+    shell.spawn().ok()
 }
 
 /// What a process writes to, from which its last lines are read.
@@ -169,7 +194,7 @@ const TAIL_LINES: usize = 10;
 
 /// This program again, which finds its place in the environment. It may have been built anew meanwhile: trials are of the
 /// same version.
-fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
+fn worker(worker_env: &WorkerEnv, ranks: usize) -> Result<Command> {
     let program = env::current_exe()?;
     let running = format!("/proc/{}/exe", std::process::id());
     let mut command = match cfg!(target_os = "linux") && (ranks == 1 || !program.exists()) {
@@ -179,16 +204,16 @@ fn worker(place: &WorkerPlace, ranks: usize) -> Result<Command> {
     if ranks == 1 {
         command.arg0(program);
     }
-    let place = WorkerPlace {
+    let worker_env = WorkerEnv {
         // Ranks are children of the launcher.
         parent: (ranks == 1).then(std::process::id),
-        ..place.clone()
+        ..worker_env.clone()
     };
-    let place = serde_json::to_string(&place)
+    let worker_env = serde_json::to_string(&worker_env)
         .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
     command
         .args(env::args_os().skip(1))
-        .env(accelerator_env::TUNE_WORKER.name, place);
+        .env(accelerator_env::TUNE_WORKER.name, worker_env);
     Ok(command)
 }
 

@@ -2,8 +2,8 @@ use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use super::number::general;
 use super::table::{Rows, best_line, counts, status, word};
+use crate::number::format_g;
 use crate::trial_id::TrialId;
 use crate::view::{SearchView, TrialStatus};
 
@@ -126,7 +126,7 @@ impl Console {
             let last = trial.last.as_ref();
             let iterations = last.map_or(0, |last| last.training_iteration);
             let value = last.and_then(|last| last.value(metric));
-            let value = value.map_or_else(|| "none".to_owned(), general);
+            let value = value.map_or_else(|| "none".to_owned(), format_g);
             text.push_str(&format!(
                 "{} {} after {iterations} iterations: {metric}={value}\n",
                 trial.name,

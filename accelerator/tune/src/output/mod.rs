@@ -11,7 +11,6 @@ pub(crate) use trial_folder::{TrialFolder, folder_name, trial_name};
 mod console;
 mod csv;
 mod dataframe;
-mod number;
 mod psql;
 mod report;
 mod results;

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::number::{general, python, python_float};
+use crate::number::{format_g, repr, repr_float};
 
 /// What a cell of a table holds.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,7 +45,7 @@ impl Cell {
                 return integer.map_or_else(float, Self::Integer);
             }
             Some(Value::String(text)) => text.clone(),
-            Some(other) => python(other),
+            Some(other) => repr(other),
         };
         let length = text.chars().count();
         match length > LONGEST_VALUE {
@@ -74,11 +74,11 @@ impl Cell {
             (Self::Missing, _) => String::new(),
             (Self::Text(text), _) => text.clone(),
             (Self::Boolean(value), CellKind::Float) => u8::from(*value).to_string(),
-            (Self::Boolean(value), _) => python(&(*value).into()),
-            (Self::Integer(value), CellKind::Float) => general(*value as f64),
+            (Self::Boolean(value), _) => repr(&(*value).into()),
+            (Self::Integer(value), CellKind::Float) => format_g(*value as f64),
             (Self::Integer(value), _) => value.to_string(),
-            (Self::Float(value), CellKind::Text) => python_float(*value),
-            (Self::Float(value), _) => general(*value),
+            (Self::Float(value), CellKind::Text) => repr_float(*value),
+            (Self::Float(value), _) => format_g(*value),
         }
     }
 }

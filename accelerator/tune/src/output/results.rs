@@ -3,12 +3,12 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::dataframe::DataFrame;
-use super::number::json_number;
 use super::report;
 use super::table::{Rows, status};
-use super::trial_folder::{read_results, write};
+use super::trial_folder::{read_results, read_rows, write};
 use crate::config::Config;
 use crate::error::Result;
+use crate::metrics::json_number;
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
 use crate::view::{Rung, SearchView, Trial, TrialResult};
@@ -101,11 +101,17 @@ impl Results {
         }
     }
 
-    /// The configuration of the trial that has reported the best value of a metric.
+    /// The configuration with which a trial has reported the best value of a metric.
     #[must_use]
-    pub fn best_config(&self, metric: &str, mode: Mode) -> Option<&Config> {
+    pub fn best_config(&self, metric: &str, mode: Mode) -> Option<Config> {
         let (trial, _) = self.best_trial(metric, mode, Scope::Best)?;
-        Some(&trial.config)
+        if self.is_objective(metric, mode) {
+            return Some(trial.best_config.clone());
+        }
+        let rows = read_rows(&trial.folder).ok()?.into_iter();
+        let scored = rows.filter_map(|(result, config)| Some((config, result.value(metric)?)));
+        let (config, _) = mode.best(scored)?;
+        Some(config)
     }
 
     /// The best trial, and its value. Trials that never reported a number are out of the question.
@@ -113,12 +119,9 @@ impl Results {
     pub fn best_trial(&self, metric: &str, mode: Mode, scope: Scope) -> Option<(&Trial, f64)> {
         let scored = self.view.trials.iter().filter_map(|trial| {
             let value = self.value(trial, metric, mode, scope)?;
-            (!value.is_nan()).then_some((trial, value))
+            Some((trial, value))
         });
-        scored.reduce(|best, other| match mode.is_better(other.1, best.1) {
-            true => other,
-            false => best,
-        })
+        mode.best(scored)
     }
 
     /// The rungs of a scheduler that has some, from the bottom.
@@ -194,13 +197,17 @@ impl Results {
         write(path.as_ref(), self.html()?.as_bytes())
     }
 
-    fn value(&self, trial: &Trial, metric: &str, mode: Mode, scope: Scope) -> Option<f64> {
+    fn is_objective(&self, metric: &str, mode: Mode) -> bool {
         let objective = &self.view.objective;
+        objective.metric == metric && objective.mode == mode
+    }
+
+    fn value(&self, trial: &Trial, metric: &str, mode: Mode, scope: Scope) -> Option<f64> {
         let of = |result: &Option<TrialResult>| result.as_ref()?.value(metric);
         if scope == Scope::Last {
             return of(&trial.last);
         }
-        if scope == Scope::Best && objective.metric == metric && objective.mode == mode {
+        if scope == Scope::Best && self.is_objective(metric, mode) {
             return of(&trial.best);
         }
         let history = read_results(&trial.folder).ok()?;
@@ -212,14 +219,9 @@ impl Results {
             (!values.is_empty()).then(|| values.iter().sum::<f64>() / count)
         };
         match scope {
-            Scope::Best => {
-                values
-                    .into_iter()
-                    .reduce(|best, value| match mode.is_better(value, best) {
-                        true => value,
-                        false => best,
-                    })
-            }
+            Scope::Best => mode
+                .best(values.into_iter().map(|value| ((), value)))
+                .map(|best| best.1),
             Scope::Last => values.last().copied(),
             Scope::Average => mean(&values),
             Scope::LastAverage(count) => mean(&values[values.len().saturating_sub(count)..]),

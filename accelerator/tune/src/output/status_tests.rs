@@ -47,6 +47,7 @@ impl Case {
                     pid: pid.parse().unwrap(),
                 }),
                 config: trial.config.clone(),
+                best_config: trial.config.clone(),
                 best: last.clone(),
                 last,
                 failures: trial.failures,

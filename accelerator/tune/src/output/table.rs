@@ -5,9 +5,9 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::number::{python, python_float};
 use super::psql::{Align, Cell, psql};
 use super::trial_folder::ERROR;
+use crate::number::{repr, repr_float};
 use crate::stop::{ITERATION, TIME_TOTAL};
 use crate::view::{SearchView, Trial, TrialStatus};
 
@@ -66,22 +66,16 @@ pub(crate) fn best_line(view: &SearchView) -> Option<String> {
     let objective = &view.objective;
     let scored = view.trials.iter().filter_map(|trial| {
         let value = trial.best.as_ref()?.value(&objective.metric)?;
-        (!value.is_nan()).then_some((trial, value))
+        Some((trial, value))
     });
-    let (trial, value) =
-        scored.reduce(
-            |best, other| match objective.mode.is_better(other.1, best.1) {
-                true => other,
-                false => best,
-            },
-        )?;
+    let (trial, value) = objective.mode.best(scored)?;
     let id = trial.name.strip_prefix(&format!("{}_", view.name));
     Some(format!(
         "Current best trial: {} with {}={} and parameters={}",
         id.unwrap_or(&trial.name),
         objective.metric,
-        python_float(value),
-        python(&Value::Object(trial.config.as_map().clone()))
+        repr_float(value),
+        repr(&Value::Object(trial.best_config.as_map().clone()))
     ))
 }
 

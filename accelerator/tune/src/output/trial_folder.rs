@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::csv;
-use super::number::json_number;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, json_number};
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
@@ -130,14 +129,15 @@ const RESULTS: &str = "result.jsonl";
 const PROGRESS: &str = "progress.csv";
 /// Ray's bound.
 const LONGEST_NAME: usize = 130;
-const COUNTED: [&str; 4] = [
+/// Ray's auto-filled metrics.
+const AUTO_FILLED: [&str; 4] = [
     "training_iteration",
     "time_this_iter_s",
     "time_total_s",
     "timestamp",
 ];
 
-/// The columns of `progress.csv`, after those that are counted.
+/// The columns of `progress.csv`, after those that are auto-filled.
 #[derive(Debug)]
 struct ProgressHeader {
     metrics: BTreeSet<String>,
@@ -163,26 +163,37 @@ impl ProgressHeader {
     }
 
     fn line(&self) -> String {
-        let counted = COUNTED.iter().map(|name| Value::from(*name));
+        let auto_filled = AUTO_FILLED.iter().map(|name| Value::from(*name));
         let metrics = self.metrics.iter().map(|name| name.as_str().into());
         let parameters = self.parameters.iter();
         let parameters = parameters.map(|path| format!("config/{path}").into());
-        csv::line(&counted.chain(metrics).chain(parameters).collect::<Vec<_>>())
+        csv::line(
+            &auto_filled
+                .chain(metrics)
+                .chain(parameters)
+                .collect::<Vec<_>>(),
+        )
     }
 
     fn row(&self, result: &TrialResult, config: &Config) -> String {
-        let counted = COUNTED.iter().map(|name| counted(result, name));
+        let auto_filled = AUTO_FILLED.iter().map(|name| auto_filled(result, name));
         let metrics = self.metrics.iter().map(|name| {
             let value = result.metrics.value(name);
             value.map_or(Value::Null, json_number)
         });
         let parameters = self.parameters.iter();
         let parameters = parameters.map(|path| config.value(path).cloned().unwrap_or(Value::Null));
-        csv::line(&counted.chain(metrics).chain(parameters).collect::<Vec<_>>())
+        csv::line(
+            &auto_filled
+                .chain(metrics)
+                .chain(parameters)
+                .collect::<Vec<_>>(),
+        )
     }
 }
 
-fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
+/// The same, each with the configuration that it is of.
+pub(crate) fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
     let path = folder.join(RESULTS);
     let file = match File::open(&path) {
         Ok(file) => file,
@@ -218,7 +229,7 @@ fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
     Ok(rows)
 }
 
-fn counted(result: &TrialResult, name: &str) -> Value {
+fn auto_filled(result: &TrialResult, name: &str) -> Value {
     match name {
         "training_iteration" => result.training_iteration.into(),
         "time_this_iter_s" => result.time_this_iter_s.into(),
@@ -227,14 +238,14 @@ fn counted(result: &TrialResult, name: &str) -> Value {
     }
 }
 
-/// A line of `result.jsonl`: what was measured, what was counted, and the configuration.
+/// A line of `result.jsonl`: what the trial reported, what is auto-filled, and the configuration.
 fn row(name: &str, result: &TrialResult, config: &Config) -> Value {
     let mut row = match serde_json::to_value(&result.metrics) {
         Ok(Value::Object(metrics)) => metrics,
         _ => Map::new(),
     };
-    for counter in COUNTED {
-        row.insert(counter.to_owned(), counted(result, counter));
+    for field in AUTO_FILLED {
+        row.insert(field.to_owned(), auto_filled(result, field));
     }
     row.insert("trial_id".to_owned(), name.into());
     row.insert("config".to_owned(), json!(config));

@@ -3,10 +3,10 @@ use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::Duration;
 
-use super::PoolEvent;
+use super::events::PoolEvent;
 use crate::error::Result;
 use crate::host::{at_port, bind_everywhere};
-use crate::trial::protocol::{WorkerPlace, greet, random, receive};
+use crate::trial::protocol::{WorkerEnv, greet, random, receive};
 
 /// Where workers connect.
 #[derive(Debug)]
@@ -60,9 +60,9 @@ impl Listener {
         })
     }
 
-    /// What a worker is told when it is started.
-    pub(super) fn place(&self, worker: u32, cores: Vec<usize>) -> WorkerPlace {
-        WorkerPlace {
+    /// The environment of a worker that is about to be started.
+    pub(super) fn worker_env(&self, worker: u32, cores: Vec<usize>) -> WorkerEnv {
+        WorkerEnv {
             address: self.address.clone(),
             token: self.token.clone(),
             worker,
@@ -75,7 +75,7 @@ impl Listener {
 /// How long to wait after a connection that could not be taken.
 const REFUSED: Duration = Duration::from_millis(100);
 
-/// Passes on what a worker says, until it closes.
+/// Passes on the messages of a worker, until it closes the connection.
 fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
     let Some((mut reader, hello)) = greet(&stream, token) else {
         return;
@@ -90,10 +90,15 @@ fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
     let (worker, rank) = (connection.worker, connection.rank);
     let mut is_open = events.send(PoolEvent::Connected(connection)).is_ok();
     while is_open {
-        let Some(said) = receive(&mut reader) else {
+        let Some(message) = receive(&mut reader) else {
             break;
         };
-        is_open = events.send(PoolEvent::Said { worker, rank, said }).is_ok();
+        let event = PoolEvent::Message {
+            worker,
+            rank,
+            message,
+        };
+        is_open = events.send(event).is_ok();
     }
     // Nobody listens once the search has ended.
     let _ = events.send(PoolEvent::Closed { worker });

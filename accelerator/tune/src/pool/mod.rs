@@ -3,7 +3,7 @@
 //! A slot is what one trial runs on. Where more trials are under way than there are slots, those of a slot take turns, from
 //! report to report: a trial that waits for an answer keeps its process, and computes nothing.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -11,20 +11,22 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint_folder;
 use crate::error::{Error, Result};
 use crate::host::{Hosts, ProcessProgram, ProcessSpec};
 use crate::runner::{Answer, RunnerEvent, TrialRunner, TrialStart};
-use crate::trial::protocol::{FromWorker, ToWorker};
+use crate::slots::{Resources, Slot, Slots};
+use crate::trial::protocol::ToWorker;
 use crate::trial_id::TrialId;
+use events::PoolEvent;
 use listener::Listener;
-pub use slots::Resources;
-pub(crate) use slots::{Slot, Slots};
+use placements::{Placements, Turn};
 use worker::Worker;
 
-pub(crate) mod checkpoint;
+mod events;
 mod joint;
 mod listener;
-mod slots;
+mod placements;
 mod worker;
 
 /// Whether a process carries out several trials, one after the other.
@@ -49,7 +51,7 @@ pub enum WorkerReuse {
 #[derive(Debug)]
 pub(crate) struct Pool {
     hosts: Hosts,
-    slots: Slots,
+    placements: Placements,
     /// How many processes a trial has.
     ranks: usize,
     reuse: WorkerReuse,
@@ -57,30 +59,9 @@ pub(crate) struct Pool {
     listener: Listener,
     workers: BTreeMap<u32, Worker>,
     next_worker: u32,
-    of_trial: BTreeMap<TrialId, u32>,
-    home: BTreeMap<TrialId, usize>,
-    /// Trials that were told to end, and do not count for their slot any more.
-    leaving: BTreeSet<TrialId>,
     events: Receiver<PoolEvent>,
     sender: Sender<PoolEvent>,
     ready: VecDeque<RunnerEvent>,
-}
-
-/// What happened to a worker.
-#[derive(Debug)]
-enum PoolEvent {
-    Connected(listener::Connection),
-    Said {
-        worker: u32,
-        rank: usize,
-        said: FromWorker,
-    },
-    Closed {
-        worker: u32,
-    },
-    Exited {
-        worker: u32,
-    },
 }
 
 impl Pool {
@@ -94,8 +75,9 @@ impl Pool {
         let (sender, events) = channel();
         let logs = folder.join("logs");
         fs::create_dir_all(&logs).map_err(|error| Error::io("make", &logs, error))?;
+        let slots = Slots::new(resources, slots, &hosts.resources())?;
         Ok(Self {
-            slots: Slots::new(resources, slots, &hosts.resources())?,
+            placements: Placements::new(slots),
             ranks: resources.processes,
             reuse,
             logs,
@@ -103,33 +85,34 @@ impl Pool {
             hosts,
             workers: BTreeMap::new(),
             next_worker: 0,
-            of_trial: BTreeMap::new(),
-            home: BTreeMap::new(),
-            leaving: BTreeSet::new(),
             events,
             sender,
             ready: VecDeque::new(),
         })
     }
 
-    /// Lets a slot without a trial that computes take the next turn.
-    fn pump(&mut self, slot: usize) -> Result<()> {
-        while self.slots[slot].active.is_none() {
-            let Some(turn) = self.slots[slot].turns.pop_front() else {
-                return Ok(());
-            };
-            match turn {
-                Turn::Start(start) => {
-                    self.slots[slot].active = Some(start.trial);
-                    self.begin(slot, start)?;
-                }
-                Turn::Answer(trial, answer) => {
-                    self.slots[slot].active = Some(trial);
-                    self.tell_answer(trial, answer);
-                }
+    /// Lets the next trial of a slot compute, where none does.
+    fn run_next(&mut self, slot: usize) -> Result<()> {
+        match self.placements.next_turn(slot) {
+            Some(Turn::Start(start)) => self.begin(slot, start),
+            Some(Turn::Answer(trial, answer)) => {
+                self.send_answer(trial, answer);
+                Ok(())
             }
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    /// The trial's turn is over.
+    fn end_turn(&mut self, trial: TrialId) -> Result<()> {
+        let slot = self.placements.end_turn(trial);
+        slot.map_or(Ok(()), |slot| self.run_next(slot))
+    }
+
+    /// No attempt at the trial runs any more.
+    fn remove(&mut self, trial: TrialId) -> Result<()> {
+        let slot = self.placements.remove(trial);
+        slot.map_or(Ok(()), |slot| self.run_next(slot))
     }
 
     fn begin(&mut self, slot: usize, start: TrialStart) -> Result<()> {
@@ -140,7 +123,6 @@ impl Pool {
             Some((number, _)) => *number,
             None => self.spawn(slot)?,
         };
-        self.of_trial.insert(start.trial, number);
         if let Some(worker) = self.workers.get_mut(&number) {
             worker.assign(start);
         }
@@ -152,9 +134,9 @@ impl Pool {
         self.next_worker += 1;
         let Slot {
             host, cores, gpus, ..
-        } = &self.slots[slot];
+        } = &self.placements.slots()[slot];
         let spec = ProcessSpec {
-            program: ProcessProgram::Worker(self.listener.place(number, cores.clone())),
+            program: ProcessProgram::Worker(self.listener.worker_env(number, cores.clone())),
             ranks: self.ranks,
             cores: cores.clone(),
             gpus: gpus.clone(),
@@ -174,14 +156,16 @@ impl Pool {
         Ok(number)
     }
 
-    fn tell_answer(&mut self, trial: TrialId, answer: Answer) {
+    fn send_answer(&mut self, trial: TrialId, answer: Answer) {
         let Some(worker) = self.worker_of(trial) else {
             return;
         };
         let message = match answer {
             Answer::Continue => ToWorker::Continue,
             Answer::Stop => ToWorker::Stop,
-            Answer::Save(folder) | Answer::Pause(folder) if checkpoint::begin(&folder).is_err() => {
+            Answer::Save(folder) | Answer::Pause(folder)
+                if checkpoint_folder::begin(&folder).is_err() =>
+            {
                 // Left out: a trial that cannot save goes on, or begins anew.
                 tracing::warn!("{} cannot be made", folder.display());
                 ToWorker::Continue
@@ -189,204 +173,12 @@ impl Pool {
             Answer::Save(folder) => worker.save(folder, |folder| ToWorker::Save { folder }),
             Answer::Pause(folder) => worker.save(folder, |folder| ToWorker::Pause { folder }),
         };
-        worker.tell(&message);
+        worker.send(&message);
     }
 
     fn worker_of(&mut self, trial: TrialId) -> Option<&mut Worker> {
-        let number = self.of_trial.get(&trial)?;
-        self.workers.get_mut(number)
-    }
-
-    fn take(&mut self, event: PoolEvent) -> Result<()> {
-        match event {
-            PoolEvent::Connected(connection) => {
-                if let Some(worker) = self.workers.get_mut(&connection.worker) {
-                    worker.connect(connection);
-                }
-                Ok(())
-            }
-            PoolEvent::Said { worker, rank, said } => self.said(worker, rank, said),
-            PoolEvent::Closed { worker } => {
-                if let Some(worker) = self.workers.get_mut(&worker) {
-                    worker.closed = worker.closed.or(Some(Instant::now()));
-                    worker.open -= 1;
-                }
-                self.end_exited(worker)
-            }
-            PoolEvent::Exited { worker } => {
-                if let Some(worker) = self.workers.get_mut(&worker) {
-                    worker.has_exited = true;
-                }
-                self.end_exited(worker)
-            }
-        }
-    }
-
-    fn said(&mut self, number: u32, rank: usize, said: FromWorker) -> Result<()> {
-        let ranks = self.ranks;
-        let Some(worker) = self.workers.get_mut(&number) else {
-            return Ok(());
-        };
-        let Some(trial) = worker.start.as_ref().map(|start| start.trial) else {
-            return Ok(());
-        };
-        match said {
-            FromWorker::Started if rank == 0 => {
-                if let Some(location) = worker.location.clone() {
-                    self.ready
-                        .push_back(RunnerEvent::Started { trial, location });
-                }
-            }
-            FromWorker::Started => {}
-            FromWorker::Reported {
-                iteration,
-                metrics,
-                seconds,
-            } => {
-                if rank == 0 {
-                    worker.iteration = iteration;
-                    self.ready.push_back(RunnerEvent::Reported {
-                        trial,
-                        iteration,
-                        metrics,
-                        seconds,
-                    });
-                    return self.free(trial);
-                }
-            }
-            FromWorker::Failed { message } => {
-                let message = match ranks {
-                    1 => message,
-                    _ => format!("rank {rank}: {message}"),
-                };
-                worker.failure.get_or_insert(message);
-            }
-            said => {
-                if let Some(said) = worker.joint.take(rank, said) {
-                    return self.all_said(number, trial, said);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes what all ranks of a worker have said.
-    fn all_said(&mut self, number: u32, trial: TrialId, said: FromWorker) -> Result<()> {
-        let Some(worker) = self.workers.get_mut(&number) else {
-            return Ok(());
-        };
-        match said {
-            FromWorker::Saved => {
-                if let Some((folder, iteration)) = worker.saving.take() {
-                    let bytes = checkpoint::commit(&folder)?;
-                    self.ready.push_back(RunnerEvent::Saved {
-                        trial,
-                        iteration,
-                        bytes,
-                    });
-                }
-            }
-            FromWorker::Skipped => {
-                if let Some((folder, _)) = worker.saving.take() {
-                    checkpoint::abandon(&folder);
-                }
-            }
-            FromWorker::Refused => {
-                if let Some(start) = worker.start.take() {
-                    worker.tell(&ToWorker::Exit);
-                    let slot = worker.slot;
-                    self.of_trial.remove(&trial);
-                    let number = self.spawn(slot)?;
-                    self.of_trial.insert(trial, number);
-                    if let Some(worker) = self.workers.get_mut(&number) {
-                        worker.assign(start);
-                    }
-                }
-            }
-            FromWorker::Left => {
-                return self.over(RunnerEvent::Left { trial }, number);
-            }
-            FromWorker::Ended => {
-                return self.over(RunnerEvent::Ended { trial }, number);
-            }
-            FromWorker::Started | FromWorker::Reported { .. } | FromWorker::Failed { .. } => {}
-        }
-        Ok(())
-    }
-
-    /// An attempt is over, and its worker lives.
-    fn over(&mut self, event: RunnerEvent, number: u32) -> Result<()> {
-        let trial = event.trial();
-        if let Some(worker) = self.workers.get_mut(&number) {
-            worker.start = None;
-            if self.reuse == WorkerReuse::Fresh {
-                worker.tell(&ToWorker::Exit);
-                worker.closed = Some(Instant::now());
-                if self.slots.have_gpus() {
-                    // A device is free when its process has ended.
-                    worker.on_exit = Some(event);
-                    return Ok(());
-                }
-            }
-        }
-        self.of_trial.remove(&trial);
-        self.ready.push_back(event);
-        self.leave(trial)
-    }
-
-    /// Takes the end of a process, once all that it said has arrived.
-    fn end_exited(&mut self, number: u32) -> Result<()> {
-        let is_over = |worker: &Worker| worker.has_exited && worker.open == 0;
-        if !self.workers.get(&number).is_some_and(is_over) {
-            return Ok(());
-        }
-        let Some(mut worker) = self.workers.remove(&number) else {
-            return Ok(());
-        };
-        let status = worker.process.reap();
-        if let Some(event) = worker.on_exit.take() {
-            let trial = event.trial();
-            self.of_trial.remove(&trial);
-            self.ready.push_back(event);
-            return self.leave(trial);
-        }
-        let Some(start) = worker.start.take() else {
-            return Ok(());
-        };
-        if let Some((folder, _)) = worker.saving.take() {
-            checkpoint::abandon(&folder);
-        }
-        let message = worker.failure.take();
-        let message = message.unwrap_or_else(|| worker.process.failure(status));
-        let trial = start.trial;
-        self.of_trial.remove(&trial);
-        self.ready.push_back(RunnerEvent::Failed { trial, message });
-        self.leave(trial)
-    }
-
-    /// The trial does not compute at present.
-    fn free(&mut self, trial: TrialId) -> Result<()> {
-        let Some(&slot) = self.home.get(&trial) else {
-            return Ok(());
-        };
-        if self.slots[slot].active == Some(trial) {
-            self.slots[slot].active = None;
-        }
-        self.pump(slot)
-    }
-
-    /// The trial is no longer one of its slot's.
-    fn leave(&mut self, trial: TrialId) -> Result<()> {
-        if let Some(slot) = self.home.get(&trial).copied() {
-            if !self.leaving.remove(&trial) {
-                self.slots[slot].trials -= 1;
-            }
-            let turns = &mut self.slots[slot].turns;
-            turns.retain(|turn| turn.trial() != trial);
-        }
-        self.free(trial)?;
-        self.home.remove(&trial);
-        Ok(())
+        let mut workers = self.workers.values_mut();
+        workers.find(|worker| worker.trial() == Some(trial))
     }
 
     /// Ends workers whose connections are closed and which do not end.
@@ -401,55 +193,40 @@ impl Pool {
 
 impl TrialRunner for Pool {
     fn slots(&self) -> usize {
-        self.slots.len()
+        self.placements.slots().len()
     }
 
     fn is_computing(&self, trial: TrialId) -> bool {
-        let home = self.home.get(&trial);
-        home.is_some_and(|slot| self.slots[*slot].active == Some(trial))
+        self.placements.is_computing(trial)
     }
 
     fn requested(&self) -> Option<String> {
-        Some(self.slots.requested())
+        Some(self.placements.slots().requested())
     }
 
     fn start(&mut self, start: TrialStart) -> Result<()> {
-        let slot = self.slots.least_used();
-        self.slots[slot].trials += 1;
-        self.home.insert(start.trial, slot);
-        self.slots[slot].turns.push_back(Turn::Start(start));
-        self.pump(slot)
+        let slot = self.placements.place(start);
+        self.run_next(slot)
     }
 
     fn answer(&mut self, trial: TrialId, answer: Answer) -> Result<()> {
-        let Some(&slot) = self.home.get(&trial) else {
-            return Ok(());
-        };
-        if matches!(answer, Answer::Pause(_) | Answer::Stop) && self.leaving.insert(trial) {
-            self.slots[slot].trials -= 1;
-        }
-        let turns = &mut self.slots[slot].turns;
-        match answer {
-            // It takes no time, and its worker may take the next trial.
-            Answer::Stop => turns.push_front(Turn::Answer(trial, answer)),
-            answer => turns.push_back(Turn::Answer(trial, answer)),
-        }
-        self.pump(slot)
+        let slot = self.placements.answer(trial, answer);
+        slot.map_or(Ok(()), |slot| self.run_next(slot))
     }
 
     fn kill(&mut self, trial: TrialId) {
-        if let Some(number) = self.of_trial.remove(&trial)
-            && let Some(worker) = self.workers.get_mut(&number)
-        {
+        if let Some(worker) = self.worker_of(trial) {
             worker.start = None;
             worker.on_exit = None;
             worker.process.kill();
+            // It takes no other trial.
+            worker.closed = Some(Instant::now());
             if let Some((folder, _)) = worker.saving.take() {
-                checkpoint::abandon(&folder);
+                checkpoint_folder::abandon(&folder);
             }
         }
         self.ready.retain(|event| event.trial() != trial);
-        if let Err(error) = self.leave(trial) {
+        if let Err(error) = self.remove(trial) {
             tracing::error!("{error}");
         }
     }
@@ -465,7 +242,7 @@ impl TrialRunner for Pool {
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
-                Ok(event) => self.take(event)?,
+                Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }
@@ -474,7 +251,7 @@ impl TrialRunner for Pool {
     fn close(&mut self) {
         let mut unfinished = Vec::new();
         for worker in self.workers.values_mut() {
-            worker.tell(&ToWorker::Exit);
+            worker.send(&ToWorker::Exit);
             unfinished.extend(worker.saving.take().map(|(folder, _)| folder));
         }
         for round in 0..3 {
@@ -495,7 +272,7 @@ impl TrialRunner for Pool {
             }
         }
         for folder in unfinished {
-            checkpoint::abandon(&folder);
+            checkpoint_folder::abandon(&folder);
         }
     }
 }
@@ -503,22 +280,6 @@ impl TrialRunner for Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-/// What waits for a slot.
-#[derive(Debug)]
-enum Turn {
-    Start(TrialStart),
-    Answer(TrialId, Answer),
-}
-
-impl Turn {
-    fn trial(&self) -> TrialId {
-        match self {
-            Self::Start(start) => start.trial,
-            Self::Answer(trial, _) => *trial,
-        }
     }
 }
 

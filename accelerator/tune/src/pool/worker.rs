@@ -2,12 +2,13 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use super::checkpoint;
 use super::joint::JointMessages;
 use super::listener::Connection;
+use crate::checkpoint_folder;
 use crate::host::TrialProcess;
 use crate::runner::{Location, RunnerEvent, TrialStart};
-use crate::trial::protocol::{ToWorker, send};
+use crate::trial::protocol::{self, ToWorker};
+use crate::trial_id::TrialId;
 
 /// A process that carries out trials, one at a time.
 #[derive(Debug)]
@@ -52,6 +53,12 @@ impl Worker {
         }
     }
 
+    /// The trial that it carries out, or whose end is told when it has exited.
+    pub(super) fn trial(&self) -> Option<TrialId> {
+        let start = self.start.as_ref().map(|start| start.trial);
+        start.or_else(|| self.on_exit.as_ref().map(RunnerEvent::trial))
+    }
+
     pub(super) fn is_connected(&self) -> bool {
         self.closed.is_none() && self.links.iter().all(Option::is_some)
     }
@@ -67,21 +74,21 @@ impl Worker {
         if let Some(link) = self.links.get_mut(connection.rank) {
             *link = Some(connection.stream);
         }
-        self.tell_start();
+        self.send_start();
     }
 
     pub(super) fn assign(&mut self, start: TrialStart) {
         self.process.mark_log();
         self.start = Some(start);
-        self.tell_start();
+        self.send_start();
     }
 
-    fn tell_start(&mut self) {
+    fn send_start(&mut self) {
         if !self.is_connected() {
             return;
         }
         if let Some(start) = self.start.clone() {
-            self.tell(&ToWorker::Start {
+            self.send(&ToWorker::Start {
                 trial: start.trial,
                 config: start.config,
                 folder: start.folder,
@@ -95,15 +102,15 @@ impl Worker {
         folder: PathBuf,
         message: impl FnOnce(PathBuf) -> ToWorker,
     ) -> ToWorker {
-        let partial = checkpoint::partial(&folder);
+        let partial = checkpoint_folder::partial(&folder);
         self.saving = Some((folder, self.iteration));
         message(partial)
     }
 
-    pub(super) fn tell(&self, message: &ToWorker) {
+    pub(super) fn send(&self, message: &ToWorker) {
         for link in self.links.iter().flatten() {
             // One that does not listen any more is about to be noticed.
-            let _ = send(link, message);
+            let _ = protocol::send(link, message);
         }
     }
 }

@@ -28,7 +28,7 @@ pub(super) struct ReportSender {
     pub(super) metric: String,
     pub(super) events: Sender<ProgramEvent>,
     /// Waits while there are too many reports; closed where no more are wanted.
-    pub(super) room: SyncSender<()>,
+    pub(super) backlog: SyncSender<()>,
 }
 
 /// Passes on the reports in what a program prints, on a thread, and copies all of it to a file.
@@ -46,7 +46,7 @@ pub(super) fn follow(
         attempt,
         metric,
         events,
-        room,
+        backlog,
     } = sender;
     let follow = move || {
         let mut lines = BufReader::new(output);
@@ -61,7 +61,7 @@ pub(super) fn follow(
             let _ = copy.as_mut().map(|copy| copy.write_all(&line));
             let text = String::from_utf8_lossy(&line);
             if let Some(report) = parse(&text, &metric)
-                && room.send(()).is_ok()
+                && backlog.send(()).is_ok()
                 && events.send(ProgramEvent::Line(attempt, report)).is_err()
             {
                 return;
@@ -228,12 +228,12 @@ mod tests {
         let (events, received) = std::sync::mpsc::channel();
         let endless = std::io::repeat(b'{').take(3 * LINE_BYTES);
         let report = std::io::Cursor::new("\n{\"loss\": 1}\n");
-        let (room, _taken) = std::sync::mpsc::sync_channel(1);
+        let (backlog, _taken) = std::sync::mpsc::sync_channel(1);
         let sender = ReportSender {
             attempt: 0,
             metric: "loss".to_owned(),
             events,
-            room,
+            backlog,
         };
         follow(endless.chain(report), Some(&log), sender).unwrap();
         let report = received.recv().unwrap();

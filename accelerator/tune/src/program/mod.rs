@@ -3,22 +3,22 @@
 //! A program does not wait for answers. It runs ahead while earlier reports are decided about, and is ended where the
 //! decision is to stop; what it reported beyond that is dropped.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
-use crate::host::{Hosts, ProcessProgram, ProcessSpec, TrialProcess};
+use crate::error::Result;
+use crate::host::{Hosts, ProcessProgram, ProcessSpec};
 use crate::metrics::Metrics;
-use crate::pool::{Resources, Slot, Slots, checkpoint};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
+use crate::slots::{Resources, Slot, Slots};
 use crate::trial_id::TrialId;
-use lines::{FileWriter, GrowingFile, MetricsLine, ReportSender};
+use attempt::ProgramAttempt;
+use lines::{GrowingFile, MetricsLine, ReportSender};
 
 pub(crate) use template::Template;
 
+mod attempt;
 mod lines;
 mod template;
 
@@ -45,30 +45,6 @@ enum ProgramEvent {
     /// Its standard output is closed.
     Closed(u32),
     Exited(u32),
-}
-
-#[derive(Debug)]
-struct ProgramAttempt {
-    trial: TrialId,
-    slot: usize,
-    /// The trial's.
-    folder: PathBuf,
-    process: TrialProcess,
-    iteration: u64,
-    since: Instant,
-    /// What it has printed that was not told yet.
-    reports: VecDeque<MetricsLine>,
-    /// It was told of a report, and the answer is awaited. The path is the checkpoint of that report.
-    told: Option<Option<PathBuf>>,
-    /// From which a token is taken for each report; none where no more are wanted.
-    room: Option<Receiver<()>>,
-    /// How many of its outputs are open.
-    open: usize,
-    /// While it may write to its file of metrics.
-    writer: Option<FileWriter>,
-    exited: Option<Instant>,
-    /// When it was told to end.
-    leaving: Option<Instant>,
 }
 
 impl Programs {
@@ -132,12 +108,12 @@ impl Programs {
             let _ = sender.send(ProgramEvent::Exited(number));
         };
         let (process, output) = self.hosts.start(*host, &spec, number, exited)?;
-        let (room, taken) = sync_channel(MOST_REPORTS);
+        let (backlog, permits) = sync_channel(MOST_REPORTS);
         let sender = ReportSender {
             attempt: number,
             metric: self.metric.clone(),
             events: self.sender.clone(),
-            room,
+            backlog,
         };
         let mut open = 0;
         if let Some(file) = file {
@@ -164,12 +140,14 @@ impl Programs {
             iteration: start.restore.map_or(0, |restore| restore.iteration),
             since: Instant::now(),
             reports: VecDeque::new(),
-            told: None,
-            room: Some(taken),
+            named: BTreeSet::new(),
+            unanswered: None,
+            permits: Some(permits),
             open,
             writer,
             exited: None,
-            leaving: None,
+            stopping: None,
+            failure: None,
         };
         self.attempts.insert(number, attempt);
         Ok(())
@@ -181,7 +159,7 @@ impl Programs {
         found.map(|(number, _)| *number)
     }
 
-    fn take(&mut self, event: ProgramEvent) -> Result<()> {
+    fn handle(&mut self, event: ProgramEvent) -> Result<()> {
         let number = match &event {
             ProgramEvent::Line(number, _)
             | ProgramEvent::Closed(number)
@@ -202,81 +180,23 @@ impl Programs {
                 attempt.writer = None;
             }
         }
-        self.go_on(number)
+        self.advance(number)
     }
 
-    /// Tells of the next report, or of the end.
-    fn go_on(&mut self, number: u32) -> Result<()> {
+    /// Reports the next line, or the end.
+    fn advance(&mut self, number: u32) -> Result<()> {
         let Some(attempt) = self.attempts.get_mut(&number) else {
             return Ok(());
         };
-        if attempt.told.is_none()
-            && attempt.leaving.is_none()
-            && let Some(report) = attempt.reports.pop_front()
-        {
-            // There is one: its sender has waited for room.
-            let _ = attempt.room.as_ref().map(Receiver::try_recv);
-            attempt.iteration += 1;
-            attempt.told = Some(report.checkpoint);
-            let seconds = attempt.since.elapsed().as_secs_f64();
-            attempt.since = Instant::now();
-            self.ready.push_back(RunnerEvent::Reported {
-                trial: attempt.trial,
-                iteration: attempt.iteration,
-                metrics: report.metrics,
-                seconds,
-            });
-        }
-        let is_over = attempt.open == 0 && attempt.exited.is_some();
-        if !is_over || attempt.told.is_some() {
+        self.ready.extend(attempt.next_report());
+        if !attempt.is_over() {
             return Ok(());
         }
-        let Some(mut attempt) = self.attempts.remove(&number) else {
-            return Ok(());
-        };
-        let trial = attempt.trial;
-        let status = attempt.process.reap();
-        self.slots[attempt.slot].active = None;
-        self.ready.push_back(match (attempt.leaving, status) {
-            (Some(_), _) => RunnerEvent::Left { trial },
-            (None, Some(status)) if status.success() => RunnerEvent::Ended { trial },
-            (None, status) => RunnerEvent::Failed {
-                trial,
-                message: attempt.process.failure(status),
-            },
-        });
+        if let Some(attempt) = self.attempts.remove(&number) {
+            self.slots[attempt.slot].active = None;
+            self.ready.push_back(attempt.end());
+        }
         self.begin_waiting()
-    }
-
-    /// Keeps the checkpoint that the program has named in a report.
-    fn keep(&mut self, number: u32, folder: &Path) -> Result<()> {
-        let Some(attempt) = self.attempts.get_mut(&number) else {
-            return Ok(());
-        };
-        let Some(Some(path)) = &attempt.told else {
-            return Ok(());
-        };
-        let partial = checkpoint::partial(folder);
-        let taken = checkpoint::begin(folder).and_then(|()| {
-            let name = path.file_name().unwrap_or_default();
-            fs::rename(path, partial.join(name))
-        });
-        if let Err(error) = taken {
-            checkpoint::abandon(folder);
-            tracing::warn!(
-                "the checkpoint {} cannot be taken, and stays: {error}; save to `{{folder}}`, which is on the same disk",
-                path.display()
-            );
-            attempt.told = Some(None);
-            return Ok(());
-        }
-        let bytes = checkpoint::commit(folder)?;
-        self.ready.push_back(RunnerEvent::Saved {
-            trial: attempt.trial,
-            iteration: attempt.iteration,
-            bytes,
-        });
-        Ok(())
     }
 
     /// Ends programs that were told to end and do not, and what those have left behind that have ended.
@@ -285,7 +205,7 @@ impl Programs {
             |since: Option<Instant>| since.is_some_and(|since| since.elapsed() > PATIENCE);
         let mut left = Vec::new();
         for (number, attempt) in &mut self.attempts {
-            if is_late(attempt.leaving) || is_late(attempt.exited) {
+            if is_late(attempt.stopping) || is_late(attempt.exited) {
                 attempt.process.kill();
             }
             // What it has started may hold its output open, and may be out of reach.
@@ -294,7 +214,7 @@ impl Programs {
                 left.push(*number);
             }
         }
-        left.into_iter().try_for_each(|number| self.go_on(number))
+        left.into_iter().try_for_each(|number| self.advance(number))
     }
 }
 
@@ -305,6 +225,10 @@ impl TrialRunner for Programs {
 
     fn takes_turns(&self) -> bool {
         false
+    }
+
+    fn is_computing(&self, trial: TrialId) -> bool {
+        self.number_of(trial).is_some()
     }
 
     fn requested(&self) -> Option<String> {
@@ -320,27 +244,16 @@ impl TrialRunner for Programs {
         let Some(number) = self.number_of(trial) else {
             return Ok(());
         };
-        match &answer {
-            Answer::Save(folder) | Answer::Pause(folder) => self.keep(number, folder)?,
-            Answer::Continue | Answer::Stop => {}
-        }
         if let Some(attempt) = self.attempts.get_mut(&number) {
-            if let Some(Some(unused)) = attempt.told.take()
-                && is_within(&unused, &attempt.folder)
-            {
-                let removed = match unused.is_dir() {
-                    true => fs::remove_dir_all(&unused),
-                    false => fs::remove_file(&unused),
-                };
-                removed.map_err(|error| Error::io("remove", &unused, error))?;
+            if let Answer::Save(folder) | Answer::Pause(folder) = &answer {
+                self.ready.extend(attempt.keep_checkpoint(folder)?);
             }
+            attempt.answered()?;
             if matches!(answer, Answer::Pause(_) | Answer::Stop) {
-                attempt.leaving = Some(Instant::now());
-                attempt.room = None;
-                attempt.process.terminate();
+                attempt.stop();
             }
         }
-        self.go_on(number)
+        self.advance(number)
     }
 
     fn kill(&mut self, trial: TrialId) {
@@ -369,7 +282,7 @@ impl TrialRunner for Programs {
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
-                Ok(event) => self.take(event)?,
+                Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
             }
         }
@@ -404,16 +317,6 @@ impl Drop for Programs {
     fn drop(&mut self) {
         self.close();
     }
-}
-
-/// Whether something is there, below a trial's folder. What is elsewhere is the program's own: not all that it names was
-/// saved for the search.
-fn is_within(path: &Path, folder: &Path) -> bool {
-    let place = |path: &Path| path.canonicalize().ok();
-    let (Some(path), Some(folder)) = (place(path), place(folder)) else {
-        return false;
-    };
-    path.starts_with(&folder) && path != folder
 }
 
 /// How long a program has to end after SIGTERM, and its output after it.

@@ -1,11 +1,13 @@
 use serde::{Deserialize, Serialize};
 
-use super::policy::{
-    Compatibility, Observation, Policy, Supply, Verdict, iteration_attr, misuse, oldest,
-};
 use super::rungs;
+use super::trial_scheduler::{
+    Compatibility, Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr,
+    misuse, oldest,
+};
 use crate::config::Config;
 use crate::error::Result;
+use crate::number::repr_float;
 use crate::objective::Mode;
 use crate::space::Random;
 use crate::trial_id::TrialId;
@@ -65,7 +67,7 @@ impl Default for Asha {
 }
 
 impl Asha {
-    pub(super) fn policy(&self, mode: Mode, seed: u64) -> Result<Box<dyn Policy>> {
+    pub(super) fn build(&self, mode: Mode, seed: u64) -> Result<Box<dyn TrialScheduler>> {
         Ok(Box::new(self.halving(mode, seed)?))
     }
 
@@ -204,35 +206,39 @@ impl Halving {
     }
 }
 
-impl Policy for Halving {
-    fn add(&mut self, trial: TrialId, _config: &Config) {
+impl TrialScheduler for Halving {
+    fn on_trial_add(&mut self, trial: TrialId, _config: &Config) {
         let bracket = self.draw_bracket(trial);
         self.bracket_of.insert(trial, bracket);
     }
 
-    fn report(&mut self, observation: Observation, _waits: bool) -> Verdict {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         let Some(score) = self.score(observation.value) else {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         };
         #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
         let is_last = observation.time >= self.settings.max_t as f64;
         let goes_on = !(is_last && self.settings.stop_last_trials)
             && self.enter(observation.trial, observation.time, score);
         if goes_on {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         self.stopped += 1;
-        Verdict::Stop
+        SchedulerDecision::Stop
     }
 
-    fn complete(&mut self, last: Observation) {
+    fn on_trial_complete(&mut self, last: Observation) {
         if let Some(score) = self.score(last.value) {
             self.enter(last.trial, last.time, score);
         }
         self.bracket_of.remove(&last.trial);
     }
 
-    fn fail(&mut self, trial: TrialId) {
+    fn on_trial_error(&mut self, trial: TrialId) {
         if self.settings.compatibility == Compatibility::Exact {
             // The worst of the next rung.
             let bracket = self.bracket_of.get(&trial).copied().unwrap_or(0);
@@ -246,8 +252,8 @@ impl Policy for Halving {
         self.bracket_of.remove(&trial);
     }
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        oldest(paused, supply)
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
+        oldest(paused, others)
     }
 
     fn status(&self) -> Vec<String> {
@@ -259,7 +265,7 @@ impl Policy for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => rungs::shown(match self.settings.compatibility {
+                    Some(score) => repr_float(match self.settings.compatibility {
                         Compatibility::Exact => in_users_sign(self.mode, score),
                         Compatibility::Ray => score,
                     }),

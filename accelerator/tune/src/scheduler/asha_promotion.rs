@@ -2,10 +2,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::policy::{Observation, Policy, Supply, Verdict};
 use super::rungs;
+use super::trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::config::Config;
 use crate::error::Result;
+use crate::number::repr_float;
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
 use crate::view::Rung;
@@ -50,14 +51,14 @@ impl Default for AshaPromotion {
 }
 
 impl AshaPromotion {
-    pub(super) fn policy(&self, mode: Mode) -> Result<Box<dyn Policy>> {
+    pub(super) fn build(&self, mode: Mode) -> Result<Box<dyn TrialScheduler>> {
         let name = "asha_promotion";
         rungs::check(name, self.grace_period, self.reduction_factor, self.max_t)?;
         let times = rungs::times(self.grace_period, self.reduction_factor, self.max_t);
         let rungs = times.into_iter().map(|time| PromotionRung {
             time,
             entries: Vec::new(),
-            settled: BTreeSet::new(),
+            done: BTreeSet::new(),
         });
         Ok(Box::new(Promotion {
             eta: usize::try_from(self.reduction_factor).unwrap_or(usize::MAX),
@@ -87,7 +88,7 @@ struct PromotionRung {
     /// In the order of arrival. NaN is a value that is missing, or of a trial that failed.
     entries: Vec<(TrialId, f64)>,
     /// Those that were promoted, or have ended.
-    settled: BTreeSet<TrialId>,
+    done: BTreeSet<TrialId>,
 }
 
 impl Promotion {
@@ -120,38 +121,42 @@ impl Promotion {
     fn promotable(&self, index: usize, count: usize, paused: &[TrialId]) -> Option<TrialId> {
         let rung = &self.rungs[index];
         let mut best = self.best(rung, count).into_iter();
-        best.find(|trial| !rung.settled.contains(trial) && paused.contains(trial))
+        best.find(|trial| !rung.done.contains(trial) && paused.contains(trial))
     }
 
     fn promote(&mut self, index: usize, trial: TrialId) -> TrialId {
-        self.rungs[index].settled.insert(trial);
+        self.rungs[index].done.insert(trial);
         self.promoted += 1;
         trial
     }
 }
 
-impl Policy for Promotion {
-    fn add(&mut self, trial: TrialId, _config: &Config) {
+impl TrialScheduler for Promotion {
+    fn on_trial_add(&mut self, trial: TrialId, _config: &Config) {
         self.next.insert(trial, 0);
     }
 
-    fn report(&mut self, observation: Observation, _waits: bool) -> Verdict {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         let trial = observation.trial;
         let next = self.next.get(&trial).copied().unwrap_or(0);
         let Some(rung) = self.rungs.get(next) else {
-            return Verdict::Stop;
+            return SchedulerDecision::Stop;
         };
         if observation.iteration < rung.time {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         self.enter(trial, observation.value);
         match next + 1 == self.rungs.len() {
-            true => Verdict::Stop,
-            false => Verdict::Pause,
+            true => SchedulerDecision::Stop,
+            false => SchedulerDecision::Pause,
         }
     }
 
-    fn complete(&mut self, last: Observation) {
+    fn on_trial_complete(&mut self, last: Observation) {
         // One that pauses at a rung is in it; one that ended before the next rung enters that.
         let next = self.next.get(&last.trial).copied().unwrap_or(0);
         let reached = next
@@ -161,27 +166,27 @@ impl Policy for Promotion {
             self.enter(last.trial, last.value);
         }
         for rung in &mut self.rungs {
-            rung.settled.insert(last.trial);
+            rung.done.insert(last.trial);
         }
         self.next.remove(&last.trial);
     }
 
-    fn fail(&mut self, trial: TrialId) {
+    fn on_trial_error(&mut self, trial: TrialId) {
         self.enter(trial, None);
         for rung in &mut self.rungs {
-            rung.settled.insert(trial);
+            rung.done.insert(trial);
         }
         self.next.remove(&trial);
     }
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
         for index in (0..self.rungs.len() - 1).rev() {
             let count = self.rungs[index].entries.len() / self.eta;
             if let Some(trial) = self.promotable(index, count, paused) {
                 return Some(self.promote(index, trial));
             }
         }
-        if supply != Supply::Nothing {
+        if others != OtherTrials::None {
             return None;
         }
         // Nothing can enter a rung any more, so the best goes on until one has come to the end. Those that failed on the
@@ -201,7 +206,7 @@ impl Policy for Promotion {
             let best = self.best(rung, 1).first().copied();
             let mut entries = rung.entries.iter();
             let value = entries.find(|(trial, _)| Some(*trial) == best);
-            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| rungs::shown(*value));
+            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| repr_float(*value));
             format!(
                 "Iter {}.000: {} trials, best {value}",
                 rung.time,

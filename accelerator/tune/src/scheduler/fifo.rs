@@ -1,4 +1,4 @@
-use super::policy::{Observation, Policy, Supply, Verdict, oldest};
+use super::trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler, oldest};
 use crate::config::Config;
 use crate::trial_id::TrialId;
 
@@ -6,19 +6,23 @@ use crate::trial_id::TrialId;
 #[derive(Debug)]
 pub(super) struct Fifo;
 
-impl Policy for Fifo {
-    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+impl TrialScheduler for Fifo {
+    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn report(&mut self, _observation: Observation, _waits: bool) -> Verdict {
-        Verdict::Continue
+    fn on_trial_result(
+        &mut self,
+        _observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
+        SchedulerDecision::Continue
     }
 
-    fn complete(&mut self, _last: Observation) {}
+    fn on_trial_complete(&mut self, _last: Observation) {}
 
-    fn fail(&mut self, _trial: TrialId) {}
+    fn on_trial_error(&mut self, _trial: TrialId) {}
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        oldest(paused, supply)
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
+        oldest(paused, others)
     }
 
     fn status(&self) -> Vec<String> {

@@ -2,8 +2,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::policy::{
-    Compatibility, Observation, Policy, Supply, Verdict, iteration_attr, misuse, oldest,
+use super::trial_scheduler::{
+    Compatibility, Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr,
+    misuse, oldest,
 };
 use crate::config::Config;
 use crate::error::Result;
@@ -50,7 +51,7 @@ impl Default for MedianStopping {
 }
 
 impl MedianStopping {
-    pub(super) fn policy(&self, mode: Mode) -> Result<Box<dyn Policy>> {
+    pub(super) fn build(&self, mode: Mode) -> Result<Box<dyn TrialScheduler>> {
         if !self.grace_period.is_finite() {
             return Err(misuse(
                 "median_stopping",
@@ -109,19 +110,23 @@ impl Median {
     }
 }
 
-impl Policy for Median {
-    fn add(&mut self, _trial: TrialId, _config: &Config) {}
+impl TrialScheduler for Median {
+    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
-    fn report(&mut self, observation: Observation, _waits: bool) -> Verdict {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        _others_wait: bool,
+    ) -> SchedulerDecision {
         let Observation { trial, time, .. } = observation;
         let value = match (observation.value, self.settings.compatibility) {
             (Some(value), _) => value,
             (None, Compatibility::Exact) => f64::NAN,
-            (None, Compatibility::Ray) => return Verdict::Continue,
+            (None, Compatibility::Ray) => return SchedulerDecision::Continue,
         };
         self.results.entry(trial).or_default().push((time, value));
         if time < self.settings.grace_period {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         let others = self.results.iter().filter(|(other, results)| {
             **other != trial && results.last().is_some_and(|(last, _)| *last >= time)
@@ -132,31 +137,31 @@ impl Policy for Median {
         // A trial without a number has no mean.
         means.retain(|mean| mean.is_finite());
         if means.len() < self.settings.min_samples_required {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         let Some(median) = median(&mut means) else {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         };
         let best = self.best(trial);
         // A best value that is NaN is worse than every median, to Ray too.
         if !self.mode.is_better(median, best) {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         self.stopped += 1;
-        Verdict::Stop
+        SchedulerDecision::Stop
     }
 
-    fn complete(&mut self, last: Observation) {
+    fn on_trial_complete(&mut self, last: Observation) {
         if let (Compatibility::Ray, Some(value)) = (self.settings.compatibility, last.value) {
             let results = self.results.entry(last.trial).or_default();
             results.push((last.time, value));
         }
     }
 
-    fn fail(&mut self, _trial: TrialId) {}
+    fn on_trial_error(&mut self, _trial: TrialId) {}
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        oldest(paused, supply)
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
+        oldest(paused, others)
     }
 
     fn status(&self) -> Vec<String> {

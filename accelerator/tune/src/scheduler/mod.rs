@@ -1,10 +1,12 @@
 //! Which trials go on, pause or stop.
 //!
-//! Schedulers are pure: the same calls in the same order give the same verdicts. See the README of this folder.
+//! Schedulers are pure: the same calls in the same order give the same decisions. See the README of this folder.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::fields::{self, NoFields};
 use crate::objective::{Mode, Objective};
 use crate::stop::ITERATION;
 
@@ -12,22 +14,22 @@ pub use asha::Asha;
 pub use asha_promotion::AshaPromotion;
 pub use median_stopping::MedianStopping;
 pub use pbt::Pbt;
-pub use policy::Compatibility;
-pub(crate) use policy::{Observation, Policy, Supply, Verdict};
+pub use trial_scheduler::Compatibility;
+pub(crate) use trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 
 mod asha;
 mod asha_promotion;
 mod fifo;
 mod median_stopping;
 mod pbt;
-mod policy;
 #[cfg(test)]
 mod ray_tests;
 mod rungs;
 #[cfg(test)]
 mod tests;
+mod trial_scheduler;
 
-/// Who decides which trials go on.
+/// Which scheduler decides about trials, and its settings.
 ///
 /// ```
 /// use accelerator_tune::{Asha, Scheduler};
@@ -38,33 +40,39 @@ mod tests;
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(
+    tag = "type",
+    rename_all = "snake_case",
+    try_from = "Map<String, Value>"
+)]
 pub enum Scheduler {
     /// Nobody: every trial runs to its end.
     #[default]
     Fifo,
     /// ASHA in the stopping form, as Ray Tune has it.
-    #[serde(alias = "async_hyperband")]
     Asha(Asha),
     /// ASHA in the form of its paper: trials pause, and the best are promoted.
     AshaPromotion(AshaPromotion),
     /// Trials that are worse than the median of the others stop.
     MedianStopping(MedianStopping),
     /// Population based training.
-    #[serde(alias = "population_based_training")]
     Pbt(Pbt),
 }
 
 impl Scheduler {
-    /// What it decides by.
-    pub(crate) fn policy(&self, objective: &Objective, seed: u64) -> Result<Box<dyn Policy>> {
+    /// The scheduler with these settings.
+    pub(crate) fn build(
+        &self,
+        objective: &Objective,
+        seed: u64,
+    ) -> Result<Box<dyn TrialScheduler>> {
         let mode = self.own().1.unwrap_or(objective.mode);
         Ok(match self {
             Self::Fifo => Box::new(fifo::Fifo),
-            Self::Asha(asha) => asha.policy(mode, seed)?,
-            Self::AshaPromotion(asha) => asha.policy(mode)?,
-            Self::MedianStopping(median) => median.policy(mode)?,
-            Self::Pbt(pbt) => pbt.policy(mode, seed)?,
+            Self::Asha(asha) => asha.build(mode, seed)?,
+            Self::AshaPromotion(asha) => asha.build(mode)?,
+            Self::MedianStopping(median) => median.build(mode)?,
+            Self::Pbt(pbt) => pbt.build(mode, seed)?,
         })
     }
 
@@ -91,6 +99,31 @@ impl Scheduler {
             Self::AshaPromotion(asha) => (asha.metric.as_deref(), asha.mode),
             Self::MedianStopping(median) => (median.metric.as_deref(), median.mode),
             Self::Pbt(pbt) => (pbt.metric.as_deref(), pbt.mode),
+        }
+    }
+}
+
+/// Serde's own would not say which field is wrong.
+impl TryFrom<Map<String, Value>> for Scheduler {
+    type Error = Error;
+
+    fn try_from(table: Map<String, Value>) -> Result<Self> {
+        let types = [
+            "fifo",
+            "asha",
+            "async_hyperband",
+            "asha_promotion",
+            "median_stopping",
+            "pbt",
+            "population_based_training",
+        ];
+        let (name, rest) = fields::of_type(table, &types)?;
+        match &*name {
+            "asha" | "async_hyperband" => fields::parse(rest).map(Self::Asha),
+            "asha_promotion" => fields::parse(rest).map(Self::AshaPromotion),
+            "median_stopping" => fields::parse(rest).map(Self::MedianStopping),
+            "pbt" | "population_based_training" => fields::parse(rest).map(Self::Pbt),
+            _ => fields::parse::<NoFields>(rest).map(|_| Self::Fifo),
         }
     }
 }

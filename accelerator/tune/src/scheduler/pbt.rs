@@ -3,7 +3,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::policy::{Observation, Policy, Supply, Verdict, iteration_attr, misuse};
+use super::trial_scheduler::{
+    Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr, misuse,
+};
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
@@ -74,7 +76,7 @@ impl Pbt {
         }
     }
 
-    pub(super) fn policy(&self, mode: Mode, seed: u64) -> Result<Box<dyn Policy>> {
+    pub(super) fn build(&self, mode: Mode, seed: u64) -> Result<Box<dyn TrialScheduler>> {
         let wrong = |what: String| Err(misuse("pbt", &what));
         if !(self.perturbation_interval > 0.0 && self.perturbation_interval.is_finite()) {
             let found = self.perturbation_interval;
@@ -178,7 +180,7 @@ impl Population {
         config
     }
 
-    fn exploit(&mut self, trial: TrialId, upper: &[TrialId]) -> Option<Verdict> {
+    fn exploit(&mut self, trial: TrialId, upper: &[TrialId]) -> Option<SchedulerDecision> {
         let exploits = self.members.get(&trial)?.exploits;
         let parts: [&[u8]; 3] = [
             b"exploit",
@@ -198,7 +200,7 @@ impl Population {
         // checkpoint is there.
         member.exploits += 1;
         self.exploits += 1;
-        Some(Verdict::Exploit {
+        Some(SchedulerDecision::Exploit {
             donor,
             iteration,
             config,
@@ -206,8 +208,8 @@ impl Population {
     }
 }
 
-impl Policy for Population {
-    fn add(&mut self, trial: TrialId, config: &Config) {
+impl TrialScheduler for Population {
+    fn on_trial_add(&mut self, trial: TrialId, config: &Config) {
         let member = Member {
             config: config.clone(),
             last_perturbation: 0.0,
@@ -219,7 +221,11 @@ impl Policy for Population {
         self.members.insert(trial, member);
     }
 
-    fn report(&mut self, observation: Observation, waits: bool) -> Verdict {
+    fn on_trial_result(
+        &mut self,
+        observation: Observation,
+        others_wait: bool,
+    ) -> SchedulerDecision {
         let Observation {
             trial,
             iteration,
@@ -227,12 +233,12 @@ impl Policy for Population {
             value,
         } = observation;
         let Some(member) = self.members.get_mut(&trial) else {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         };
         if time < self.settings.burn_in_period
             || time - member.last_perturbation < self.settings.perturbation_interval
         {
-            return Verdict::Continue;
+            return SchedulerDecision::Continue;
         }
         member.score = value;
         member.time = time;
@@ -254,24 +260,24 @@ impl Policy for Population {
             return exploit;
         }
         self.saves += u64::from(is_upper);
-        match (waits, is_upper) {
-            (true, _) => Verdict::Pause,
-            (false, true) => Verdict::Save,
-            (false, false) => Verdict::Continue,
+        match (others_wait, is_upper) {
+            (true, _) => SchedulerDecision::Pause,
+            (false, true) => SchedulerDecision::Save,
+            (false, false) => SchedulerDecision::Continue,
         }
     }
 
-    fn complete(&mut self, last: Observation) {
+    fn on_trial_complete(&mut self, last: Observation) {
         // A trial that has ended is no part of the population, as to Ray.
         self.members.remove(&last.trial);
     }
 
-    fn fail(&mut self, trial: TrialId) {
+    fn on_trial_error(&mut self, trial: TrialId) {
         self.members.remove(&trial);
     }
 
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-        if supply == Supply::New {
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
+        if others == OtherTrials::Pending {
             return None;
         }
         // The one that is behind.

@@ -73,9 +73,9 @@ fn settings<T: for<'de> Deserialize<'de>>(sequence: &Sequence, compatibility: &s
     (settings, serde_json::from_value(mode).unwrap())
 }
 
-/// Gives a policy a sequence's events; `None` for those that it does not see, else its decision.
-fn decide<P: Policy + ?Sized>(
-    policy: &mut P,
+/// Gives a scheduler a sequence's events; `None` for those that it does not see, else its decision.
+fn decide<P: TrialScheduler + ?Sized>(
+    scheduler: &mut P,
     sequence: &Sequence,
     mut after: impl FnMut(&P, usize),
 ) -> Vec<Option<&'static str>> {
@@ -87,7 +87,7 @@ fn decide<P: Policy + ?Sized>(
         if event[1] == "fail" || stopped.contains(&trial) {
             // That a failed attempt is repeated is no matter of schedulers here.
             decisions.push(None);
-            after(policy, index);
+            after(scheduler, index);
             continue;
         }
         let observation = Observation {
@@ -96,13 +96,14 @@ fn decide<P: Policy + ?Sized>(
             time: event[2].as_f64().unwrap(),
             value: number(&event[3]),
         };
-        let stops = event[1] == "end" || policy.report(observation, false) == Verdict::Stop;
+        let stops = event[1] == "end"
+            || scheduler.on_trial_result(observation, false) == SchedulerDecision::Stop;
         if stops {
-            policy.complete(observation);
+            scheduler.on_trial_complete(observation);
             stopped.push(trial);
         }
         decisions.push(Some(if stops { "STOP" } else { "CONTINUE" }));
-        after(policy, index);
+        after(scheduler, index);
     }
     decisions
 }
@@ -122,7 +123,7 @@ fn halving(sequence: &Sequence, compatibility: &str) -> Halving {
     let mut halving = asha.halving(mode, 0).unwrap();
     let names = names(sequence);
     for trial in names.values() {
-        halving.add(*trial, &Config::default());
+        halving.on_trial_add(*trial, &Config::default());
     }
     for (name, bracket) in &sequence.brackets {
         halving.set_bracket(names[&name.to_string()], *bracket);
@@ -220,10 +221,10 @@ fn the_median_rule_decides_as_ray_on_every_recorded_sequence() {
             continue;
         }
         let (median, mode) = settings::<MedianStopping>(&sequence, "ray");
-        let mut policy = median.policy(mode).unwrap();
-        let decisions = decide(&mut *policy, &sequence, |_, _| {});
+        let mut scheduler = median.build(mode).unwrap();
+        let decisions = decide(&mut *scheduler, &sequence, |_, _| {});
         assert_same(&sequence, &decisions);
-        assert_eq!(policy.status(), sequence.status, "{}", sequence.name);
+        assert_eq!(scheduler.status(), sequence.status, "{}", sequence.name);
         stops += decisions
             .iter()
             .filter(|decision| **decision == Some("STOP"))
@@ -243,10 +244,10 @@ fn populations_save_pause_and_clone_as_those_of_ray() {
         let mode = serde_json::from_value(settings.remove("mode").unwrap()).unwrap();
         settings.insert("hyperparam_mutations".to_owned(), json!({"lr": [1, 2]}));
         let pbt: Pbt = serde_json::from_value(Value::Object(settings)).unwrap();
-        let mut policy = pbt.policy(mode, 0).unwrap();
+        let mut scheduler = pbt.build(mode, 0).unwrap();
         for trial in 0..sequence.trials {
             let config = serde_json::from_value(json!({"lr": 1})).unwrap();
-            policy.add(TrialId::new(trial), &config);
+            scheduler.on_trial_add(TrialId::new(trial), &config);
         }
         let mut paused = BTreeSet::new();
         for (index, event) in sequence.events.iter().enumerate() {
@@ -254,7 +255,7 @@ fn populations_save_pause_and_clone_as_those_of_ray() {
             let place = format!("{}, event {index}: {event:?}", sequence.name);
             if event[1] == "resume" {
                 let waiting: Vec<_> = paused.iter().copied().collect();
-                let next = policy.resume(&waiting, Supply::Running);
+                let next = scheduler.choose_trial_to_run(&waiting, OtherTrials::Running);
                 assert_eq!(next, Some(trial), "{place}");
                 paused.remove(&trial);
                 continue;
@@ -265,15 +266,16 @@ fn populations_save_pause_and_clone_as_those_of_ray() {
                 time: event[2].as_f64().unwrap(),
                 value: number(&event[3]),
             };
-            let decision = match policy.report(observation, event[4].as_bool().unwrap()) {
-                Verdict::Continue => "CONTINUE".to_owned(),
-                Verdict::Save => "SAVE".to_owned(),
-                Verdict::Pause => {
+            let decision = match scheduler.on_trial_result(observation, event[4].as_bool().unwrap())
+            {
+                SchedulerDecision::Continue => "CONTINUE".to_owned(),
+                SchedulerDecision::Save => "SAVE".to_owned(),
+                SchedulerDecision::Pause => {
                     paused.insert(trial);
                     "PAUSE".to_owned()
                 }
-                Verdict::Stop => "STOP".to_owned(),
-                Verdict::Exploit {
+                SchedulerDecision::Stop => "STOP".to_owned(),
+                SchedulerDecision::Exploit {
                     donor, iteration, ..
                 } => {
                     clones += 1;
@@ -282,7 +284,7 @@ fn populations_save_pause_and_clone_as_those_of_ray() {
             };
             assert_eq!(decision, sequence.decisions[index], "{place}");
         }
-        assert_eq!(policy.status(), sequence.status, "{}", sequence.name);
+        assert_eq!(scheduler.status(), sequence.status, "{}", sequence.name);
     }
     assert!(clones > 50, "{clones} clones");
 }

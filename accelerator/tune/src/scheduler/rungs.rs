@@ -1,6 +1,6 @@
 //! The rungs of successive halving.
 
-use super::policy::{Compatibility, misuse};
+use super::trial_scheduler::{Compatibility, misuse};
 use crate::error::Result;
 
 /// The times of a bracket's rungs, ascending: `grace`, `grace·η`, … and at last `max_t`.
@@ -83,18 +83,6 @@ pub(super) fn percentile(
         true => low + (high - low) * gap,
         false => high - (high - low) * (1.0 - gap),
     })
-}
-
-/// As Python's `repr` shows it.
-pub(super) fn shown(value: f64) -> String {
-    let text = format!("{value:?}").to_lowercase();
-    match text.split_once('e') {
-        None => text,
-        Some((digits, exponent)) => match exponent.strip_prefix('-') {
-            Some(exponent) => format!("{digits}e-{exponent:0>2}"),
-            None => format!("{digits}e+{exponent:0>2}"),
-        },
-    }
 }
 
 #[cfg(test)]

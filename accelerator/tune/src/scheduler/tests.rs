@@ -7,8 +7,13 @@ use super::*;
 use crate::config::Config;
 use crate::trial_id::TrialId;
 
-fn report(policy: &mut dyn Policy, trial: u32, iteration: u64, value: f64) -> Verdict {
-    policy.report(observation(trial, iteration, value), false)
+fn report(
+    scheduler: &mut dyn TrialScheduler,
+    trial: u32,
+    iteration: u64,
+    value: f64,
+) -> SchedulerDecision {
+    scheduler.on_trial_result(observation(trial, iteration, value), false)
 }
 
 fn observation(trial: u32, iteration: u64, value: f64) -> Observation {
@@ -20,20 +25,20 @@ fn observation(trial: u32, iteration: u64, value: f64) -> Observation {
     }
 }
 
-fn promotion(eta: u64, max_t: u64) -> Box<dyn Policy> {
+fn promotion(eta: u64, max_t: u64) -> Box<dyn TrialScheduler> {
     let settings = AshaPromotion {
         reduction_factor: eta,
         max_t,
         ..AshaPromotion::default()
     };
-    settings.policy(Mode::Max).unwrap()
+    settings.build(Mode::Max).unwrap()
 }
 
-fn added(mut policy: Box<dyn Policy>, trials: u32) -> Box<dyn Policy> {
+fn added(mut scheduler: Box<dyn TrialScheduler>, trials: u32) -> Box<dyn TrialScheduler> {
     for trial in 0..trials {
-        policy.add(TrialId::new(trial), &Config::default());
+        scheduler.on_trial_add(TrialId::new(trial), &Config::default());
     }
-    policy
+    scheduler
 }
 
 #[test]
@@ -51,16 +56,16 @@ fn the_paper_promotes_after_each_report_as_in_its_examples() {
             "--b--f-h-",
         ),
     ] {
-        let mut policy = added(promotion(eta, eta * eta), values.len() as u32);
+        let mut scheduler = added(promotion(eta, eta * eta), values.len() as u32);
         let mut paused = Vec::new();
         let mut found = String::new();
         for (trial, value) in values.iter().enumerate() {
             assert_eq!(
-                report(&mut *policy, trial as u32, 1, *value),
-                Verdict::Pause
+                report(&mut *scheduler, trial as u32, 1, *value),
+                SchedulerDecision::Pause
             );
             paused.push(TrialId::new(trial as u32));
-            let next = policy.resume(&paused, Supply::New);
+            let next = scheduler.choose_trial_to_run(&paused, OtherTrials::Pending);
             found.push(next.map_or('-', |trial| (b'a' + trial.number() as u8) as char));
             paused.retain(|trial| Some(*trial) != next);
         }
@@ -71,22 +76,22 @@ fn the_paper_promotes_after_each_report_as_in_its_examples() {
 /// Trials with these values on so many workers, each of whose iterations takes as long; the number of iterations, and who
 /// reached each rung.
 fn run_on(workers: usize, eta: u64, max_t: u64, values: &[f64]) -> (u64, Vec<Vec<u32>>) {
-    let mut policy = added(promotion(eta, max_t), values.len() as u32);
+    let mut scheduler = added(promotion(eta, max_t), values.len() as u32);
     let (mut next, mut paused, mut iterations) = (0, Vec::new(), 0);
     // Trials that run, and how many iterations they have done.
     let mut running: BTreeMap<u32, u64> = BTreeMap::new();
     let mut done: BTreeMap<u32, u64> = BTreeMap::new();
     loop {
         while running.len() < workers {
-            let supply = match (next < values.len() as u32, running.is_empty()) {
-                (true, _) => Supply::New,
-                (false, false) => Supply::Running,
-                (false, true) => Supply::Nothing,
+            let others = match (next < values.len() as u32, running.is_empty()) {
+                (true, _) => OtherTrials::Pending,
+                (false, false) => OtherTrials::Running,
+                (false, true) => OtherTrials::None,
             };
-            if let Some(trial) = policy.resume(&paused, supply) {
+            if let Some(trial) = scheduler.choose_trial_to_run(&paused, others) {
                 paused.retain(|other| *other != trial);
                 running.insert(trial.number(), done[&trial.number()]);
-            } else if supply == Supply::New {
+            } else if others == OtherTrials::Pending {
                 running.insert(next, 0);
                 next += 1;
             } else {
@@ -99,20 +104,20 @@ fn run_on(workers: usize, eta: u64, max_t: u64, values: &[f64]) -> (u64, Vec<Vec
         for (trial, iteration) in std::mem::take(&mut running) {
             iterations += 1;
             let value = values[trial as usize];
-            match report(&mut *policy, trial, iteration + 1, value) {
-                Verdict::Continue => {
+            match report(&mut *scheduler, trial, iteration + 1, value) {
+                SchedulerDecision::Continue => {
                     running.insert(trial, iteration + 1);
                 }
-                Verdict::Pause => {
+                SchedulerDecision::Pause => {
                     done.insert(trial, iteration + 1);
                     paused.push(TrialId::new(trial));
                     paused.sort();
                 }
-                _ => policy.complete(observation(trial, iteration + 1, value)),
+                _ => scheduler.on_trial_complete(observation(trial, iteration + 1, value)),
             }
         }
     }
-    let rungs = policy.rungs().into_iter().map(|rung| {
+    let rungs = scheduler.rungs().into_iter().map(|rung| {
         let mut trials: Vec<_> = rung
             .entries
             .iter()
@@ -139,34 +144,32 @@ fn the_best_of_few_trials_reaches_the_end() {
 
 #[test]
 fn a_promoted_trial_that_fails_leaves_its_place_to_the_next_best() {
-    let mut policy = added(promotion(4, 16), 3);
+    let mut scheduler = added(promotion(4, 16), 3);
     for (trial, value) in [0.1, 0.3, 0.2].into_iter().enumerate() {
-        report(&mut *policy, trial as u32, 1, value);
+        report(&mut *scheduler, trial as u32, 1, value);
     }
     let all = [0, 1, 2].map(TrialId::new);
-    assert_eq!(policy.resume(&all, Supply::Nothing), Some(all[1]));
-    policy.fail(all[1]);
+    assert_eq!(
+        scheduler.choose_trial_to_run(&all, OtherTrials::None),
+        Some(all[1])
+    );
+    scheduler.on_trial_error(all[1]);
     let rest = [all[0], all[2]];
-    assert_eq!(policy.resume(&rest, Supply::Nothing), Some(all[2]));
-    assert_eq!(report(&mut *policy, 2, 4, 0.2), Verdict::Pause);
-    assert_eq!(policy.resume(&rest, Supply::Nothing), Some(all[2]));
-    assert_eq!(report(&mut *policy, 2, 16, 0.2), Verdict::Stop);
-    policy.complete(observation(2, 16, 0.2));
-    assert_eq!(policy.resume(&[all[0]], Supply::Nothing), None);
-}
-
-#[test]
-fn cutoffs_are_shown_as_python_shows_numbers() {
-    for (value, expected) in [
-        (0.1129, "0.1129"),
-        (1.0, "1.0"),
-        (-0.00001, "-1e-05"),
-        (2.5e16, "2.5e+16"),
-        (f64::NAN, "nan"),
-        (f64::NEG_INFINITY, "-inf"),
-    ] {
-        assert_eq!(super::rungs::shown(value), expected);
-    }
+    assert_eq!(
+        scheduler.choose_trial_to_run(&rest, OtherTrials::None),
+        Some(all[2])
+    );
+    assert_eq!(report(&mut *scheduler, 2, 4, 0.2), SchedulerDecision::Pause);
+    assert_eq!(
+        scheduler.choose_trial_to_run(&rest, OtherTrials::None),
+        Some(all[2])
+    );
+    assert_eq!(report(&mut *scheduler, 2, 16, 0.2), SchedulerDecision::Stop);
+    scheduler.on_trial_complete(observation(2, 16, 0.2));
+    assert_eq!(
+        scheduler.choose_trial_to_run(&[all[0]], OtherTrials::None),
+        None
+    );
 }
 
 proptest! {
@@ -183,8 +186,8 @@ proptest! {
             if is_missing { f64::NAN } else { f64::from(values[index]) }
         };
         let times = [1, eta, eta * eta];
-        let mut policy = added(promotion(eta, eta * eta), values.len() as u32);
-        // What there is in the rungs, kept apart from the policy.
+        let mut scheduler = added(promotion(eta, eta * eta), values.len() as u32);
+        // What there is in the rungs, kept apart from the scheduler.
         let mut rungs: Vec<Vec<TrialId>> = vec![Vec::new(); times.len()];
         let mut promoted: Vec<Vec<TrialId>> = vec![Vec::new(); times.len()];
         let mut running: Vec<(TrialId, usize)> = (0..values.len()).map(|trial| (TrialId::new(trial as u32), 0)).collect();
@@ -201,17 +204,17 @@ proptest! {
             }
             let (trial, rung) = running.swap_remove(pick.index(running.len()));
             let observed = Observation { trial, iteration: times[rung], time: times[rung] as f64, value: Some(value(trial)) };
-            let verdict = policy.report(observed, false);
+            let decision = scheduler.on_trial_result(observed, false);
             rungs[rung].push(trial);
             if rung + 1 == times.len() {
-                prop_assert_eq!(verdict, Verdict::Stop);
-                policy.complete(observed);
+                prop_assert_eq!(decision, SchedulerDecision::Stop);
+                scheduler.on_trial_complete(observed);
                 continue;
             }
-            prop_assert_eq!(verdict, Verdict::Pause);
+            prop_assert_eq!(decision, SchedulerDecision::Pause);
             paused.push(trial);
             paused.sort();
-            while let Some(next) = policy.resume(&paused, Supply::New) {
+            while let Some(next) = scheduler.choose_trial_to_run(&paused, OtherTrials::Pending) {
                 let from = rungs.iter().rposition(|rung| rung.contains(&next)).unwrap();
                 prop_assert!(best(&rungs[from]).contains(&next), "{next} of {:?}", rungs[from]);
                 prop_assert!(!promoted[from].contains(&next));
@@ -237,17 +240,17 @@ proptest! {
         eta in 2_u64..5,
     ) {
         let asha = Asha { reduction_factor: eta, max_t: 100, ..Asha::default() };
-        let verdict = |value: f64| {
-            let mut policy = added(asha.policy(Mode::Max, 0).unwrap(), before.len() as u32 + 1);
+        let decision = |value: f64| {
+            let mut scheduler = added(asha.build(Mode::Max, 0).unwrap(), before.len() as u32 + 1);
             for (trial, before) in before.iter().enumerate() {
-                report(&mut *policy, trial as u32, 1, *before);
+                report(&mut *scheduler, trial as u32, 1, *before);
             }
-            report(&mut *policy, before.len() as u32, 1, value)
+            report(&mut *scheduler, before.len() as u32, 1, value)
         };
-        if verdict(low) == Verdict::Continue {
-            prop_assert_eq!(verdict(low + gain), Verdict::Continue);
+        if decision(low) == SchedulerDecision::Continue {
+            prop_assert_eq!(decision(low + gain), SchedulerDecision::Continue);
         }
-        prop_assert_eq!(verdict(2.0), Verdict::Continue);
+        prop_assert_eq!(decision(2.0), SchedulerDecision::Continue);
     }
 
     #[test]
@@ -257,7 +260,7 @@ proptest! {
         grace in 1_u64..3,
     ) {
         let asha = Asha { reduction_factor: eta, max_t: 9, grace_period: grace, ..Asha::default() };
-        let mut policy = added(asha.policy(Mode::Min, 0).unwrap(), 6);
+        let mut scheduler = added(asha.build(Mode::Min, 0).unwrap(), 6);
         let mut iterations = [0_u64; 6];
         let mut ended = [false; 6];
         for (trial, value, fails) in events {
@@ -266,19 +269,19 @@ proptest! {
                 continue;
             }
             if fails && value < 0.1 {
-                policy.fail(TrialId::new(trial));
+                scheduler.on_trial_error(TrialId::new(trial));
                 ended[index] = true;
                 continue;
             }
             iterations[index] += 1;
-            if report(&mut *policy, trial, iterations[index], value) == Verdict::Stop {
+            if report(&mut *scheduler, trial, iterations[index], value) == SchedulerDecision::Stop {
                 prop_assert!(iterations[index] >= grace);
-                policy.complete(observation(trial, iterations[index], value));
+                scheduler.on_trial_complete(observation(trial, iterations[index], value));
                 ended[index] = true;
             }
             prop_assert!(iterations[index] <= 9 && (ended[index] || iterations[index] < 9));
         }
-        let rungs = policy.rungs();
+        let rungs = scheduler.rungs();
         for rung in &rungs {
             let mut trials: Vec<_> = rung.entries.iter().map(|(trial, _)| trial).collect();
             trials.sort();
@@ -302,11 +305,11 @@ proptest! {
             "lr": {"loguniform": [0.01, 1.0]}, "layers": {"randint": [1, 5]}, "batch": [16, 32, 64],
         })).unwrap();
         let pbt = Pbt::new(2.0, space);
-        let mut policy = pbt.policy(Mode::Max, seed).unwrap();
+        let mut scheduler = pbt.build(Mode::Max, seed).unwrap();
         let mut configs = Vec::new();
         for trial in 0..scores.len() {
             let config: Config = serde_json::from_value(json!({"lr": 0.9, "layers": 4, "batch": 64, "other": 1})).unwrap();
-            policy.add(TrialId::new(trial as u32), &config);
+            scheduler.on_trial_add(TrialId::new(trial as u32), &config);
             configs.push(config);
         }
         let mut saved: BTreeMap<TrialId, u64> = BTreeMap::new();
@@ -315,11 +318,11 @@ proptest! {
             for (index, score) in scores.iter().enumerate() {
                 times[index] += 1;
                 let trial = TrialId::new(index as u32);
-                match report(&mut *policy, index as u32, times[index], *score) {
-                    Verdict::Save => {
+                match report(&mut *scheduler, index as u32, times[index], *score) {
+                    SchedulerDecision::Save => {
                         saved.insert(trial, times[index]);
                     }
-                    Verdict::Exploit { donor, iteration, config } => {
+                    SchedulerDecision::Exploit { donor, iteration, config } => {
                         prop_assert!(scores[donor.index()] >= *score);
                         prop_assert_eq!(saved.get(&donor), Some(&iteration));
                         let lr: f64 = config.parse("lr").unwrap();
@@ -332,7 +335,7 @@ proptest! {
                         times[index] = iteration;
                         configs[index] = config;
                     }
-                    Verdict::Continue => {}
+                    SchedulerDecision::Continue => {}
                     other => prop_assert!(false, "{other:?}"),
                 }
             }
@@ -372,7 +375,7 @@ fn settings_that_cannot_be_are_refused_with_their_names() {
         ),
     ] {
         let scheduler: Scheduler = serde_json::from_value(value.clone()).unwrap();
-        let error = scheduler.policy(&objective, 0).unwrap_err();
+        let error = scheduler.build(&objective, 0).unwrap_err();
         assert!(error.is_misuse());
         assert!(error.to_string().contains(expected), "{value}: {error}");
     }
@@ -387,11 +390,11 @@ fn brackets_are_drawn_as_often_as_ray_draws_them() {
         max_t: 64,
         ..Asha::default()
     };
-    let mut policy = added(asha.policy(Mode::Max, 0).unwrap(), 3000);
+    let mut scheduler = added(asha.build(Mode::Max, 0).unwrap(), 3000);
     for trial in 0..3000 {
-        report(&mut *policy, trial, 1, f64::from(trial));
+        report(&mut *scheduler, trial, 1, f64::from(trial));
     }
     // Only the first bracket has a rung at 1. A softmax of 4, 3 and 2 rungs.
-    let first = policy.rungs()[0].entries.len() as f64 / 3000.0;
+    let first = scheduler.rungs()[0].entries.len() as f64 / 3000.0;
     assert!((first - 0.665).abs() < 0.03, "{first}");
 }

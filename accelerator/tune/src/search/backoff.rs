@@ -13,13 +13,12 @@ struct Failures {
     /// How many iterations were done at the last failure.
     done: u64,
     repeated: u32,
-    until: Instant,
-    /// It was kept from starting.
-    waits: bool,
+    /// When it may start; none once it was told so.
+    until: Option<Instant>,
 }
 
 impl Backoff {
-    /// Takes the failure of a trial, of which so many iterations are done.
+    /// Counts a failure of a trial, of which so many iterations are done.
     pub(super) fn failed(&mut self, trial: TrialId, done: u64, now: Instant) {
         let before = self.0.get(&trial).filter(|before| before.done == done);
         let repeated = before.map_or(0, |before| before.repeated.saturating_add(1));
@@ -33,25 +32,23 @@ impl Backoff {
         let failures = Failures {
             done,
             repeated,
-            until: now + wait,
-            waits: false,
+            until: (!wait.is_zero()).then(|| now + wait),
         };
         self.0.insert(trial, failures);
     }
 
-    /// Keeps a trial from starting where its time has not come.
-    pub(super) fn keeps(&mut self, trial: TrialId, now: Instant) -> bool {
-        let Some(failures) = self.0.get_mut(&trial) else {
-            return false;
-        };
-        failures.waits = now < failures.until;
-        failures.waits
+    /// Whether a trial may not start yet.
+    pub(super) fn is_waiting(&self, trial: TrialId, now: Instant) -> bool {
+        let until = self.0.get(&trial).and_then(|failures| failures.until);
+        until.is_some_and(|until| now < until)
     }
 
-    /// The trials that were kept and whose time has come.
-    pub(super) fn due(&self, now: Instant) -> Vec<TrialId> {
-        let due = |(_, failures): &(&TrialId, &Failures)| failures.waits && now >= failures.until;
-        self.0.iter().filter(due).map(|(trial, _)| *trial).collect()
+    /// The trials that may start from now on, each once.
+    pub(super) fn take_due(&mut self, now: Instant) -> Vec<TrialId> {
+        let due = |failures: &mut Failures| failures.until.take_if(|until| now >= *until);
+        let waiting = self.0.iter_mut();
+        let due = waiting.filter_map(|(trial, failures)| due(failures).map(|_| *trial));
+        due.collect()
     }
 }
 
@@ -69,15 +66,15 @@ mod tests {
             backoff.failed(trial, done, start);
             let ends = [0, 50, 150, 250, 450, 9_900, 10_000]
                 .into_iter()
-                .find(|end| !backoff.keeps(trial, start + Duration::from_millis(*end)));
+                .find(|end| !backoff.is_waiting(trial, start + Duration::from_millis(*end)));
             ends.unwrap()
         };
         assert_eq!([wait(2), wait(2), wait(2), wait(2)], [0, 150, 250, 450]);
         assert_eq!(wait(3), 0);
         assert_eq!((0..40).map(|_| wait(3)).last(), Some(10_000));
         backoff.failed(trial, 3, start);
-        assert!(backoff.keeps(trial, start) && backoff.due(start).is_empty());
-        assert_eq!(backoff.due(start + LONGEST), [trial]);
-        assert!(!backoff.keeps(trial, start + LONGEST) && backoff.due(start + LONGEST).is_empty());
+        assert!(backoff.is_waiting(trial, start) && backoff.take_due(start).is_empty());
+        assert_eq!(backoff.take_due(start + LONGEST), [trial]);
+        assert!(backoff.take_due(start + LONGEST).is_empty());
     }
 }

@@ -6,18 +6,19 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use super::run::{RunOptions, folder_of, run};
-use super::spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
+use super::spec::{MaxFailures, SearchAlgorithm, SearchSpec};
 use crate::config::Config;
-use crate::core::CheckpointSettings;
+use crate::core::{CheckpointSettings, SearchOrder};
 use crate::error::Result;
 use crate::host::Hosts;
 use crate::objective::Objective;
 use crate::output::{Display, Results};
-use crate::pool::{Pool, Resources, WorkerReuse};
+use crate::pool::{Pool, WorkerReuse};
 use crate::program::{Programs, Template};
 use crate::runner::TrialRunner;
 use crate::scheduler::Scheduler;
 use crate::searcher::Searcher;
+use crate::slots::Resources;
 use crate::space::Space;
 use crate::stop::Stop;
 use crate::trial::{BoxError, Trainable, TrialSession, serve_function, serve_trainable};
@@ -109,12 +110,16 @@ impl Search {
     #[must_use]
     pub fn search_alg(mut self, algorithm: impl Into<SearchAlgorithm>) -> Self {
         self.spec.search_alg = algorithm.into();
+        self.searcher = None;
         self
     }
 
     /// A searcher of one's own suggests configurations, [`num_samples`](Self::num_samples) at most.
     #[must_use]
     pub fn searcher(mut self, searcher: impl Searcher + 'static) -> Self {
+        self.spec.search_alg = SearchAlgorithm::Custom {
+            searcher: searcher.config(),
+        };
         self.searcher = Some(Box::new(searcher));
         self
     }
@@ -155,6 +160,14 @@ impl Search {
         self
     }
 
+    /// Lets trials report without a metric that the scheduler or a stop rule looks at, as one that they measure later: Ray's
+    /// `TUNE_DISABLE_STRICT_METRIC_CHECKING`.
+    #[must_use]
+    pub fn disable_strict_metric_checking(mut self) -> Self {
+        self.spec.disable_strict_metric_checking = true;
+        self
+    }
+
     /// When trials save, and what is kept.
     #[must_use]
     pub fn checkpoints(mut self, settings: CheckpointSettings) -> Self {
@@ -190,7 +203,7 @@ impl Search {
         self
     }
 
-    /// How long a trial may take for an iteration. One that takes longer has failed.
+    /// How long a trial may take for an iteration, and its process to start. One that takes longer has failed.
     #[must_use]
     pub fn report_timeout(mut self, timeout: Duration) -> Self {
         self.spec.report_timeout_s = Some(timeout.as_secs_f64());

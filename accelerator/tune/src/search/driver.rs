@@ -2,39 +2,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
+use super::attempt::{Attempt, AttemptState};
 use super::backoff::Backoff;
 use super::decisions::DecisionLog;
+use super::files::{TrialFiles, unix_time};
 use super::replay::{ask, tell_result};
-use crate::core::{
-    Action, Branch, CheckpointKey, CheckpointSettings, Core, Event, TrialState, prunable,
-    result_after,
-};
+use crate::core::{Action, CheckpointKey, CheckpointSettings, Core, Event, prunable};
 use crate::error::{Error, Result};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::output::SearchEnd;
-use crate::runner::{Answer, Location, Restore, RunnerEvent, TrialRunner, TrialStart};
+use crate::runner::{Location, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::Searcher;
 use crate::trial_id::TrialId;
-use crate::view::{TrialResult, TrialStatus};
-
-/// The files of trials.
-pub(crate) trait Files {
-    /// The trial's folder, whether it is there or not.
-    fn path(&self, trial: &TrialState) -> PathBuf;
-
-    /// Makes the trial's folder, where it is not there.
-    fn begin(&mut self, trial: &TrialState) -> Result<()>;
-
-    /// A result counts, of that branch of the trial.
-    fn take(&mut self, trial: &TrialState, branch: Branch, result: &TrialResult) -> Result<()>;
-
-    /// A trial has ended, or an attempt at it has failed.
-    fn end(&mut self, trial: &TrialState) -> Result<()>;
-}
+use crate::view::TrialResult;
 
 /// How far a search may go.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,14 +30,14 @@ pub(crate) struct Limits {
 }
 
 /// A search that runs.
-pub(crate) struct Driver<'a, F> {
+pub(crate) struct Driver<'a> {
     pub(crate) core: Core,
     pub(crate) journal: Journal,
     pub(crate) decisions: DecisionLog,
     pub(crate) runner: &'a mut dyn TrialRunner,
     pub(crate) searcher: &'a mut dyn Searcher,
-    pub(crate) files: &'a mut F,
-    pub(crate) settings: CheckpointSettings,
+    pub(crate) files: &'a mut TrialFiles,
+    pub(crate) checkpoints: CheckpointSettings,
     pub(crate) limits: Limits,
     pub(crate) attempts: BTreeMap<TrialId, Attempt>,
     /// Trials that cannot start before a checkpoint is saved.
@@ -64,30 +48,7 @@ pub(crate) struct Driver<'a, F> {
     pub(crate) asked: Option<TrialId>,
 }
 
-/// What runs for a trial.
-#[derive(Debug)]
-pub(crate) struct Attempt {
-    /// Whose configuration it has: the trial's branch, or one that it goes back to.
-    branch: Branch,
-    /// The iteration at which it is to save and end: where the next branch begins.
-    until: Option<u64>,
-    state: AttemptState,
-    since: Instant,
-    pub(crate) location: Option<Location>,
-    /// What it loads, until it has reported.
-    restores: Option<CheckpointKey>,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum AttemptState {
-    Computing,
-    /// It has reported this iteration, and waits.
-    Waiting(u64),
-    /// It saves what it has after its last iteration, or ends.
-    Leaving,
-}
-
-impl<F: Files> Driver<'_, F> {
+impl Driver<'_> {
     /// Carries the search out until it ends. `interrupted` is asked often; `refresh` may draw.
     pub(crate) fn run(
         &mut self,
@@ -96,10 +57,10 @@ impl<F: Files> Driver<'_, F> {
     ) -> Result<SearchEnd> {
         if let Some(trial) = self.asked.take() {
             let config = ask(self.searcher, trial)?;
-            self.happen(Event::Suggested { trial, config })?;
+            self.apply(Event::Suggested { trial, config })?;
         }
         let slots = self.runner.slots();
-        self.happen(Event::Opened { slots })?;
+        self.apply(Event::Opened { slots })?;
         let mut ending = SearchEnd::Finished;
         while !self.core.is_finished() {
             refresh(self)?;
@@ -116,7 +77,7 @@ impl<F: Files> Driver<'_, F> {
                 }
             }
             if let Some(event) = event {
-                self.take(event)?;
+                self.handle(event)?;
             }
             if let Some(until) = self.closing
                 && (self.attempts.is_empty() || Instant::now() >= until || interrupted() > 1)
@@ -125,8 +86,8 @@ impl<F: Files> Driver<'_, F> {
             }
             self.check_timeouts()?;
             self.journal.sync_if_due()?;
-            for trial in self.backoff.due(Instant::now()) {
-                self.revisit(trial)?;
+            for trial in self.backoff.take_due(Instant::now()) {
+                self.reconcile(trial)?;
             }
         }
         if self.core.is_finished() {
@@ -134,7 +95,7 @@ impl<F: Files> Driver<'_, F> {
             let until = Instant::now() + GRACE;
             while !self.attempts.is_empty() && Instant::now() < until && interrupted() == 0 {
                 if let Some(event) = self.runner.next(TICK)? {
-                    self.take(event)?;
+                    self.handle(event)?;
                 }
             }
             self.journal.append(&Event::Finished)?;
@@ -151,7 +112,7 @@ impl<F: Files> Driver<'_, F> {
     }
 
     /// An event takes effect.
-    fn happen(&mut self, event: Event) -> Result<()> {
+    fn apply(&mut self, event: Event) -> Result<()> {
         self.journal.append(&event)?;
         let mut actions = self.core.step(event);
         loop {
@@ -174,28 +135,28 @@ impl<F: Files> Driver<'_, F> {
 
     fn act(&mut self, action: Action) -> Result<()> {
         match action {
-            // By `happen`.
+            // By `apply`.
             Action::Ask(_) => {}
             Action::Log(decision) => self.decisions.append(&decision)?,
-            Action::Take { branch, result } => {
+            Action::Record { branch, result } => {
                 if let Some(state) = self.core.trial(branch.trial) {
-                    self.files.take(state, branch, &result)?;
+                    self.files.log_trial_result(state, branch, &result)?;
                 }
                 tell_result(self.searcher, &self.core, branch.trial, &result)?;
             }
             Action::Tell(trial, end) => {
                 self.searcher.tell(trial, end)?;
                 if let Some(state) = self.core.trial(trial) {
-                    self.files.end(state)?;
+                    self.files.log_trial_end(state)?;
                 }
             }
-            Action::Revisit(trial) => self.revisit(trial)?,
+            Action::Reconcile(trial) => self.reconcile(trial)?,
             Action::Finish => {}
         }
         Ok(())
     }
 
-    fn take(&mut self, event: RunnerEvent) -> Result<()> {
+    fn handle(&mut self, event: RunnerEvent) -> Result<()> {
         match event {
             RunnerEvent::Started { trial, location } => {
                 if let Some(attempt) = self.attempts.get_mut(&trial) {
@@ -219,23 +180,23 @@ impl<F: Files> Driver<'_, F> {
                         branch: attempt.branch,
                         iteration,
                     };
-                    self.happen(Event::Saved { checkpoint, bytes })?;
+                    self.apply(Event::Saved { checkpoint, bytes })?;
                     self.prune()?;
                     self.unblock()?;
                 }
             }
-            RunnerEvent::Left { trial } => {
+            RunnerEvent::Stopped { trial } => {
                 self.attempts.remove(&trial);
-                self.revisit(trial)?;
+                self.reconcile(trial)?;
                 self.unblock()?;
             }
             RunnerEvent::Ended { trial } => {
                 let attempt = self.attempts.remove(&trial);
                 if attempt.is_some_and(|attempt| attempt.until.is_some()) {
                     let message = "it ended earlier than the time before".to_owned();
-                    self.happen(Event::Failed { trial, message })?;
+                    self.apply(Event::Failed { trial, message })?;
                 } else {
-                    self.happen(Event::Ended { trial })?;
+                    self.apply(Event::Ended { trial })?;
                 }
                 self.unblock()?;
             }
@@ -254,8 +215,7 @@ impl<F: Files> Driver<'_, F> {
         let Some(attempt) = self.attempts.get_mut(&trial) else {
             return Ok(());
         };
-        attempt.state = AttemptState::Waiting(iteration);
-        attempt.restores = None;
+        attempt.reported(iteration);
         let is_own = attempt.until.is_none();
         let branch = attempt.branch;
         let Some(state) = self.core.trial(trial) else {
@@ -271,19 +231,21 @@ impl<F: Files> Driver<'_, F> {
                 return self.failed(trial, message);
             }
             let last = state.last.as_ref();
-            let result = result_after(last, iteration, metrics, seconds, unix_time());
+            let result = TrialResult::next(last, iteration, metrics, seconds, unix_time());
+            // Before it is journaled: a search without results may be corrected.
+            self.core.check_metrics(trial, &result)?;
             let stop = self.core.closures_stop(trial, &result);
             let event = Event::Reported {
                 trial,
                 result,
                 stop,
             };
-            self.happen(event)?;
+            self.apply(event)?;
             if self.closing.is_none() {
                 return Ok(());
             }
         }
-        self.revisit(trial)
+        self.reconcile(trial)
     }
 
     fn failed(&mut self, trial: TrialId, message: String) -> Result<()> {
@@ -291,23 +253,23 @@ impl<F: Files> Driver<'_, F> {
         if self.closing.is_none() {
             let done = self.core.trial(trial).map_or(0, |state| state.decided);
             self.backoff.failed(trial, done, Instant::now());
-            self.happen(Event::Failed { trial, message })?;
+            self.apply(Event::Failed { trial, message })?;
             if let Some(state) = self.core.trial(trial) {
-                self.files.end(state)?;
+                self.files.log_trial_end(state)?;
             }
         }
         self.unblock()
     }
 
     /// Brings what runs for a trial in line with what was decided.
-    fn revisit(&mut self, trial: TrialId) -> Result<()> {
+    fn reconcile(&mut self, trial: TrialId) -> Result<()> {
         let Some(state) = self.core.trial(trial) else {
             return Ok(());
         };
         let Some(attempt) = self.attempts.get(&trial) else {
             if state.is_awaited()
                 && self.closing.is_none()
-                && !self.backoff.keeps(trial, Instant::now())
+                && !self.backoff.is_waiting(trial, Instant::now())
             {
                 return self.start(trial);
             }
@@ -315,15 +277,14 @@ impl<F: Files> Driver<'_, F> {
         };
         match attempt.state {
             AttemptState::Waiting(iteration) => {
-                let Some(answer) = self.answer(state, attempt, iteration) else {
+                let folder = |key| self.checkpoint_folder(key);
+                let is_closing = self.closing.is_some();
+                let answer = attempt.answer(&self.core, state, iteration, is_closing, &folder);
+                let Some(answer) = answer else {
                     return Ok(());
                 };
                 if let Some(attempt) = self.attempts.get_mut(&trial) {
-                    attempt.since = Instant::now();
-                    attempt.state = match answer {
-                        Answer::Continue | Answer::Save(_) => AttemptState::Computing,
-                        Answer::Pause(_) | Answer::Stop => AttemptState::Leaving,
-                    };
+                    attempt.answered(&answer);
                 }
                 self.runner.answer(trial, answer)
             }
@@ -333,48 +294,8 @@ impl<F: Files> Driver<'_, F> {
                 self.attempts.remove(&trial);
                 Ok(())
             }
-            AttemptState::Computing | AttemptState::Leaving => Ok(()),
+            AttemptState::Computing | AttemptState::Stopping => Ok(()),
         }
-    }
-
-    /// What a trial is told after an iteration; `None` while that is not decided.
-    fn answer(&self, state: &TrialState, attempt: &Attempt, iteration: u64) -> Option<Answer> {
-        let key = CheckpointKey {
-            branch: attempt.branch,
-            iteration,
-        };
-        let is_saved = self.core.checkpoints().contains_key(&key);
-        let pause = || match is_saved {
-            true => Answer::Stop,
-            false => Answer::Pause(self.checkpoint_folder(key)),
-        };
-        if let Some(until) = attempt.until {
-            return Some(match iteration < until {
-                true => Answer::Continue,
-                false => pause(),
-            });
-        }
-        if attempt.branch != state.branch() {
-            return Some(Answer::Stop);
-        }
-        if iteration > state.decided {
-            return self.closing.map(|_| pause());
-        }
-        let is_wanted = state.branch_state().saves.contains(&iteration);
-        let go_on = match is_wanted && !is_saved {
-            true => Answer::Save(self.checkpoint_folder(key)),
-            false => Answer::Continue,
-        };
-        if iteration < state.decided {
-            return Some(go_on);
-        }
-        Some(match state.status {
-            TrialStatus::Running if self.closing.is_some() => pause(),
-            TrialStatus::Running | TrialStatus::Pending => go_on,
-            TrialStatus::Paused => pause(),
-            TrialStatus::Terminated | TrialStatus::Error if is_wanted => pause(),
-            TrialStatus::Terminated | TrialStatus::Error => Answer::Stop,
-        })
     }
 
     /// Starts an attempt from the nearest checkpoint.
@@ -382,90 +303,51 @@ impl<F: Files> Driver<'_, F> {
         let Some(state) = self.core.trial(trial) else {
             return Ok(());
         };
-        let checkpoint = self.core.nearest_checkpoint(state.branch(), state.decided);
-        let line = self.core.lineage(state.branch());
-        // The first branch that the checkpoint is of, or begins.
-        let mut at = match checkpoint {
-            Some(key) => line
-                .iter()
-                .position(|branch| *branch == key.branch)
-                .unwrap_or(0),
-            None => 0,
-        };
-        let reached = checkpoint.map_or(0, |key| key.iteration);
-        let starts = |branch: Branch| self.core.branch(branch).map_or(0, |state| state.start());
-        while at + 1 < line.len() && starts(line[at + 1]) <= reached {
-            at += 1;
+        let plan = self.core.plan_attempt(state);
+        if let Some(until) = plan.until {
+            let mut attempts = self.attempts.values();
+            if attempts.any(|attempt| attempt.will_save(&self.core, plan.branch, until)) {
+                self.blocked.insert(trial);
+                return Ok(());
+            }
         }
-        let branch = line[at];
-        let until = line.get(at + 1).map(|next| starts(*next));
-        if until.is_some() && self.is_being_made(branch, until) {
-            self.blocked.insert(trial);
-            return Ok(());
-        }
-        let Some(config) = self.core.branch(branch).map(|state| state.config.clone()) else {
+        let Some(config) = self
+            .core
+            .branch(plan.branch)
+            .map(|state| state.config.clone())
+        else {
             return Ok(());
         };
-        let restore = checkpoint.map(|key| Restore {
+        let restore = plan.checkpoint.map(|key| Restore {
             folder: self.checkpoint_folder(key),
             iteration: key.iteration,
         });
-        self.files.begin(state)?;
-        let folder = self.files.path(state);
+        self.files.log_trial_start(state)?;
         let start = TrialStart {
             trial,
             config,
-            folder,
+            folder: self.files.path(state),
             restore,
         };
-        let attempt = Attempt {
-            branch,
-            until,
-            state: AttemptState::Computing,
-            since: Instant::now(),
-            location: None,
-            restores: checkpoint,
-        };
-        self.attempts.insert(trial, attempt);
+        self.attempts.insert(trial, Attempt::new(plan));
         self.runner.start(start)
-    }
-
-    /// Whether an attempt that runs will save the checkpoint at which another branch begins.
-    fn is_being_made(&self, branch: Branch, until: Option<u64>) -> bool {
-        let Some(until) = until else {
-            return false;
-        };
-        self.attempts.values().any(|attempt| {
-            let reached = match attempt.state {
-                AttemptState::Waiting(iteration) => iteration,
-                _ => 0,
-            };
-            let saves = match attempt.until {
-                Some(end) => end == until,
-                None => self
-                    .core
-                    .branch(branch)
-                    .is_some_and(|state| state.saves.contains(&until)),
-            };
-            attempt.branch == branch && saves && reached <= until
-        })
     }
 
     fn unblock(&mut self) -> Result<()> {
         for trial in std::mem::take(&mut self.blocked) {
-            self.revisit(trial)?;
+            self.reconcile(trial)?;
         }
         Ok(())
     }
 
     fn prune(&mut self) -> Result<()> {
-        for checkpoint in prunable(&self.core, &self.settings) {
+        for checkpoint in prunable(&self.core, &self.checkpoints) {
             let mut attempts = self.attempts.values();
             let is_in_use = attempts.any(|attempt| attempt.restores == Some(checkpoint));
             if is_in_use {
                 continue;
             }
-            self.happen(Event::Deleted { checkpoint })?;
+            self.apply(Event::Deleted { checkpoint })?;
             // A journal that names a checkpoint which is gone would be wrong.
             self.journal.sync()?;
             remove(&self.checkpoint_folder(checkpoint))?;
@@ -478,7 +360,7 @@ impl<F: Files> Driver<'_, F> {
         self.closing = Some(Instant::now() + GRACE);
         let trials: Vec<_> = self.attempts.keys().copied().collect();
         for trial in trials {
-            self.revisit(trial)?;
+            self.reconcile(trial)?;
         }
         Ok(())
     }
@@ -495,11 +377,7 @@ impl<F: Files> Driver<'_, F> {
         let late: Vec<_> = self
             .attempts
             .iter()
-            .filter(|(_, attempt)| {
-                attempt.location.is_some()
-                    && !matches!(attempt.state, AttemptState::Waiting(_))
-                    && attempt.since.elapsed() > most
-            })
+            .filter(|(_, attempt)| attempt.is_late(most))
             .map(|(trial, _)| *trial)
             .collect();
         for trial in late {
@@ -511,21 +389,11 @@ impl<F: Files> Driver<'_, F> {
     }
 
     fn checkpoint_folder(&self, key: CheckpointKey) -> PathBuf {
-        let name = checkpoint_name(key);
-        let trial = self.core.trial(key.branch.trial);
-        trial.map_or_else(
-            || PathBuf::from(&name),
-            |trial| self.files.path(trial).join(&name),
-        )
-    }
-}
-
-/// Such as `checkpoint_000004`.
-pub(crate) fn checkpoint_name(key: CheckpointKey) -> String {
-    let CheckpointKey { branch, iteration } = key;
-    match branch.generation {
-        0 => format!("checkpoint_{iteration:06}"),
-        generation => format!("checkpoint_{iteration:06}.{generation}"),
+        let name = key.folder_name();
+        match self.core.trial(key.branch.trial) {
+            Some(trial) => self.files.path(trial).join(name),
+            None => name.into(),
+        }
     }
 }
 
@@ -539,10 +407,4 @@ fn remove(folder: &Path) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(Error::io("delete", folder, error)),
     }
-}
-
-/// Seconds since 1970.
-pub(super) fn unix_time() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |now| now.as_secs())
 }

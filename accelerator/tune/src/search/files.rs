@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use accelerator_track::EndStatus;
 
-use super::driver::{Files, unix_time};
+use crate::checkpoint_folder;
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
 use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
-use crate::pool::checkpoint;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
@@ -23,7 +23,7 @@ pub(crate) struct TrialFiles {
     id: String,
     parameters: Vec<String>,
     /// Results of the journal, until the trial's files are opened.
-    before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
+    replayed: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     open: BTreeMap<TrialId, OpenTrial>,
     /// Where TensorBoard reads.
     tensorboard: Option<PathBuf>,
@@ -42,7 +42,7 @@ impl TrialFiles {
         search: &str,
         id: &str,
         parameters: Vec<String>,
-        before: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
+        replayed: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
         tensorboard: Option<PathBuf>,
     ) -> Self {
         Self {
@@ -50,7 +50,7 @@ impl TrialFiles {
             search: search.to_owned(),
             id: id.to_owned(),
             parameters,
-            before,
+            replayed,
             open: BTreeMap::new(),
             tensorboard,
         }
@@ -64,7 +64,7 @@ impl TrialFiles {
     /// Brings the files of trials that have ended in line with the journal.
     pub(crate) fn restore(&mut self, trials: &[TrialState]) -> Result<()> {
         for state in trials {
-            if self.before.contains_key(&state.id) {
+            if self.replayed.contains_key(&state.id) {
                 self.files_of(state)?;
                 self.close_ended(state)?;
             }
@@ -75,8 +75,45 @@ impl TrialFiles {
     /// Removes what attempts have left in trials' folders that ended while they saved. No attempt runs at that time.
     pub(crate) fn remove_partial_checkpoints(&self, trials: &[TrialState]) {
         for state in trials {
-            checkpoint::remove_partial(&self.path(state));
+            checkpoint_folder::remove_partial(&self.path(state));
         }
+    }
+
+    /// The trial's folder, whether it is there or not.
+    pub(crate) fn path(&self, state: &TrialState) -> PathBuf {
+        // The folder keeps its name when the trial takes another configuration.
+        let first = &state.branches[0].config;
+        let name = folder_name(&self.name(state.id), state.id, &self.parameters, first);
+        self.root.join(name)
+    }
+
+    /// Makes the trial's folder, where it is not there.
+    pub(crate) fn log_trial_start(&mut self, state: &TrialState) -> Result<()> {
+        self.files_of(state).map(|_| ())
+    }
+
+    /// A result counts, of that branch of the trial.
+    pub(crate) fn log_trial_result(
+        &mut self,
+        state: &TrialState,
+        branch: Branch,
+        result: &TrialResult,
+    ) -> Result<()> {
+        let open = self.files_of(state)?;
+        open.folder.append(result, state.config_of(branch))?;
+        if let Some(events) = &mut open.events {
+            events.report(result, state.config_of(branch))?;
+            events.flush()?;
+        }
+        Ok(())
+    }
+
+    /// A trial has ended, or an attempt at it has failed.
+    pub(crate) fn log_trial_end(&mut self, state: &TrialState) -> Result<()> {
+        if let Some(error) = &state.error {
+            self.files_of(state)?.folder.fail(error)?;
+        }
+        self.close_ended(state)
     }
 
     fn files_of(&mut self, state: &TrialState) -> Result<&mut OpenTrial> {
@@ -84,7 +121,7 @@ impl TrialFiles {
         match self.open.entry(state.id) {
             Entry::Occupied(open) => Ok(open.into_mut()),
             Entry::Vacant(place) => {
-                let before = self.before.remove(&state.id).unwrap_or_default();
+                let before = self.replayed.remove(&state.id).unwrap_or_default();
                 let with_config = |(branch, result)| (result, state.config_of(branch).clone());
                 let before: Vec<_> = before.into_iter().map(with_config).collect();
                 let name = trial_name(&self.search, &self.id, state.id);
@@ -130,32 +167,8 @@ impl TrialFiles {
     }
 }
 
-impl Files for TrialFiles {
-    fn path(&self, state: &TrialState) -> PathBuf {
-        // The folder keeps its name when the trial takes another configuration.
-        let first = &state.branches[0].config;
-        let name = folder_name(&self.name(state.id), state.id, &self.parameters, first);
-        self.root.join(name)
-    }
-
-    fn begin(&mut self, state: &TrialState) -> Result<()> {
-        self.files_of(state).map(|_| ())
-    }
-
-    fn take(&mut self, state: &TrialState, branch: Branch, result: &TrialResult) -> Result<()> {
-        let open = self.files_of(state)?;
-        open.folder.append(result, state.config_of(branch))?;
-        if let Some(events) = &mut open.events {
-            events.report(result, state.config_of(branch))?;
-            events.flush()?;
-        }
-        Ok(())
-    }
-
-    fn end(&mut self, state: &TrialState) -> Result<()> {
-        if let Some(error) = &state.error {
-            self.files_of(state)?.folder.fail(error)?;
-        }
-        self.close_ended(state)
-    }
+/// Seconds since 1970.
+pub(super) fn unix_time() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
 }

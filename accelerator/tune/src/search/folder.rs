@@ -17,7 +17,7 @@ use crate::output::Results;
 ///     let search = SearchFolder::open(folder)?;
 ///     let objective = search.spec().objective();
 ///     let best = search.results().best_config(&objective.metric, objective.mode);
-///     Ok(best.map(ToString::to_string))
+///     Ok(best.map(|best| best.to_string()))
 /// }
 /// assert!(best("no/such/search").unwrap_err().is_not_found());
 /// ```

@@ -17,7 +17,7 @@ impl SearchLock {
     ///
     /// # Errors
     /// [`Error::is_conflict`] where another process holds it; the message names it.
-    pub(crate) fn take(folder: &Path) -> Result<Self> {
+    pub(crate) fn acquire(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
         let file = OpenOptions::new()
             .read(true)
@@ -92,13 +92,13 @@ mod tests {
     #[test]
     fn a_folder_is_locked_once() {
         let folder = tempfile::tempdir().unwrap();
-        let lock = SearchLock::take(folder.path()).unwrap();
-        let error = SearchLock::take(folder.path()).unwrap_err();
+        let lock = SearchLock::acquire(folder.path()).unwrap();
+        let error = SearchLock::acquire(folder.path()).unwrap_err();
         assert!(error.is_conflict(), "{error}");
         assert!(error.to_string().contains(&std::process::id().to_string()));
         assert_eq!(SearchLock::holder(folder.path()), Some(std::process::id()));
         drop(lock);
         assert_eq!(SearchLock::holder(folder.path()), None);
-        SearchLock::take(folder.path()).unwrap();
+        SearchLock::acquire(folder.path()).unwrap();
     }
 }

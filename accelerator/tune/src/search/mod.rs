@@ -2,8 +2,9 @@
 
 pub use builder::Search;
 pub use folder::SearchFolder;
-pub use spec::{MaxFailures, SearchAlgorithm, SearchOrder, SearchSpec};
+pub use spec::{MaxFailures, SearchAlgorithm, SearchSpec};
 
+mod attempt;
 mod backoff;
 mod builder;
 mod decisions;

@@ -58,13 +58,13 @@ pub(super) fn replay(
             match action {
                 Action::Ask(trial) => replayed.asked = Some(trial),
                 Action::Log(decision) => replayed.decisions.push(decision),
-                Action::Take { branch, result } => {
+                Action::Record { branch, result } => {
                     tell_result(searcher, core, branch.trial, &result)?;
                     let results = replayed.results.entry(branch.trial).or_default();
                     results.push((branch, result));
                 }
                 Action::Tell(trial, end) => searcher.tell(trial, end)?,
-                Action::Revisit(_) | Action::Finish => {}
+                Action::Reconcile(_) | Action::Finish => {}
             }
         }
         if !core.is_asking() {

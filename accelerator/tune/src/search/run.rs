@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
-use super::driver::{Driver, Files, Limits, checkpoint_name, unix_time};
-use super::files::TrialFiles;
+use super::driver::{Driver, Limits};
+use super::files::{TrialFiles, unix_time};
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
-use super::spec::{SearchAlgorithm, SearchOrder, SearchSpec};
+use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::Config;
-use crate::core::{CheckpointKey, Core, Order, Rules, TrialState};
+use crate::core::{CheckpointKey, Core, Event, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
+use crate::fields;
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results, SearchEnd};
 use crate::runner::{Location, TrialRunner};
@@ -45,39 +46,8 @@ pub(crate) fn run(
     let mut core = new_core(&spec, asks)?;
     let limits = limits(&spec)?;
     fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
-    let _lock = SearchLock::take(&folder)?;
-    let (head, journal, events) = match journal::read(&folder)? {
-        None => {
-            let head = Head {
-                version: VERSION,
-                id: new_id(),
-                created: unix_time(),
-                asks,
-                searcher: searcher.version(),
-                directory: env::current_dir().ok(),
-                spec: spec.to_json()?,
-            };
-            let journal = Journal::create(&folder, &head)?;
-            (head, journal, Vec::new())
-        }
-        // A command that could not start, and was corrected: nothing is lost.
-        Some(before) if !before.has_results() => {
-            let spec = spec.to_json()?;
-            let head = Head {
-                asks,
-                directory: env::current_dir().ok(),
-                spec,
-                ..before.head
-            };
-            let journal = Journal::create(&folder, &head)?;
-            (head, journal, Vec::new())
-        }
-        Some(before) => {
-            spec.check_same(&before.head.spec, &folder)?;
-            let journal = Journal::reopen(&folder, before.intact)?;
-            (before.head, journal, before.events)
-        }
-    };
+    let _lock = SearchLock::acquire(&folder)?;
+    let (head, journal, events) = open_journal(&spec, &*searcher, asks, &folder)?;
     let replayed = replay(&mut core, &mut *searcher, head.searcher.as_deref(), events)?;
     let was_finished = core.is_finished();
     let decisions = DecisionLog::open(&folder, &replayed.decisions)?;
@@ -128,7 +98,7 @@ pub(crate) fn run(
             runner: &mut *runner,
             searcher: &mut *searcher,
             files: &mut files,
-            settings: spec.checkpoints.clone(),
+            checkpoints: spec.checkpoints.clone(),
             limits,
             attempts: Default::default(),
             blocked: Default::default(),
@@ -136,7 +106,7 @@ pub(crate) fn run(
             closing: None,
             asked,
         };
-        let mut refresh = |driver: &Driver<'_, TrialFiles>| {
+        let mut refresh = |driver: &Driver<'_>| {
             if !console.is_due() {
                 return Ok(());
             }
@@ -169,7 +139,7 @@ pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf
         ));
     };
     let head = journaled.head;
-    let spec: SearchSpec = serde_json::from_value(head.spec).map_err(|error| {
+    let spec: SearchSpec = fields::parse(head.spec).map_err(|error| {
         let what = format!(
             "the specification in {}: {error}",
             folder.join(JOURNAL).display()
@@ -228,6 +198,12 @@ fn set_up(
     }
     let (searcher, expected): (Box<dyn Searcher>, _) = match (searcher, &spec.search_alg) {
         (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
+        (None, SearchAlgorithm::Custom { searcher }) => {
+            return Err(Error::misuse(format!(
+                "`search_alg` is {searcher}, a searcher of the program that began the search: start that program again, or \
+                 give it by `Search::searcher`"
+            )));
+        }
         (None, SearchAlgorithm::Variants) => {
             let variants = VariantGenerator::new(&spec.space, spec.num_samples, spec.seed)?
                 .with_points(&spec.points_to_evaluate);
@@ -249,6 +225,48 @@ fn set_up(
         false => Asking::Ahead,
     };
     Ok((searcher, asking, expected))
+}
+
+/// The journal of a search, its first line and its events; a new one where there is none.
+fn open_journal(
+    spec: &SearchSpec,
+    searcher: &dyn Searcher,
+    asks: Asking,
+    folder: &Path,
+) -> Result<(Head, Journal, Vec<Event>)> {
+    Ok(match journal::read(folder)? {
+        None => {
+            let head = Head {
+                version: VERSION,
+                id: new_id(),
+                created: unix_time(),
+                asks,
+                searcher: searcher.version(),
+                directory: env::current_dir().ok(),
+                spec: spec.to_json()?,
+            };
+            let journal = Journal::create(folder, &head)?;
+            (head, journal, Vec::new())
+        }
+        // A command that could not start, and was corrected: nothing is lost.
+        Some(before) if !before.has_results() => {
+            let spec = spec.to_json()?;
+            let head = Head {
+                asks,
+                searcher: searcher.version(),
+                directory: env::current_dir().ok(),
+                spec,
+                ..before.head
+            };
+            let journal = Journal::create(folder, &head)?;
+            (head, journal, Vec::new())
+        }
+        Some(before) => {
+            spec.check_same(&before.head.spec, folder)?;
+            let journal = Journal::reopen(folder, &before)?;
+            (before.head, journal, before.events)
+        }
+    })
 }
 
 /// Names by which parameters are found, and those of points that no parameter has.
@@ -274,35 +292,33 @@ fn check_names(spec: &SearchSpec) -> Result<()> {
 
 fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
     let objective = spec.objective();
-    let policy = spec.scheduler.policy(&objective, spec.seed)?;
+    let scheduler = spec.scheduler.build(&objective, spec.seed)?;
     let (lookahead, max_trials) = match asks {
         // All of them, so that it is known where they part.
         Asking::Ahead if spec.share_prefixes => (usize::MAX, None),
         Asking::Ahead => (LOOKAHEAD, None),
         Asking::InTime => (0, Some(spec.num_samples)),
     };
+    if spec.order == (SearchOrder::Ordered { workers: 0 }) {
+        return Err(Error::misuse(
+            "`order.ordered.workers` is 0; it is at least 1",
+        ));
+    }
     let rules = Rules {
         scheduler_metric: spec.scheduler.metric(&objective).to_owned(),
         scheduler_time: spec.scheduler.time_attr().to_owned(),
         objective,
         stop: spec.stop.clone(),
-        order: match spec.order {
-            SearchOrder::Eager => Order::Eager,
-            SearchOrder::Ordered { workers: 0 } => {
-                return Err(Error::misuse(
-                    "`order.ordered.workers` is 0; it is at least 1",
-                ));
-            }
-            SearchOrder::Ordered { workers } => Order::Ordered { workers },
-        },
+        order: spec.order,
         max_failures: spec.max_failures.most(),
         checkpoint_frequency: spec.checkpoints.frequency.filter(|every| *every > 0),
         checkpoint_at_end: spec.checkpoints.at_end,
         max_trials,
         lookahead,
         shares_prefixes: spec.share_prefixes,
+        are_metrics_strict: !spec.disable_strict_metric_checking,
     };
-    Ok(Core::new(rules, policy))
+    Ok(Core::new(rules, scheduler))
 }
 
 fn limits(spec: &SearchSpec) -> Result<Limits> {
@@ -342,9 +358,10 @@ fn view(
             config: state.config().clone(),
             last: state.last.clone(),
             best: state.best.clone(),
+            best_config: state.config_of(state.best_branch).clone(),
             failures: state.failures,
             error: state.error.clone(),
-            checkpoint: newest.map(|key| folder.join(checkpoint_name(*key))),
+            checkpoint: newest.map(|key| folder.join(key.folder_name())),
             folder,
         }
     };
@@ -353,8 +370,8 @@ fn view(
         folder: folder.to_owned(),
         objective: spec.objective(),
         parameters: spec.space.parameters(),
-        scheduler: core.policy().status(),
-        rungs: core.policy().rungs(),
+        scheduler: core.scheduler().status(),
+        rungs: core.scheduler().rungs(),
         trials: core.trials().iter().map(trial).collect(),
         expected: core.expected().or(expected),
         resources,

@@ -4,15 +4,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::Config;
-use crate::core::CheckpointSettings;
+use crate::core::{CheckpointSettings, SearchOrder};
 use crate::error::{Error, Kind, Result};
+use crate::fields::{self, NoFields};
 use crate::objective::{Mode, Objective};
-use crate::pool::{Resources, WorkerReuse};
+use crate::pool::WorkerReuse;
 use crate::scheduler::Scheduler;
 use crate::searcher::Optuna;
+use crate::slots::Resources;
 use crate::space::Space;
 use crate::stop::Stop;
 
@@ -63,7 +65,7 @@ pub struct SearchSpec {
     /// When a trial has run long enough.
     #[serde(default)]
     pub stop: Stop,
-    /// In which order reports are taken.
+    /// In which order reports are decided about.
     #[serde(default)]
     pub order: SearchOrder,
     /// How often a trial is repeated that failed, from its newest checkpoint; -1 for any number of times.
@@ -72,6 +74,10 @@ pub struct SearchSpec {
     /// Whether configurations that are equal in their first iterations train those once.
     #[serde(default)]
     pub share_prefixes: bool,
+    /// Whether trials may report without a metric that the scheduler or a stop rule looks at, which is not looked at then. It
+    /// is an error otherwise if the first report of the search has not all of them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disable_strict_metric_checking: bool,
     /// When trials save, and what is kept.
     #[serde(default)]
     pub checkpoints: CheckpointSettings,
@@ -94,7 +100,7 @@ pub struct SearchSpec {
     /// After how many seconds the search pauses, to be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_budget_s: Option<f64>,
-    /// How many seconds a trial may take for an iteration; one that takes longer has failed.
+    /// How many seconds a trial may take for an iteration, and its process to start; one that takes longer has failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report_timeout_s: Option<f64>,
 }
@@ -117,6 +123,7 @@ impl SearchSpec {
             order: SearchOrder::default(),
             max_failures: MaxFailures::default(),
             share_prefixes: false,
+            disable_strict_metric_checking: false,
             checkpoints: CheckpointSettings::default(),
             resources_per_trial: Resources::default(),
             reuse_workers: WorkerReuse::default(),
@@ -141,11 +148,14 @@ impl SearchSpec {
         let wrong = |error: &dyn std::fmt::Display| {
             Error::misuse(format!("the specification {}: {error}", path.display()))
         };
-        let value: Value = match is_json {
+        let value = match is_json {
             true => serde_json::from_str(&text).map_err(|error| wrong(&error))?,
-            false => toml::from_str(&text).map_err(|error| wrong(&error))?,
+            false => {
+                let document = toml::from_str(&text).map_err(|error| wrong(&error))?;
+                fields::to_json("", toml::Value::Table(document)).map_err(|error| wrong(&error))?
+            }
         };
-        serde_json::from_value(value).map_err(|error| wrong(&error))
+        fields::parse(value).map_err(|error| wrong(&error))
     }
 
     /// What it optimizes.
@@ -202,44 +212,45 @@ impl SearchSpec {
 /// assert!(matches!(random, SearchAlgorithm::Variants));
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(
+    tag = "type",
+    rename_all = "snake_case",
+    try_from = "Map<String, Value>"
+)]
 pub enum SearchAlgorithm {
     /// At random, and over grids.
     #[default]
-    #[serde(alias = "random", alias = "basic_variant")]
     Variants,
     /// A sampler of Optuna.
     Optuna(Optuna),
+    /// A [`Searcher`](crate::Searcher) of the program that searches, as its [`config`](crate::Searcher::config) has it.
+    Custom {
+        /// What it is.
+        searcher: Value,
+    },
+}
+
+/// Serde's own would not say which field is wrong.
+impl TryFrom<Map<String, Value>> for SearchAlgorithm {
+    type Error = Error;
+
+    fn try_from(table: Map<String, Value>) -> Result<Self> {
+        let types = ["variants", "random", "basic_variant", "optuna", "custom"];
+        let (name, rest) = fields::of_type(table, &types)?;
+        match &*name {
+            "optuna" => fields::parse(rest).map(Self::Optuna),
+            "custom" => Ok(Self::Custom {
+                searcher: rest["searcher"].clone(),
+            }),
+            _ => fields::parse::<NoFields>(rest).map(|_| Self::Variants),
+        }
+    }
 }
 
 impl From<Optuna> for SearchAlgorithm {
     fn from(optuna: Optuna) -> Self {
         Self::Optuna(optuna)
     }
-}
-
-/// In which order reports are taken.
-///
-/// ```
-/// use accelerator_tune::SearchOrder;
-///
-/// let ordered: SearchOrder = serde_json::from_str(r#"{"ordered": {"workers": 4}}"#)?;
-/// assert_eq!(ordered, SearchOrder::Ordered { workers: 4 });
-/// # Ok::<(), serde_json::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SearchOrder {
-    /// As they arrive: no slot waits for another, and another run may decide otherwise.
-    #[default]
-    Eager,
-    /// As that many workers would give them if each iteration took the same time. Decisions then follow from the
-    /// specification and what trials report: they are the same at any number of slots, at any speed, and after any
-    /// interruption. A trial that is faster than others waits for them.
-    Ordered {
-        /// How many trials are under way at a time. Where there are fewer slots, they take turns.
-        workers: usize,
-    },
 }
 
 /// How often a trial is repeated that failed.
@@ -295,7 +306,8 @@ impl From<MaxFailures> for i64 {
 }
 
 /// What says how a search is carried out, and not which it is.
-const HOW: [&str; 6] = [
+const HOW: [&str; 7] = [
+    "disable_strict_metric_checking",
     "report_timeout_s",
     "resources_per_trial",
     "reuse_workers",

@@ -1,4 +1,6 @@
-//! Who suggests configurations.
+//! Search algorithms: what suggests configurations.
+
+use serde_json::Value;
 
 use crate::config::Config;
 use crate::error::Result;
@@ -41,6 +43,12 @@ pub trait Searcher: Send {
     /// Whether suggestions depend on what trials reported. One that does not is asked ahead of time.
     fn is_adaptive(&self) -> bool {
         true
+    }
+
+    /// What it is and how it is set, as JSON: a search that is resumed has to be given the same. It names the type where a
+    /// searcher does not say more.
+    fn config(&self) -> Value {
+        std::any::type_name::<Self>().into()
     }
 
     /// What suggests, such as `Optuna 5.0.0`, where another version may suggest otherwise. A search that cannot be resumed

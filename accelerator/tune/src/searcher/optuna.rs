@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::optuna_space::OptunaSpace;
 use super::{Searcher, Suggestion, TrialEnd};
 use crate::error::{Error, Kind, Result};
+use crate::metrics::json_number;
 use crate::objective::{Mode, Objective};
 use crate::space::Space;
 use crate::trial_id::TrialId;
@@ -180,14 +181,14 @@ impl Searcher for OptunaSearcher {
     }
 
     fn report(&mut self, trial: TrialId, iteration: u64, value: f64) -> Result<()> {
-        let (id, value) = (trial.to_string(), number(value));
+        let (id, value) = (trial.to_string(), json_number(value));
         self.call(&json!({"op": "report", "id": id, "step": iteration, "value": value}))?;
         Ok(())
     }
 
     fn tell(&mut self, trial: TrialId, end: TrialEnd) -> Result<()> {
         let (state, value) = match end {
-            TrialEnd::Completed(value) => ("COMPLETE", Some(number(value))),
+            TrialEnd::Completed(value) => ("COMPLETE", Some(json_number(value))),
             // Its value is the last that was reported. TPE ranks such trials behind complete ones, by how far they came and then
             // by value; told as complete, a value of an early iteration would be compared with final ones.
             TrialEnd::Stopped(_) => ("PRUNED", None),
@@ -345,11 +346,3 @@ const DEADLINE: Duration = Duration::from_secs(300);
 const ENDING: Duration = Duration::from_secs(5);
 /// Of what Python writes to its standard error.
 const ERROR_LINES: usize = 20;
-
-/// JSON has neither infinity nor NaN; Python reads their names.
-fn number(value: f64) -> Value {
-    match value.is_finite() {
-        true => value.into(),
-        false => value.to_string().into(),
-    }
-}

@@ -28,7 +28,7 @@ impl OptunaSpace {
         let mut drawn = Vec::new();
         let mut template = Map::new();
         for (name, parameter) in space.table() {
-            template.insert(name.clone(), place(name, parameter, &mut drawn)?);
+            template.insert(name.clone(), template_value(name, parameter, &mut drawn)?);
         }
         Ok(Self {
             template: template.into(),
@@ -73,8 +73,12 @@ impl OptunaSpace {
     }
 }
 
-/// What stands in the template for a parameter.
-fn place(path: &str, parameter: &Parameter, drawn: &mut Vec<(String, Drawn)>) -> Result<Value> {
+/// A parameter with null where something is drawn.
+fn template_value(
+    path: &str,
+    parameter: &Parameter,
+    drawn: &mut Vec<(String, Drawn)>,
+) -> Result<Value> {
     let below = |name: &dyn std::fmt::Display| format!("{path}/{name}");
     match &parameter.0 {
         Node::Constant(value) => Ok(value.clone()),
@@ -87,7 +91,7 @@ fn place(path: &str, parameter: &Parameter, drawn: &mut Vec<(String, Drawn)>) ->
         Node::Choice(options) => {
             let options = options.iter().map(|option| {
                 let mut nested = Vec::new();
-                let value = place(path, option, &mut nested)?;
+                let value = template_value(path, option, &mut nested)?;
                 match nested.is_empty() {
                     true => Ok(value),
                     false => Err(refused(
@@ -103,13 +107,17 @@ fn place(path: &str, parameter: &Parameter, drawn: &mut Vec<(String, Drawn)>) ->
         }
         Node::Table(table) => {
             let entries = table.iter().map(|(name, parameter)| {
-                Ok((name.clone(), place(&below(name), parameter, drawn)?))
+                Ok((
+                    name.clone(),
+                    template_value(&below(name), parameter, drawn)?,
+                ))
             });
             Ok(Value::Object(entries.collect::<Result<_>>()?))
         }
         Node::List(list) => {
             let values = list.iter().enumerate();
-            let values = values.map(|(index, parameter)| place(&below(&index), parameter, drawn));
+            let values =
+                values.map(|(index, parameter)| template_value(&below(&index), parameter, drawn));
             Ok(Value::Array(values.collect::<Result<_>>()?))
         }
         Node::Grid(_) => Err(refused(

@@ -9,7 +9,7 @@
 //!   ── Reported ────────────►
 //!   ◄─ Continue, Save, Pause, Stop
 //!   ── Saved, Skipped ──────►  after Save and Pause
-//!   ── Left ────────────────►  after Pause and Stop; another Start, or Exit, follows
+//!   ── Stopped ────────────────►  after Pause and Stop; another Start, or Exit, follows
 //!   ── Ended, Failed, Refused ►
 //! ```
 
@@ -87,7 +87,7 @@ pub(crate) enum FromWorker {
     Saved,
     /// The trial does not save.
     Skipped,
-    Left,
+    Stopped,
     Ended,
     Failed {
         message: String,
@@ -98,7 +98,7 @@ pub(crate) enum FromWorker {
 
 /// What a process that is started as a worker finds in its environment.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(crate) struct WorkerPlace {
+pub(crate) struct WorkerEnv {
     pub(crate) address: String,
     pub(crate) token: String,
     pub(crate) worker: u32,
@@ -135,11 +135,16 @@ pub(crate) fn connect(
     worker: u32,
     rank: usize,
 ) -> Result<(BufReader<TcpStream>, TcpStream)> {
-    let stream = TcpStream::connect(address)?;
+    let stream = TcpStream::connect(address).map_err(|error| {
+        Error::connection(format!("the search is not reached at {address}: {error}"))
+            .with_source(error)
+    })?;
     stream.set_nodelay(true)?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let Some(Greeting { nonce }) = receive(&mut reader) else {
-        return Err(Error::trial("the search does not answer"));
+        return Err(Error::connection(format!(
+            "the search does not answer at {address}"
+        )));
     };
     let hello = Hello {
         proof: Hello::proof(token, &nonce, worker, rank),
@@ -170,7 +175,7 @@ pub(crate) fn random() -> String {
 /// Sends a value as a line.
 pub(crate) fn send(mut stream: &TcpStream, value: &impl Serialize) -> Result<()> {
     let mut line = serde_json::to_vec(value)
-        .map_err(|error| Error::trial(error.to_string()).with_source(error))?;
+        .map_err(|error| Error::connection(error.to_string()).with_source(error))?;
     line.push(b'\n');
     Ok(stream.write_all(&line)?)
 }
@@ -195,6 +200,24 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
+
+    #[test]
+    fn a_search_that_is_not_reached_is_no_failure_of_the_trial() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let silent = std::thread::spawn(move || drop(listener.accept()));
+        for expected in ["does not answer at", "is not reached at"] {
+            let error = connect(&address, "token", 0, 0).unwrap_err();
+            assert!(error.is_io() && !error.is_trial(), "{error:?}");
+            assert!(
+                error.to_string().contains(&format!("{expected} {address}")),
+                "{error}"
+            );
+            while !silent.is_finished() {
+                std::thread::yield_now();
+            }
+        }
+    }
 
     #[test]
     fn a_connection_that_says_much_and_proves_nothing_is_closed() {

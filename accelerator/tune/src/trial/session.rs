@@ -156,14 +156,14 @@ impl TrialSession {
             progress.iteration += 1;
             (progress.iteration, progress.since.elapsed().as_secs_f64())
         };
-        self.link.say(&FromWorker::Reported {
+        self.link.send(&FromWorker::Reported {
             iteration,
             metrics,
             seconds,
         })?;
         let answer = self.link.next()?;
         if let ToWorker::Save { folder } | ToWorker::Pause { folder } = &answer {
-            let said = match &mut save {
+            let message = match &mut save {
                 Some(save) => {
                     save(folder).map_err(|error| {
                         Error::trial(format!(
@@ -174,7 +174,7 @@ impl TrialSession {
                 }
                 None => FromWorker::Skipped,
             };
-            self.link.say(&said)?;
+            self.link.send(&message)?;
         }
         let mut progress = self.progress();
         progress.since = Instant::now();

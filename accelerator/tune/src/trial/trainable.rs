@@ -115,8 +115,8 @@ pub enum Reset {
     Refused,
 }
 
-/// What a worker carries out.
-pub(super) trait Work {
+/// Runs trials: a class or a function.
+pub(super) trait RunTrial {
     /// Runs an attempt until it ends.
     fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError>;
 }
@@ -125,16 +125,16 @@ pub(super) trait Work {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Outcome {
     /// It has nothing more to do, or was told to end.
-    Over,
+    Done,
     /// It has not begun: another process is to do it.
     Refused,
 }
 
-/// A class, and what it made for the trial before.
+/// The class API: a [`Trainable`], and what it made for the trial before.
 #[derive(Debug)]
-pub(super) struct OfClass<T>(pub(super) Option<T>);
+pub(super) struct ClassTrainable<T>(pub(super) Option<T>);
 
-impl<T: Trainable> Work for OfClass<T> {
+impl<T: Trainable> RunTrial for ClassTrainable<T> {
     fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError> {
         // Taken, so that one that fails is not reused.
         let mut trained = match self.0.take() {
@@ -160,22 +160,22 @@ impl<T: Trainable> Work for OfClass<T> {
         }
         trained.cleanup()?;
         self.0 = Some(trained);
-        Ok(Outcome::Over)
+        Ok(Outcome::Done)
     }
 }
 
-/// A function.
+/// The function API.
 #[derive(Debug)]
-pub(super) struct OfFunction<F>(pub(super) F);
+pub(super) struct FunctionTrainable<F>(pub(super) F);
 
-impl<F> Work for OfFunction<F>
+impl<F> RunTrial for FunctionTrainable<F>
 where
     F: FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
 {
     fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError> {
         match (self.0)(session, config) {
-            Err(_) if session.is_over() => Ok(Outcome::Over),
-            ended => ended.map(|()| Outcome::Over),
+            Err(_) if session.is_over() => Ok(Outcome::Done),
+            ended => ended.map(|()| Outcome::Done),
         }
     }
 }

@@ -8,29 +8,29 @@ use std::thread;
 
 use rustix::process::{Pid, Signal};
 
-use super::protocol::{FromWorker, ToWorker, WorkerPlace, connect, receive, send};
+use super::protocol::{self, FromWorker, ToWorker, WorkerEnv, connect, receive};
 use super::session::{TrialContext, TrialSession};
-use super::trainable::{BoxError, OfClass, OfFunction, Outcome, Trainable, Work};
+use super::trainable::{BoxError, ClassTrainable, FunctionTrainable, Outcome, RunTrial, Trainable};
 use crate::config::Config;
 use crate::error::{Error, Result};
 
 /// In a process that a search has started, carries out trials of a class and exits; returns in any other.
 pub(crate) fn serve_trainable<T: Trainable>() {
-    serve(OfClass::<T>(None));
+    serve(ClassTrainable::<T>(None));
 }
 
 /// In a process that a search has started, carries out trials of a function and exits; returns in any other.
 pub(crate) fn serve_function(
     function: impl FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
 ) {
-    serve(OfFunction(function));
+    serve(FunctionTrainable(function));
 }
 
-fn serve(mut work: impl Work) {
-    let Some(place) = place() else {
+fn serve(mut trainable: impl RunTrial) {
+    let Some(env) = worker_env() else {
         return;
     };
-    let code = match carry_out(&place, &mut work) {
+    let code = match carry_out(&env, &mut trainable) {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("Error: {error}");
@@ -47,37 +47,36 @@ pub(super) struct Link(Arc<LinkEnds>);
 #[derive(Debug)]
 struct LinkEnds {
     stream: TcpStream,
-    told: std::sync::Mutex<Receiver<ToWorker>>,
+    messages: std::sync::Mutex<Receiver<ToWorker>>,
 }
 
 impl Link {
-    pub(super) fn say(&self, said: &FromWorker) -> Result<()> {
-        send(&self.0.stream, said)
+    pub(super) fn send(&self, message: &FromWorker) -> Result<()> {
+        protocol::send(&self.0.stream, message)
     }
 
-    /// What it is told next.
+    /// The next message of the search.
     pub(super) fn next(&self) -> Result<ToWorker> {
-        let told = self.0.told.lock();
-        let told = told.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let messages = self.0.messages.lock();
+        let messages = messages.unwrap_or_else(std::sync::PoisonError::into_inner);
         // The other end is a thread that ends with this process.
-        told.recv().map_err(|error| Error::trial(error.to_string()))
+        messages
+            .recv()
+            .map_err(|_| Error::connection("the connection to the search has ended"))
     }
 }
 
 /// Where this process is a worker of a search: not in one that a worker has started.
 ///
 /// Where the search has ended meanwhile, this process ends: it must not take itself for a search.
-fn place() -> Option<WorkerPlace> {
-    let place = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
-    let place: WorkerPlace = serde_json::from_str(place.to_str()?).ok()?;
-    let Some(search) = place
-        .parent
-        .and_then(|pid| Pid::from_raw(pid.cast_signed()))
-    else {
-        return Some(place);
+fn worker_env() -> Option<WorkerEnv> {
+    let env = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
+    let env: WorkerEnv = serde_json::from_str(env.to_str()?).ok()?;
+    let Some(search) = env.parent.and_then(|pid| Pid::from_raw(pid.cast_signed())) else {
+        return Some(env);
     };
     if rustix::process::getppid() == Some(search) {
-        return Some(place);
+        return Some(env);
     }
     if has_ended(search) {
         std::process::exit(1);
@@ -99,23 +98,23 @@ fn has_ended(process: Pid) -> bool {
     matches!(state, Some('Z' | 'X'))
 }
 
-fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
-    if let Some(search) = place.parent {
+fn carry_out(env: &WorkerEnv, trainable: &mut impl RunTrial) -> Result<()> {
+    if let Some(search) = env.parent {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .map_err(std::io::Error::from)?;
         // It may have ended before the signal was asked for.
         if rustix::process::getppid() != Pid::from_raw(search.cast_signed()) {
-            return Err(Error::trial("the search has ended"));
+            return Err(Error::connection("the search has ended"));
         }
     }
-    pin(&place.cores);
+    pin(&env.cores);
     let number = |name| {
         let value = accelerator_env::variable(name)?;
         value.to_str()?.parse::<usize>().ok()
     };
     let rank = number("RANK").unwrap_or(0);
     let world_size = number("WORLD_SIZE").unwrap_or(1);
-    let link = join(place, rank)?;
+    let link = join(env, rank)?;
     loop {
         let ToWorker::Start {
             trial,
@@ -126,7 +125,7 @@ fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
         else {
             return Ok(());
         };
-        link.say(&FromWorker::Started)?;
+        link.send(&FromWorker::Started)?;
         let context = TrialContext {
             trial,
             folder,
@@ -135,10 +134,10 @@ fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
             world_size,
         };
         let mut session = TrialSession::new(context, link.clone());
-        let run = AssertUnwindSafe(|| work.run(&mut session, &config));
-        let said = match catch_unwind(run) {
-            Ok(Ok(Outcome::Over)) if session.is_over() => FromWorker::Left,
-            Ok(Ok(Outcome::Over)) => FromWorker::Ended,
+        let run = AssertUnwindSafe(|| trainable.run(&mut session, &config));
+        let message = match catch_unwind(run) {
+            Ok(Ok(Outcome::Done)) if session.is_over() => FromWorker::Stopped,
+            Ok(Ok(Outcome::Done)) => FromWorker::Ended,
             Ok(Ok(Outcome::Refused)) => FromWorker::Refused,
             Ok(Err(error)) => FromWorker::Failed {
                 message: with_causes(&*error),
@@ -147,17 +146,17 @@ fn carry_out(place: &WorkerPlace, work: &mut impl Work) -> Result<()> {
                 message: format!("it panicked: {}", panic_message(&*panic)),
             },
         };
-        link.say(&said)?;
-        if matches!(said, FromWorker::Failed { .. }) {
+        link.send(&message)?;
+        if matches!(message, FromWorker::Failed { .. }) {
             // What it leaves behind is not known.
             return Err(Error::trial("the trial failed"));
         }
     }
 }
 
-fn join(place: &WorkerPlace, rank: usize) -> Result<Link> {
-    let (mut reader, stream) = connect(&place.address, &place.token, place.worker, rank)?;
-    let (to_trial, told) = channel();
+fn join(env: &WorkerEnv, rank: usize) -> Result<Link> {
+    let (mut reader, stream) = connect(&env.address, &env.token, env.worker, rank)?;
+    let (to_trial, messages) = channel();
     thread::Builder::new()
         .name("search".to_owned())
         .spawn(move || {
@@ -171,7 +170,7 @@ fn join(place: &WorkerPlace, rank: usize) -> Result<Link> {
         })?;
     Ok(Link(Arc::new(LinkEnds {
         stream,
-        told: told.into(),
+        messages: messages.into(),
     })))
 }
 

@@ -71,8 +71,25 @@ fn a_trial_that_hangs_has_failed() {
         "hang",
         "--report-timeout",
         "0.5",
+        "--slots",
+        "1",
     ];
     succeed(folder.path(), &arguments);
+    let search = SearchFolder::open(folder.path()).unwrap();
+    for trial in search.results().trials() {
+        let error = trial.error.as_deref().unwrap();
+        assert!(error.contains("did not report within 500ms"), "{error}");
+    }
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn a_trial_whose_process_never_connects_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = "--num-samples 3 --slots 1 --fault no-connection --report-timeout 0.5";
+    let mut command = search(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    let output = ended(command.spawn().unwrap());
+    assert!(output.status.success(), "{output:?}");
     let search = SearchFolder::open(folder.path()).unwrap();
     for trial in search.results().trials() {
         let error = trial.error.as_deref().unwrap();

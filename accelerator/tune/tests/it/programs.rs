@@ -5,9 +5,10 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use accelerator_tune::{
-    CheckpointSettings, Display, Mode, Objective, Results, Search, Space, Stop, TrialStatus,
-    grid_search,
+    Asha, CheckpointSettings, Display, Mode, Objective, Results, Search, SearchEnd, SearchFolder,
+    Searcher, Space, Stop, Suggestion, TrialId, TrialStatus, grid_search,
 };
+use serde_json::{Value, json};
 
 use crate::support::{assert_nothing_left, processes};
 
@@ -55,6 +56,81 @@ fn what_a_program_leaves_behind_does_not_hold_its_trial() {
 }
 
 #[test]
+fn a_metric_that_no_trial_reports_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let reports = ["echo", r#"{{"loss": {x}, "acc": 1}}"#];
+    let of_metric = |metric: &str| Asha {
+        metric: Some(metric.to_owned()),
+        ..Asha::default()
+    };
+    let search = || programs(folder.path(), 2).slots(1);
+    for (search, place, metric) in [
+        (
+            search().scheduler(of_metric("accuracy")),
+            "scheduler.metric",
+            "accuracy",
+        ),
+        (
+            search().stop(Stop::new().iterations(3).at_least("epoch", 3.0)),
+            "stop",
+            "epoch",
+        ),
+    ] {
+        let error = search.run_programs(reports).unwrap_err();
+        assert!(error.is_misuse(), "{error}");
+        let said = format!(
+            "`{place}` names the metric `{metric}`, and trial 00000 has reported without it: acc, loss;"
+        );
+        assert!(error.to_string().starts_with(&said), "{error}");
+    }
+    // Another folder is not needed.
+    let results = search().scheduler(of_metric("acc")).run_programs(reports);
+    assert_eq!(results.unwrap().ending(), SearchEnd::Finished);
+    let sparse = programs(&folder.path().join("sparse"), 2)
+        .scheduler(of_metric("accuracy"))
+        .disable_strict_metric_checking();
+    let results = sparse.run_programs(reports).unwrap();
+    assert_eq!(results.ending(), SearchEnd::Finished);
+}
+
+/// Suggests a number, once.
+struct Once(u64);
+
+impl Searcher for Once {
+    fn ask(&mut self, trial: TrialId) -> accelerator_tune::Result<Suggestion> {
+        Ok(match trial.number() {
+            0 => Suggestion::Config(serde_json::from_value(json!({ "x": 1 })).unwrap()),
+            _ => Suggestion::Exhausted,
+        })
+    }
+
+    fn config(&self) -> Value {
+        json!({ "once": self.0 })
+    }
+}
+
+#[test]
+fn a_search_is_not_resumed_with_another_searcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |search: Search| search.run_programs(["echo", r#"{{"loss": {x}}}"#]);
+    let search = || programs(folder.path(), 1);
+    run(search().searcher(Once(3))).unwrap();
+    run(search().searcher(Once(3))).unwrap();
+    let error = run(search().searcher(Once(4))).unwrap_err();
+    assert!(error.is_conflict(), "{error}");
+    let said = r#"its `search_alg` is {"searcher":{"once":3},"type":"custom"}, and now {"searcher":{"once":4}"#;
+    assert!(error.to_string().contains(said), "{error}");
+    assert!(run(search()).unwrap_err().is_conflict());
+    let before = SearchFolder::open(folder.path().join("search")).unwrap();
+    let error = run(before.spec().clone().into()).unwrap_err();
+    assert!(error.is_misuse(), "{error}");
+    assert!(
+        error.to_string().contains("by `Search::searcher`"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_program_that_does_not_end_is_ended_while_others_report() {
     let folder = tempfile::tempdir().unwrap();
     // Trial 0 is to stop at its second report, and does not; trial 1 reports until it is gone.
@@ -98,6 +174,23 @@ fn what_a_program_names_outside_its_folder_is_not_removed() {
     assert_eq!(fs::read_to_string(own.join("precious")).unwrap(), "data");
     assert!(trial.folder.join("params.json").is_file());
     assert!(!trial.folder.join("unused").exists());
+}
+
+/// What is at the path may be the state of a later report: a program runs ahead.
+#[test]
+fn a_program_that_names_a_checkpoint_twice_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"
+        for i in 1 2 3; do
+            echo $i > "$2/last"
+            printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$2/last"
+        done"#;
+    let results = run(programs(folder.path(), 1), folder.path(), script);
+    let trial = &results.trials()[0];
+    assert_eq!(trial.status, TrialStatus::Error);
+    let error = trial.error.as_deref().unwrap();
+    assert!(error.contains("/last twice"), "{error}");
+    assert!(error.contains("under a new name"), "{error}");
 }
 
 #[test]

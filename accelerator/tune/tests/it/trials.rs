@@ -52,6 +52,31 @@ fn a_search_with_a_stop_closure_is_read_back_as_it_ended() {
     assert_eq!(iterations.collect::<Vec<_>>(), [6, 2, 6, 2, 6]);
 }
 
+#[test]
+fn the_best_configuration_is_the_one_that_reported_the_best_value() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = "--num-samples 6 --scheduler pbt --ordered 3";
+    succeed(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    let search = SearchFolder::open(folder.path()).unwrap();
+    let results = search.results();
+    for mode in [Mode::Min, Mode::Max] {
+        let (trial, value) = results.best_trial("loss", mode, Scope::Best).unwrap();
+        let rows = fs::read_to_string(trial.folder.join("result.jsonl")).unwrap();
+        let mut rows = rows
+            .lines()
+            .map(|row| serde_json::from_str::<serde_json::Value>(row).unwrap());
+        let row = rows
+            .find(|row| row["loss"].as_f64() == Some(value))
+            .unwrap();
+        let best = results.best_config("loss", mode).unwrap();
+        assert_eq!(
+            serde_json::to_value(best).unwrap(),
+            row["config"],
+            "{mode:?}"
+        );
+    }
+}
+
 /// No device is needed: they are named to the trials, and hidden from others.
 #[test]
 fn a_gpu_is_reused_when_its_process_has_ended() {
@@ -112,7 +137,10 @@ fn what_a_search_wrote_is_read_from_its_folder() {
         .iter()
         .filter_map(|trial| trial.best.as_ref()?.value("loss"));
     assert_eq!(value, all.fold(f64::INFINITY, f64::min));
-    assert_eq!(results.best_config("loss", Mode::Min), Some(&best.config));
+    assert_eq!(
+        results.best_config("loss", Mode::Min),
+        Some(best.config.clone())
+    );
     let csv = fs::read_to_string(folder.path().join("results.csv")).unwrap();
     assert_eq!(csv, results.dataframe().to_string());
     assert_eq!(csv.lines().count(), 6);

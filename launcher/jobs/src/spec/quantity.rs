@@ -57,7 +57,7 @@ impl fmt::Display for Memory {
         let units = [(40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")];
         let whole = units
             .into_iter()
-            .find(|(bits, _)| self.0 % (1 << bits) == 0);
+            .find(|(bits, _)| self.0.is_multiple_of(1 << bits));
         match whole {
             Some((bits, unit)) => write!(formatter, "{}{unit}", self.0 >> bits),
             None => write!(formatter, "{}", self.0),

@@ -41,7 +41,7 @@ pub(super) fn html(view: &SearchView, ending: SearchEnd, best: Option<&Trial>) -
         expected: view.expected,
         parameters: &view.parameters,
         best: best.map(|best| best.id),
-        best_config: best.map_or_else(Vec::new, |best| best.config.leaves()),
+        best_config: best.map_or_else(Vec::new, |best| best.best_config.leaves()),
         trials: trials.collect::<Result<_>>()?,
         rungs: view.rungs.iter().map(PageRung::of).collect(),
     };
@@ -114,7 +114,7 @@ impl<'a> PageTrial<'a> {
             parameters: view
                 .parameters
                 .iter()
-                .map(|path| trial.config.value(path))
+                .map(|path| trial.best_config.value(path))
                 .collect(),
             best: value(&trial.best),
             best_at: trial.best.as_ref().map(|best| best.training_iteration),

@@ -18,7 +18,7 @@ fn names_and_values_are_data_whatever_they_are() {
     view.name = hostile.to_owned();
     view.objective.metric = "loss".to_owned();
     view.trials[0].name = hostile.to_owned();
-    view.trials[1].config.insert("kind", hostile);
+    view.trials[1].best_config.insert("kind", hostile);
     view.trials[2].error = Some(hostile.to_owned());
     let page = html(&view, SearchEnd::Finished, view.trials.first()).unwrap();
     assert!(!page.contains("<script>document") && !page.contains("<!--"));
@@ -123,6 +123,7 @@ fn search(folder: &Path, trials: u32, results: u32) -> SearchView {
             id,
             status: TrialStatus::Terminated,
             location: None,
+            best_config: config.clone(),
             config,
             last: Some(result(results)),
             best: Some(result(results)),

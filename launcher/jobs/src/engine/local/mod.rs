@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, read_failure};
+use crate::job::{Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role};
 use crate::spec::{JobSpec, launcher_here, on_path};
 use crate::tail::{copy_tail, follow};
 use state::LocalState;
@@ -99,15 +99,14 @@ impl Engine for LocalEngine {
     }
 
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
-        let Some(state) = LocalState::read(folder) else {
+        let Some(state) = LocalState::current(folder) else {
             return Err(Error::not_found(format!(
                 "{} has no state of a job",
                 folder.display()
             )));
         };
         let spec = &job.spec;
-        let status = state.status_now(folder);
-        let is_lost = status != state.status;
+        let status = state.status;
         let gpus = spec.all_gpus();
         let failure = (status == JobStatus::Failed)
             .then(|| state.failure(spec, folder))
@@ -116,12 +115,7 @@ impl Engine for LocalEngine {
             name: spec.name.to_string(),
             trainer: "LOCAL".to_owned(),
             status,
-            reason: match is_lost {
-                true => {
-                    Some("its supervisor was killed, or this machine was started again".to_owned())
-                }
-                false => state.reason.clone(),
-            },
+            reason: state.reason.clone(),
             namespace: None,
             priority: None,
             submitted: Some(job.submitted),
@@ -130,12 +124,9 @@ impl Engine for LocalEngine {
             restarts: state.nodes.iter().map(|node| node.restarts).sum(),
             gpus_requested: gpus,
             gpus_allocated: if status.is_active() { gpus } else { 0 },
-            instances: state.instances(spec, status),
+            instances: state.instances(spec),
             tensorboard: state.tensorboard.clone().filter(|_| status.is_active()),
-            failure: failure.or_else(|| {
-                read_failure(&folder.join("logs"), spec.name.as_str())
-                    .filter(|_| status == JobStatus::Failed)
-            }),
+            failure,
         })
     }
 
@@ -166,7 +157,7 @@ impl Engine for LocalEngine {
         match request.mode {
             LogsMode::Once => copy_tail(&path, request.tail, output),
             LogsMode::Follow => follow(&path, request.tail, output, || {
-                LocalState::read(folder).is_none_or(|state| state.status_now(folder).is_final())
+                LocalState::current(folder).is_none_or(|state| state.status.is_final())
             }),
         }
     }
@@ -250,8 +241,8 @@ fn gpu_count() -> usize {
 }
 
 impl LocalState {
-    fn instances(&self, spec: &JobSpec, status: JobStatus) -> Vec<Instance> {
-        let node_status = |code: Option<i32>| match (status, code) {
+    fn instances(&self, spec: &JobSpec) -> Vec<Instance> {
+        let node_status = |code: Option<i32>| match (self.status, code) {
             (_, Some(0)) => JobStatus::Succeeded,
             (JobStatus::Stopped, _) => JobStatus::Stopped,
             (_, Some(_)) => JobStatus::Failed,

@@ -61,34 +61,34 @@ impl LocalState {
         Ok(())
     }
 
+    /// The state as it is now: that of a failure where nobody is left to write it.
+    pub(super) fn current(folder: &Path) -> Option<Self> {
+        let state = Self::read(folder)?;
+        if state.status.is_final() || Self::is_supervised(folder) {
+            return Some(state);
+        }
+        // The supervisor may have ended between the reading and the look at its lock.
+        let mut state = Self::read(folder)?;
+        if !state.status.is_final() {
+            state.status = JobStatus::Failed;
+            state.reason =
+                Some("its supervisor was killed, or this machine was started again".to_owned());
+        }
+        Some(state)
+    }
+
     /// The lock of a job's supervisor; `None` where another one holds it.
     pub(super) fn lock(folder: &Path) -> io::Result<Option<File>> {
-        let file = File::options()
-            .create(true)
-            .append(true)
-            .open(folder.join(LOCK))?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(file)),
-            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        Self::try_lock(folder, FlockOperation::NonBlockingLockExclusive)
     }
 
     /// Whether the supervisor of a job lives.
     pub(super) fn is_supervised(folder: &Path) -> bool {
-        matches!(Self::lock(folder), Ok(None))
-    }
-
-    /// The status, which is that of a failure where nobody is left to write it.
-    pub(super) fn status_now(&self, folder: &Path) -> JobStatus {
-        match self.status.is_final() || Self::is_supervised(folder) {
-            true => Self::read(folder).map_or(self.status, |state| state.status),
-            // It may have ended between the reading and the look at its lock.
-            false => match Self::read(folder) {
-                Some(state) if state.status.is_final() => state.status,
-                _ => JobStatus::Failed,
-            },
-        }
+        // Shared, so that those who look at the same time do not take one another for it.
+        matches!(
+            Self::try_lock(folder, FlockOperation::NonBlockingLockShared),
+            Ok(None)
+        )
     }
 
     /// Tells the supervisor to end the job.
@@ -108,6 +108,18 @@ impl LocalState {
                 return;
             }
             thread::sleep(POLL);
+        }
+    }
+
+    fn try_lock(folder: &Path, operation: FlockOperation) -> io::Result<Option<File>> {
+        let file = File::options()
+            .create(true)
+            .append(true)
+            .open(folder.join(LOCK))?;
+        match rustix::fs::flock(&file, operation) {
+            Ok(()) => Ok(Some(file)),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error.into()),
         }
     }
 

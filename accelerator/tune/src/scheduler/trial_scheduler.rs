@@ -25,9 +25,9 @@ pub enum Compatibility {
     Ray,
 }
 
-/// What happens to a trial that has reported.
+/// What a scheduler decides about a trial that has reported.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Verdict {
+pub(crate) enum SchedulerDecision {
     /// It goes on.
     Continue,
     /// It saves a checkpoint and goes on.
@@ -56,33 +56,34 @@ pub(crate) struct Observation {
     pub(crate) value: Option<f64>,
 }
 
-/// What else there is to run.
+/// The trials that are not paused, where a worker is free.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Supply {
-    /// Trials that have not begun.
-    New,
-    /// None but trials that run at present.
+pub(crate) enum OtherTrials {
+    /// Some have not begun, and can.
+    Pending,
+    /// None but those that run.
     Running,
-    /// Nothing: unless a paused trial goes on, the search ends.
-    Nothing,
+    /// None: unless a paused trial is resumed, the search ends.
+    None,
 }
 
-/// The decisions of a scheduler.
-pub(crate) trait Policy: fmt::Debug + Send {
+/// Decides which trials go on: Ray Tune's `TrialScheduler`.
+pub(crate) trait TrialScheduler: fmt::Debug + Send {
     /// A trial begins.
-    fn add(&mut self, trial: TrialId, config: &Config);
+    fn on_trial_add(&mut self, trial: TrialId, config: &Config);
 
-    /// A trial has reported. `waits` says whether a trial that is paused or has not begun waits for a worker.
-    fn report(&mut self, observation: Observation, waits: bool) -> Verdict;
+    /// A trial has reported. `others_wait` says whether a trial that is paused or has not begun waits for a worker.
+    fn on_trial_result(&mut self, observation: Observation, others_wait: bool)
+    -> SchedulerDecision;
 
-    /// A trial has ended: by itself, by a stop rule, or by a verdict of this scheduler. The observation is its last.
-    fn complete(&mut self, last: Observation);
+    /// A trial has ended: by itself, by a stop rule, or by a decision of this scheduler. The observation is its last.
+    fn on_trial_complete(&mut self, last: Observation);
 
     /// A trial has failed for good.
-    fn fail(&mut self, trial: TrialId);
+    fn on_trial_error(&mut self, trial: TrialId);
 
-    /// The paused trial to continue now; `None` for a new one, or none. `paused` is in the order of numbers.
-    fn resume(&mut self, paused: &[TrialId], supply: Supply) -> Option<TrialId>;
+    /// The paused trial to resume now; `None` for one that has not begun, or none. `paused` is in the order of numbers.
+    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId>;
 
     /// Lines for the status table, such as `Using AsyncHyperBand: num_stopped=3`.
     fn status(&self) -> Vec<String>;
@@ -101,10 +102,10 @@ pub(super) fn iteration_attr() -> String {
     ITERATION.to_owned()
 }
 
-/// New trials first, then the paused one with the lowest number.
-pub(super) fn oldest(paused: &[TrialId], supply: Supply) -> Option<TrialId> {
-    match supply {
-        Supply::New => None,
-        Supply::Running | Supply::Nothing => paused.first().copied(),
+/// Trials that have not begun first, then the paused one with the lowest number.
+pub(super) fn oldest(paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
+    match others {
+        OtherTrials::Pending => None,
+        OtherTrials::Running | OtherTrials::None => paused.first().copied(),
     }
 }

@@ -1,9 +1,9 @@
-use std::collections::VecDeque;
+//! Slots: what trials run on, dealt from the cores and GPUs of the hosts.
+
 use std::ops::{Index, IndexMut};
 
 use serde::{Deserialize, Serialize};
 
-use super::Turn;
 use crate::error::{Error, Result};
 use crate::host::HostResources;
 use crate::trial_id::TrialId;
@@ -56,11 +56,8 @@ pub(crate) struct Slot {
     pub(crate) host: usize,
     pub(crate) cores: Vec<usize>,
     pub(crate) gpus: Vec<String>,
-    /// How many trials take turns.
-    pub(crate) trials: usize,
     /// The one that computes.
     pub(crate) active: Option<TrialId>,
-    pub(super) turns: VecDeque<Turn>,
 }
 
 impl Slots {
@@ -149,14 +146,6 @@ impl Slots {
     /// A slot on which nothing computes.
     pub(crate) fn free(&self) -> Option<usize> {
         self.slots.iter().position(|slot| slot.active.is_none())
-    }
-
-    /// The slot with the fewest trials.
-    pub(crate) fn least_used(&self) -> usize {
-        let slots = self.slots.iter().enumerate();
-        slots
-            .min_by_key(|(_, slot)| slot.trials)
-            .map_or(0, |(index, _)| index)
     }
 
     /// Such as `2.0/2 CPUs, 0.0/0 GPUs`.

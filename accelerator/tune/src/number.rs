@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// With six significant digits: C's `%g`.
-pub(super) fn general(value: f64) -> String {
+pub(crate) fn format_g(value: f64) -> String {
     if !value.is_finite() {
         return match (value.is_nan(), value > 0.0) {
             (true, _) => "nan",
@@ -27,43 +27,33 @@ pub(super) fn general(value: f64) -> String {
 }
 
 /// A value as Python's `repr` shows it.
-pub(super) fn python(value: &Value) -> String {
+pub(crate) fn repr(value: &Value) -> String {
     match value {
         Value::Null => "None".to_owned(),
         Value::Bool(true) => "True".to_owned(),
         Value::Bool(false) => "False".to_owned(),
         Value::Number(number) => match number.as_f64().filter(|_| number.is_f64()) {
-            Some(value) => python_float(value),
+            Some(value) => repr_float(value),
             None => number.to_string(),
         },
-        Value::String(text) => python_text(text),
+        Value::String(text) => repr_text(text),
         Value::Array(values) => {
-            let values: Vec<_> = values.iter().map(python).collect();
+            let values: Vec<_> = values.iter().map(repr).collect();
             format!("[{}]", values.join(", "))
         }
         Value::Object(map) => {
             let entries = map.iter();
             let entries =
-                entries.map(|(name, value)| format!("{}: {}", python_text(name), python(value)));
+                entries.map(|(name, value)| format!("{}: {}", repr_text(name), repr(value)));
             format!("{{{}}}", entries.collect::<Vec<_>>().join(", "))
         }
     }
 }
 
-/// A number in JSON, as `Metrics` has it: a word where JSON has no number.
-pub(super) fn json_number(value: f64) -> Value {
-    match value.is_finite() {
-        true => value.into(),
-        false if value.is_nan() => "NaN".into(),
-        false if value > 0.0 => "Infinity".into(),
-        false => "-Infinity".into(),
-    }
-}
-
 /// A number as Python's `repr` shows it: the fewest digits that mean it.
-pub(super) fn python_float(value: f64) -> String {
+pub(crate) fn repr_float(value: f64) -> String {
     if !value.is_finite() {
-        return general(value);
+        return format_g(value);
     }
     let scientific = format!("{value:e}");
     let (mantissa, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
@@ -77,7 +67,7 @@ pub(super) fn python_float(value: f64) -> String {
     }
 }
 
-fn python_text(text: &str) -> String {
+fn repr_text(text: &str) -> String {
     let quote = match text.contains('\'') && !text.contains('"') {
         true => '"',
         false => '\'',
@@ -128,15 +118,21 @@ mod tests {
             (f64::NAN, "nan"),
             (-2.5, "-2.5"),
         ] {
-            assert_eq!(general(value), expected);
+            assert_eq!(format_g(value), expected);
         }
     }
+
     #[test]
-    fn every_number_is_in_json_as_metrics_have_it() {
-        for value in [0.5, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-            let metrics = crate::metrics::Metrics::from([("m", value)]);
-            let expected = serde_json::to_value(metrics).unwrap();
-            assert_eq!(json_number(value), expected["m"]);
+    fn floats_are_shown_as_python_shows_them() {
+        for (value, expected) in [
+            (0.1129, "0.1129"),
+            (1.0, "1.0"),
+            (-0.00001, "-1e-05"),
+            (2.5e16, "2.5e+16"),
+            (f64::NAN, "nan"),
+            (f64::NEG_INFINITY, "-inf"),
+        ] {
+            assert_eq!(repr_float(value), expected);
         }
     }
 
@@ -156,7 +152,7 @@ mod tests {
             (json!("a\\b\n\u{1b}"), "'a\\\\b\\n\\x1b'"),
             (json!({"a": [true, null]}), "{'a': [True, None]}"),
         ] {
-            assert_eq!(python(&value), expected);
+            assert_eq!(repr(&value), expected);
         }
     }
 }

@@ -1,0 +1,82 @@
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::objective::Objective;
+use crate::stop::Stop;
+use crate::trial_id::TrialId;
+use crate::view::TrialResult;
+
+/// In which order reports are decided about.
+///
+/// ```
+/// use accelerator_tune::SearchOrder;
+///
+/// let ordered: SearchOrder = serde_json::from_str(r#"{"ordered": {"workers": 4}}"#)?;
+/// assert_eq!(ordered, SearchOrder::Ordered { workers: 4 });
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SearchOrder {
+    /// As they arrive: no slot waits for another, and another run may decide otherwise.
+    #[default]
+    Eager,
+    /// As that many workers would give them if each iteration took the same time. Decisions then follow from the
+    /// specification and what trials report: they are the same at any number of slots, at any speed, and after any
+    /// interruption. A trial that is faster than others waits for them.
+    Ordered {
+        /// How many trials are under way at a time. Where there are fewer slots, they take turns.
+        workers: usize,
+    },
+}
+
+/// What the core decides by.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    pub(crate) objective: Objective,
+    /// The metric and the time that the scheduler looks at.
+    pub(crate) scheduler_metric: String,
+    pub(crate) scheduler_time: String,
+    pub(crate) stop: Stop,
+    pub(crate) order: SearchOrder,
+    /// How many attempts at a trial may fail and be repeated; `None` for any number.
+    pub(crate) max_failures: Option<u32>,
+    /// A checkpoint after every so many iterations.
+    pub(crate) checkpoint_frequency: Option<u64>,
+    /// A checkpoint when a trial ends.
+    pub(crate) checkpoint_at_end: bool,
+    /// How many trials there are at most.
+    pub(crate) max_trials: Option<u32>,
+    /// How many trials the searcher is asked for before they can begin.
+    pub(crate) lookahead: usize,
+    /// Whether trials go on from those whose configurations were the same that far.
+    pub(crate) shares_prefixes: bool,
+    /// Whether trials report every metric that is named here.
+    pub(crate) are_metrics_strict: bool,
+}
+
+impl Rules {
+    /// Fails where the result has not all metrics that are looked at.
+    pub(super) fn check_metrics(&self, trial: TrialId, result: &TrialResult) -> Result<()> {
+        let own = [
+            ("metric", &*self.objective.metric),
+            ("scheduler.metric", &self.scheduler_metric),
+            ("scheduler.time_attr", &self.scheduler_time),
+        ];
+        let of_stop = self.stop.metrics().map(|metric| ("stop", metric));
+        let mut named = own.into_iter().chain(of_stop);
+        let missing = named.find(|(_, metric)| result.value(metric).is_none());
+        let Some((place, metric)) = missing.filter(|_| self.are_metrics_strict) else {
+            return Ok(());
+        };
+        let reported: Vec<_> = result.metrics.iter().map(|(name, _)| name).collect();
+        Err(Error::misuse(format!(
+            "`{place}` names the metric `{metric}`, and trial {trial} has reported without it: {}; correct the name, report it \
+             from the first iteration on, or, where trials measure it later, set `disable_strict_metric_checking`",
+            match reported.is_empty() {
+                true => "nothing".to_owned(),
+                false => reported.join(", "),
+            }
+        )))
+    }
+}

@@ -1,0 +1,176 @@
+//! What files hold, with the path of a field that is wrong.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// Reads a value.
+///
+/// # Errors
+/// [`Error::is_misuse`] with the path of the field, what was expected and what was found.
+pub(crate) fn parse<T: DeserializeOwned>(value: Value) -> Result<T> {
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let path = error.path().to_string();
+        let error = error.into_inner();
+        let said = match &*path {
+            "." => error.to_string(),
+            path => format!("`{path}`: {error}"),
+        };
+        Error::misuse(said).with_source(error)
+    })
+}
+
+/// The fields of a table whose `type` is one of those, and that type.
+pub(crate) fn of_type(mut table: Map<String, Value>, types: &[&str]) -> Result<(String, Value)> {
+    match table.remove("type") {
+        Some(Value::String(name)) if types.contains(&&*name) => Ok((name, Value::Object(table))),
+        found => Err(Error::misuse(format!(
+            "`type` is {}; it is one of {}",
+            found.map_or_else(|| "missing".to_owned(), |found| found.to_string()),
+            types.join(", ")
+        ))),
+    }
+}
+
+/// A table with nothing in it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NoFields {}
+
+/// A TOML document as JSON.
+///
+/// # Errors
+/// [`Error::is_misuse`] with the path of what JSON does not have: dates, and numbers that are not finite.
+pub(crate) fn to_json(path: &str, value: toml::Value) -> Result<Value> {
+    let below = |name: &str| match path {
+        "" => name.to_owned(),
+        path => format!("{path}.{name}"),
+    };
+    Ok(match value {
+        toml::Value::String(text) => text.into(),
+        toml::Value::Integer(number) => number.into(),
+        toml::Value::Float(number) if number.is_finite() => number.into(),
+        toml::Value::Float(number) => {
+            return Err(Error::misuse(format!(
+                "`{path}` is {number}; it is a finite number, or left out"
+            )));
+        }
+        toml::Value::Boolean(flag) => flag.into(),
+        toml::Value::Datetime(date) => {
+            return Err(Error::misuse(format!(
+                "`{path}` is the date {date}, and no date is expected here: write it as a text"
+            )));
+        }
+        toml::Value::Array(values) => {
+            let values = values.into_iter().enumerate();
+            let values = values.map(|(index, value)| to_json(&format!("{path}[{index}]"), value));
+            Value::Array(values.collect::<Result<_>>()?)
+        }
+        toml::Value::Table(table) => {
+            let fields = table.into_iter().map(|(name, value)| {
+                let value = to_json(&below(&name), value)?;
+                Ok((name, value))
+            });
+            Value::Object(fields.collect::<Result<_>>()?)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use crate::search::SearchSpec;
+
+    const SPEC: &str = "name = 's'\nmetric = 'loss'\nmode = 'min'\nspace = {}\n";
+
+    fn refusal(name: &str, text: &str) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        fs::write(&path, text).unwrap();
+        let error = SearchSpec::from_file(&path).unwrap_err();
+        assert!(error.is_misuse(), "{error}");
+        let start = format!("the specification {}: ", path.display());
+        error.to_string().strip_prefix(&start).unwrap().to_owned()
+    }
+
+    #[test]
+    fn an_error_names_the_field_what_was_expected_and_what_was_found() {
+        for (text, expected) in [
+            (
+                "seed = 'x'",
+                "`seed`: invalid type: string \"x\", expected u64",
+            ),
+            (
+                "metrics = 3",
+                "`metrics`: unknown field `metrics`, expected",
+            ),
+            (
+                "order = { ordered = { workers = -1 } }",
+                "`order.ordered.workers`: invalid value: integer `-1`, expected usize",
+            ),
+            (
+                "checkpoints = { frequency = 0.5 }",
+                "`checkpoints.frequency`: invalid type: floating point `0.5`, expected u64",
+            ),
+            (
+                "scheduler = { type = 'asha', max_t = 'x' }",
+                "`scheduler`: `max_t`: invalid type: string \"x\", expected u64",
+            ),
+            (
+                "scheduler = { type = 'ahsa' }",
+                "`scheduler`: `type` is \"ahsa\"; it is one of fifo, asha,",
+            ),
+            (
+                "scheduler = { max_t = 3 }",
+                "`scheduler`: `type` is missing",
+            ),
+            (
+                "scheduler = { type = 'fifo', max_t = 3 }",
+                "`scheduler`: `max_t`: unknown field",
+            ),
+            (
+                "search_alg = { type = 'optuna', sampler = 3 }",
+                "`search_alg`: `sampler`: invalid type: integer `3`, expected a string",
+            ),
+            (
+                "stop = { plateau = { metric = 'loss', results = 'x' } }",
+                "`stop`: `plateau`: `results`: invalid type: string \"x\", expected usize",
+            ),
+            ("stop = { loss = true }", "`stop`: `loss` is true; it is"),
+            (
+                "points_to_evaluate = [{}, 3]",
+                "`points_to_evaluate[1]`: invalid type: integer `3`, expected a map",
+            ),
+        ] {
+            let said = refusal("spec.toml", &format!("{SPEC}{text}"));
+            assert!(said.starts_with(expected), "{text}: {said}");
+        }
+        let said = refusal("spec.json", r#"{"name": "s", "metric": 3}"#);
+        assert!(
+            said.starts_with("`metric`: invalid type: integer `3`"),
+            "{said}"
+        );
+        let said = refusal("spec.toml", "name = 's'");
+        assert!(said.starts_with("missing field `metric`"), "{said}");
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_is_refused() {
+        for (text, expected) in [
+            ("time_budget_s = nan", "`time_budget_s` is NaN"),
+            ("report_timeout_s = inf", "`report_timeout_s` is inf"),
+            ("[stop]\nloss = -inf", "`stop.loss` is -inf"),
+            (
+                "points_to_evaluate = [{ lr = nan }]",
+                "`points_to_evaluate[0].lr` is NaN",
+            ),
+            ("seed = 2026-01-01", "`seed` is the date 2026-01-01"),
+        ] {
+            let said = refusal("spec.toml", &format!("{SPEC}{text}"));
+            assert!(said.starts_with(expected), "{text}: {said}");
+        }
+    }
+}

@@ -1,0 +1,167 @@
+use std::collections::{BTreeSet, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::Receiver;
+use std::time::Instant;
+
+use super::lines::{FileWriter, MetricsLine};
+use crate::checkpoint_folder;
+use crate::error::{Error, Result};
+use crate::host::TrialProcess;
+use crate::runner::RunnerEvent;
+use crate::trial_id::TrialId;
+
+/// A process of a program, which carries out one attempt at a trial.
+#[derive(Debug)]
+pub(super) struct ProgramAttempt {
+    pub(super) trial: TrialId,
+    pub(super) slot: usize,
+    /// The trial's.
+    pub(super) folder: PathBuf,
+    pub(super) process: TrialProcess,
+    pub(super) iteration: u64,
+    pub(super) since: Instant,
+    /// What it has printed that is not reported yet.
+    pub(super) reports: VecDeque<MetricsLine>,
+    /// The checkpoints that it has named.
+    pub(super) named: BTreeSet<PathBuf>,
+    /// The report whose answer is awaited.
+    pub(super) unanswered: Option<UnansweredReport>,
+    /// From which a permit is taken for each report; none where no more are wanted.
+    pub(super) permits: Option<Receiver<()>>,
+    /// How many of its outputs are open.
+    pub(super) open: usize,
+    /// While it may write to its file of metrics.
+    pub(super) writer: Option<FileWriter>,
+    pub(super) exited: Option<Instant>,
+    /// When it was told to end.
+    pub(super) stopping: Option<Instant>,
+    /// Why it was, where it has done what it may not.
+    pub(super) failure: Option<String>,
+}
+
+#[derive(Debug)]
+pub(super) struct UnansweredReport {
+    /// What the program has saved.
+    checkpoint: Option<PathBuf>,
+}
+
+impl ProgramAttempt {
+    /// The next report, unless an earlier one is not answered.
+    pub(super) fn next_report(&mut self) -> Option<RunnerEvent> {
+        if self.unanswered.is_some() || self.stopping.is_some() {
+            return None;
+        }
+        let report = self.reports.pop_front()?;
+        if let Some(path) = &report.checkpoint
+            && !self.named.insert(path.clone())
+        {
+            self.failure = Some(format!(
+                "it named the checkpoint {} twice: what is there may be of a later report, since a program does not wait; save \
+                 each under a new name",
+                path.display()
+            ));
+            self.stop();
+            return None;
+        }
+        // There is one: its sender has put it there before.
+        let _ = self.permits.as_ref().map(Receiver::try_recv);
+        self.iteration += 1;
+        self.unanswered = Some(UnansweredReport {
+            checkpoint: report.checkpoint,
+        });
+        let seconds = self.since.elapsed().as_secs_f64();
+        self.since = Instant::now();
+        Some(RunnerEvent::Reported {
+            trial: self.trial,
+            iteration: self.iteration,
+            metrics: report.metrics,
+            seconds,
+        })
+    }
+
+    /// Whether it has ended, and all that it has printed is reported and answered.
+    pub(super) fn is_over(&self) -> bool {
+        self.open == 0 && self.exited.is_some() && self.unanswered.is_none()
+    }
+
+    /// How it has ended.
+    pub(super) fn end(mut self) -> RunnerEvent {
+        let trial = self.trial;
+        let status = self.process.reap();
+        if let Some(message) = self.failure {
+            return RunnerEvent::Failed { trial, message };
+        }
+        match (self.stopping, status) {
+            (Some(_), _) => RunnerEvent::Stopped { trial },
+            (None, Some(status)) if status.success() => RunnerEvent::Ended { trial },
+            (None, status) => RunnerEvent::Failed {
+                trial,
+                message: self.process.failure(status),
+            },
+        }
+    }
+
+    /// Keeps the checkpoint that the program has named in its report.
+    pub(super) fn keep_checkpoint(&mut self, folder: &Path) -> Result<Option<RunnerEvent>> {
+        let Some(report) = &mut self.unanswered else {
+            return Ok(None);
+        };
+        let Some(path) = &report.checkpoint else {
+            return Ok(None);
+        };
+        let partial = checkpoint_folder::partial(folder);
+        let taken = checkpoint_folder::begin(folder).and_then(|()| {
+            let name = path.file_name().unwrap_or_default();
+            fs::rename(path, partial.join(name))
+        });
+        if let Err(error) = taken {
+            checkpoint_folder::abandon(folder);
+            tracing::warn!(
+                "the checkpoint {} cannot be taken, and stays: {error}; save to `{{folder}}`, which is on the same disk",
+                path.display()
+            );
+            report.checkpoint = None;
+            return Ok(None);
+        }
+        let bytes = checkpoint_folder::commit(folder)?;
+        Ok(Some(RunnerEvent::Saved {
+            trial: self.trial,
+            iteration: self.iteration,
+            bytes,
+        }))
+    }
+
+    /// Its report is answered: a checkpoint that is not kept is removed.
+    pub(super) fn answered(&mut self) -> Result<()> {
+        let report = self.unanswered.take();
+        let Some(unused) = report.and_then(|report| report.checkpoint) else {
+            return Ok(());
+        };
+        if !is_within(&unused, &self.folder) {
+            return Ok(());
+        }
+        let removed = match unused.is_dir() {
+            true => fs::remove_dir_all(&unused),
+            false => fs::remove_file(&unused),
+        };
+        removed.map_err(|error| Error::io("remove", &unused, error))
+    }
+
+    /// Asks it to end.
+    pub(super) fn stop(&mut self) {
+        self.stopping = Some(Instant::now());
+        self.permits = None;
+        self.process.terminate();
+    }
+}
+
+/// Whether something is there, below a trial's folder. What is elsewhere is the program's own: not all that it names was
+/// saved for the search.
+fn is_within(path: &Path, folder: &Path) -> bool {
+    let place = |path: &Path| path.canonicalize().ok();
+    let (Some(path), Some(folder)) = (place(path), place(folder)) else {
+        return false;
+    };
+    path.starts_with(&folder) && path != folder
+}
