@@ -28,6 +28,13 @@ pub(super) enum RayStatus {
     Failed,
 }
 
+impl RayStatus {
+    /// Whether the driver runs no more.
+    pub(super) fn is_final(self) -> bool {
+        matches!(self, Self::Stopped | Self::Succeeded | Self::Failed)
+    }
+}
+
 /// What a job has printed.
 #[derive(Deserialize)]
 pub(super) struct RayLogs {
