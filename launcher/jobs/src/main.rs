@@ -8,6 +8,8 @@ compile_error!("accel-jobs starts and signals processes as Unix systems do");
 mod cli;
 mod engine;
 mod error;
+#[cfg(feature = "image")]
+mod image;
 mod job;
 mod output;
 mod spec;

@@ -25,6 +25,12 @@ pub(crate) fn print(text: &str) -> Result<ExitCode> {
     }
 }
 
+/// Says on standard error what does not end the command.
+pub(crate) fn warn(text: &str) {
+    // Standard error may be closed.
+    let _ = writeln!(io::stderr(), "warning: {text}");
+}
+
 /// As JSON with a line break at its end.
 pub(crate) fn json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value);
@@ -78,7 +84,8 @@ pub(crate) fn shell_line<S: AsRef<str>>(words: &[S]) -> String {
         .join(" ")
 }
 
-fn shell_word(word: &str) -> String {
+/// `word`, quoted for a shell where it has to be.
+pub(crate) fn shell_word(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%^".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
         true => word.to_owned(),

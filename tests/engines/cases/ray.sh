@@ -76,7 +76,7 @@ engine_tests() {
     expect stopped jobs stop "$name" --forget
     # Files beside the program, a command of the shell, and a token that nobody sees.
     echo 'it is included' >"$ENGINE_DIR/note"
-    expect submitted submit "$name" --include "$ENGINE_DIR/note" -- 'cat note; sleep 8'
+    expect submitted submit "$name" --ray-include "$ENGINE_DIR/note" -- 'cat note; sleep 8'
     until_shown '^STATUS: RUNNING' jobs get "$name"
     until_shown '\[3\] it is included' jobs logs "$name"
     expect "joined host 0" jobs logs "$name" -i "$name-worker-0"

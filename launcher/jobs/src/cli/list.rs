@@ -1,15 +1,14 @@
 //! `accel-jobs list`.
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Args;
 
 use super::{Place, details};
 use crate::engine::connect;
-use crate::error::{Error, Result, chain};
+use crate::error::{Result, chain};
 use crate::job::{JobDetails, JobStatus, Records};
-use crate::output::{age, columns, json, now, print};
+use crate::output::{age, columns, json, now, print, warn};
 use crate::spec::EngineKind;
 
 #[derive(Args, Debug)]
@@ -36,7 +35,7 @@ pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDet
     let records = place.records()?;
     let (found, unread) = records.all()?;
     for error in unread {
-        warn(&error);
+        warn(&chain(&error));
     }
     let mut jobs = Vec::new();
     for mut record in found
@@ -53,7 +52,7 @@ pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDet
         match (found, record.last) {
             (Ok(details), _) => jobs.push(details),
             (Err(error), last) => {
-                warn(&error);
+                warn(&chain(&error));
                 jobs.extend(last.or_else(|| Some(unknown(name.as_str(), record.submitted))));
             }
         }
@@ -118,9 +117,4 @@ impl JobDetails {
         node.filter(|_| self.status.is_active())
             .unwrap_or_else(|| "N/A".to_owned())
     }
-}
-
-fn warn(error: &Error) {
-    // Standard error may be closed.
-    let _ = writeln!(std::io::stderr(), "warning: {}", chain(error));
 }

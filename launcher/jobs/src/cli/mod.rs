@@ -1,6 +1,8 @@
 //! The command line: which command runs.
 
 mod get;
+#[cfg(feature = "image")]
+mod image;
 mod list;
 #[cfg(feature = "ray")]
 mod ray;
@@ -16,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::engine::{Engine, LogsMode, LogsRequest, connect};
+use crate::engine::{Engine, LogsMode, LogsRequest, PortPair, connect};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::print;
@@ -58,6 +60,8 @@ enum Command {
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
     Stop(StopArgs),
+    /// Make a port of a job one of this machine, TensorBoard's unless another is given, until Ctrl-C.
+    PortForward(ForwardArgs),
     /// Show what nodes or jobs have of GPUs.
     #[command(subcommand)]
     Top(top::TopCommand),
@@ -68,6 +72,10 @@ enum Command {
     #[cfg(feature = "ray")]
     #[command(subcommand)]
     Ray(ray::RayCommand),
+    /// Images of containers with a program in them.
+    #[cfg(feature = "image")]
+    #[command(subcommand)]
+    Image(image::ImageCommand),
 }
 
 #[derive(Args, Debug)]
@@ -95,6 +103,15 @@ struct WaitArgs {
 }
 
 #[derive(Args, Debug)]
+struct ForwardArgs {
+    /// The job.
+    name: JobName,
+    /// The port of this machine, and that of node 0 or of TensorBoard.
+    #[arg(value_name = "LOCAL:REMOTE", default_value = "9090:6006", value_parser = ports)]
+    ports: PortPair,
+}
+
+#[derive(Args, Debug)]
 struct StopArgs {
     /// The jobs.
     #[arg(required = true)]
@@ -109,7 +126,7 @@ struct StopArgs {
 /// # Errors
 /// Those of the command.
 pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> {
-    let cli = match Cli::try_parse_from(line) {
+    let cli = match Cli::try_parse_from(in_our_words(line)) {
         Ok(cli) => cli,
         Err(error) => {
             // A closed pipe is no error.
@@ -125,11 +142,29 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::Logs(arguments) => logs(arguments, place),
         Command::Wait(arguments) => wait(arguments, place),
         Command::Stop(arguments) => stop(arguments, place),
+        Command::PortForward(arguments) => forward(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
         #[cfg(feature = "ray")]
         Command::Ray(command) => ray::run(command, place),
+        #[cfg(feature = "image")]
+        Command::Image(command) => image::run(command),
     }
+}
+
+/// Arena's `submit pytorch …` as `submit --engine kubernetes --kind pytorchjob …`.
+fn in_our_words(line: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = line.into_iter().collect();
+    let submit = words.iter().position(|word| word == "submit");
+    if let Some(at) = submit.map(|submit| submit + 1)
+        && words
+            .get(at)
+            .is_some_and(|word| word == "pytorch" || word == "pytorchjob")
+    {
+        let ours = ["--engine", "kubernetes", "--kind", "pytorchjob"];
+        words.splice(at..=at, ours.map(OsString::from));
+    }
+    words
 }
 
 impl Place {
@@ -186,8 +221,25 @@ fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn forward(arguments: &ForwardArgs, place: &Place) -> Result<ExitCode> {
+    let (records, record, engine) = place.job(&arguments.name)?;
+    let folder = records.job_folder(&arguments.name);
+    engine.forward(&record, &folder, arguments.ports, &mut io::stdout().lock())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn ports(text: &str) -> std::result::Result<PortPair, String> {
+    let pair = || {
+        let (local, remote) = text.split_once(':')?;
+        Some(PortPair {
+            local: local.parse().ok()?,
+            remote: remote.parse().ok()?,
+        })
+    };
+    pair().ok_or_else(|| "expected LOCAL:REMOTE, such as 9090:6006".to_owned())
+}
+
 fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
-    const POLL: Duration = Duration::from_millis(200);
     let (records, mut record, engine) = place.job(&arguments.name)?;
     let deadline = arguments.timeout.map(|limit| Instant::now() + limit);
     loop {
@@ -217,7 +269,7 @@ fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
                 arguments.name
             )));
         }
-        thread::sleep(POLL);
+        thread::sleep(engine.poll());
     }
 }
 
@@ -239,4 +291,34 @@ fn stop(arguments: &StopArgs, place: &Place) -> Result<ExitCode> {
         print(&format!("job {name} stopped\n"))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arenas_words_are_ours() {
+        let words = |line: &[&str]| -> Vec<String> {
+            in_our_words(line.iter().map(OsString::from))
+                .into_iter()
+                .map(|word| word.into_string().unwrap())
+                .collect()
+        };
+        assert_eq!(
+            words(&["accel-jobs", "submit", "pytorch", "--name=a", "x"]),
+            [
+                "accel-jobs",
+                "submit",
+                "--engine",
+                "kubernetes",
+                "--kind",
+                "pytorchjob",
+                "--name=a",
+                "x"
+            ]
+        );
+        let other = ["accel-jobs", "submit", "--name", "a", "pytorch"];
+        assert_eq!(words(&other), other);
+    }
 }

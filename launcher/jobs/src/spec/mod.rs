@@ -2,6 +2,8 @@
 
 mod agent;
 mod engine;
+#[cfg(feature = "image")]
+mod image;
 #[cfg(feature = "kubernetes")]
 mod kubernetes;
 mod name;
@@ -20,6 +22,10 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use agent::{AgentCommand, launcher_here};
 pub(crate) use engine::{EngineAddress, EngineKind, EngineOptions};
+#[cfg(feature = "image")]
+pub(crate) use image::include;
+#[cfg(feature = "kubernetes")]
+pub(crate) use kubernetes::{DataMount, ObjectKind, SyncMode, Taint};
 pub(crate) use name::JobName;
 pub(crate) use quantity::{Memory, time_limit};
 #[cfg(feature = "ray")]

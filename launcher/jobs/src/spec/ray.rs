@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 pub(crate) struct RayOptions {
     /// Ray: a file or folder that the job gets beside its program, in the folder that it starts in; can be repeated.
     #[arg(long, value_name = "PATH")]
-    pub(crate) include: Vec<PathBuf>,
+    pub(crate) ray_include: Vec<PathBuf>,
 
     /// Ray: nodes have the program and accel-launch at the paths of this machine, in a folder that they share.
     #[arg(long)]

@@ -1,55 +1,192 @@
-//! The engine Kubernetes.
+//! The engine Kubernetes, by its API.
+//!
+//! `placement` says which image runs, `objects` what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
+//! how far it is. All of it is known by the label of the job, and nothing is kept here but the cluster's address.
 
+mod cluster;
+mod details;
+mod fault;
+mod forward;
+mod logs;
+mod nodes;
+mod objects;
+mod owner;
+mod placement;
+mod pods;
+mod removal;
+mod submission;
+mod version;
+
+use std::fs;
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
-use super::{Engine, LogsRequest, Submitted};
+use tokio::runtime::{Builder, Runtime};
+
+use super::{Engine, LogsRequest, PortPair, Submitted, Volume};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
+use crate::output::warn;
 use crate::spec::{EngineAddress, JobSpec};
+use cluster::Cluster;
+use objects::Objects;
+use placement::Placement;
+use version::ServerVersion;
 
 /// Jobs of Kubernetes.
-#[derive(Debug)]
-pub(crate) struct KubernetesEngine;
+pub(crate) struct KubernetesEngine {
+    runtime: Runtime,
+    cluster: Cluster,
+}
+
+/// Where the folder of a job keeps the address of the cluster that has it.
+const CLUSTER_FILE: &str = "cluster";
+const TOKEN_BYTES: usize = 32;
+/// How often the server of others, too, is asked about a job.
+const POLL: Duration = Duration::from_secs(1);
 
 impl KubernetesEngine {
-    /// Finds the engine.
+    /// Finds the cluster of the kubeconfig, or the one that this process runs in. Nothing is asked of it yet.
     ///
     /// # Errors
-    /// When it is not there.
-    pub(crate) fn connect(_address: &EngineAddress) -> Result<Self> {
-        Err(Error::usage("not built yet"))
+    /// When there is neither.
+    pub(crate) fn connect(address: &EngineAddress) -> Result<Self> {
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|error| Error::system("cannot wait for a network").with_source(error))?;
+        let cluster = runtime.block_on(Cluster::find(address))?;
+        Ok(Self { runtime, cluster })
+    }
+
+    /// The cluster and the namespace in which a job is.
+    fn of_job(&self, job: &JobRecord, folder: &Path) -> Result<Cluster> {
+        let name = &job.spec.name;
+        // A record without the file is that of a submission that was killed.
+        if let Ok(url) = fs::read_to_string(folder.join(CLUSTER_FILE))
+            && url != self.cluster.url
+        {
+            return Err(Error::usage(format!(
+                "job {name} is at {url}, and this context leads to {}; give the one that leads there by --context",
+                self.cluster.url
+            )));
+        }
+        let namespace = job.id.split_once('/').map(|(namespace, _)| namespace);
+        Ok(self
+            .cluster
+            .in_namespace(namespace.unwrap_or(&self.cluster.namespace)))
     }
 }
 
 impl Engine for KubernetesEngine {
-    fn render(&self, _spec: &JobSpec) -> Result<String> {
-        Err(Error::usage("not built yet"))
+    fn render(&self, spec: &JobSpec) -> Result<String> {
+        let version = match self.runtime.block_on(self.cluster.version()) {
+            Err(error) if error.is_unreachable() => {
+                warn(&format!(
+                    "{error}; these objects are for Kubernetes {}",
+                    ServerVersion::CURRENT
+                ));
+                ServerVersion::CURRENT
+            }
+            version => version?,
+        };
+        let placement = Placement::of(spec)?;
+        Objects::of(placement.spec(), version, &token()?)?.yaml()
     }
 
-    fn submit(&self, _spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
-        Err(Error::usage("not built yet"))
+    fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
+        let cluster = &self.cluster;
+        let file = folder.join(CLUSTER_FILE);
+        fs::write(&file, &cluster.url).map_err(|error| {
+            Error::system(format!("{} cannot be written", file.display())).with_source(error)
+        })?;
+        let name = spec.name.as_str();
+        let version = self.runtime.block_on(cluster.version())?;
+        let placement = Placement::of(spec)?;
+        let objects = Objects::of(placement.spec(), version, &token()?)?;
+        self.runtime
+            .block_on(submission::check(cluster, &objects))?;
+        let mut created = placement.push()?;
+        created.extend(
+            self.runtime
+                .block_on(submission::make(cluster, &objects, name))?,
+        );
+        Ok(Submitted {
+            id: format!("{}/{name}", cluster.namespace),
+            created,
+        })
     }
 
-    fn get(&self, _job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
-        Err(Error::usage("not built yet"))
+    fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
+        let cluster = self.of_job(job, folder)?;
+        self.runtime.block_on(details::details(&cluster, job))
     }
 
     fn logs(
         &self,
-        _job: &JobRecord,
-        _folder: &Path,
-        _request: &LogsRequest,
-        _output: &mut dyn Write,
+        job: &JobRecord,
+        folder: &Path,
+        request: &LogsRequest,
+        output: &mut dyn Write,
     ) -> Result<()> {
-        Err(Error::usage("not built yet"))
+        let cluster = self.of_job(job, folder)?;
+        let name = job.spec.name.as_str();
+        let names: Vec<String> = (0..job.spec.nodes.get())
+            .map(|node| Role::instance_name(name, node))
+            .collect();
+        let node = match &request.instance {
+            None => 0,
+            Some(wanted) => names
+                .iter()
+                .position(|name| name == wanted)
+                .ok_or_else(|| {
+                    Error::usage(format!(
+                        "job {name} has no instance {wanted:?}; it has {}",
+                        names.join(", ")
+                    ))
+                })?,
+        };
+        self.runtime
+            .block_on(logs::logs(&cluster, job, node, request, output))
     }
 
-    fn stop(&self, _job: &JobRecord, _folder: &Path) -> Result<()> {
-        Err(Error::usage("not built yet"))
+    fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {
+        let cluster = self.of_job(job, folder)?;
+        self.runtime
+            .block_on(removal::remove(&cluster, job.spec.name.as_str()))
+    }
+
+    fn forward(
+        &self,
+        job: &JobRecord,
+        folder: &Path,
+        ports: PortPair,
+        output: &mut dyn Write,
+    ) -> Result<()> {
+        let cluster = self.of_job(job, folder)?;
+        let name = job.spec.name.as_str();
+        self.runtime
+            .block_on(forward::forward(&cluster, name, ports, output))
+    }
+
+    fn poll(&self) -> Duration {
+        POLL
     }
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {
-        Err(Error::usage("not built yet"))
+        self.runtime.block_on(nodes::nodes(&self.cluster))
     }
+
+    fn volumes(&self) -> Result<Vec<Volume>> {
+        self.runtime.block_on(nodes::volumes(&self.cluster))
+    }
+}
+
+/// What the agents of a job prove to one another, in hexadecimal digits.
+fn token() -> Result<String> {
+    let mut bytes = [0; TOKEN_BYTES];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::system("there are no random bytes").with_source(error))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }

@@ -253,7 +253,7 @@ impl RayClient {
                 "{answers}: it has no API for jobs; is it the dashboard of a Ray of version {OLDEST} or later?"
             )),
             StatusCode::PAYLOAD_TOO_LARGE => Error::refused(format!(
-                "{answers}: the package of the job is too large for it; leave out --include, or use --no-upload with a \
+                "{answers}: the package of the job is too large for it; leave out --ray-include, or use --no-upload with a \
                  folder that the nodes share"
             )),
             StatusCode::TOO_MANY_REQUESTS

@@ -29,7 +29,7 @@ pub(super) struct Package {
 }
 
 impl Package {
-    /// The package of a job: the driver, the launcher, the program where it is a file, and what `--include` names.
+    /// The package of a job: the driver, the launcher, the program where it is a file, and what `--ray-include` names.
     ///
     /// # Errors
     /// When a file is not there, or two have one name.
@@ -51,7 +51,7 @@ impl Package {
             Some(program) => on_node(&mut sources, &program)?,
             None => word.to_owned(),
         };
-        for path in &spec.options.ray.include {
+        for path in &spec.options.ray.ray_include {
             sources.include(path)?;
         }
         sources.pack(launcher, program)
@@ -95,7 +95,8 @@ impl Sources {
     /// Adds a file, or a folder with all in it, by its own name.
     fn include(&mut self, path: &Path) -> Result<()> {
         let failed = |path: &Path, error| {
-            Error::usage(format!("--include {} cannot be read", path.display())).with_source(error)
+            Error::usage(format!("--ray-include {} cannot be read", path.display()))
+                .with_source(error)
         };
         let path = path.canonicalize().map_err(|error| failed(path, error))?;
         let mut open = vec![(path, PathBuf::new())];

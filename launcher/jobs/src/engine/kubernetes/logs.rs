@@ -1,0 +1,244 @@
+//! The output of an instance, from one pod to the next.
+
+use std::io::{ErrorKind, Write};
+use std::time::Duration;
+
+use futures_util::AsyncBufReadExt;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::jiff::Timestamp;
+use kube::ResourceExt;
+use kube::api::LogParams;
+use tokio::time::sleep;
+
+use super::cluster::Cluster;
+use super::details::details;
+use super::fault::Fault;
+use super::pods::{self, NodePods};
+use crate::engine::{LogsMode, LogsRequest};
+use crate::error::{Error, Result};
+use crate::job::JobRecord;
+use crate::output::warn;
+
+/// How often it is looked whether there is another pod.
+const POLL: Duration = Duration::from_secs(1);
+
+/// Writes the output of node `node`. To follow it is to go on with the pods that come in the place of others, until the
+/// job has ended.
+///
+/// # Errors
+/// When the server refuses it, or `output` cannot be written.
+pub(super) async fn logs(
+    cluster: &Cluster,
+    job: &JobRecord,
+    node: usize,
+    request: &LogsRequest,
+    output: &mut dyn Write,
+) -> Result<()> {
+    let name = job.spec.name.as_str();
+    let mut shown = Shown::default();
+    let mut tail = request.tail;
+    loop {
+        // Asked before the pods are, so that the last of them is shown whole.
+        let is_over = match request.mode {
+            LogsMode::Once => true,
+            LogsMode::Follow => match details(cluster, job).await {
+                Ok(details) => details.status.is_final(),
+                Err(error) if error.is_not_found() => true,
+                // It may answer again.
+                Err(error) if error.is_unreachable() => false,
+                Err(error) => return Err(error),
+            },
+        };
+        let found = match NodePods::find(cluster, name).await {
+            Err(error) if error.is_unreachable() && !is_over => {
+                sleep(POLL).await;
+                continue;
+            }
+            found => found?,
+        };
+        let pods = found.of_node(node);
+        // The last lines are those of the last pod that has any.
+        let begin = match tail {
+            Some(_) => pods.iter().rposition(pods::has_output).unwrap_or(0),
+            None => 0,
+        };
+        for pod in pods.iter().skip(begin).filter(|pod| pods::has_output(pod)) {
+            if shown.is_complete(pod) {
+                continue;
+            }
+            let follow = request.mode == LogsMode::Follow && !is_over;
+            match show(cluster, node, pod, follow, tail.take(), &mut shown, output).await? {
+                Shape::Whole if !pods::runs(pod) => shown.complete(pod),
+                Shape::Whole | Shape::Broken => {}
+                Shape::Closed => return Ok(()),
+            }
+        }
+        if is_over {
+            return match pods.is_empty() && request.mode == LogsMode::Once {
+                true => Err(Error::not_found(format!(
+                    "no pod of job {name} has begun on this node; `accel-launch jobs get {name}` says why"
+                ))),
+                false => Ok(()),
+            };
+        }
+        sleep(POLL).await;
+    }
+}
+
+/// What of the output is shown already.
+#[derive(Debug, Default)]
+struct Shown {
+    complete: Vec<String>,
+    pod: String,
+    /// The time of its last line.
+    last: Option<Timestamp>,
+    /// Up to where a stream before this one has come.
+    before: Option<Timestamp>,
+}
+
+/// How a stream of output ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shape {
+    Whole,
+    /// The pod's node, or the server, is gone.
+    Broken,
+    /// Nobody reads `output` any more.
+    Closed,
+}
+
+impl Shown {
+    fn is_complete(&self, pod: &Pod) -> bool {
+        self.complete.contains(&pod.name_any())
+    }
+
+    fn complete(&mut self, pod: &Pod) {
+        self.complete.push(pod.name_any());
+    }
+
+    /// A stream of that pod begins; what is shown of it already is not shown again.
+    fn begin(&mut self, pod: &str) {
+        if self.pod != pod {
+            (self.pod, self.last) = (pod.to_owned(), None);
+        }
+        self.before = self.last;
+    }
+
+    /// Whether the line with this time is to be shown. Servers begin at a whole second.
+    fn takes(&mut self, time: Option<Timestamp>) -> bool {
+        if time.is_some() && time <= self.before {
+            return false;
+        }
+        self.last = time.or(self.last);
+        true
+    }
+}
+
+async fn show(
+    cluster: &Cluster,
+    node: usize,
+    pod: &Pod,
+    follow: bool,
+    tail: Option<usize>,
+    shown: &mut Shown,
+    output: &mut dyn Write,
+) -> Result<Shape> {
+    let name = pod.name_any();
+    shown.begin(&name);
+    let parameters = LogParams {
+        container: pods::container_name(pod),
+        follow,
+        since_time: shown.before,
+        tail_lines: tail.and_then(|lines| i64::try_from(lines).ok()),
+        // They say where to go on when a stream breaks.
+        timestamps: true,
+        ..LogParams::default()
+    };
+    let api = cluster.api::<Pod>();
+    let stream = match cluster.try_ask(|| api.log_stream(&name, &parameters)).await {
+        Ok(stream) => stream,
+        // A kubelet that is gone is the server's 500 or 502; 400 is a container that has not begun, 404 a pod that is gone.
+        Err(fault)
+            if matches!(fault, Fault::Silent(_))
+                || matches!(fault.code(), Some(400 | 404 | 500..)) =>
+        {
+            if !follow {
+                warn(&format!(
+                    "the output of pod {name} is not to be had: its node does not answer"
+                ));
+            }
+            return Ok(Shape::Broken);
+        }
+        Err(fault) => return Err(fault.error(&format!("pods/log of {name}"), cluster)),
+    };
+    let mut stream = std::pin::pin!(stream);
+    let mut line = Vec::new();
+    loop {
+        let read = stream.read_until(b'\n', &mut line);
+        let read = match tokio::time::timeout(POLL, read).await {
+            Ok(read) => read,
+            // What was read stays in `line`. A node that is lost says nothing any more.
+            Err(_) if follow && is_replaced(cluster, node, pod).await => return Ok(Shape::Broken),
+            Err(_) => continue,
+        };
+        match read {
+            Ok(0) if line.is_empty() => return Ok(Shape::Whole),
+            Ok(_) => {}
+            Err(_) => return Ok(Shape::Broken),
+        }
+        let (time, text) = split(&line);
+        if shown.takes(time) {
+            match output.write_all(text).and_then(|()| output.flush()) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(Shape::Closed),
+                Err(error) => {
+                    return Err(Error::system("output cannot be written").with_source(error));
+                }
+            }
+        }
+        line.clear();
+    }
+}
+
+/// Whether another pod has come in this one's place.
+async fn is_replaced(cluster: &Cluster, node: usize, pod: &Pod) -> bool {
+    let Some(job) = pod.labels().get(super::objects::JOB_LABEL) else {
+        return false;
+    };
+    let found = NodePods::find(cluster, job).await;
+    found.is_ok_and(|found| {
+        let others = found.of_node(node);
+        others
+            .last()
+            .is_none_or(|last| last.name_any() != pod.name_any())
+    })
+}
+
+/// The time before a line, and the line.
+fn split(line: &[u8]) -> (Option<Timestamp>, &[u8]) {
+    let blank = line.iter().position(|byte| *byte == b' ');
+    let time = blank.and_then(|blank| std::str::from_utf8(&line[..blank]).ok()?.parse().ok());
+    match (time, blank) {
+        (Some(time), Some(blank)) => (Some(time), &line[blank + 1..]),
+        _ => (None, line),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_shown_once() {
+        let (time, text) = split(b"2026-01-01T00:00:00.123456789Z loss 0.5\n");
+        assert_eq!(text, b"loss 0.5\n");
+        let mut shown = Shown::default();
+        shown.begin("a");
+        // Two lines may have one time.
+        assert!(shown.takes(time) && shown.takes(time));
+        shown.begin("a");
+        assert!(!shown.takes(time));
+        shown.begin("b");
+        assert!(shown.takes(time));
+        assert_eq!(split(b"no time\n"), (None, &b"no time\n"[..]));
+    }
+}

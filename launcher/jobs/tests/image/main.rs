@@ -1,0 +1,536 @@
+//! Images of programs, on a real registry: Debian's `docker-registry`. Where it is missing, tests say so and pass, and fail
+//! with `ENGINES_TESTS_REQUIRE=1`.
+
+#![cfg(feature = "image")]
+#![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
+
+mod registry;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use registry::Registry;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A folder with what tests build from, and a cache of its own.
+struct Site {
+    folder: TempDir,
+}
+
+impl Site {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("script"), "#!/bin/sh\nexit 0\n").unwrap();
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `accel-jobs image build`. The launcher is this crate's own program, an ELF file like any other.
+    fn build(&self, arguments: &[&str]) -> Output {
+        let launcher = env!("CARGO_BIN_EXE_accel-jobs");
+        let mut command = Command::new(launcher);
+        command.args(["image", "build"]);
+        if !arguments.contains(&"--launcher") {
+            command.args(["--launcher", launcher]);
+        }
+        command.args(arguments).current_dir(self.folder.path());
+        command.env("XDG_CACHE_HOME", self.path("cache"));
+        command.env("DOCKER_CONFIG", self.path("docker"));
+        command.output().unwrap()
+    }
+
+    /// The same, whose report is read.
+    fn report(&self, arguments: &[&str]) -> Value {
+        let output = self.build(&[arguments, &["--json"]].concat());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{arguments:?}: {stderr}");
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// The same, which fails: its exit code and what it says.
+    fn failure(&self, arguments: &[&str]) -> (i32, String) {
+        let output = self.build(arguments);
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{arguments:?}");
+        assert!(stderr.contains("error: "), "{stderr}");
+        (output.status.code().unwrap(), stderr)
+    }
+
+    /// A base with this machine's C library, whose layers are those files.
+    fn push_base(&self, reference: &str) {
+        let (program, libc) = (env!("CARGO_BIN_EXE_accel-jobs"), self.path("libc.so.6"));
+        for library in libraries(program) {
+            fs::copy(
+                &library,
+                self.path(library.file_name().unwrap().to_str().unwrap()),
+            )
+            .unwrap();
+        }
+        assert!(libc.is_file(), "this machine has no glibc");
+        self.push_libraries(reference);
+    }
+
+    /// A base of the libraries in the folder.
+    fn push_libraries(&self, reference: &str) {
+        let mut arguments = vec!["script", "--launcher", "script", "--base", "scratch"];
+        let names = fs::read_dir(self.folder.path()).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let names: Vec<_> = names.filter(|name| name.contains(".so")).collect();
+        for name in &names {
+            arguments.extend(["--include", name.as_str()]);
+        }
+        arguments.extend(["--push", reference]);
+        self.report(&arguments);
+    }
+}
+
+fn libraries(program: &str) -> Vec<PathBuf> {
+    let listed = Command::new("ldd").arg(program).output().unwrap();
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let paths = listed
+        .split_whitespace()
+        .filter(|word| word.starts_with('/'));
+    paths.map(PathBuf::from).collect()
+}
+
+fn text<'a>(report: &'a Value, key: &str) -> &'a str {
+    report[key].as_str().unwrap()
+}
+
+/// A program of 20 MB, half of which cannot be compressed.
+fn program_of_20_mb(path: &Path) {
+    let mut contents = fs::read(env!("CARGO_BIN_EXE_accel-jobs")).unwrap();
+    let mut state = 1_u64;
+    contents.resize_with(contents.len().max(20 << 20), || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (state >> 56) as u8
+    });
+    fs::write(path, contents).unwrap();
+}
+
+#[test]
+fn an_image_is_pushed_once_and_pulled_by_its_digest() {
+    let Some(registry) = Registry::start("") else {
+        return;
+    };
+    let site = Site::new();
+    let (base, image) = (
+        registry.reference("base:1"),
+        registry.reference("team/mnist:1"),
+    );
+    site.push_base(&base);
+    program_of_20_mb(&site.path("mnist"));
+    let arguments = [
+        "mnist",
+        "--include",
+        "script:data/script",
+        "--base",
+        &base,
+        "--push",
+        &image,
+    ];
+    let began = Instant::now();
+    let first = site.report(&arguments);
+    println!(
+        "a program of 20 MB: {:.1} s until it is pushed, a layer of {} bytes",
+        began.elapsed().as_secs_f64(),
+        first["layer_bytes"]
+    );
+    let by_digest = text(&first, "reference_by_digest");
+    let digest = text(&first, "digest");
+    assert_eq!(
+        by_digest,
+        format!("{}@{digest}", registry.reference("team/mnist"))
+    );
+    assert_eq!(first["sent_bytes"], first["layer_bytes"]);
+
+    let manifest = registry.manifest("team/mnist", digest);
+    let layers = manifest["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 2, "{manifest}");
+    let blob = |blob: &Value| registry.blob("team/mnist", text(blob, "digest"));
+    let config: Value = serde_json::from_slice(&blob(&manifest["config"])).unwrap();
+    assert_eq!(config["config"]["Cmd"][0], "/app/mnist");
+    assert_eq!(config["rootfs"]["diff_ids"].as_array().unwrap().len(), 2);
+    assert!(text(&config["config"]["Labels"], "burn-accelerate.glibc").starts_with("2."));
+    let layer = blob(&layers[1]);
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(layer.as_slice()));
+    let entries = archive.entries().unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path().unwrap().display().to_string());
+    let expected = ["app/data/script", "app/mnist", "usr/local/bin/accel-launch"];
+    assert_eq!(paths.collect::<Vec<_>>(), expected);
+    // The base's layer came from its own repository.
+    assert!(
+        registry.log().contains("mount=sha256"),
+        "{}",
+        registry.log()
+    );
+
+    // The same again has nothing to send.
+    let second = site.report(&arguments);
+    assert_eq!(
+        (text(&second, "digest"), &second["sent_bytes"]),
+        (digest, &Value::from(0))
+    );
+}
+
+#[test]
+fn the_same_files_in_another_folder_are_the_same_image() {
+    let folders = [(); 2].map(|()| Site::new());
+    let digests = folders.each_ref().map(|site| {
+        fs::create_dir(site.path("data")).unwrap();
+        for name in ["data/b", "data/a", "program"] {
+            fs::write(site.path(name), name).unwrap();
+            std::thread::sleep(Duration::from_millis(600));
+        }
+        let report = site.report(&[
+            "program",
+            "--launcher",
+            "script",
+            "--include",
+            "data",
+            "--base",
+            "scratch",
+            "--archive",
+            "image.tar",
+        ]);
+        (
+            text(&report, "digest").to_owned(),
+            fs::read(site.path("image.tar")).unwrap(),
+        )
+    });
+    assert!(
+        digests[0] == digests[1],
+        "{} {}",
+        digests[0].0,
+        digests[1].0
+    );
+}
+
+#[test]
+fn layers_of_the_base_are_copied_to_another_registry() {
+    let (Some(first), Some(second)) = (Registry::start(""), Registry::start("")) else {
+        return;
+    };
+    let site = Site::new();
+    let base = first.reference("base:1");
+    site.push_base(&base);
+    let program = env!("CARGO_BIN_EXE_accel-jobs");
+    let image = second.reference("mnist:1");
+    let report = site.report(&[program, "--base", &base, "--push", &image]);
+    let manifest = second.manifest("mnist", text(&report, "digest"));
+    for layer in manifest["layers"].as_array().unwrap() {
+        let size = second.blob("mnist", text(layer, "digest")).len();
+        assert_eq!(layer["size"], size);
+    }
+
+    // An archive has them, too, and is a base itself.
+    site.report(&[program, "--base", &base, "--archive", "image.tar"]);
+    let image = second.reference("above:1");
+    let above = [
+        "script",
+        "--base",
+        "oci-archive:image.tar",
+        "--push",
+        &image,
+    ];
+    let report = site.report(&above);
+    let manifest = second.manifest("above", text(&report, "digest"));
+    assert_eq!(manifest["layers"].as_array().unwrap().len(), 3);
+}
+
+#[test]
+fn of_an_index_the_image_for_the_program_is_taken() {
+    let Some(registry) = Registry::start("") else {
+        return;
+    };
+    let site = Site::new();
+    site.push_base(&registry.reference("base:1"));
+    let manifest = registry.manifest("base", "1");
+    let bytes = registry.raw_manifest("base", "1");
+    let here = if cfg!(target_arch = "x86_64") {
+        "amd64"
+    } else {
+        "arm64"
+    };
+    let push = |tag: &str, architecture: &str| {
+        registry.push_index("base", tag, architecture, &bytes);
+    };
+    push("index", here);
+    let program = env!("CARGO_BIN_EXE_accel-jobs");
+    let image = registry.reference("mnist:1");
+    let report = site.report(&[
+        program,
+        "--base",
+        &registry.reference("base:index"),
+        "--push",
+        &image,
+    ]);
+    let above = registry.manifest("mnist", text(&report, "digest"));
+    assert_eq!(
+        above["layers"][0]["digest"],
+        manifest["layers"][0]["digest"]
+    );
+
+    push("other", "s390x");
+    let other = registry.reference("base:other");
+    let (code, said) = site.failure(&[program, "--base", &other, "--push", &image]);
+    assert_eq!(code, 2);
+    assert!(
+        said.contains("is there for linux/s390x, and the program is for linux/"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_base_on_which_the_program_cannot_run_is_refused() {
+    let Some(registry) = Registry::start("") else {
+        return;
+    };
+    let program = env!("CARGO_BIN_EXE_accel-jobs");
+    let image = registry.reference("mnist:1");
+    let refused = |site: &Site, base: &str, why: &str| {
+        let (code, said) = site.failure(&[program, "--base", base, "--push", &image]);
+        assert!(code == 2 && said.contains(why), "{said}");
+    };
+    let site = Site::new();
+    refused(&site, "scratch", "has no C library");
+    fs::write(site.path("ld-musl-x86_64.so.1"), "").unwrap();
+    let musl = registry.reference("musl:1");
+    site.push_libraries(&musl);
+    refused(&site, &musl, "has no C library but musl's");
+
+    let site = Site::new();
+    site.push_base(&registry.reference("base:1"));
+    fs::remove_file(site.path("libgcc_s.so.1")).unwrap();
+    let bare = registry.reference("bare:1");
+    site.push_libraries(&bare);
+    refused(&site, &bare, "lacks libgcc_s.so.1");
+    site.push_base(&registry.reference("base:1"));
+    fs::write(
+        site.path("libc.so.6"),
+        b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.17\0",
+    )
+    .unwrap();
+    let old = registry.reference("old:1");
+    site.push_libraries(&old);
+    refused(&site, &old, "has glibc 2.17, and");
+    // What is known of a layer is not pulled again.
+    let known = fs::read_dir(site.path("cache/accel-jobs/layers"))
+        .unwrap()
+        .count();
+    assert!(known > 0);
+
+    let mut other = fs::read(program).unwrap();
+    let machine = if cfg!(target_arch = "x86_64") {
+        183
+    } else {
+        62
+    };
+    other[18] = machine;
+    fs::write(site.path("other"), other).unwrap();
+    let arguments = ["other", "--base", &old, "--push", &image];
+    let (_, said) = site.failure(&arguments);
+    assert!(
+        said.contains("compile one of them for the other's processor"),
+        "{said}"
+    );
+    let arguments = [
+        "other",
+        "--launcher",
+        "other",
+        "--base",
+        &old,
+        "--push",
+        &image,
+    ];
+    let (_, said) = site.failure(&arguments);
+    assert!(said.contains("take a base for it"), "{said}");
+}
+
+#[test]
+fn what_is_wrong_is_said() {
+    let site = Site::new();
+    let script = [
+        "script",
+        "--launcher",
+        "script",
+        "--base",
+        "scratch",
+        "--push",
+    ];
+    let failure = |last: &str| site.failure(&[&script[..], &[last]].concat());
+    // Nothing listens there.
+    let (code, said) = failure("127.0.0.1:1/mnist:1");
+    assert!(
+        code == 75 && said.contains("registry 127.0.0.1:1 does not answer"),
+        "{code} {said}"
+    );
+    let (code, said) = failure("UPPER CASE");
+    assert!(
+        code == 2 && said.contains("is not a reference"),
+        "{code} {said}"
+    );
+    let (code, said) = site.failure(&["none", "--base", "scratch", "--push", "localhost:1/x"]);
+    assert!(
+        code == 2 && said.contains("there is no file none"),
+        "{code} {said}"
+    );
+
+    let Some(registry) = Registry::start("") else {
+        return;
+    };
+    let missing = registry.reference("none:1");
+    let (code, said) = site.failure(&["script", "--base", &missing, "--push", &missing]);
+    assert!(code == 1 && said.contains("none:1 (404)"), "{said}");
+    let by_digest = format!("{}@sha256:{}", registry.reference("x"), "0".repeat(64));
+    let (code, said) = failure(&by_digest);
+    assert!(code == 2 && said.contains("give a tag"), "{code} {said}");
+    let (code, said) = site.failure(&[
+        "script",
+        "--launcher",
+        "script",
+        "--base",
+        "scratch",
+        "--archive",
+        "/proc/image.tar",
+    ]);
+    assert!(
+        code == 1 && said.contains("/proc/image.tar cannot be written"),
+        "{code} {said}"
+    );
+}
+
+#[test]
+fn a_registry_is_told_who_asks() {
+    // The password is `secret`.
+    let user = "ann:$2b$04$2SGcHwu3lAKUbVycddrP9OsPFY.BU5/7L.7A08kD9bP2orJ/D3CfK\n";
+    let Some(registry) = Registry::start(user) else {
+        return;
+    };
+    let site = Site::new();
+    let image = registry.reference("mnist:1");
+    let arguments = [
+        "script",
+        "--launcher",
+        "script",
+        "--base",
+        "scratch",
+        "--push",
+        &image,
+    ];
+    let (_, said) = site.failure(&arguments);
+    assert!(
+        said.contains("(401)") && said.contains("docker login 127.0.0.1"),
+        "{said}"
+    );
+    fs::create_dir(site.path("docker")).unwrap();
+    // `ann:wrong` and `ann:secret`.
+    let login = |auth: &str| {
+        let config = serde_json::json!({ "auths": { registry.address(): { "auth": auth } } });
+        fs::write(site.path("docker/config.json"), config.to_string()).unwrap();
+    };
+    login("YW5uOndyb25n");
+    let (_, said) = site.failure(&arguments);
+    assert!(
+        said.contains("does not take the name and the password"),
+        "{said}"
+    );
+    login("YW5uOnNlY3JldA==");
+    site.report(&arguments);
+}
+
+#[test]
+fn registries_do_what_they_want() {
+    let site = Site::new();
+    let failure = |status: &'static str, body: &'static str| {
+        let address = registry::answer_with(status, body);
+        let image = format!("{address}/mnist:1");
+        let arguments = [
+            "script",
+            "--launcher",
+            "script",
+            "--base",
+            "scratch",
+            "--push",
+            &image,
+        ];
+        site.failure(&arguments)
+    };
+    let denied = r#"{"errors":[{"code":"DENIED","message":"quota exceeded"}]}"#;
+    let (code, said) = failure("403 Forbidden", denied);
+    assert!(
+        code == 1 && said.contains("denies") && said.contains("(403): quota exceeded"),
+        "{said}"
+    );
+    let (code, said) = failure("500 Internal Server Error", "no space left on device");
+    assert!(
+        code == 75 && said.contains("(500): no space left on device"),
+        "{code} {said}"
+    );
+    let taken = r#"{"errors":[{"code":"TAG_INVALID","message":"tag is immutable"}]}"#;
+    let (code, said) = failure("409 Conflict", taken);
+    assert!(
+        code == 1 && said.contains("(409): tag is immutable"),
+        "{said}"
+    );
+}
+
+#[test]
+fn containerd_takes_the_archive() {
+    let Some(containerd) = registry::containerd() else {
+        return;
+    };
+    let site = Site::new();
+    site.report(&[
+        "script",
+        "--launcher",
+        "script",
+        "--base",
+        "scratch",
+        "--archive",
+        "image.tar",
+        "--name",
+        "team/mnist:1",
+    ]);
+    let import = |arguments: &[&str]| {
+        let output = containerd.ctr(arguments);
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        said
+    };
+    let archive = site.path("image.tar").display().to_string();
+    import(&["images", "import", "--no-unpack", &archive]);
+    let there = import(&["images", "check"]);
+    assert!(
+        there.contains("docker.io/team/mnist:1") && there.contains("complete (2/2)"),
+        "{there}"
+    );
+}
+
+#[test]
+fn an_archive_that_is_no_image_is_refused() {
+    let site = Site::new();
+    fs::write(site.path("image.tar"), "no archive").unwrap();
+    let arguments = [
+        "script",
+        "--base",
+        "oci-archive:image.tar",
+        "--archive",
+        "out.tar",
+    ];
+    let (code, said) = site.failure(&arguments);
+    assert!(code == 2 && said.contains("image.tar"), "{said}");
+    assert!(!site.path("out.tar").exists());
+}
