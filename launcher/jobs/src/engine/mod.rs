@@ -6,6 +6,7 @@
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 pub(crate) mod local;
+mod process;
 #[cfg(feature = "ray")]
 pub(crate) mod ray;
 #[cfg(feature = "slurm")]
