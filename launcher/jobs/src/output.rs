@@ -84,7 +84,8 @@ pub(crate) fn shell_line<S: AsRef<str>>(words: &[S]) -> String {
         .join(" ")
 }
 
-fn shell_word(word: &str) -> String {
+/// `word`, quoted for a shell where it has to be.
+pub(crate) fn shell_word(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%^".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
         true => word.to_owned(),

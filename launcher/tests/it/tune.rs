@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Pid, Signal};
 
-use crate::support::{Folder, Run, wait_until, wait_until_dead};
+use crate::support::{Folder, Run, wait_until};
 
 const SPEC: &str = r#"
 name = "parabola"
@@ -237,25 +237,30 @@ fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
 fn a_silent_program_ends_with_its_search_and_launcher_that_are_both_killed() {
     let folder = Folder::new();
     fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
-    folder.script("trial.sh", "trap '' TERM; sleep 300 & echo $! > pid; wait");
+    folder.script("trial.sh", "trap '' TERM; sleep 300 & > begun; wait");
     let mut command = folder.launcher();
     command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2"]);
     command.args(["--", "sh", "trial.sh"]);
     let run = Run::start(command);
-    let pid_in = |file: &str, word: usize| {
-        let text = fs::read_to_string(folder.path().join(file)).ok()?;
-        let pid = text.split_whitespace().nth(word)?.parse().ok()?;
-        Pid::from_raw(pid)
-    };
-    let sleeper = wait_until("a trial", || pid_in("pid", 0));
-    let sleeper = sleeper.as_raw_pid().to_string();
+    wait_until("a trial", || {
+        folder.path().join("begun").exists().then_some(())
+    });
     // Such as `process 7 on host`.
-    let search = pid_in("s/search.lock", 1).unwrap();
+    let lock = folder.read("s/search.lock");
+    let search = lock.split_whitespace().nth(1).unwrap().parse().unwrap();
+    let search = Pid::from_raw(search).unwrap();
     // The launcher's shim ends the trials of a search that it sees end.
     run.signal(Signal::STOP);
     rustix::process::kill_process(search, Signal::KILL).unwrap();
     run.signal(Signal::KILL);
-    wait_until_dead(&sleeper);
+    let works_there = |process: &fs::DirEntry| {
+        let directory = fs::read_link(process.path().join("cwd"));
+        directory.is_ok_and(|directory| directory == folder.path())
+    };
+    wait_until("the end of every program", || {
+        let mut processes = fs::read_dir("/proc").unwrap().flatten();
+        (!processes.any(|process| works_there(&process))).then_some(())
+    });
     run.end();
 }
 

@@ -39,7 +39,7 @@ pub(crate) enum ProcessProgram {
 #[derive(Debug)]
 pub(super) struct LocalProcess {
     child: Child,
-    /// Ends the group when this process has ended. A worker knows by itself.
+    /// Leads the group, and ends it when this process has ended. A worker knows by itself, and leads its own.
     guard: Option<Child>,
     is_reaped: bool,
 }
@@ -56,6 +56,10 @@ impl LocalProcess {
         };
         let output = OpenOptions::new().create(true).append(true).open(&spec.log);
         let output = output.map_err(|error| Error::io("write", &spec.log, error))?;
+        let guard = match &spec.program {
+            ProcessProgram::Worker(_) => None,
+            ProcessProgram::Command(_) => guard(),
+        };
         let threads = (spec.cores.len() / spec.ranks).max(1).to_string();
         command
             .env("CUDA_VISIBLE_DEVICES", spec.gpus.join(","))
@@ -65,7 +69,7 @@ impl LocalProcess {
                 ProcessProgram::Command(_) => Stdio::piped(),
             })
             .stderr(output)
-            .process_group(0);
+            .process_group(guard.as_ref().map_or(0, |guard| guard.id().cast_signed()));
         for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
             if env::var_os(name).is_none() {
                 command.env(name, &threads);
@@ -75,10 +79,6 @@ impl LocalProcess {
         let child = command
             .spawn()
             .map_err(|error| Error::io("start", &program, error))?;
-        let guard = match spec.program {
-            ProcessProgram::Worker(_) => None,
-            ProcessProgram::Command(_) => guard(&child),
-        };
         Ok(Self {
             child,
             guard,
@@ -98,7 +98,7 @@ impl LocalProcess {
 
     /// Tells when it has ended. It is left unreaped, so that its id stays its own.
     pub(super) fn watch(&self, exited: impl FnOnce() + Send + 'static) -> Result<()> {
-        let pid = self.pid();
+        let pid = pid_of(&self.child);
         thread::Builder::new()
             .name("watch".to_owned())
             .spawn(move || {
@@ -113,9 +113,12 @@ impl LocalProcess {
     }
 
     pub(super) fn signal(&self, signal: Signal) {
-        if let (false, Some(pid)) = (self.is_reaped, self.pid()) {
+        let leader = self.guard.as_ref().unwrap_or(&self.child);
+        if !self.is_reaped
+            && let Some(group) = pid_of(leader)
+        {
             // That nothing is left to receive it is no error.
-            let _ = rustix::process::kill_process_group(pid, signal);
+            let _ = rustix::process::kill_process_group(group, signal);
         }
     }
 
@@ -128,22 +131,22 @@ impl LocalProcess {
         self.is_reaped = true;
         status
     }
-
-    fn pid(&self) -> Option<Pid> {
-        Pid::from_raw(self.child.id().cast_signed())
-    }
 }
 
-/// A process in the group of another, which kills the group when its standard input is closed: the kernel does that when this
-/// process ends, however it ends. `None` where there is no shell: what this process has started outlives its SIGKILL.
-fn guard(leader: &Child) -> Option<Child> {
+fn pid_of(child: &Child) -> Option<Pid> {
+    Pid::from_raw(child.id().cast_signed())
+}
+
+/// The leader of a new group, which kills the group when its standard input is closed: the kernel does that when this process
+/// ends, however it ends. `None` where there is no shell: what this process has started outlives its SIGKILL.
+fn guard() -> Option<Child> {
     let mut shell = Command::new("/bin/sh");
     shell
         .args(["-c", "trap '' HUP INT TERM; read -r _; kill -KILL 0"])
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
-        .process_group(leader.id().cast_signed());
+        .process_group(0);
     shell.spawn().ok()
 }
 

@@ -104,6 +104,11 @@ pub(crate) trait Engine {
     /// When the engine refuses it or does not answer.
     fn nodes(&self) -> Result<Vec<NodeUsage>>;
 
+    /// How long to wait between two questions about one job.
+    fn poll(&self) -> Duration {
+        Duration::from_millis(200)
+    }
+
     /// The volumes that jobs can mount.
     ///
     /// # Errors

@@ -14,6 +14,8 @@ pub(crate) struct AgentCommand<'a> {
     endpoint: Option<String>,
     program: Option<String>,
     log_dir: Option<String>,
+    join_timeout: Option<u64>,
+    grace: Option<u64>,
 }
 
 impl<'a> AgentCommand<'a> {
@@ -26,6 +28,8 @@ impl<'a> AgentCommand<'a> {
             endpoint: None,
             program: None,
             log_dir: None,
+            join_timeout: None,
+            grace: None,
         }
     }
 
@@ -44,6 +48,18 @@ impl<'a> AgentCommand<'a> {
     /// Where the agent of node 0 writes the output of ranks, and what failed.
     pub(crate) fn log_dir(mut self, path: impl Into<String>) -> Self {
         self.log_dir = Some(path.into());
+        self
+    }
+
+    /// How many seconds agents wait for one another, at first and after a loss.
+    pub(crate) fn join_timeout(mut self, seconds: u64) -> Self {
+        self.join_timeout = Some(seconds);
+        self
+    }
+
+    /// How many seconds ranks have to save after SIGTERM.
+    pub(crate) fn grace(mut self, seconds: u64) -> Self {
+        self.grace = Some(seconds);
         self
     }
 
@@ -70,6 +86,12 @@ impl<'a> AgentCommand<'a> {
         }
         if let Some(endpoint) = &self.endpoint {
             option("rdzv-endpoint", endpoint.clone());
+        }
+        if let Some(seconds) = self.join_timeout {
+            option("join-timeout", seconds.to_string());
+        }
+        if let Some(seconds) = self.grace {
+            option("grace", seconds.to_string());
         }
         option("nproc-per-node", spec.nproc_per_node.clone());
         if spec.max_restarts > 0 {

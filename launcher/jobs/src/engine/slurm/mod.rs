@@ -1,55 +1,202 @@
-//! The engine Slurm.
+//! The engine Slurm: a batch script that starts an agent on each node by srun.
+//!
+//! What Slurm knows of a job is asked of `scontrol` (`state.rs`). What only the job knows, its script writes into the folder
+//! of the job (`script.rs`, `run.rs`), which login nodes and compute nodes have to share.
 
-use std::io::Write;
+mod command;
+mod details;
+mod quote;
+mod run;
+mod script;
+mod state;
+
+use std::cell::Cell;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use super::{Engine, LogsRequest, Submitted};
+use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage};
-use crate::spec::JobSpec;
+use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
+use crate::spec::{JobName, JobSpec, on_path};
+use crate::tail::{copy_tail, follow};
+use command::{sbatch, slurm};
+use details::details;
+use run::{Run, RunEnd, TOKEN, node_log};
+use script::AgentFiles;
+use state::SlurmJob;
 
 /// Jobs of Slurm.
 #[derive(Debug)]
 pub(crate) struct SlurmEngine;
 
+/// How often Slurm's controller, which all users share, is asked.
+const POLL: Duration = Duration::from_secs(2);
+/// How long the processes of a job may take to end.
+const STOP_LIMIT: Duration = Duration::from_secs(120);
+
 impl SlurmEngine {
-    /// Finds the engine.
+    /// Finds Slurm's commands.
     ///
     /// # Errors
-    /// When it is not there.
+    /// When they are not there.
     pub(crate) fn connect() -> Result<Self> {
-        Err(Error::usage("not built yet"))
+        match on_path("sbatch") {
+            Some(_) => Ok(Self),
+            None => Err(Error::usage(
+                "sbatch is not on the PATH: jobs of Slurm are submitted and shown on its login nodes",
+            )),
+        }
     }
 }
 
 impl Engine for SlurmEngine {
-    fn render(&self, _spec: &JobSpec) -> Result<String> {
-        Err(Error::usage("not built yet"))
+    fn render(&self, spec: &JobSpec) -> Result<String> {
+        script::render(spec, Path::new("JOBS_DIR"), &AgentFiles::here(spec)?)
     }
 
-    fn submit(&self, _spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
-        Err(Error::usage("not built yet"))
+    fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
+        let files = AgentFiles::here(spec)?;
+        let script = script::render(spec, folder, &files)?;
+        let failed = |error: io::Error| {
+            Error::system(format!("{} cannot be written", folder.display())).with_source(error)
+        };
+        write_token(folder).map_err(failed)?;
+        if spec.options.slurm.broadcast.is_some() {
+            for (from, to) in [
+                (files.launcher, script::COPIED_LAUNCHER),
+                (files.program, script::COPIED_PROGRAM),
+            ] {
+                fs::copy(&from, folder.join(to)).map_err(failed)?;
+            }
+        }
+        let said = sbatch(&script)?;
+        // `ID`, or `ID;CLUSTER`.
+        let id = said.trim().split(';').next().unwrap_or_default().to_owned();
+        Ok(Submitted {
+            created: vec![format!("job {id} of Slurm created")],
+            id,
+        })
     }
 
-    fn get(&self, _job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
-        Err(Error::usage("not built yet"))
+    fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
+        let (run, end) = (Run::read(folder), RunEnd::read(folder));
+        let known = match find(job) {
+            Ok(known) => known,
+            // It is over: what its script wrote last is how it ended.
+            Err(error) if error.is_not_found() => match (&run, end) {
+                (Some(run), Some(end)) => end.as_slurm_has_it(run),
+                _ => return Err(error),
+            },
+            Err(error) => return Err(error),
+        };
+        Ok(details(job, folder, &known, run, end))
     }
 
     fn logs(
         &self,
-        _job: &JobRecord,
-        _folder: &Path,
-        _request: &LogsRequest,
-        _output: &mut dyn Write,
+        job: &JobRecord,
+        folder: &Path,
+        request: &LogsRequest,
+        output: &mut dyn Write,
     ) -> Result<()> {
-        Err(Error::usage("not built yet"))
+        let names: Vec<String> = (0..job.spec.nodes.get())
+            .map(|node| Role::instance_name(job.spec.name.as_str(), node))
+            .collect();
+        let node = match &request.instance {
+            None => 0,
+            Some(wanted) => names
+                .iter()
+                .position(|name| name == wanted)
+                .ok_or_else(|| {
+                    Error::usage(format!(
+                        "job {} has no instance {wanted:?}; it has {}",
+                        job.spec.name,
+                        names.join(", ")
+                    ))
+                })?,
+        };
+        let path = node_log(folder, node);
+        let asked: Cell<Option<Instant>> = Cell::new(None);
+        let is_over = || {
+            if asked.get().is_some_and(|asked| asked.elapsed() < POLL) {
+                return false;
+            }
+            asked.set(Some(Instant::now()));
+            match find(job) {
+                Ok(known) => known.status().is_final(),
+                // Slurm may answer again.
+                Err(error) => !error.is_unreachable(),
+            }
+        };
+        match request.mode {
+            LogsMode::Once => copy_tail(&path, request.tail, output),
+            LogsMode::Follow => follow(&path, request.tail, output, is_over),
+        }
     }
 
-    fn stop(&self, _job: &JobRecord, _folder: &Path) -> Result<()> {
-        Err(Error::usage("not built yet"))
+    fn stop(&self, job: &JobRecord, _folder: &Path) -> Result<()> {
+        let name = &job.spec.name;
+        let deadline = Instant::now() + STOP_LIMIT;
+        let mut cancelled = false;
+        loop {
+            let known = match find(job) {
+                Ok(known) if known.status().is_final() => return Ok(()),
+                Err(error) if error.is_not_found() => return Ok(()),
+                known => known?,
+            };
+            if !cancelled {
+                match slurm("scancel", &[&job.id]) {
+                    Err(error) if !error.is_not_found() => return Err(error),
+                    _ => cancelled = true,
+                }
+            } else if Instant::now() > deadline {
+                return Err(still_there(name, &job.id, &known));
+            }
+            thread::sleep(POLL / 4);
+        }
     }
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {
-        Err(Error::usage("not built yet"))
+        state::nodes()
     }
+
+    fn poll(&self) -> Duration {
+        POLL
+    }
+}
+
+fn find(job: &JobRecord) -> Result<SlurmJob> {
+    if job.id.is_empty() {
+        return Err(Error::not_found(format!(
+            "the submission of job {} was interrupted; `squeue --me` shows whether Slurm has taken it",
+            job.spec.name
+        )));
+    }
+    SlurmJob::find(&job.id)
+}
+
+fn still_there(name: &JobName, id: &str, known: &SlurmJob) -> Error {
+    Error::system(format!(
+        "job {name} is cancelled, but has not ended after {} s: Slurm has it as {}; a node of it may be lost (`scontrol show \
+         job {id}`)",
+        STOP_LIMIT.as_secs(),
+        known.state
+    ))
+}
+
+/// The secret by which agents and ranks know one another: no one but its owner may read it.
+fn write_token(folder: &Path) -> io::Result<()> {
+    let mut random = [0_u8; 32];
+    File::open("/dev/urandom")?.read_exact(&mut random)?;
+    let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut file = OpenOptions::new()
+        .create_new(true)
+        .write(true)
+        .mode(0o600)
+        .open(folder.join(TOKEN))?;
+    file.write_all(text.as_bytes())
 }

@@ -1,0 +1,231 @@
+//! Slurm's own commands, and what their errors mean.
+
+use std::io::{self, Write};
+use std::process::{Command, Output, Stdio};
+
+use crate::error::{Error, Result};
+
+/// What Slurm says, what kind of error that is, and what to do.
+const ERRORS: [(&str, Fault, &str); 19] = [
+    ("Invalid job id", Fault::NotFound, "Slurm has forgotten it"),
+    (
+        "invalid partition",
+        Fault::Refused,
+        "`sinfo -s` shows the partitions; give one by --partition",
+    ),
+    (
+        "Invalid qos",
+        Fault::Refused,
+        "--priority names a QOS; `sacctmgr show qos` lists them",
+    ),
+    (
+        "Invalid account",
+        Fault::Refused,
+        "`sacctmgr show assoc user=$USER` shows your accounts and partitions; give them by --account and --partition",
+    ),
+    (
+        "Invalid feature",
+        Fault::Refused,
+        "`sinfo -o '%n %f'` shows the features of nodes; --constraint names them",
+    ),
+    (
+        "Invalid generic resource",
+        Fault::Refused,
+        "no node has such GPUs; `accel-launch jobs top nodes --engine slurm` shows what there is",
+    ),
+    (
+        "node configuration is not available",
+        Fault::Refused,
+        "no node has so much; ask for fewer --nodes, --cpus or --gpus or less --memory; \
+         `accel-launch jobs top nodes --engine slurm` shows what there is",
+    ),
+    (
+        "More processors requested than permitted",
+        Fault::Refused,
+        "ask for fewer --cpus",
+    ),
+    (
+        "Node count specification invalid",
+        Fault::Refused,
+        "the partition has no so many nodes; ask for fewer --nodes",
+    ),
+    (
+        "time limit is invalid",
+        Fault::Refused,
+        "`sinfo -s` shows the limits of partitions; give a shorter --time",
+    ),
+    (
+        "violates accounting/QOS policy",
+        Fault::Refused,
+        "a quota of yours is used up, or the job is larger than a quota; `sacctmgr show assoc user=$USER` shows them",
+    ),
+    (
+        "not permitted",
+        Fault::Refused,
+        "you have no right to it; ask for another --partition, --account or --priority",
+    ),
+    (
+        "permission denied",
+        Fault::Refused,
+        "you have no right to it; the job may be another user's",
+    ),
+    (
+        "Unable to contact slurm controller",
+        Fault::Unreachable,
+        "`scontrol ping` shows whether its controller is up; try again",
+    ),
+    (
+        "timed out",
+        Fault::Unreachable,
+        "its controller is busy; try again",
+    ),
+    (
+        "Zero Bytes were transmitted",
+        Fault::Unreachable,
+        "its controller was interrupted; try again",
+    ),
+    (
+        "temporarily",
+        Fault::Unreachable,
+        "its controller is busy; try again",
+    ),
+    (
+        "configuration",
+        Fault::Unreachable,
+        "this machine is no client of Slurm; log in to one, or set SLURM_CONF",
+    ),
+    (
+        "munge",
+        Fault::Unreachable,
+        "this machine cannot prove to Slurm who you are; is munged running?",
+    ),
+];
+
+#[derive(Clone, Copy)]
+enum Fault {
+    NotFound,
+    Refused,
+    Unreachable,
+}
+
+/// What `program` prints on its standard output, with times as seconds since 1970.
+///
+/// # Errors
+/// When it cannot be run or fails; the message says what Slurm said and what to do, and is
+/// [`Error::is_not_found`] where Slurm knows no such job.
+pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
+    said(program, Command::new(program).args(arguments), "")
+}
+
+/// Gives `script` to sbatch, and gives back what it prints.
+///
+/// # Errors
+/// The same.
+pub(super) fn sbatch(script: &str) -> Result<String> {
+    said("sbatch", Command::new("sbatch").arg("--parsable"), script)
+}
+
+fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
+    let output = output(command, input)
+        .map_err(|error| Error::system(format!("{program} cannot be run")).with_source(error))?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        return Err(refusal(program, &errors));
+    }
+    if program == "sbatch" {
+        // What a site tells its users; standard error may be closed.
+        let _ = io::stderr().write_all(&output.stderr);
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn output(command: &mut Command, input: &str) -> io::Result<Output> {
+    command
+        .env("SLURM_TIME_FORMAT", "%s")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn()?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // Whoever does not read it says why.
+        let _ = stdin.write_all(input.as_bytes());
+    }
+    child.wait_with_output()
+}
+
+/// The error for what a command of Slurm's printed.
+fn refusal(program: &str, errors: &str) -> Error {
+    let lines: Vec<&str> = errors
+        .lines()
+        .map(|line| {
+            let line = line.strip_prefix(program).unwrap_or(line);
+            let line = line.trim_start_matches([':', ' ']);
+            ["error: ", "fatal: "]
+                .iter()
+                .find_map(|word| line.strip_prefix(word))
+                .unwrap_or(line)
+        })
+        .filter(|line| !line.is_empty())
+        .collect();
+    let words = match &lines[..] {
+        [] => format!("{program} failed and did not say why"),
+        lines => format!("Slurm says: {}", lines.join("; ")),
+    };
+    let lower = words.to_lowercase();
+    let known = ERRORS
+        .iter()
+        .find(|(part, _, _)| lower.contains(&part.to_lowercase()));
+    match known {
+        Some((_, Fault::NotFound, advice)) => Error::not_found(format!("{words}: {advice}")),
+        Some((_, Fault::Refused, advice)) => Error::refused(format!("{words}: {advice}")),
+        Some((_, Fault::Unreachable, advice)) => Error::unreachable(format!("{words}: {advice}")),
+        None => Error::refused(words),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_say_what_to_do() {
+        let said = |text: &str| refusal("sbatch", text).to_string();
+        assert_eq!(
+            said(
+                "sbatch: error: invalid partition specified: nope\n\
+                 sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+            ),
+            "Slurm says: invalid partition specified: nope; Batch job submission failed: Invalid partition name \
+             specified: `sinfo -s` shows the partitions; give one by --partition"
+        );
+        assert!(
+            said("sbatch: error: Batch job submission failed: Requested node configuration is not available")
+                .contains("no node has so much")
+        );
+        assert!(
+            said("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)")
+                .contains("quota")
+        );
+        assert_eq!(
+            said("sbatch: error: something new"),
+            "Slurm says: something new"
+        );
+        assert_eq!(said(""), "sbatch failed and did not say why");
+    }
+
+    #[test]
+    fn what_may_succeed_later_is_told_from_what_will_not() {
+        let error = refusal(
+            "scontrol",
+            "slurm_load_jobs error: Invalid job id specified\n",
+        );
+        assert!(error.is_not_found());
+        for text in [
+            "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+            "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+            "sinfo: fatal: Could not establish a configuration source",
+        ] {
+            assert!(refusal("sbatch", text).is_unreachable(), "{text}");
+        }
+    }
+}
