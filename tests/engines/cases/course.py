@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-LIMIT = 120  # seconds until a command shows what it has to
+LIMIT = 240  # seconds until a command shows what it has to
 
 
 def commands(page):

@@ -94,11 +94,6 @@ pub(crate) trait Engine {
         ))
     }
 
-    /// How often a job that is waited for is looked at.
-    fn poll(&self) -> Duration {
-        Duration::from_millis(200)
-    }
-
     /// The nodes, and what of them is allocated.
     ///
     /// # Errors
