@@ -4,6 +4,8 @@ mod get;
 #[cfg(feature = "image")]
 mod image;
 mod list;
+#[cfg(feature = "ray")]
+mod ray;
 mod submit;
 mod top;
 
@@ -66,6 +68,10 @@ enum Command {
     /// The volumes that jobs can mount.
     #[command(subcommand)]
     Data(top::DataCommand),
+    /// Start and stop a Ray on this host.
+    #[cfg(feature = "ray")]
+    #[command(subcommand)]
+    Ray(ray::RayCommand),
     /// Images of containers with a program in them.
     #[cfg(feature = "image")]
     #[command(subcommand)]
@@ -139,6 +145,8 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::PortForward(arguments) => forward(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
+        #[cfg(feature = "ray")]
+        Command::Ray(command) => ray::run(command, place),
         #[cfg(feature = "image")]
         Command::Image(command) => image::run(command),
     }

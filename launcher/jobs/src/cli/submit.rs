@@ -150,7 +150,7 @@ impl SubmitArgs {
             tensorboard: self.tensorboard,
             logdir: self.logdir.clone(),
             program,
-            address: place.address.clone(),
+            address: place.address.of(self.engine),
             options: self.options.clone(),
         }
     }

@@ -6,6 +6,7 @@
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 pub(crate) mod local;
+mod process;
 #[cfg(feature = "ray")]
 pub(crate) mod ray;
 #[cfg(feature = "slurm")]
@@ -98,11 +99,6 @@ pub(crate) trait Engine {
     /// # Errors
     /// When the engine refuses it or does not answer.
     fn nodes(&self) -> Result<Vec<NodeUsage>>;
-
-    /// How long to wait between two questions about one job.
-    fn poll(&self) -> Duration {
-        Duration::from_millis(200)
-    }
 
     /// The volumes that jobs can mount.
     ///

@@ -18,6 +18,7 @@ impl Memory {
     }
 
     /// In whole mebibytes, rounded up, as Slurm takes it.
+    #[cfg(any(feature = "slurm", test))]
     pub(crate) fn mebibytes(self) -> u64 {
         self.0.div_ceil(1 << 20)
     }

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::state::{LocalState, NodeState, ProcessIdentity};
+use super::state::{LocalState, NodeState};
 use super::{POLL, agent_words, node_log};
+use crate::engine::process::ProcessIdentity;
 use crate::error::{Error, Result};
 use crate::job::{JobRecord, JobStatus};
 use crate::output::now;

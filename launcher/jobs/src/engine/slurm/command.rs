@@ -6,103 +6,107 @@ use std::process::{Command, Output, Stdio};
 use crate::error::{Error, Result};
 
 /// What Slurm says, what kind of error that is, and what to do.
-const ERRORS: [(&str, Fault, &str); 19] = [
-    ("Invalid job id", Fault::NotFound, "Slurm has forgotten it"),
+const ERRORS: [(&str, ErrorClass, &str); 19] = [
+    (
+        "Invalid job id",
+        ErrorClass::NotFound,
+        "Slurm has forgotten it",
+    ),
     (
         "invalid partition",
-        Fault::Refused,
+        ErrorClass::Refused,
         "`sinfo -s` shows the partitions; give one by --partition",
     ),
     (
         "Invalid qos",
-        Fault::Refused,
+        ErrorClass::Refused,
         "--priority names a QOS; `sacctmgr show qos` lists them",
     ),
     (
         "Invalid account",
-        Fault::Refused,
+        ErrorClass::Refused,
         "`sacctmgr show assoc user=$USER` shows your accounts and partitions; give them by --account and --partition",
     ),
     (
         "Invalid feature",
-        Fault::Refused,
+        ErrorClass::Refused,
         "`sinfo -o '%n %f'` shows the features of nodes; --constraint names them",
     ),
     (
         "Invalid generic resource",
-        Fault::Refused,
+        ErrorClass::Refused,
         "no node has such GPUs; `accel-launch jobs top nodes --engine slurm` shows what there is",
     ),
     (
         "node configuration is not available",
-        Fault::Refused,
+        ErrorClass::Refused,
         "no node has so much; ask for fewer --nodes, --cpus or --gpus or less --memory; \
          `accel-launch jobs top nodes --engine slurm` shows what there is",
     ),
     (
         "More processors requested than permitted",
-        Fault::Refused,
+        ErrorClass::Refused,
         "ask for fewer --cpus",
     ),
     (
         "Node count specification invalid",
-        Fault::Refused,
+        ErrorClass::Refused,
         "the partition has no so many nodes; ask for fewer --nodes",
     ),
     (
         "time limit is invalid",
-        Fault::Refused,
+        ErrorClass::Refused,
         "`sinfo -s` shows the limits of partitions; give a shorter --time",
     ),
     (
         "violates accounting/QOS policy",
-        Fault::Refused,
+        ErrorClass::Refused,
         "a quota of yours is used up, or the job is larger than a quota; `sacctmgr show assoc user=$USER` shows them",
     ),
     (
         "not permitted",
-        Fault::Refused,
+        ErrorClass::Refused,
         "you have no right to it; ask for another --partition, --account or --priority",
     ),
     (
         "permission denied",
-        Fault::Refused,
+        ErrorClass::Refused,
         "you have no right to it; the job may be another user's",
     ),
     (
         "Unable to contact slurm controller",
-        Fault::Unreachable,
+        ErrorClass::Unreachable,
         "`scontrol ping` shows whether its controller is up; try again",
     ),
     (
         "timed out",
-        Fault::Unreachable,
+        ErrorClass::Unreachable,
         "its controller is busy; try again",
     ),
     (
         "Zero Bytes were transmitted",
-        Fault::Unreachable,
+        ErrorClass::Unreachable,
         "its controller was interrupted; try again",
     ),
     (
         "temporarily",
-        Fault::Unreachable,
+        ErrorClass::Unreachable,
         "its controller is busy; try again",
     ),
     (
         "configuration",
-        Fault::Unreachable,
+        ErrorClass::Unreachable,
         "this machine is no client of Slurm; log in to one, or set SLURM_CONF",
     ),
     (
         "munge",
-        Fault::Unreachable,
+        ErrorClass::Unreachable,
         "this machine cannot prove to Slurm who you are; is munged running?",
     ),
 ];
 
 #[derive(Clone, Copy)]
-enum Fault {
+enum ErrorClass {
     NotFound,
     Refused,
     Unreachable,
@@ -176,9 +180,11 @@ fn refusal(program: &str, errors: &str) -> Error {
         .iter()
         .find(|(part, _, _)| lower.contains(&part.to_lowercase()));
     match known {
-        Some((_, Fault::NotFound, advice)) => Error::not_found(format!("{words}: {advice}")),
-        Some((_, Fault::Refused, advice)) => Error::refused(format!("{words}: {advice}")),
-        Some((_, Fault::Unreachable, advice)) => Error::unreachable(format!("{words}: {advice}")),
+        Some((_, ErrorClass::NotFound, advice)) => Error::not_found(format!("{words}: {advice}")),
+        Some((_, ErrorClass::Refused, advice)) => Error::refused(format!("{words}: {advice}")),
+        Some((_, ErrorClass::Unreachable, advice)) => {
+            Error::unreachable(format!("{words}: {advice}"))
+        }
         None => Error::refused(words),
     }
 }
