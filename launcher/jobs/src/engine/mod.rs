@@ -94,6 +94,11 @@ pub(crate) trait Engine {
         ))
     }
 
+    /// How long to wait between two questions about one job.
+    fn poll(&self) -> Duration {
+        Duration::from_millis(200)
+    }
+
     /// The nodes, and what of them is allocated.
     ///
     /// # Errors
