@@ -50,7 +50,10 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
             .map_err(failed("signals cannot be watched"))?;
     }
     let mut job = LocalJob::start(&record, folder, stop)?;
-    job.run()
+    let done = job.run();
+    // Where the state could not be written, say: nobody would end them.
+    job.end(Signal::TERM);
+    done
 }
 
 /// A running job.
