@@ -24,7 +24,7 @@ engine_up() {
     PREFIX=${PREFIX:-ak$$} "$KUBERNETES" up "$CLUSTER" || return 1
     REGISTRY=$(here printenv ENGINE_REGISTRY)
     # In place of the cluster's DNS.
-    here setsid "$CASES/kubernetes-dns.py" "${REGISTRY%:*}" "$CLUSTER/kubeconfig" >"$CLUSTER/log/dns" 2>&1 </dev/null &
+    here setsid "$CASES/kubernetes-dns.py" "${REGISTRY%:*}" "$CLUSTER" >"$CLUSTER/log/dns" 2>&1 </dev/null &
     local node
     for node in 1 2; do
         printf 'nameserver %s\nsearch default.svc.cluster.local team.svc.cluster.local\n' "${REGISTRY%:*}" \
