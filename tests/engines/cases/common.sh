@@ -131,7 +131,7 @@ run_engine() {
     if [ -n "$why" ]; then
         say "SKIPPED: $ENGINE: $why"
         RESULTS+=("$ENGINE: SKIPPED: $why")
-        [ -z "${ENGINES_TESTS_REQUIRE:-}" ] || FAILED=1
+        [ -z "${ENGINE_TESTS_REQUIRE:-}" ] || FAILED=1
         return 0
     fi
     local began=$SECONDS
