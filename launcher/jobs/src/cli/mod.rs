@@ -20,7 +20,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::engine::{Engine, LogsMode, LogsRequest, PortPair, connect};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, JobStatus, Records};
+use crate::job::{JobDetails, JobRecord, JobStatus, Records, Role};
 use crate::output::print;
 use crate::spec::{EngineAddress, EngineKind, JobName};
 use submit::SubmitArgs;
@@ -214,7 +214,7 @@ fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Re
 fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
     let (records, record, engine) = place.job(&arguments.name)?;
     let request = LogsRequest {
-        instance: arguments.instance.clone(),
+        node: node(&record, arguments.instance.as_deref())?,
         mode: if arguments.follow {
             LogsMode::Follow
         } else {
@@ -227,6 +227,22 @@ fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
         Err(error) if !error.is_broken_pipe() => Err(error),
         _ => Ok(ExitCode::SUCCESS),
     }
+}
+
+/// The node whose instance has this name; node 0 where none is named.
+fn node(record: &JobRecord, instance: Option<&str>) -> Result<usize> {
+    let Some(wanted) = instance else {
+        return Ok(0);
+    };
+    let job = record.spec.name.as_str();
+    let nodes = 0..record.spec.nodes.get();
+    let names: Vec<_> = nodes.map(|node| Role::instance_name(job, node)).collect();
+    names.iter().position(|name| name == wanted).ok_or_else(|| {
+        Error::usage(format!(
+            "job {job} has no instance {wanted:?}; it has {}",
+            names.join(", ")
+        ))
+    })
 }
 
 fn forward(arguments: &ForwardArgs, place: &Place) -> Result<ExitCode> {

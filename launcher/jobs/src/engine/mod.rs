@@ -60,10 +60,10 @@ pub(crate) trait Engine {
     /// [`Error::is_not_found`] when the engine has forgotten it; otherwise when it does not answer.
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails>;
 
-    /// Writes the output of an instance, that of node 0 unless one is named.
+    /// Writes the output of an instance.
     ///
     /// # Errors
-    /// When there is no such instance, or `output` cannot be written.
+    /// When the engine refuses it or does not answer, or `output` cannot be written.
     fn logs(
         &self,
         job: &JobRecord,
@@ -135,8 +135,8 @@ pub(crate) struct PortPair {
 /// Which output of a job.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LogsRequest {
-    /// The name of an instance, as `jobs get` shows it.
-    pub(crate) instance: Option<String>,
+    /// That of this node's instance.
+    pub(crate) node: usize,
     /// Whether to go on while the job runs, its restarts included.
     pub(crate) mode: LogsMode,
     /// Only so many of the last lines.

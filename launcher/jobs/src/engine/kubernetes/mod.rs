@@ -26,7 +26,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{Engine, LogsRequest, PortPair, Submitted, Volume};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
+use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
 use crate::spec::{EngineAddress, JobSpec};
 use cluster::Cluster;
@@ -135,24 +135,8 @@ impl Engine for KubernetesEngine {
         output: &mut dyn Write,
     ) -> Result<()> {
         let cluster = self.of_job(job, folder)?;
-        let name = job.spec.name.as_str();
-        let names: Vec<String> = (0..job.spec.nodes.get())
-            .map(|node| Role::instance_name(name, node))
-            .collect();
-        let node = match &request.instance {
-            None => 0,
-            Some(wanted) => names
-                .iter()
-                .position(|name| name == wanted)
-                .ok_or_else(|| {
-                    Error::usage(format!(
-                        "job {name} has no instance {wanted:?}; it has {}",
-                        names.join(", ")
-                    ))
-                })?,
-        };
         self.runtime
-            .block_on(logs::logs(&cluster, job, node, request, output))
+            .block_on(logs::logs(&cluster, job, request.node, request, output))
     }
 
     fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {

@@ -134,28 +134,12 @@ impl Engine for LocalEngine {
 
     fn logs(
         &self,
-        job: &JobRecord,
+        _job: &JobRecord,
         folder: &Path,
         request: &LogsRequest,
         output: &mut dyn Write,
     ) -> Result<()> {
-        let name = job.spec.name.as_str();
-        let names: Vec<String> = (0..job.spec.nodes.get())
-            .map(|node| Role::instance_name(name, node))
-            .collect();
-        let node = match &request.instance {
-            None => 0,
-            Some(wanted) => names
-                .iter()
-                .position(|name| name == wanted)
-                .ok_or_else(|| {
-                    Error::usage(format!(
-                        "job {name} has no instance {wanted:?}; it has {}",
-                        names.join(", ")
-                    ))
-                })?,
-        };
-        let path = node_log(folder, node);
+        let path = node_log(folder, request.node);
         match request.mode {
             LogsMode::Once => copy_tail(&path, request.tail, output),
             LogsMode::Follow => follow(&path, request.tail, output, || {

@@ -178,19 +178,9 @@ impl Engine for RayEngine {
         output: &mut dyn Write,
     ) -> Result<()> {
         let name = job.spec.name.as_str();
-        let names: Vec<String> = (0..job.spec.nodes.get())
-            .map(|node| Role::instance_name(name, node))
-            .collect();
         // The output of node 0 has no name in the log.
-        let instance = match &request.instance {
-            Some(wanted) if !names.contains(wanted) => {
-                return Err(Error::usage(format!(
-                    "job {name} has no instance {wanted:?}; it has {}",
-                    names.join(", ")
-                )));
-            }
-            wanted => wanted.as_deref().filter(|wanted| *wanted != names[0]),
-        };
+        let instance = (request.node > 0).then(|| Role::instance_name(name, request.node));
+        let instance = instance.as_deref();
         // How much of it has been shown.
         let mut shown = None;
         loop {

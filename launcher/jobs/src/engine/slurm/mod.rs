@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
+use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::spec::{JobName, JobSpec, on_path};
 use crate::tail::{copy_tail, follow};
 use command::{sbatch, slurm};
@@ -104,23 +104,7 @@ impl Engine for SlurmEngine {
         request: &LogsRequest,
         output: &mut dyn Write,
     ) -> Result<()> {
-        let names: Vec<String> = (0..job.spec.nodes.get())
-            .map(|node| Role::instance_name(job.spec.name.as_str(), node))
-            .collect();
-        let node = match &request.instance {
-            None => 0,
-            Some(wanted) => names
-                .iter()
-                .position(|name| name == wanted)
-                .ok_or_else(|| {
-                    Error::usage(format!(
-                        "job {} has no instance {wanted:?}; it has {}",
-                        job.spec.name,
-                        names.join(", ")
-                    ))
-                })?,
-        };
-        let path = node_log(folder, node);
+        let path = node_log(folder, request.node);
         let asked: Cell<Option<Instant>> = Cell::new(None);
         let is_over = || {
             if asked.get().is_some_and(|asked| asked.elapsed() < POLL) {
