@@ -14,7 +14,7 @@ use crate::host::Hosts;
 use crate::objective::Objective;
 use crate::output::{Display, Results};
 use crate::pool::{Pool, WorkerReuse};
-use crate::program::{Programs, Template};
+use crate::program::{OtherObjects, Programs, Template};
 use crate::runner::TrialRunner;
 use crate::scheduler::Scheduler;
 use crate::searcher::Searcher;
@@ -279,6 +279,10 @@ impl Search {
                 hosts,
                 template,
                 &spec.metric,
+                match spec.disable_strict_metric_checking {
+                    true => OtherObjects::Ignored,
+                    false => OtherObjects::Refused,
+                },
                 &spec.resources_per_trial,
                 spec.slots,
             )?;
