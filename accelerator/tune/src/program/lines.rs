@@ -209,7 +209,7 @@ const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 mod tests {
     use super::*;
 
-    fn report(line: &str, metric: &str) -> Option<MetricsLine> {
+    fn parsed(line: &str, metric: &str) -> Option<MetricsLine> {
         match parse(line, metric)? {
             Printed::Report(report) => Some(report),
             Printed::Other(_) => None,
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_line_with_the_metric_is_a_report() {
-        let report = report(
+        let report = parsed(
             "[rank 0] {\"loss\": 0.5, \"epoch\": 3, \"note\": \"x\", \"checkpoint\": \"c/1\"}\n",
             "loss",
         )
@@ -229,21 +229,21 @@ mod tests {
         );
         assert_eq!(report.checkpoint, Some(PathBuf::from("c/1")));
         for line in ["loss: 0.5", "{\"accuracy\": 1}", "{\"loss\": ", "", "{}"] {
-            assert_eq!(report(line, "loss"), None, "{line}");
+            assert_eq!(parsed(line, "loss"), None, "{line}");
         }
-        let nan = report("{\"loss\": \"NaN\"}", "loss").unwrap();
+        let nan = parsed("{\"loss\": \"NaN\"}", "loss").unwrap();
         assert!(nan.metrics.value("loss").unwrap().is_nan());
-        let null = report("{\"loss\": null}", "loss").unwrap();
+        let null = parsed("{\"loss\": null}", "loss").unwrap();
         assert!(null.metrics.value("loss").unwrap().is_nan());
     }
 
     #[test]
     fn numbers_that_python_writes_bare_are_read() {
         let line = r#"{"loss": NaN, "low": -Infinity, "high": [Infinity], "note": "\"NaN, \\"}"#;
-        let nan = report(line, "loss").unwrap();
+        let nan = parsed(line, "loss").unwrap();
         assert!(nan.metrics.value("loss").unwrap().is_nan());
         assert_eq!(nan.metrics.value("low"), Some(f64::NEG_INFINITY));
-        assert_eq!(report("{\"loss\": Nan}", "loss"), None);
+        assert_eq!(parsed("{\"loss\": Nan}", "loss"), None);
     }
 
     #[test]
@@ -285,8 +285,8 @@ mod tests {
 
     #[test]
     fn a_prefix_may_have_braces() {
-        let report = report("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
+        let report = parsed("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
         assert_eq!(report.metrics, Metrics::from([("loss", 0.5)]));
-        assert_eq!(report("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
+        assert_eq!(parsed("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
     }
 }
