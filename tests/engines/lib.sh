@@ -4,7 +4,7 @@
 
 CACHE=${ENGINE_TESTS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/accelerate-tests}
 DEBIAN_MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
-LIMIT=${LIMIT:-300}         # seconds until an engine is up
+START_LIMIT=${START_LIMIT:-300}         # seconds until an engine is up
 LIFETIME=${LIFETIME:-3600}  # seconds until it is taken down, whoever forgot it
 
 # The version in Debian 12, and which of our changes to it is built.
@@ -32,7 +32,7 @@ begin() {
     trap 'exit 130' INT TERM HUP
     setsid bash -c 'sleep "$1" && exec "$0" down "$2"' "$SELF" "$LIFETIME" "$DIR" >/dev/null 2>&1 </dev/null &
     echo $! >"$DIR/keeper.pid"
-    DEADLINE=$((SECONDS + LIMIT))
+    DEADLINE=$((SECONDS + START_LIMIT))
 }
 
 # The engine is up.
@@ -42,7 +42,7 @@ done_() { UP=1; }
 again() {
     DIR=$(realpath -m "$1")
     NET=$(cat "$DIR/net" 2>/dev/null) || { say "there is no engine in $DIR"; exit 2; }
-    DEADLINE=$((SECONDS + LIMIT))
+    DEADLINE=$((SECONDS + START_LIMIT))
 }
 
 # until_ WHAT COMMAND...: waits for a command to succeed, until the deadline.

@@ -60,6 +60,19 @@ impl Error {
         self.kind == Kind::Unreachable
     }
 
+    /// Whether nobody reads what is written any more, as after `| head`.
+    pub(crate) fn is_broken_pipe(&self) -> bool {
+        let mut cause = self.source();
+        while let Some(error) = cause {
+            let io = error.downcast_ref::<std::io::Error>();
+            if io.is_some_and(|io| io.kind() == std::io::ErrorKind::BrokenPipe) {
+                return true;
+            }
+            cause = error.source();
+        }
+        false
+    }
+
     /// Attaches the error that led to this one.
     pub(crate) fn with_source(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.source = Some(Box::new(source));

@@ -131,7 +131,7 @@ run_engine() {
     if [ -n "$why" ]; then
         say "SKIPPED: $ENGINE: $why"
         RESULTS+=("$ENGINE: SKIPPED: $why")
-        [ -z "${ENGINES_TESTS_REQUIRE:-}" ] || FAILED=1
+        [ -z "${ENGINE_TESTS_REQUIRE:-}" ] || FAILED=1
         return 0
     fi
     local began=$SECONDS
@@ -183,7 +183,8 @@ command_set() {
     expect "^$name +0 +0 +RUNNING" jobs top jobs || true
     expect 'GPUs In Cluster' jobs top nodes --engine "$ENGINE" || true
     [ "$(jobs logs "$name" -t 2 | wc -l)" = 2 ] || fail "logs -t 2 are not two lines"
-    expect '' jobs logs "$name" -i "$name-worker-0" || true
+    # Of another node than that of rank 0, whose agent says where it has joined.
+    until_shown "joined|host 0|[Rr]ank" jobs logs "$name" -i "$name-worker-0" || true
     refuse 'worker-0' jobs logs "$name" -i nobody || true
     expect stopped jobs stop "$name" || true
     expect '^STATUS: STOPPED' jobs get "$name" || true

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """The cluster's names for pods of headless Services, as CoreDNS gives them: POD.SERVICE.NAMESPACE.svc.cluster.local is the
-address that the Service's Endpoints have for that host name. kubernetes-dns.py ADDRESS KUBECONFIG"""
+address that the Service's Endpoints have for that host name. kubernetes-dns.py ADDRESS FOLDER, that of the cluster."""
 import json
+import pathlib
 import socket
+import ssl
 import struct
-import subprocess
 import sys
+import urllib.error
+import urllib.request
 
 SUFFIX = ["svc", "cluster", "local"]
 TYPE_A = 1
@@ -13,31 +16,37 @@ NO_SUCH_NAME = 3
 TTL = 1  # seconds; pods come and go
 
 
-def address_of(labels, kubeconfig):
+def endpoints(namespace, service, folder):
+    url = f"https://{sys.argv[1]}:6443/api/v1/namespaces/{namespace}/endpoints/{service}"
+    token = (folder / "admin.token").read_text().strip()
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    try:
+        with urllib.request.urlopen(request, timeout=4, context=context) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError:
+        return {}
+
+
+def address_of(labels, folder):
     if len(labels) != 6 or labels[3:] != SUFFIX:
         return None
     host, service, namespace = labels[:3]
-    got = subprocess.run(
-        ["kubectl", "--kubeconfig", kubeconfig, "-n", namespace, "get", "endpoints", service, "-o", "json"],
-        capture_output=True, timeout=10,
-    )
-    if got.returncode:
-        return None
-    for subset in json.loads(got.stdout).get("subsets") or []:
+    for subset in endpoints(namespace, service, folder).get("subsets") or []:
         for address in (subset.get("addresses") or []) + (subset.get("notReadyAddresses") or []):
             if address.get("hostname") == host:
                 return address["ip"]
     return None
 
 
-def answer(query, kubeconfig):
+def answer(query, folder):
     labels, at = [], 12
     while query[at]:
         labels.append(query[at + 1 : at + 1 + query[at]].decode("ascii").lower())
         at += 1 + query[at]
     question = query[12 : at + 5]
     (wanted,) = struct.unpack(">H", query[at + 1 : at + 3])
-    address = address_of(labels, kubeconfig)
+    address = address_of(labels, folder)
     records = b""
     if address and wanted == TYPE_A:
         records = b"\xc0\x0c" + struct.pack(">HHIH", TYPE_A, 1, TTL, 4) + socket.inet_aton(address)
@@ -51,8 +60,8 @@ def main():
     while True:
         query, client = server.recvfrom(512)
         try:
-            server.sendto(answer(query, sys.argv[2]), client)
-        except (IndexError, UnicodeDecodeError, subprocess.TimeoutExpired) as error:
+            server.sendto(answer(query, pathlib.Path(sys.argv[2])), client)
+        except (IndexError, UnicodeDecodeError, OSError) as error:
             print(f"no answer to {client}: {error}", file=sys.stderr)
 
 

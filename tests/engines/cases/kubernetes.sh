@@ -24,7 +24,7 @@ engine_up() {
     PREFIX=${PREFIX:-ak$$} "$KUBERNETES" up "$CLUSTER" || return 1
     REGISTRY=$(here printenv ENGINE_REGISTRY)
     # In place of the cluster's DNS.
-    here setsid "$CASES/kubernetes-dns.py" "${REGISTRY%:*}" "$CLUSTER/kubeconfig" >"$CLUSTER/log/dns" 2>&1 </dev/null &
+    here setsid "$CASES/kubernetes-dns.py" "${REGISTRY%:*}" "$CLUSTER" >"$CLUSTER/log/dns" 2>&1 </dev/null &
     local node
     for node in 1 2; do
         printf 'nameserver %s\nsearch default.svc.cluster.local team.svc.cluster.local\n' "${REGISTRY%:*}" \
@@ -32,13 +32,13 @@ engine_up() {
     done
     images || return 1
     sed "s|\$ENGINE_DIR|$ENGINE_DIR|" "$CASES/kubernetes.yaml" | kube apply -f - >/dev/null || return 1
-    SUBMIT=(--image "$REGISTRY/team/app:1" --data "work:$ENGINE_DIR")
+    SUBMIT=(--image "$REGISTRY/team/app:1" --data "training-data:$ENGINE_DIR")
 }
 
 # An image with the programs, and one with git.
 images() {
     local app=$ENGINE_DIR/app git=$ENGINE_DIR/git name library
-    mkdir -p "$ENGINE_DIR/data" "$app/usr/local/bin" "$app/app" "$git/usr/bin" "$git/lib64"
+    mkdir -p "$app/usr/local/bin" "$app/app" "$git/usr/bin" "$git/lib64"
     cp "$LAUNCHER" "$app/usr/local/bin/accel-launch"
     for name in regression mnist resumable; do cp "$EXAMPLES/$name" "$app/app/"; done
     here "$PWD/tests/engines/image" --push "http://$REGISTRY" team/app:1 "$app" --from base:1 >/dev/null || return 1
@@ -251,7 +251,9 @@ kubernetes_speed() {
     submit fast -- 'echo here; sleep 100' >/dev/null
     until_shown here jobs logs fast
     ours=$((($(date +%s%N) - began) / 1000000))
+    began=$(date +%s%N)
     expect stopped jobs stop fast --forget
+    RESULTS+=("kubernetes: stopped, with nothing left, in $((($(date +%s%N) - began) / 1000000)) ms")
     began=$(date +%s%N)
     kube create job plain --image "$REGISTRY/team/app:1" -- sh -c 'echo here; sleep 100' >/dev/null
     until_shown here kube logs job/plain

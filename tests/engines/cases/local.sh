@@ -11,8 +11,14 @@ lose_node() {
     kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["nodes"][1]["agent"]["pid"])' "$state")"
 }
 
-# Processes whose command line names the job's folder.
-engine_left() { pgrep -af "accel-jobs/$1" || true; }
+# Processes that the supervisor has started, and those whose command line names the job's folder.
+engine_left() {
+    local state=$XDG_STATE_HOME/accel-jobs/$1/state.json pid
+    for pid in $(python3 -c 'import json, sys; print(*(x["agent"]["pid"] for x in json.load(open(sys.argv[1]))["nodes"]))' "$state"); do
+        ! kill -0 "$pid" 2>/dev/null || echo "agent $pid"
+    done
+    pgrep -af "accel-jobs/$1" || true
+}
 
 engine_tests() {
     local name=local-time
@@ -26,6 +32,7 @@ engine_tests() {
     expect submitted jobs submit --name "$name" --nodes 2 -- sleep 100
     kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["supervisor"]["pid"])' "$XDG_STATE_HOME/accel-jobs/$name/state.json")"
     until_shown 'supervisor was killed' jobs get "$name"
-    expect stopped jobs stop "$name" --forget
+    expect stopped jobs stop "$name"
     [ -z "$(engine_left "$name")" ] || fail "stop leaves agents whose supervisor was killed"
+    expect stopped jobs stop "$name" --forget
 }

@@ -199,7 +199,7 @@ slurm_cancelled() {
 slurm_forgotten() {
     local record=$XDG_STATE_HOME/accel-jobs/slurm-forgotten/job.json
     plain slurm-forgotten -- sh -c 'exit 3' >/dev/null
-    until_shown 'STATUS: FAILED' jobs get slurm-forgotten
+    until_shown FAILED here squeue -h -t all -n slurm-forgotten -o %T
     sed -i 's/"id": ".*"/"id": "999999"/' "$record"
     expect 'FAILURE: .*exit code 3' jobs get slurm-forgotten
     expect stopped jobs stop slurm-forgotten

@@ -82,7 +82,9 @@ impl Failure {
     fn text(&self) -> String {
         let code = self
             .exit_code
-            .map(|code| format!(", exit code {code}"))
+            .map(|code| format!("exit code {code}"))
+            .filter(|code| !self.reason.contains(code))
+            .map(|code| format!(", {code}"))
             .unwrap_or_default();
         let instance = self
             .instance

@@ -4,6 +4,8 @@ mod get;
 #[cfg(feature = "image")]
 mod image;
 mod list;
+#[cfg(feature = "ray")]
+mod ray;
 mod submit;
 mod top;
 
@@ -66,6 +68,10 @@ enum Command {
     /// The volumes that jobs can mount.
     #[command(subcommand)]
     Data(top::DataCommand),
+    /// Start and stop a Ray on this host.
+    #[cfg(feature = "ray")]
+    #[command(subcommand)]
+    Ray(ray::RayCommand),
     /// Images of containers with a program in them.
     #[cfg(feature = "image")]
     #[command(subcommand)]
@@ -139,6 +145,8 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::PortForward(arguments) => forward(arguments, place),
         Command::Top(command) => top::run(command, place),
         Command::Data(command) => top::data(command, place),
+        #[cfg(feature = "ray")]
+        Command::Ray(command) => ray::run(command, place),
         #[cfg(feature = "image")]
         Command::Image(command) => image::run(command),
     }
@@ -181,19 +189,25 @@ impl Place {
 /// What is known of a job now; where its engine has forgotten it, what was known before.
 fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Result<JobDetails> {
     let folder = records.job_folder(&record.spec.name);
-    let details = match (engine.get(record, &folder), &record.last) {
-        (Err(error), Some(last)) if error.is_not_found() => {
-            let mut last = last.clone();
+    let details = match engine.get(record, &folder) {
+        Err(error) if error.is_not_found() => {
+            // Whoever has stopped the job meanwhile has written how it ended.
+            *record = records.read(&record.spec.name)?;
+            let Some(mut last) = record.last.clone() else {
+                return Err(error);
+            };
             if !last.status.is_final() {
                 last.status = JobStatus::Unknown;
                 last.reason = Some(error.to_string());
             }
             last
         }
-        (found, _) => found?,
+        found => found?,
     };
-    record.last = Some(details.clone());
-    records.write(record)?;
+    if record.last.as_ref() != Some(&details) {
+        record.last = Some(details.clone());
+        records.write(record)?;
+    }
     Ok(details)
 }
 
@@ -209,8 +223,10 @@ fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
         tail: arguments.tail,
     };
     let folder = records.job_folder(&arguments.name);
-    engine.logs(&record, &folder, &request, &mut io::stdout().lock())?;
-    Ok(ExitCode::SUCCESS)
+    match engine.logs(&record, &folder, &request, &mut io::stdout().lock()) {
+        Err(error) if !error.is_broken_pipe() => Err(error),
+        _ => Ok(ExitCode::SUCCESS),
+    }
 }
 
 fn forward(arguments: &ForwardArgs, place: &Place) -> Result<ExitCode> {

@@ -49,8 +49,9 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "TIME", value_parser = time_limit, alias = "running-timeout")]
     time: Option<Duration>,
 
-    /// A variable of the ranks; can be repeated.
-    #[arg(short, long, value_name = "NAME=VALUE", value_parser = variable)]
+    /// A variable of the ranks; can be repeated. NAME alone has the value that it has here, which no list of processes
+    /// shows.
+    #[arg(short, long, value_name = "NAME[=VALUE]", value_parser = variable)]
     env: Vec<(String, String)>,
 
     /// The folder in which the program starts.
@@ -108,7 +109,10 @@ pub(super) fn run(arguments: &SubmitArgs, place: &Place) -> Result<ExitCode> {
         records.write(&record)?;
         let submitted = engine.submit(&spec, &folder)?;
         record.id = submitted.id;
-        records.write(&record)?;
+        // A job without a record could not be stopped by its name.
+        records.write(&record).inspect_err(|_| {
+            let _ = engine.stop(&record, &folder);
+        })?;
         Ok(submitted.created)
     };
     let created = submit().inspect_err(|_| {
@@ -150,7 +154,7 @@ impl SubmitArgs {
             tensorboard: self.tensorboard,
             logdir: self.logdir.clone(),
             program,
-            address: place.address.clone(),
+            address: place.address.of(self.engine),
             options: self.options.clone(),
         }
     }
@@ -173,6 +177,12 @@ fn variable(text: &str) -> std::result::Result<(String, String), String> {
     };
     match text.split_once('=') {
         Some((name, value)) if is_name(name) => Ok((name.to_owned(), value.to_owned())),
+        None if is_name(text) => match std::env::var(text) {
+            Ok(value) => Ok((text.to_owned(), value)),
+            Err(_) => Err(format!(
+                "{text} has no value here; give NAME=VALUE, or set it"
+            )),
+        },
         _ => Err("expected NAME=VALUE, with a name of letters, digits and '_'".to_owned()),
     }
 }

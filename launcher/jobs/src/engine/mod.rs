@@ -6,6 +6,7 @@
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 pub(crate) mod local;
+mod process;
 #[cfg(feature = "ray")]
 pub(crate) mod ray;
 #[cfg(feature = "slurm")]
@@ -93,7 +94,7 @@ pub(crate) trait Engine {
         ))
     }
 
-    /// How often a job that is waited for is looked at.
+    /// How long to wait between two questions about one job.
     fn poll(&self) -> Duration {
         Duration::from_millis(200)
     }

@@ -51,7 +51,7 @@ impl fmt::Display for JobStatus {
 }
 
 /// A job as its engine reports it. Times are seconds since 1970.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobDetails {
     pub(crate) name: String,
     /// What the engine runs it as: `LOCAL`, `SLURM`, `JOB`, `PYTORCHJOB`, `TRAINJOB`, `RAY`.
@@ -76,7 +76,7 @@ pub(crate) struct JobDetails {
 }
 
 /// The part of a job on one node.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Instance {
     /// `NAME-master-0` for node 0, `NAME-worker-K` for node K + 1, or what the engine calls it.
     pub(crate) name: String,
@@ -121,7 +121,7 @@ impl Role {
 }
 
 /// Why a job failed.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Failure {
     /// The instance that failed first, where that is known.
     pub(crate) instance: Option<String>,

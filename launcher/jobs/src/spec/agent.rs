@@ -52,12 +52,14 @@ impl<'a> AgentCommand<'a> {
     }
 
     /// How many seconds agents wait for one another, at first and after a loss.
+    #[cfg(feature = "slurm")]
     pub(crate) fn join_timeout(mut self, seconds: u64) -> Self {
         self.join_timeout = Some(seconds);
         self
     }
 
     /// How many seconds ranks have to save after SIGTERM.
+    #[cfg(feature = "slurm")]
     pub(crate) fn grace(mut self, seconds: u64) -> Self {
         self.grace = Some(seconds);
         self

@@ -75,6 +75,32 @@ impl EngineAddress {
     }
 }
 
+impl EngineAddress {
+    /// This address, with what the environment says of that of the engine `kind`.
+    pub(crate) fn of(&self, kind: EngineKind) -> Self {
+        match kind {
+            #[cfg(feature = "ray")]
+            EngineKind::Ray => {
+                let mut address = self.clone();
+                address.ray_address = Some(self.ray());
+                address
+            }
+            _ => self.clone(),
+        }
+    }
+
+    /// Where Ray's dashboard is.
+    #[cfg(feature = "ray")]
+    pub(crate) fn ray(&self) -> String {
+        let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let given = self.ray_address.clone();
+        let found = given
+            .or_else(|| variable("RAY_API_SERVER_ADDRESS"))
+            .or_else(|| variable("RAY_ADDRESS"));
+        found.unwrap_or_else(|| "http://127.0.0.1:8265".to_owned())
+    }
+}
+
 impl fmt::Display for EngineKind {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.pad(match self {

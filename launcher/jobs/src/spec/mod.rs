@@ -28,6 +28,8 @@ pub(crate) use image::include;
 pub(crate) use kubernetes::{DataMount, ObjectKind, SyncMode, Taint};
 pub(crate) use name::JobName;
 pub(crate) use quantity::{Memory, time_limit};
+#[cfg(feature = "ray")]
+pub(crate) use ray::RayPlacement;
 
 use crate::error::{Error, Result};
 

@@ -1,5 +1,5 @@
 //! Images of programs, on a real registry: Debian's `docker-registry`. Where it is missing, tests say so and pass, and fail
-//! with `ENGINES_TESTS_REQUIRE=1`.
+//! with `ENGINE_TESTS_REQUIRE=1`.
 
 #![cfg(feature = "image")]
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]

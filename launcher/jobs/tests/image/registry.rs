@@ -223,7 +223,7 @@ fn is_there(program: &str, package: &str) -> bool {
     let is_there = std::env::split_paths(&path).any(|folder| folder.join(program).is_file());
     if !is_there {
         let required =
-            std::env::var_os("ENGINES_TESTS_REQUIRE").is_some_and(|value| !value.is_empty());
+            std::env::var_os("ENGINE_TESTS_REQUIRE").is_some_and(|value| !value.is_empty());
         assert!(
             !required,
             "{program} is required and not there; install Debian's package {package}"

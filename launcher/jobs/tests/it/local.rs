@@ -77,9 +77,7 @@ fn a_failure_is_shown_with_its_rank_and_last_lines() {
     jobs.refused(&["wait", "a"], 1, "job a has ended as FAILED");
     let shown = jobs.ok(&["get", "a"]);
     assert!(
-        shown.contains(
-            "FAILURE: a-worker-0: rank 1: it ended with exit code 7, exit code 7\n  before"
-        ),
+        shown.contains("FAILURE: a-worker-0: rank 1: it ended with exit code 7\n  before"),
         "{shown}"
     );
 }
@@ -158,6 +156,38 @@ fn a_job_whose_supervisor_is_killed_has_failed_and_can_be_stopped() {
     assert!(
         !std::path::Path::new(&format!("/proc/{agent}")).exists(),
         "agent {agent} is left"
+    );
+}
+
+#[test]
+fn what_this_engine_does_not_do_is_said() {
+    let jobs = Jobs::new();
+    let shown = submit(
+        &jobs,
+        "a",
+        &["--memory", "1Gi", "--priority", "high"],
+        "true",
+    );
+    assert!(
+        shown.contains("--memory, --priority means nothing here"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn logs_end_where_nobody_reads_them() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &[], "seq 100000");
+    jobs.ok(&["wait", "a"]);
+    let program = env!("CARGO_BIN_EXE_accel-jobs");
+    let line = format!(
+        "set -o pipefail; {program} --jobs-dir {} logs a | head -n 1",
+        jobs.folder().display()
+    );
+    let output = Command::new("bash").args(["-c", &line]).output().unwrap();
+    assert!(
+        output.status.success() && output.stderr.is_empty(),
+        "{output:?}"
     );
 }
 

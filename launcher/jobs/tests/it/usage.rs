@@ -43,6 +43,18 @@ fn what_is_wrong_is_named() {
             &["submit", "--name", "a", "--engine", "pbs", "--", "true"],
             "local",
         ),
+        (
+            &[
+                "submit",
+                "--name",
+                "a",
+                "--env",
+                "NOT_SET_ANYWHERE",
+                "--",
+                "true",
+            ],
+            "NOT_SET_ANYWHERE has no value here",
+        ),
         (&["submit", "--name", "a"], "PROGRAM"),
         (&["logs", "a", "-t", "-1"], "--tail"),
     ] {

@@ -11,7 +11,7 @@ use kube::core::DynamicObject;
 use kube::{Api, Client, Config, Resource};
 use serde::de::DeserializeOwned;
 
-use super::fault::{Fault, is_passing};
+use super::fault::{ApiFault, is_passing};
 use super::version::ServerVersion;
 use crate::error::{Error, Result};
 use crate::spec::EngineAddress;
@@ -149,7 +149,7 @@ impl Cluster {
     pub(super) async fn try_ask<T, F>(
         &self,
         question: impl Fn() -> F,
-    ) -> std::result::Result<T, Fault>
+    ) -> std::result::Result<T, ApiFault>
     where
         F: Future<Output = kube::Result<T>>,
     {
@@ -161,7 +161,7 @@ impl Cluster {
         &self,
         is_passing: fn(&kube::Error) -> bool,
         question: impl Fn() -> F,
-    ) -> std::result::Result<T, Fault>
+    ) -> std::result::Result<T, ApiFault>
     where
         F: Future<Output = kube::Result<T>>,
     {
@@ -173,8 +173,8 @@ impl Cluster {
                 (Ok(Err(error)), Some(pause)) if is_passing(&error) => {
                     tokio::time::sleep(*pause).await;
                 }
-                (Ok(Err(error)), _) => return Err(Fault::Said(error)),
-                (Err(_), _) => return Err(Fault::Silent(ANSWER_LIMIT)),
+                (Ok(Err(error)), _) => return Err(ApiFault::Said(error)),
+                (Err(_), _) => return Err(ApiFault::Silent(ANSWER_LIMIT)),
             }
         }
     }

@@ -9,7 +9,7 @@ use crate::error::Error;
 
 /// Why there is no answer.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(super) enum ApiFault {
     /// The server, or the way to it, said so.
     Said(kube::Error),
     /// Nobody said anything for so long.
@@ -26,7 +26,7 @@ pub(super) fn is_untouched(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == 429)
 }
 
-impl Fault {
+impl ApiFault {
     /// The status code of the answer, where there was one.
     pub(super) fn code(&self) -> Option<u16> {
         match self {

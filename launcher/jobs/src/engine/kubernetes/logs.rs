@@ -12,7 +12,7 @@ use tokio::time::sleep;
 
 use super::cluster::Cluster;
 use super::details::details;
-use super::fault::Fault;
+use super::fault::ApiFault;
 use super::pods::{self, NodePods};
 use crate::engine::{LogsMode, LogsRequest};
 use crate::error::{Error, Result};
@@ -158,7 +158,7 @@ async fn show(
         Ok(stream) => stream,
         // A kubelet that is gone is the server's 500 or 502; 400 is a container that has not begun, 404 a pod that is gone.
         Err(fault)
-            if matches!(fault, Fault::Silent(_))
+            if matches!(fault, ApiFault::Silent(_))
                 || matches!(fault.code(), Some(400 | 404 | 500..)) =>
         {
             if !follow {

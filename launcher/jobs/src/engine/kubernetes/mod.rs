@@ -91,7 +91,11 @@ impl Engine for KubernetesEngine {
             }
             version => version?,
         };
-        let placement = Placement::of(spec)?;
+        let mut spec = spec.clone();
+        if let Some(password) = spec.env.get_mut("GIT_SYNC_PASSWORD") {
+            *password = "(not shown)".to_owned();
+        }
+        let placement = Placement::of(&spec)?;
         Objects::of(placement.spec(), version, &token()?)?.yaml()
     }
 

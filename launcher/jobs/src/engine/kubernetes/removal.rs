@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service};
+use k8s_openapi::api::core::v1::{Pod, Secret, Service};
 use kube::api::{ApiResource, DeleteParams};
 use kube::core::DynamicObject;
 use kube::{Resource, ResourceExt};
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::output::{now, warn};
 
 /// How often it is looked whether anything is left.
-const POLL: Duration = Duration::from_millis(100);
+const POLL: Duration = Duration::from_millis(500);
 /// How long pods may take to end: their grace period, and some more.
 const LIMIT: Duration = Duration::from_secs(120);
 /// How long after the end of its grace period a pod is given up, whose node does not say that it has ended.
@@ -36,7 +36,6 @@ pub(super) async fn remove(cluster: &Cluster, job: &str) -> Result<()> {
         ApiResource::erase::<Deployment>(&()),
         ApiResource::erase::<Service>(&()),
         ApiResource::erase::<Secret>(&()),
-        ApiResource::erase::<ConfigMap>(&()),
     ];
     let mut there = Vec::new();
     for resource in resources {
@@ -94,7 +93,7 @@ async fn find(
 }
 
 fn is_optional(resource: &ApiResource) -> bool {
-    let kinds = ["PyTorchJob", "TrainJob", "Deployment", "ConfigMap"];
+    let kinds = ["PyTorchJob", "TrainJob", "Deployment"];
     kinds.contains(&resource.kind.as_str())
 }
 

@@ -92,9 +92,11 @@ impl Engine for LocalEngine {
             }
             thread::sleep(POLL);
         }
+        let mut created = vec![format!("job/{} created", spec.name)];
+        created.extend(ignored(spec));
         Ok(Submitted {
             id: child.id().to_string(),
-            created: vec![format!("job/{} created", spec.name)],
+            created,
         })
     }
 
@@ -203,6 +205,27 @@ impl Engine for LocalEngine {
             cpus_allocated: 0.0,
         }])
     }
+}
+
+/// What is asked of this engine and it does not do, in a line.
+fn ignored(spec: &JobSpec) -> Option<String> {
+    let resources = spec.resources;
+    let options = [
+        ("--cpus", resources.cpus.is_some()),
+        ("--gpus", resources.gpus > 0),
+        ("--memory", resources.memory.is_some()),
+        ("--priority", spec.priority.is_some()),
+    ];
+    let given: Vec<_> = options
+        .into_iter()
+        .filter_map(|(name, is_given)| is_given.then_some(name))
+        .collect();
+    (!given.is_empty()).then(|| {
+        format!(
+            "the local engine sets no limits: {} means nothing here",
+            given.join(", ")
+        )
+    })
 }
 
 /// The command of node `node`.

@@ -7,10 +7,11 @@ use std::thread;
 use std::time::Instant;
 
 use rustix::fs::FlockOperation;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::{POLL, node_log};
+use crate::engine::process::ProcessIdentity;
 use crate::job::{Failure, JobStatus, Role};
 use crate::spec::JobSpec;
 use crate::tail::last_lines;
@@ -43,38 +44,6 @@ pub(super) struct NodeState {
     pub(super) exit_code: Option<i32>,
     pub(super) ended: Option<u64>,
     pub(super) reason: Option<String>,
-}
-
-/// A process, told from a later one with the same number by the time of its start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct ProcessIdentity {
-    pub(super) pid: i32,
-    /// Clock ticks since the machine was started.
-    start_time: u64,
-}
-
-impl ProcessIdentity {
-    /// Of the process that has this number now.
-    pub(super) fn of(pid: i32) -> Option<Self> {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name, the second field, is in parentheses and may have blanks; the start time is field 22.
-        let (_, rest) = stat.rsplit_once(')')?;
-        let start_time = rest.split_whitespace().nth(19)?.parse().ok()?;
-        Some(Self { pid, start_time })
-    }
-
-    fn is_alive(self) -> bool {
-        Self::of(self.pid) == Some(self)
-    }
-
-    fn signal(self, signal: Signal) {
-        if self.is_alive()
-            && let Some(pid) = Pid::from_raw(self.pid)
-        {
-            // It may have ended meanwhile.
-            let _ = kill_process(pid, signal);
-        }
-    }
 }
 
 impl LocalState {

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::state::{LocalState, NodeState, ProcessIdentity};
+use super::state::{LocalState, NodeState};
 use super::{POLL, agent_words, node_log};
+use crate::engine::process::ProcessIdentity;
 use crate::error::{Error, Result};
 use crate::job::{JobRecord, JobStatus};
 use crate::output::now;
@@ -49,7 +50,10 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
             .map_err(failed("signals cannot be watched"))?;
     }
     let mut job = LocalJob::start(&record, folder, stop)?;
-    job.run()
+    let done = job.run();
+    // Where the state could not be written, say: nobody would end them.
+    job.end(Signal::TERM);
+    done
 }
 
 /// A running job.

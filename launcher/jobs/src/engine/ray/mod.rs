@@ -1,55 +1,331 @@
 //! The engine Ray.
+//!
+//! A job is one of Ray's Jobs API. What Ray starts is a driver (`gang.py`), once, on its head; the driver starts the agents
+//! as actors of a placement group, one a node. Program, launcher and driver travel in a package of files. What the driver
+//! knows it writes beside Ray's log of the job, where `get` reads it by Ray's API of logs.
+
+mod answers;
+mod client;
+pub(crate) mod cluster;
+mod details;
+mod gang;
+mod job_log;
+mod package;
 
 use std::io::Write;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use super::{Engine, LogsRequest, Submitted};
+use serde_json::{Value, json};
+
+use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
+use crate::output::shell_line;
 use crate::spec::{EngineAddress, JobSpec};
+use client::RayClient;
+use details::details;
+use gang::{GangJob, GangState};
+use package::Package;
 
 /// Jobs of Ray.
 #[derive(Debug)]
-pub(crate) struct RayEngine;
+pub(crate) struct RayEngine {
+    client: RayClient,
+}
+
+/// How long Ray lets a driver end its job, in place of 3 s.
+const STOP_WAIT: u64 = 60;
+/// How long the end of a job is waited for.
+const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
+const POLL: Duration = Duration::from_millis(500);
+/// In which Ray has noticed the end of a job.
+const WATCH: Duration = Duration::from_millis(2500);
 
 impl RayEngine {
-    /// Finds the engine.
+    /// The engine whose dashboard is at this address; nobody is asked yet.
     ///
     /// # Errors
-    /// When it is not there.
-    pub(crate) fn connect(_address: &EngineAddress) -> Result<Self> {
-        Err(Error::usage("not built yet"))
+    /// When the address is none of a dashboard.
+    pub(crate) fn connect(address: &EngineAddress) -> Result<Self> {
+        Ok(Self {
+            client: RayClient::new(&address.ray())?,
+        })
+    }
+
+    /// The body of the submission.
+    fn request(spec: &JobSpec, package: &Package) -> Result<Value> {
+        if spec.priority.is_some() {
+            return Err(Error::usage("--priority: Ray has no priorities"));
+        }
+        let job = GangJob::new(spec, &package.launcher, &package.program);
+        let job = serde_json::to_string(&job)
+            .map_err(|error| Error::system("cannot write JSON").with_source(error))?;
+        let mut env = spec.env.clone();
+        env.entry("RAY_JOB_STOP_WAIT_TIME_S".to_owned())
+            .or_insert_with(|| STOP_WAIT.to_string());
+        Ok(json!({
+            "entrypoint": shell_line(&["python", "gang.py", &job]),
+            "submission_id": spec.name,
+            "runtime_env": {"working_dir": package.uri(), "env_vars": env},
+        }))
+    }
+
+    /// Ends a job of which it is not known whether it was taken.
+    fn forget(&self, id: &str) {
+        // Ray does not answer, so it may not answer now.
+        if self.client.stop(id).is_ok() {
+            let _ = self.wait_for_end(id).and_then(|()| self.remove(id));
+        }
+    }
+
+    /// Makes Ray forget a job that has ended.
+    ///
+    /// Ray watches each job once a second. Where it finds no entry before it has noticed the end, it makes one of a job
+    /// that failed.
+    fn remove(&self, id: &str) -> Result<()> {
+        loop {
+            self.client.delete(id)?;
+            thread::sleep(WATCH);
+            match self.client.job(id) {
+                Ok(answer) if answer.status.is_final() => {}
+                Ok(_) => return Ok(()),
+                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn wait_for_end(&self, id: &str) -> Result<()> {
+        let deadline = Instant::now() + STOP_LIMIT;
+        while !self.client.job(id)?.status.is_final() {
+            if Instant::now() > deadline {
+                return Err(Error::unreachable(format!(
+                    "job {id} does not end; Ray at {} shows why",
+                    self.client.address()
+                )));
+            }
+            thread::sleep(POLL);
+        }
+        Ok(())
     }
 }
 
 impl Engine for RayEngine {
-    fn render(&self, _spec: &JobSpec) -> Result<String> {
-        Err(Error::usage("not built yet"))
+    fn render(&self, spec: &JobSpec) -> Result<String> {
+        let package = Package::build(spec)?;
+        let request = crate::output::json(&Self::request(spec, &package)?)?;
+        let address = self.client.address();
+        let mut text = format!("PUT {address}/api/packages/gcs/{}\n", package.name);
+        for (name, size) in &package.files {
+            text.push_str(&format!("  {name} ({size} bytes)\n"));
+        }
+        Ok(text + &format!("\nPOST {address}/api/jobs/\n{request}"))
     }
 
-    fn submit(&self, _spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
-        Err(Error::usage("not built yet"))
+    fn submit(&self, spec: &JobSpec, _folder: &Path) -> Result<Submitted> {
+        let id = spec.name.as_str();
+        let package = Package::build(spec)?;
+        let request = Self::request(spec, &package)?;
+        self.client.check_version()?;
+        // Ray answers a name that is taken with 500 and a traceback.
+        match self.client.job(id) {
+            Ok(_) => {
+                return Err(Error::refused(format!(
+                    "Ray at {} has a job {id} already; choose another --name, or stop that one where it was submitted",
+                    self.client.address()
+                )));
+            }
+            Err(error) if error.is_not_found() => {}
+            Err(error) => return Err(error),
+        }
+        let mut created = Vec::new();
+        if self.client.has_package(&package.name)? {
+            created.push(format!("package/{} unchanged", package.name));
+        } else {
+            self.client.put_package(&package.name, &package.bytes)?;
+            created.push(format!(
+                "package/{} uploaded ({} KiB)",
+                package.name,
+                package.bytes.len() >> 10
+            ));
+        }
+        self.client.submit(&request).inspect_err(|error| {
+            if error.is_unreachable() {
+                self.forget(id);
+            }
+        })?;
+        created.push(format!("job/{id} created"));
+        Ok(Submitted {
+            id: id.to_owned(),
+            created,
+        })
     }
 
-    fn get(&self, _job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
-        Err(Error::usage("not built yet"))
+    fn get(&self, job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
+        let id = job.spec.name.as_str();
+        let answer = self.client.job(id)?;
+        let state = GangState::read(&self.client, id, &answer);
+        Ok(details(job, &answer, state))
     }
 
     fn logs(
         &self,
-        _job: &JobRecord,
+        job: &JobRecord,
         _folder: &Path,
-        _request: &LogsRequest,
-        _output: &mut dyn Write,
+        request: &LogsRequest,
+        output: &mut dyn Write,
     ) -> Result<()> {
-        Err(Error::usage("not built yet"))
+        let name = job.spec.name.as_str();
+        let names: Vec<String> = (0..job.spec.nodes.get())
+            .map(|node| Role::instance_name(name, node))
+            .collect();
+        // The output of node 0 has no name in the log.
+        let instance = match &request.instance {
+            Some(wanted) if !names.contains(wanted) => {
+                return Err(Error::usage(format!(
+                    "job {name} has no instance {wanted:?}; it has {}",
+                    names.join(", ")
+                )));
+            }
+            wanted => wanted.as_deref().filter(|wanted| *wanted != names[0]),
+        };
+        // How much of it has been shown.
+        let mut shown = None;
+        loop {
+            let asked = Instant::now();
+            let answer = self.client.job(name)?;
+            let is_final = answer.status.is_final();
+            let log = self.client.logs(name)?;
+            let text = match job_log::output_of(&log, answer.job_id.as_deref(), instance) {
+                Some(text) => text,
+                // Its driver has not begun: what Ray says of it.
+                None if is_final => log,
+                None => String::new(),
+            };
+            let begin = shown
+                .filter(|shown| *shown > 0)
+                .unwrap_or_else(|| text.len() - job_log::tail_of(&text, request.tail).len());
+            let new = text.get(begin..).unwrap_or_default();
+            output
+                .write_all(new.as_bytes())
+                .and_then(|()| output.flush())
+                .map_err(|error| {
+                    Error::system(format!("the output of job {name} cannot be shown"))
+                        .with_source(error)
+                })?;
+            shown = Some(begin.max(text.len()));
+            if is_final || request.mode == LogsMode::Once {
+                return Ok(());
+            }
+            // Ray sends the whole log each time: a long one is asked for less often.
+            thread::sleep(POLL.max(4 * asked.elapsed()));
+        }
     }
 
-    fn stop(&self, _job: &JobRecord, _folder: &Path) -> Result<()> {
-        Err(Error::usage("not built yet"))
+    fn stop(&self, job: &JobRecord, _folder: &Path) -> Result<()> {
+        let id = job.spec.name.as_str();
+        let stop = || {
+            if !self.client.job(id)?.status.is_final() {
+                self.client.stop(id)?;
+                self.wait_for_end(id)?;
+            }
+            self.remove(id)
+        };
+        match stop() {
+            Err(error) if !error.is_not_found() => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {
-        Err(Error::usage("not built yet"))
+        let nodes = self.client.nodes()?;
+        let usage = self.client.usage()?;
+        let is_alive = |node: &answers::RayNode| node.state == "ALIVE";
+        let alive: Vec<_> = nodes.iter().filter(|node| is_alive(node)).collect();
+        // Ray goes on to list nodes that are gone, those that have come again as well.
+        let came_again = |node: &answers::RayNode| {
+            !is_alive(node) && alive.iter().any(|other| other.node_ip == node.node_ip)
+        };
+        let shown = nodes.iter().filter(|node| !came_again(node));
+        let total =
+            |node: &answers::RayNode, name| node.resources_total.get(name).copied().unwrap_or(0.0);
+        Ok(shown
+            .map(|node| NodeUsage {
+                name: node
+                    .node_name
+                    .clone()
+                    .unwrap_or_else(|| node.node_ip.clone()),
+                address: node.node_ip.clone(),
+                role: if node.is_head_node {
+                    "master"
+                } else {
+                    "<none>"
+                }
+                .to_owned(),
+                status: match is_alive(node) {
+                    true => "ready".to_owned(),
+                    false => node.state.to_lowercase(),
+                },
+                gpus: total(node, "GPU") as usize,
+                gpus_allocated: usage.used(&node.node_id, "GPU") as usize,
+                cpus: total(node, "CPU"),
+                cpus_allocated: usage.used(&node.node_id, "CPU"),
+            })
+            .collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    pub(super) fn spec() -> JobSpec {
+        serde_json::from_value(json!({
+            "name": "mnist", "engine": "ray", "nodes": 2, "nproc_per_node": "2",
+            "resources": {"cpus": null, "gpus": 1, "memory": 1 << 30}, "time_limit": {"secs": 90, "nanos": 0},
+            "env": {"A": "b c"}, "working_dir": null, "max_restarts": 3, "priority": null, "tensorboard": false,
+            "logdir": "/training_logs", "program": ["./mnist", "--text", "it's"], "address": {},
+            "options": {"slurm": {}, "kubernetes": {}, "ray": {}},
+        }))
+        .unwrap()
+    }
+
+    fn package() -> Package {
+        Package {
+            name: "_ray_pkg_0.zip".to_owned(),
+            bytes: Vec::new(),
+            files: BTreeMap::new(),
+            launcher: "./accel-launch".to_owned(),
+            program: "./mnist".to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_request_is_rays() {
+        let request = RayEngine::request(&spec(), &package()).unwrap();
+        let job = r#"{"name":"mnist","nodes":2,"command":["./accel-launch","--nnodes","2","--nproc-per-node","2","#
+            .to_owned()
+            + r#""--max-restarts","3","--","./mnist","--text","it'\''s"],"bundle":{"CPU":2,"GPU":1,"memory":1073741824},"#
+            + r#""strategy":"STRICT_SPREAD","max_restarts":3,"time_limit":90,"working_dir":null,"logdir":null}"#;
+        assert_eq!(
+            request,
+            json!({
+                "entrypoint": format!("python gang.py '{job}'"),
+                "submission_id": "mnist",
+                "runtime_env": {
+                    "working_dir": "gcs://_ray_pkg_0.zip",
+                    "env_vars": {"A": "b c", "RAY_JOB_STOP_WAIT_TIME_S": "60"},
+                },
+            })
+        );
+        let urgent = JobSpec {
+            priority: Some("high".to_owned()),
+            ..spec()
+        };
+        assert!(RayEngine::request(&urgent, &package()).is_err());
     }
 }

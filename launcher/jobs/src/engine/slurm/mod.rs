@@ -86,9 +86,10 @@ impl Engine for SlurmEngine {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
         let known = match find(job) {
             Ok(known) => known,
-            // It is over: what its script wrote last is how it ended.
-            Err(error) if error.is_not_found() => match (&run, end) {
-                (Some(run), Some(end)) => end.as_slurm_has_it(run),
+            // It is over: how it ended, Slurm said while it knew, or else its script has written.
+            Err(error) if error.is_not_found() => match (&job.last, &run, end) {
+                (Some(last), _, _) if last.status.is_final() => return Ok(last.clone()),
+                (_, Some(run), Some(end)) => end.as_slurm_has_it(run),
                 _ => return Err(error),
             },
             Err(error) => return Err(error),

@@ -85,7 +85,9 @@ impl Objects {
     /// When they cannot be written.
     pub(super) fn yaml(&self) -> Result<String> {
         let values: Vec<_> = self.all().map(|object| &object.value).collect();
-        serde_saphyr::to_string_multiple(&values)
+        // A long word stays on its line, where people look for it.
+        let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
+        serde_saphyr::to_string_multiple_with_options(&values, options)
             .map_err(|error| Error::system("cannot write YAML").with_source(error))
     }
 

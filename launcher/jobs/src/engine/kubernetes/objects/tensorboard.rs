@@ -56,6 +56,8 @@ pub(super) fn objects(spec: &JobSpec) -> Result<[Object; 2]> {
             enable_service_links: Some(false),
             image_pull_secrets: pull_secrets(spec),
             node_selector: node_selector(spec),
+            // It writes nothing.
+            termination_grace_period_seconds: Some(1),
             tolerations: tolerations(spec),
             volumes: Some(data_volumes(spec)),
             ..PodSpec::default()

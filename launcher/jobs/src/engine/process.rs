@@ -1,0 +1,40 @@
+//! Processes of this machine that outlive the command that started them.
+
+use std::fs;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+
+/// A process, told from a later one with the same number by the time of its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::engine) struct ProcessIdentity {
+    pub(in crate::engine) pid: i32,
+    /// Clock ticks since the machine was started.
+    start_time: u64,
+}
+
+impl ProcessIdentity {
+    /// Of the process that has this number now.
+    pub(in crate::engine) fn of(pid: i32) -> Option<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name, the second field, is in parentheses and may have blanks; the start time is field 22.
+        let (_, rest) = stat.rsplit_once(')')?;
+        let start_time = rest.split_whitespace().nth(19)?.parse().ok()?;
+        Some(Self { pid, start_time })
+    }
+
+    /// Whether it has not ended.
+    pub(in crate::engine) fn is_alive(self) -> bool {
+        Self::of(self.pid) == Some(self)
+    }
+
+    /// Sends it a signal; one that has ended is left alone.
+    pub(in crate::engine) fn signal(self, signal: Signal) {
+        if self.is_alive()
+            && let Some(pid) = Pid::from_raw(self.pid)
+        {
+            // It may have ended meanwhile.
+            let _ = kill_process(pid, signal);
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! What Ray answers, as far as it is read.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+/// A job of Ray's Jobs API.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct RayJob {
+    /// Ray's own number of the job, once its driver has one.
+    pub(super) job_id: Option<String>,
+    pub(super) status: RayStatus,
+    pub(super) message: Option<String>,
+    /// In milliseconds since 1970.
+    pub(super) end_time: Option<u64>,
+    /// The node on which the driver runs.
+    pub(super) driver_node_id: Option<String>,
+}
+
+/// How far Ray says that a job is, which is how far its driver is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub(super) enum RayStatus {
+    Pending,
+    Running,
+    Stopped,
+    Succeeded,
+    Failed,
+}
+
+impl RayStatus {
+    /// Whether the driver runs no more.
+    pub(super) fn is_final(self) -> bool {
+        matches!(self, Self::Stopped | Self::Succeeded | Self::Failed)
+    }
+}
+
+/// What a job has printed.
+#[derive(Deserialize)]
+pub(super) struct RayLogs {
+    pub(super) logs: String,
+}
+
+/// Which Ray it is.
+#[derive(Deserialize)]
+pub(super) struct RayVersion {
+    pub(super) ray_version: String,
+}
+
+/// Any answer of the state API.
+#[derive(Deserialize)]
+pub(super) struct StateAnswer<T> {
+    pub(super) data: T,
+}
+
+/// A list of the state API.
+#[derive(Deserialize)]
+pub(super) struct StateList<T> {
+    pub(super) result: StateRows<T>,
+}
+
+/// Its rows.
+#[derive(Deserialize)]
+pub(super) struct StateRows<T> {
+    pub(super) result: Vec<T>,
+}
+
+/// A node of the state API.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct RayNode {
+    pub(super) node_id: String,
+    pub(super) node_ip: String,
+    pub(super) node_name: Option<String>,
+    #[serde(default)]
+    pub(super) is_head_node: bool,
+    /// `ALIVE` or `DEAD`.
+    pub(super) state: String,
+    #[serde(default)]
+    pub(super) resources_total: BTreeMap<String, f64>,
+}
+
+/// The part of `/api/cluster_status` that says what is used, by node.
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub(super) struct RayUsage {
+    cluster_status: Option<ClusterStatus>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct ClusterStatus {
+    load_metrics_report: LoadMetrics,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct LoadMetrics {
+    usage_by_node: Option<BTreeMap<String, BTreeMap<String, [f64; 2]>>>,
+}
+
+impl RayUsage {
+    /// How much of a resource is used on a node.
+    pub(super) fn used(&self, node: &str, resource: &str) -> f64 {
+        let report = self
+            .cluster_status
+            .as_ref()
+            .map(|status| &status.load_metrics_report);
+        let nodes = report.and_then(|report| report.usage_by_node.as_ref());
+        let amounts = nodes.and_then(|nodes| nodes.get(node)?.get(resource));
+        amounts.map_or(0.0, |[used, _]| *used)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recorded_answers_are_read() {
+        // Of Ray 2.60, shortened.
+        let job = r#"{"type": "SUBMISSION", "job_id": "02000000", "submission_id": "t1", "driver_info": {"id": "02000000",
+            "node_ip_address": "10.77.0.1", "pid": "29223"}, "status": "SUCCEEDED", "entrypoint": "python gang.py", "message":
+            "Job finished successfully.", "error_type": null, "start_time": 1795648064664, "end_time": 1795648075891,
+            "metadata": null, "runtime_env": {}, "driver_agent_http_address": "http://10.77.0.1:52365", "driver_node_id":
+            "e7517e", "driver_exit_code": 0}"#;
+        let job: RayJob = serde_json::from_str(job).unwrap();
+        assert_eq!(job.status, RayStatus::Succeeded);
+        assert_eq!(job.driver_node_id.as_deref(), Some("e7517e"));
+
+        let nodes = r#"{"result": true, "msg": "", "data": {"result": {"total": 1, "num_after_truncation": 1, "num_filtered":
+            1, "result": [{"node_id": "cad2", "node_ip": "10.77.0.2", "is_head_node": false, "state": "ALIVE",
+            "state_message": null, "node_name": "10.77.0.2", "resources_total": {"memory": 22032997376.0, "CPU": 2.0}}],
+            "partial_failure_warning": "", "warnings": null}}}"#;
+        let nodes: StateAnswer<StateList<RayNode>> = serde_json::from_str(nodes).unwrap();
+        assert_eq!(nodes.data.result.result[0].resources_total["CPU"], 2.0);
+
+        let usage = r#"{"result": true, "data": {"autoscalingStatus": "", "clusterStatus": {"loadMetricsReport": {"usage": {},
+            "usageByNode": {"cad2": {"memory": [0.0, 22295088128.0], "CPU": [1.5, 2.0]}}}}}}"#;
+        let usage: StateAnswer<RayUsage> = serde_json::from_str(usage).unwrap();
+        assert_eq!(usage.data.used("cad2", "CPU"), 1.5);
+        assert_eq!(usage.data.used("cad2", "GPU"), 0.0);
+        // A cluster without its monitor.
+        let usage: StateAnswer<RayUsage> =
+            serde_json::from_str(r#"{"data": {"clusterStatus": null}}"#).unwrap();
+        assert_eq!(usage.data.used("cad2", "CPU"), 0.0);
+    }
+}

@@ -1,0 +1,386 @@
+//! The REST API of Ray's dashboard.
+
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use ureq::http::{Method, Request, StatusCode};
+
+use super::answers::{RayJob, RayLogs, RayNode, RayUsage, RayVersion, StateAnswer, StateList};
+use crate::error::{Error, Result};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Of an answer; of an upload it is longer.
+const TIMEOUT: Duration = Duration::from_secs(60);
+const UPLOAD_TIMEOUT: Duration = Duration::from_secs(1800);
+const LONGEST_ANSWER: u64 = 1 << 30;
+/// The first Ray that has all that is asked here.
+const OLDEST: u64 = 2;
+
+/// A dashboard of Ray.
+#[derive(Debug)]
+pub(super) struct RayClient {
+    agent: ureq::Agent,
+    address: String,
+    /// Sent as a bearer token, where the cluster asks for one.
+    token: Option<String>,
+}
+
+impl RayClient {
+    /// The client of the dashboard at `address`; nobody is asked yet.
+    ///
+    /// # Errors
+    /// When the address is not that of a dashboard.
+    pub(super) fn new(address: &str) -> Result<Self> {
+        let address = match address.split_once("://") {
+            None if address.contains(':') => format!("http://{address}"),
+            Some(("http" | "https", host)) if !host.is_empty() => address.to_owned(),
+            _ => {
+                return Err(Error::usage(format!(
+                    "{address:?} is not the address of Ray's dashboard; give one such as http://HOST:8265 by --ray-address"
+                )));
+            }
+        };
+        let config = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .timeout_connect(Some(CONNECT_TIMEOUT))
+            .timeout_global(Some(TIMEOUT))
+            .build();
+        Ok(Self {
+            agent: config.into(),
+            address: address.trim_end_matches('/').to_owned(),
+            token: std::env::var("RAY_AUTH_TOKEN").ok(),
+        })
+    }
+
+    /// Where the dashboard is.
+    pub(super) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Checks that it is a Ray that has what is asked here.
+    ///
+    /// # Errors
+    /// When nothing answers, or it is no Ray, or too old.
+    pub(super) fn check_version(&self) -> Result<()> {
+        let answer: RayVersion = self.json(Method::GET, "/api/version", None)?;
+        let major = answer.ray_version.split('.').next().unwrap_or_default();
+        match major.parse::<u64>() {
+            Ok(major) if major < OLDEST => Err(Error::refused(format!(
+                "Ray at {} is {}, which is too old; jobs need Ray {OLDEST}.0 or later",
+                self.address, answer.ray_version
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether Ray has the package of this name.
+    ///
+    /// # Errors
+    /// When Ray does not answer.
+    pub(super) fn has_package(&self, name: &str) -> Result<bool> {
+        match self.ask(Method::GET, &package_path(name), None, TIMEOUT) {
+            Ok(_) => Ok(true),
+            Err(error) if error.is_not_found() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Uploads a package.
+    ///
+    /// # Errors
+    /// When Ray does not take it.
+    pub(super) fn put_package(&self, name: &str, package: &[u8]) -> Result<()> {
+        self.ask(
+            Method::PUT,
+            &package_path(name),
+            Some(package),
+            UPLOAD_TIMEOUT,
+        )?;
+        Ok(())
+    }
+
+    /// Submits a job.
+    ///
+    /// # Errors
+    /// When Ray refuses it.
+    pub(super) fn submit(&self, request: &Value) -> Result<()> {
+        let body = request.to_string();
+        self.ask(Method::POST, "/api/jobs/", Some(body.as_bytes()), TIMEOUT)?;
+        Ok(())
+    }
+
+    /// A job, by its submission id.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] when Ray has no such job.
+    pub(super) fn job(&self, id: &str) -> Result<RayJob> {
+        self.json(Method::GET, &format!("/api/jobs/{id}"), None)
+    }
+
+    /// All that the driver of a job has printed.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] when Ray has no such job.
+    pub(super) fn logs(&self, id: &str) -> Result<String> {
+        let answer: RayLogs = self.json(Method::GET, &format!("/api/jobs/{id}/logs"), None)?;
+        Ok(answer.logs)
+    }
+
+    /// Tells a job to end.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] when Ray has no such job.
+    pub(super) fn stop(&self, id: &str) -> Result<()> {
+        self.ask(Method::POST, &format!("/api/jobs/{id}/stop"), None, TIMEOUT)?;
+        Ok(())
+    }
+
+    /// Makes Ray forget a job that has ended.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] when Ray has no such job.
+    pub(super) fn delete(&self, id: &str) -> Result<()> {
+        self.ask(Method::DELETE, &format!("/api/jobs/{id}"), None, TIMEOUT)?;
+        Ok(())
+    }
+
+    /// A file of the folder of logs that a node has.
+    ///
+    /// # Errors
+    /// When there is none, or the node does not answer.
+    pub(super) fn log_file(&self, node: &str, name: &str) -> Result<Vec<u8>> {
+        let path = format!("/api/v0/logs/file?node_id={node}&filename={name}&lines=-1");
+        self.ask(Method::GET, &path, None, TIMEOUT)
+    }
+
+    /// The nodes, those that are gone as well.
+    ///
+    /// # Errors
+    /// When Ray does not answer.
+    pub(super) fn nodes(&self) -> Result<Vec<RayNode>> {
+        let answer: StateAnswer<StateList<RayNode>> =
+            self.json(Method::GET, "/api/v0/nodes?limit=10000", None)?;
+        Ok(answer.data.result.result)
+    }
+
+    /// What of the nodes is used.
+    ///
+    /// # Errors
+    /// When Ray does not answer.
+    pub(super) fn usage(&self) -> Result<RayUsage> {
+        let answer: StateAnswer<RayUsage> = self.json(Method::GET, "/api/cluster_status", None)?;
+        Ok(answer.data)
+    }
+
+    fn json<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&[u8]>,
+    ) -> Result<T> {
+        let answer = self.ask(method, path, body, TIMEOUT)?;
+        serde_json::from_slice(&answer).map_err(|error| {
+            Error::system(format!(
+                "what answers {path} at {} is not Ray's dashboard, or not one that this version knows",
+                self.address
+            ))
+            .with_source(error)
+        })
+    }
+
+    fn ask(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&[u8]>,
+        timeout: Duration,
+    ) -> Result<Vec<u8>> {
+        let asked = format!("{method} {}", path.split('?').next().unwrap_or(path));
+        let lost = |error: ureq::Error| {
+            Error::unreachable(format!(
+                "nothing answers {asked} at {}, where Ray's dashboard should be; start Ray (`accel-launch jobs ray start --head`), or \
+                 give the address of one by --ray-address",
+                self.address
+            ))
+            .with_source(error)
+        };
+        let mut request = Request::builder()
+            .method(method)
+            .uri(format!("{}{path}", self.address));
+        if let Some(token) = &self.token {
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
+        if body.is_some() {
+            request = request.header("content-type", "application/json");
+        }
+        let request = request.body(body.unwrap_or_default()).map_err(|error| {
+            Error::usage(format!("{} cannot be asked", self.address)).with_source(error)
+        })?;
+        let request = self
+            .agent
+            .configure_request(request)
+            .timeout_global(Some(timeout))
+            .build();
+        let mut answer = self.agent.run(request).map_err(lost)?;
+        let text = answer
+            .body_mut()
+            .with_config()
+            .limit(LONGEST_ANSWER)
+            .read_to_vec()
+            .map_err(lost)?;
+        match answer.status() {
+            status if status.is_success() => Ok(text),
+            status => Err(self.refusal(&asked, status, &text)),
+        }
+    }
+
+    /// The error of an answer that is none.
+    fn refusal(&self, asked: &str, status: StatusCode, text: &[u8]) -> Error {
+        let address = &self.address;
+        let said = last_line(&String::from_utf8_lossy(text));
+        let answers = format!("Ray at {address} answers {asked} with {}", status.as_u16());
+        match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::refused(format!(
+                "{answers}: you may not do that; set RAY_AUTH_TOKEN to a token of the cluster: {said}"
+            )),
+            StatusCode::NOT_FOUND
+                if said.contains("does not exist") || asked.contains("/packages/") =>
+            {
+                Error::not_found(format!("Ray at {address}: {said}"))
+            }
+            StatusCode::NOT_FOUND => Error::refused(format!(
+                "{answers}: it has no API for jobs; is it the dashboard of a Ray of version {OLDEST} or later?"
+            )),
+            StatusCode::PAYLOAD_TOO_LARGE => Error::refused(format!(
+                "{answers}: the package of the job is too large for it; leave out --ray-include, or use --no-upload with a \
+                 folder that the nodes share"
+            )),
+            StatusCode::TOO_MANY_REQUESTS
+            | StatusCode::BAD_GATEWAY
+            | StatusCode::SERVICE_UNAVAILABLE
+            | StatusCode::GATEWAY_TIMEOUT => {
+                Error::unreachable(format!("{answers}: it is busy, try again: {said}"))
+            }
+            _ => Error::refused(format!("{answers}: {said}")),
+        }
+    }
+}
+
+fn package_path(name: &str) -> String {
+    format!("/api/packages/gcs/{name}")
+}
+
+/// The last line of a text, which is the error of a traceback.
+fn last_line(text: &str) -> String {
+    const LONGEST: usize = 500;
+    let line = text.lines().rev().find(|line| !line.trim().is_empty());
+    line.unwrap_or("(nothing)").chars().take(LONGEST).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpListener;
+    use std::thread;
+
+    use super::*;
+
+    /// A dashboard that answers everything by this, once.
+    fn answering(status: &str, body: &str) -> RayClient {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let answer = format!(
+            "HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+            body.len()
+        );
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            while lines
+                .next()
+                .is_some_and(|line| line.is_ok_and(|line| !line.is_empty()))
+            {}
+            stream.write_all(answer.as_bytes()).unwrap();
+        });
+        RayClient::new(&address).unwrap()
+    }
+
+    #[test]
+    fn what_ray_refuses_is_said() {
+        let traceback =
+            "Traceback (most recent call last):\n  File \"x\"\nRuntimeError: it is full\n";
+        for (status, body, wanted) in [
+            ("401 Unauthorized", "no token", "RAY_AUTH_TOKEN"),
+            ("403 Forbidden", "no", "you may not do that"),
+            (
+                "404 Not Found",
+                "Job a does not exist",
+                "Job a does not exist",
+            ),
+            ("404 Not Found", "404: Not Found", "no API for jobs"),
+            (
+                "400 Bad Request",
+                "TypeError: entrypoint",
+                "400: TypeError: entrypoint",
+            ),
+            ("409 Conflict", "taken", "with 409: taken"),
+            ("413 Payload Too Large", "", "--no-upload"),
+            ("429 Too Many Requests", "later", "try again: later"),
+            (
+                "500 Internal Server Error",
+                traceback,
+                "500: RuntimeError: it is full",
+            ),
+            ("503 Service Unavailable", "", "try again: (nothing)"),
+            ("200 OK", "<html>", "not Ray's dashboard"),
+        ] {
+            let error = answering(status, body).job("a").unwrap_err();
+            assert!(error.to_string().contains(wanted), "{status}: {error}");
+            assert_eq!(
+                error.is_not_found(),
+                body.contains("does not exist"),
+                "{status}"
+            );
+            let is_busy = status.starts_with("429") || status.starts_with("503");
+            assert_eq!(error.is_unreachable(), is_busy, "{status}");
+        }
+    }
+
+    #[test]
+    fn an_old_ray_is_refused() {
+        let version = |ray: &str| {
+            answering(
+                "200 OK",
+                &format!(r#"{{"version": "4", "ray_version": "{ray}"}}"#),
+            )
+        };
+        version("2.60.0").check_version().unwrap();
+        let error = version("1.13.0").check_version().unwrap_err();
+        assert!(
+            error.to_string().contains("1.13.0, which is too old"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn addresses_are_those_of_dashboards() {
+        for (given, used) in [
+            ("http://h:8265/", "http://h:8265"),
+            ("https://h", "https://h"),
+            ("10.0.0.1:8265", "http://10.0.0.1:8265"),
+        ] {
+            assert_eq!(RayClient::new(given).unwrap().address(), used);
+        }
+        for given in ["auto", "ray://h:10001", "http://", ""] {
+            let error = RayClient::new(given).unwrap_err();
+            assert!(error.to_string().contains("--ray-address"), "{error}");
+        }
+        let nobody = RayClient::new("127.0.0.1:9").unwrap();
+        let error = nobody.check_version().unwrap_err();
+        assert!(
+            error.is_unreachable() && error.to_string().contains("nothing answers"),
+            "{error}"
+        );
+    }
+}
