@@ -2,10 +2,10 @@
 //! users know it: a `Trainable`, ASHA, a table while it runs, a CSV and the best configuration.
 //!
 //! ```text
-//! cargo run --release --example tune_mnist -- --data-dir mnist --num-samples 9 --max-iterations 16
+//! cargo run --release --example tune_mnist -- --num-samples 9 --max-iterations 16
 //! ```
 //!
-//! Run it again, and it goes on where it was interrupted. With `--grid` both parameters take three values, so that
+//! The digits are drawn; with `--data-dir mnist` those of that folder are read. Run it again, and it goes on where it was interrupted. With `--grid` both parameters take three values, so that
 //! `--num-samples 2` are 18 trials.
 
 use std::path::{Path, PathBuf};
@@ -137,7 +137,10 @@ fn main() -> Result<(), BoxError> {
     let data_dir = args
         .data_dir
         .as_ref()
-        .map(std::fs::canonicalize)
+        .map(|folder| {
+            let found = std::fs::canonicalize(folder);
+            found.map_err(|error| format!("the folder --data-dir {}: {error}", folder.display()))
+        })
         .transpose()?;
     let data_dir = data_dir.map(|folder| folder.display().to_string());
     let space = Space::new([

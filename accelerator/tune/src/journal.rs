@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -96,8 +96,12 @@ impl Journal {
     /// Goes on with one that was [read](read): what is behind its last intact line is cut off.
     pub(crate) fn reopen(folder: &Path, before: &Journaled) -> Result<Self> {
         let journal = Self::append_to(folder.join(JOURNAL), before.events.len() as u64)?;
-        let cut = journal.file.set_len(before.intact);
-        cut.map_err(|error| Error::io("write", &journal.path, error))?;
+        let cut = |file: &File| match file.metadata()?.len() == before.intact {
+            // It keeps the time at which it was written.
+            true => Ok(()),
+            false => file.set_len(before.intact),
+        };
+        cut(&journal.file).map_err(|error| Error::io("write", &journal.path, error))?;
         Ok(journal)
     }
 
@@ -163,6 +167,12 @@ impl Journaled {
             |event: &Event| !matches!(event, Event::Opened { .. } | Event::Suggested { .. });
         self.events.iter().any(is_result)
     }
+}
+
+/// When the journal in a folder was written last.
+pub(crate) fn written(folder: &Path) -> Option<SystemTime> {
+    let metadata = fs::metadata(folder.join(JOURNAL)).ok()?;
+    metadata.modified().ok()
 }
 
 /// Reads the journal in a folder; `None` where there is none. An incomplete last line, of a process that was killed or a

@@ -93,6 +93,7 @@ pub(crate) enum RunnerEvent {
         metrics: Metrics,
         /// Seconds since the report before, or since its attempt began to compute.
         seconds: f64,
+        offer: Offer,
     },
     /// A checkpoint is complete, on the disk, under its final name.
     Saved {
@@ -120,6 +121,14 @@ impl RunnerEvent {
             | Self::Stopped { trial } => *trial,
         }
     }
+}
+
+/// Whether a report comes with a checkpoint, as those of functions and programs may.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Offer {
+    Checkpoint,
+    Nothing,
 }
 
 /// Where a trial runs.

@@ -54,7 +54,12 @@ fn any_program_that_prints_json_lines_is_tuned() {
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
-    assert_eq!(show(&["best", "two"]).trim(), best);
+    let shown = show(&["best", "two"]);
+    assert!(shown.contains(best), "{shown}");
+    let shown: serde_json::Value = serde_json::from_str(&show(&["best", "two", "--json"])).unwrap();
+    assert_eq!(shown["config"].to_string(), best);
+    assert_eq!(shown["training_iteration"], 8);
+    assert!(shown["trial"].as_str().unwrap().starts_with("parabola_"));
     let listed: serde_json::Value = serde_json::from_str(&show(&["list", ".", "--json"])).unwrap();
     assert_eq!(listed[0]["status"], "finished");
     assert_eq!(listed[0]["ended"], 6);
@@ -66,6 +71,11 @@ fn any_program_that_prints_json_lines_is_tuned() {
         .map(|row| row["best_loss"].as_f64().unwrap());
     let lowest = lowest.fold(f64::INFINITY, f64::min);
     assert_eq!(listed[0]["best"].as_f64().unwrap(), lowest);
+    assert_eq!(shown["value"].as_f64().unwrap(), lowest);
+    let again = tune("two", &["--slots", "2"]);
+    let said = String::from_utf8_lossy(&again.stdout).into_owned();
+    assert!(said.contains("This search ended at 20"), "{said}");
+    assert!(said.contains("nothing was run"), "{said}");
     // More slots than workers change nothing.
     assert!(tune("four", &["--slots", "4"]).status.success());
     let decisions =
@@ -279,6 +289,34 @@ fn a_search_without_a_report_says_what_one_is() {
         said.contains("no trial has reported a number as `loss`"),
         "{said}"
     );
+}
+
+#[test]
+fn a_misspelt_metric_ends_the_search_at_the_first_object_without_it() {
+    let folder = Folder::new();
+    let misspelt = SPEC.replace("\"loss\"", "\"los\"");
+    let tune = |spec: &str| {
+        fs::write(folder.path().join("spec.toml"), spec).unwrap();
+        let mut command = folder.launcher();
+        command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2", "--"]);
+        // Words are no metrics.
+        command.args([
+            "printf",
+            "{{\"event\": \"begin\"}}\n{{\"loss\": 1, \"acc\": 2}}\n",
+        ]);
+        command.output().unwrap()
+    };
+    let output = tune(&misspelt);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("`metric` is `los`, and trial 0"), "{said}");
+    assert!(
+        said.contains("without it: acc, loss; did you mean `loss`?"),
+        "{said}"
+    );
+    // Programs may print other objects first, where that is allowed.
+    let lenient = format!("disable_strict_metric_checking = true\n{misspelt}");
+    assert_eq!(tune(&lenient).status.code(), Some(1));
 }
 
 #[test]

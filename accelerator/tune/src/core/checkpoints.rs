@@ -12,7 +12,9 @@ use crate::view::TrialStatus;
 
 /// When trials save, and what is kept on the disk.
 ///
-/// Schedulers that pause trials, or copy them, ask for checkpoints besides.
+/// Without more, each checkpoint that a function or a program reports is taken, and each trial keeps its newest. A
+/// [`Trainable`](crate::Trainable) saves as these settings say. Schedulers that pause trials, or copy them, ask for
+/// checkpoints besides, and so does an interruption.
 ///
 /// ```
 /// use accelerator_tune::CheckpointSettings;
@@ -22,7 +24,7 @@ use crate::view::TrialStatus;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSettings {
-    /// A trial saves after every so many iterations.
+    /// A trial saves after every so many iterations, be it a class, a function or a program; 0 for not at all.
     pub frequency: Option<u64>,
     /// A trial saves when a scheduler or a stop rule ends it.
     pub at_end: bool,
@@ -53,9 +55,18 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
     let pinned = pinned(core);
     let resumed = needed(core, TrialStatus::Paused);
     let mut gone = BTreeSet::new();
-    let mut newer: BTreeMap<TrialId, usize> = BTreeMap::new();
+    let mut newer: BTreeMap<(TrialId, bool), usize> = BTreeMap::new();
     for key in core.checkpoints().keys().rev() {
-        let newer = newer.entry(key.branch.trial).or_default();
+        // Others may go on from what a scheduler asked for: what a trial reports by itself takes no place of those.
+        let goes_on = core
+            .trial(key.branch.trial)
+            .is_some_and(|trial| trial.end.is_none());
+        let is_asked = core
+            .branch(key.branch)
+            .is_some_and(|state| state.saves.contains(&key.iteration));
+        let newer = newer
+            .entry((key.branch.trial, goes_on && is_asked))
+            .or_default();
         if *newer >= settings.keep_per_trial.max(1)
             && !pinned.contains(key)
             && !resumed.contains(key)

@@ -4,10 +4,14 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
-use super::{Core, Decision, SearchOrder};
+use super::{
+    Branch, CheckpointKey, CheckpointSettings, Core, Decision, Event, SearchOrder, prunable,
+};
 use crate::config::Config;
+use crate::metrics::Metrics;
 use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::trial_id::TrialId;
+use crate::view::TrialResult;
 
 /// Pauses each trial after every iteration, and continues the better half of those that are paused; stops those that are
 /// worse than what came before.
@@ -216,4 +220,49 @@ impl TrialScheduler for GoOn {
     fn status(&self) -> Vec<String> {
         Vec::new()
     }
+}
+
+/// Others may go on from what was asked for, however much the trial reports by itself.
+#[test]
+fn checkpoints_that_a_trial_reports_take_no_place_of_those_that_were_asked_for() {
+    let rules = super::Rules {
+        checkpoint_frequency: Some(2),
+        ..rules(SearchOrder::Eager, 9)
+    };
+    let mut core = Core::new(rules, Box::<OrderSensitive>::default());
+    core.step(Event::Opened { slots: 1 });
+    let trial = TrialId::new(0);
+    let config = Some(Config::default());
+    core.step(Event::Suggested { trial, config });
+    let config = None;
+    let trial_1 = TrialId::new(1);
+    core.step(Event::Suggested {
+        trial: trial_1,
+        config,
+    });
+    let key = |iteration| CheckpointKey {
+        branch: Branch {
+            trial,
+            generation: 0,
+        },
+        iteration,
+    };
+    for iteration in 1..=3 {
+        let metrics = Metrics::from([("score", 1.0)]);
+        let result = TrialResult::next(None, iteration, metrics, 1.0, 0);
+        core.step(Event::Reported {
+            trial,
+            result,
+            stop: false,
+        });
+        let checkpoint = key(iteration);
+        core.step(Event::Saved {
+            checkpoint,
+            bytes: 1,
+        });
+    }
+    let settings = CheckpointSettings::default();
+    assert_eq!(prunable(&core, &settings), [key(1)]);
+    core.step(Event::Ended { trial });
+    assert_eq!(prunable(&core, &settings), [key(1), key(2)]);
 }

@@ -91,6 +91,13 @@ impl Console {
         print(&format!("{}{lines}{table}", self.above()));
     }
 
+    /// Says something about the search as a whole.
+    pub(crate) fn note(&self, text: &str) {
+        if self.display != Display::Quiet {
+            print(&format!("{text}\n"));
+        }
+    }
+
     fn table(&mut self, view: &SearchView) -> String {
         let table = status(view, Rows::AtMost(MOST_ROWS));
         if !self.is_terminal {

@@ -104,14 +104,34 @@ impl Results {
     /// The configuration with which a trial has reported the best value of a metric.
     #[must_use]
     pub fn best_config(&self, metric: &str, mode: Mode) -> Option<Config> {
+        let (_, _, config) = self.best_result(metric, mode)?;
+        Some(config)
+    }
+
+    /// The trial that has reported the best value of a metric, at whichever iteration, that report, and the configuration
+    /// with which it was made.
+    ///
+    /// ```
+    /// use accelerator_tune::{Mode, Results};
+    ///
+    /// fn iteration(results: &Results) -> Option<u64> {
+    ///     let (_trial, result, _config) = results.best_result("loss", Mode::Min)?;
+    ///     Some(result.training_iteration)
+    /// }
+    /// ```
+    #[must_use]
+    pub fn best_result(&self, metric: &str, mode: Mode) -> Option<(&Trial, TrialResult, Config)> {
         let (trial, _) = self.best_trial(metric, mode, Scope::Best)?;
         if self.is_objective(metric, mode) {
-            return Some(trial.best_config.clone());
+            return Some((trial, trial.best.clone()?, trial.best_config.clone()));
         }
         let rows = read_rows(&trial.folder).ok()?.into_iter();
-        let scored = rows.filter_map(|(result, config)| Some((config, result.value(metric)?)));
-        let (config, _) = mode.best(scored)?;
-        Some(config)
+        let scored = rows.filter_map(|row| {
+            let value = row.0.value(metric)?;
+            Some((row, value))
+        });
+        let ((result, config), _) = mode.best(scored)?;
+        Some((trial, result, config))
     }
 
     /// The best trial, and its value. Trials that never reported a number are out of the question.

@@ -78,6 +78,7 @@ impl Pool {
                 iteration,
                 metrics,
                 seconds,
+                offer,
             } => {
                 if rank == 0 {
                     worker.iteration = iteration;
@@ -86,6 +87,7 @@ impl Pool {
                         iteration,
                         metrics,
                         seconds,
+                        offer,
                     });
                     return self.end_turn(trial);
                 }

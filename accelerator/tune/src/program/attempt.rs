@@ -8,7 +8,7 @@ use super::lines::{FileWriter, MetricsLine};
 use crate::checkpoint_folder;
 use crate::error::{Error, Result};
 use crate::host::TrialProcess;
-use crate::runner::RunnerEvent;
+use crate::runner::{Offer, RunnerEvent};
 use crate::trial_id::TrialId;
 
 /// A process of a program, which carries out one attempt at a trial.
@@ -54,19 +54,19 @@ impl ProgramAttempt {
         }
         let report = self.reports.pop_front()?;
         if let Some(path) = &report.checkpoint
-            && !self.named.insert(path.clone())
+            && let Some(refusal) = self.refusal(path)
         {
-            self.failure = Some(format!(
-                "it named the checkpoint {} twice: what is there may be of a later report, since a program does not wait; save \
-                 each under a new name",
-                path.display()
-            ));
+            self.failure = Some(refusal);
             self.stop();
             return None;
         }
         // There is one: its sender has put it there before.
         let _ = self.permits.as_ref().map(Receiver::try_recv);
         self.iteration += 1;
+        let offer = match report.checkpoint {
+            Some(_) => Offer::Checkpoint,
+            None => Offer::Nothing,
+        };
         self.unanswered = Some(UnansweredReport {
             checkpoint: report.checkpoint,
         });
@@ -77,6 +77,27 @@ impl ProgramAttempt {
             iteration: self.iteration,
             metrics: report.metrics,
             seconds,
+            offer,
+        })
+    }
+
+    /// Why a checkpoint that it has named is not taken, where it is not.
+    fn refusal(&mut self, path: &Path) -> Option<String> {
+        if path.exists() && !is_within(path, &self.folder) {
+            return Some(format!(
+                "it named the checkpoint {}, which is not in its folder {}: the search moves what is named, so save it below \
+                 `{{folder}}`",
+                path.display(),
+                self.folder.display()
+            ));
+        }
+        let is_new = self.named.insert(path.to_owned());
+        (!is_new).then(|| {
+            format!(
+                "it named the checkpoint {} twice: what is there may be of a later report, since a program does not wait; save \
+                 each under a new name",
+                path.display()
+            )
         })
     }
 
@@ -117,10 +138,7 @@ impl ProgramAttempt {
         });
         if let Err(error) = taken {
             checkpoint_folder::abandon(folder);
-            tracing::warn!(
-                "the checkpoint {} cannot be taken, and stays: {error}; save to `{{folder}}`, which is on the same disk",
-                path.display()
-            );
+            tracing::warn!("the checkpoint {} cannot be taken: {error}", path.display());
             report.checkpoint = None;
             return Ok(None);
         }
@@ -156,8 +174,7 @@ impl ProgramAttempt {
     }
 }
 
-/// Whether something is there, below a trial's folder. What is elsewhere is the program's own: not all that it names was
-/// saved for the search.
+/// Whether something is there, below a trial's folder. What is elsewhere is the program's own.
 fn is_within(path: &Path, folder: &Path) -> bool {
     let place = |path: &Path| path.canonicalize().ok();
     let (Some(path), Some(folder)) = (place(path), place(folder)) else {

@@ -20,6 +20,14 @@ pub(super) struct MetricsLine {
     pub(super) checkpoint: Option<PathBuf>,
 }
 
+/// A JSON object that a program has printed.
+#[derive(Clone, Debug, PartialEq)]
+enum Printed {
+    Report(MetricsLine),
+    /// Without the metric: the names of its numbers, of which there are some.
+    Other(Vec<String>),
+}
+
 /// Where the reports of an attempt go.
 #[derive(Clone, Debug)]
 pub(super) struct ReportSender {
@@ -51,6 +59,7 @@ pub(super) fn follow(
     let follow = move || {
         let mut lines = BufReader::new(output);
         let mut line = Vec::new();
+        let mut is_other_told = false;
         // A longer line is taken in pieces, which are no reports.
         while (&mut lines)
             .take(LINE_BYTES)
@@ -60,10 +69,17 @@ pub(super) fn follow(
             // A full disk costs the log, and not the trial.
             let _ = copy.as_mut().map(|copy| copy.write_all(&line));
             let text = String::from_utf8_lossy(&line);
-            if let Some(report) = parse(&text, &metric)
-                && backlog.send(()).is_ok()
-                && events.send(ProgramEvent::Line(attempt, report)).is_err()
-            {
+            let is_heard = match parse(&text, &metric) {
+                Some(Printed::Report(report)) if backlog.send(()).is_ok() => {
+                    events.send(ProgramEvent::Line(attempt, report)).is_ok()
+                }
+                Some(Printed::Other(names)) if !is_other_told => {
+                    is_other_told = true;
+                    events.send(ProgramEvent::Other(attempt, names)).is_ok()
+                }
+                _ => true,
+            };
+            if !is_heard {
                 return;
             }
             line.clear();
@@ -126,14 +142,16 @@ const POLL: Duration = Duration::from_millis(20);
 
 /// A line is a report where it ends in a JSON object with the metric. A prefix, as launchers write before the lines of
 /// ranks, does not matter.
-fn parse(line: &str, metric: &str) -> Option<MetricsLine> {
+fn parse(line: &str, metric: &str) -> Option<Printed> {
     let line = line.trim_end();
     let starts = line.match_indices('{').take(MOST_BRACES);
     let mut map = starts
         .filter(|_| line.ends_with('}'))
         .find_map(|(at, _)| object(&line[at..]))?;
     if !map.contains_key(metric) {
-        return None;
+        let numbers = map.iter().filter(|(_, value)| value.is_number());
+        let names: Vec<_> = numbers.map(|(name, _)| name.clone()).collect();
+        return (!names.is_empty()).then_some(Printed::Other(names));
     }
     let checkpoint = map.remove("checkpoint");
     let checkpoint = checkpoint.and_then(|path| Some(PathBuf::from(path.as_str()?)));
@@ -147,10 +165,10 @@ fn parse(line: &str, metric: &str) -> Option<MetricsLine> {
         };
         Some((name.as_str(), number?))
     });
-    Some(MetricsLine {
+    Some(Printed::Report(MetricsLine {
         metrics: numbers.collect(),
         checkpoint,
-    })
+    }))
 }
 
 /// How long a report may be.
@@ -191,9 +209,16 @@ const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 mod tests {
     use super::*;
 
+    fn parsed(line: &str, metric: &str) -> Option<MetricsLine> {
+        match parse(line, metric)? {
+            Printed::Report(report) => Some(report),
+            Printed::Other(_) => None,
+        }
+    }
+
     #[test]
     fn a_line_with_the_metric_is_a_report() {
-        let report = parse(
+        let report = parsed(
             "[rank 0] {\"loss\": 0.5, \"epoch\": 3, \"note\": \"x\", \"checkpoint\": \"c/1\"}\n",
             "loss",
         )
@@ -204,21 +229,21 @@ mod tests {
         );
         assert_eq!(report.checkpoint, Some(PathBuf::from("c/1")));
         for line in ["loss: 0.5", "{\"accuracy\": 1}", "{\"loss\": ", "", "{}"] {
-            assert_eq!(parse(line, "loss"), None, "{line}");
+            assert_eq!(parsed(line, "loss"), None, "{line}");
         }
-        let nan = parse("{\"loss\": \"NaN\"}", "loss").unwrap();
+        let nan = parsed("{\"loss\": \"NaN\"}", "loss").unwrap();
         assert!(nan.metrics.value("loss").unwrap().is_nan());
-        let null = parse("{\"loss\": null}", "loss").unwrap();
+        let null = parsed("{\"loss\": null}", "loss").unwrap();
         assert!(null.metrics.value("loss").unwrap().is_nan());
     }
 
     #[test]
     fn numbers_that_python_writes_bare_are_read() {
         let line = r#"{"loss": NaN, "low": -Infinity, "high": [Infinity], "note": "\"NaN, \\"}"#;
-        let nan = parse(line, "loss").unwrap();
+        let nan = parsed(line, "loss").unwrap();
         assert!(nan.metrics.value("loss").unwrap().is_nan());
         assert_eq!(nan.metrics.value("low"), Some(f64::NEG_INFINITY));
-        assert_eq!(parse("{\"loss\": Nan}", "loss"), None);
+        assert_eq!(parsed("{\"loss\": Nan}", "loss"), None);
     }
 
     #[test]
@@ -260,8 +285,8 @@ mod tests {
 
     #[test]
     fn a_prefix_may_have_braces() {
-        let report = parse("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
+        let report = parsed("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
         assert_eq!(report.metrics, Metrics::from([("loss", 0.5)]));
-        assert_eq!(parse("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
+        assert_eq!(parsed("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
     }
 }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host::{Hosts, ProcessProgram, ProcessSpec};
 use crate::metrics::Metrics;
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
@@ -28,6 +28,7 @@ pub(crate) struct Programs {
     template: Template,
     /// The metric that a line has to be a report.
     metric: String,
+    others: OtherObjects,
     hosts: Hosts,
     slots: Slots,
     processes: usize,
@@ -39,9 +40,19 @@ pub(crate) struct Programs {
     ready: VecDeque<RunnerEvent>,
 }
 
+/// What becomes of objects without the metric.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum OtherObjects {
+    /// The search ends with an error, as long as there is no report.
+    Refused,
+    Ignored,
+}
+
 #[derive(Debug)]
 enum ProgramEvent {
     Line(u32, MetricsLine),
+    /// It has printed, for the first time, an object with numbers of these names, and not the metric.
+    Other(u32, Vec<String>),
     /// Its standard output is closed.
     Closed(u32),
     Exited(u32),
@@ -52,6 +63,7 @@ impl Programs {
         hosts: Hosts,
         template: Template,
         metric: &str,
+        others: OtherObjects,
         resources: &Resources,
         slots: Option<usize>,
     ) -> Result<Self> {
@@ -59,6 +71,7 @@ impl Programs {
         Ok(Self {
             template,
             metric: metric.to_owned(),
+            others,
             slots: Slots::new(resources, slots, &hosts.resources())?,
             hosts,
             processes: resources.processes,
@@ -162,6 +175,7 @@ impl Programs {
     fn handle(&mut self, event: ProgramEvent) -> Result<()> {
         let number = match &event {
             ProgramEvent::Line(number, _)
+            | ProgramEvent::Other(number, _)
             | ProgramEvent::Closed(number)
             | ProgramEvent::Exited(number) => *number,
         };
@@ -171,9 +185,14 @@ impl Programs {
         match event {
             ProgramEvent::Line(_, line) => {
                 attempt.reports.push_back(line);
+                self.others = OtherObjects::Ignored;
                 // What it has written last is still on its way.
                 attempt.exited = attempt.exited.map(|_| Instant::now());
             }
+            ProgramEvent::Other(_, names) if self.others == OtherObjects::Refused => {
+                return Err(without_metric(&self.metric, attempt.trial, &names));
+            }
+            ProgramEvent::Other(..) => {}
             ProgramEvent::Closed(_) => attempt.open = attempt.open.saturating_sub(1),
             ProgramEvent::Exited(_) => {
                 attempt.exited = Some(Instant::now());
@@ -317,6 +336,19 @@ impl Drop for Programs {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+fn without_metric(metric: &str, trial: TrialId, names: &[String]) -> Error {
+    let nearness = |name: &&String| strsim::damerau_levenshtein(metric, name);
+    let nearest = names.iter().min_by_key(nearness);
+    let nearest = nearest.filter(|name| nearness(name) <= 2);
+    let meant = nearest.map(|name| format!("; did you mean `{name}`?"));
+    Error::misuse(format!(
+        "`metric` is `{metric}`, and trial {trial} has printed a JSON object without it: {}{} Correct the name, or, where \
+         programs print other objects before they report, set `disable_strict_metric_checking`",
+        names.join(", "),
+        meant.as_deref().unwrap_or(".")
+    ))
 }
 
 /// How long a program has to end after SIGTERM, and its output after it.

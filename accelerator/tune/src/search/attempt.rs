@@ -2,7 +2,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::core::{AttemptPlan, Branch, CheckpointKey, Core, TrialState};
-use crate::runner::{Answer, Location};
+use crate::runner::{Answer, Location, Offer};
 use crate::view::TrialStatus;
 
 /// What runs for a trial.
@@ -18,6 +18,8 @@ pub(crate) struct Attempt {
     pub(super) location: Option<Location>,
     /// What it loads, until it has reported.
     pub(super) restores: Option<CheckpointKey>,
+    /// Whether its newest report came with a checkpoint that the search takes.
+    offer: Offer,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -38,10 +40,12 @@ impl Attempt {
             since: Instant::now(),
             location: None,
             restores: plan.checkpoint,
+            offer: Offer::Nothing,
         }
     }
 
-    pub(super) fn reported(&mut self, iteration: u64) {
+    pub(super) fn reported(&mut self, iteration: u64, offer: Offer) {
+        self.offer = offer;
         self.state = AttemptState::Waiting(iteration);
         self.restores = None;
     }
@@ -77,7 +81,8 @@ impl Attempt {
         if iteration > state.decided {
             return is_closing.then(pause);
         }
-        let is_wanted = state.branch_state().saves.contains(&iteration);
+        let is_wanted =
+            self.offer == Offer::Checkpoint || state.branch_state().saves.contains(&iteration);
         let go_on = match is_wanted && !is_saved {
             true => Answer::Save(folder(key)),
             false => Answer::Continue,

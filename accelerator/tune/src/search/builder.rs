@@ -14,7 +14,7 @@ use crate::host::Hosts;
 use crate::objective::Objective;
 use crate::output::{Display, Results};
 use crate::pool::{Pool, WorkerReuse};
-use crate::program::{Programs, Template};
+use crate::program::{OtherObjects, Programs, Template};
 use crate::runner::TrialRunner;
 use crate::scheduler::Scheduler;
 use crate::searcher::Searcher;
@@ -261,8 +261,9 @@ impl Search {
     /// In `command`, `{lr}` stands for the parameter of that path, `{trial}` for the trial's number, `{folder}` for its folder,
     /// `{params}` for a JSON file with all parameters and `{metrics}` for a file of metrics. A line that the program prints, or
     /// writes to that file, is a report where it is a JSON object with the search's metric. It may have a `checkpoint`, the path
-    /// of what the program has saved, under a new name each time; the search takes that, and a trial that goes on from it finds
-    /// it as `{checkpoint}`.
+    /// of what the program has saved below `{folder}`, under a new name each time; the search moves that, and a trial that goes
+    /// on from it finds it as `{checkpoint}`. An object with numbers and without the metric, before the first report of the
+    /// search, is an error.
     ///
     /// # Errors
     ///
@@ -279,6 +280,10 @@ impl Search {
                 hosts,
                 template,
                 &spec.metric,
+                match spec.disable_strict_metric_checking {
+                    true => OtherObjects::Ignored,
+                    false => OtherObjects::Refused,
+                },
                 &spec.resources_per_trial,
                 spec.slots,
             )?;

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::output::SearchEnd;
-use crate::runner::{Location, Restore, RunnerEvent, TrialRunner, TrialStart};
+use crate::runner::{Location, Offer, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::Searcher;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
@@ -98,6 +98,7 @@ impl Driver<'_> {
                     self.handle(event)?;
                 }
             }
+            self.prune()?;
             self.journal.append(&Event::Finished)?;
             ending = SearchEnd::Finished;
         }
@@ -169,7 +170,17 @@ impl Driver<'_> {
                 iteration,
                 metrics,
                 seconds,
-            } => self.reported(trial, iteration, metrics, seconds)?,
+                offer,
+            } => {
+                if let Some(attempt) = self.attempts.get_mut(&trial) {
+                    let offer = match self.checkpoints.frequency {
+                        None => offer,
+                        Some(_) => Offer::Nothing,
+                    };
+                    attempt.reported(iteration, offer);
+                }
+                self.reported(trial, iteration, metrics, seconds)?;
+            }
             RunnerEvent::Saved {
                 trial,
                 iteration,
@@ -212,10 +223,9 @@ impl Driver<'_> {
         metrics: Metrics,
         seconds: f64,
     ) -> Result<()> {
-        let Some(attempt) = self.attempts.get_mut(&trial) else {
+        let Some(attempt) = self.attempts.get(&trial) else {
             return Ok(());
         };
-        attempt.reported(iteration);
         let is_own = attempt.until.is_none();
         let branch = attempt.branch;
         let Some(state) = self.core.trial(trial) else {

@@ -5,7 +5,7 @@ use std::hash::BuildHasher;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use std::{env, fs};
 
 use super::decisions::DecisionLog;
@@ -47,6 +47,7 @@ pub(crate) fn run(
     let limits = limits(&spec)?;
     fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
     let _lock = SearchLock::acquire(&folder)?;
+    let ended = journal::written(&folder);
     let (head, journal, events) = open_journal(&spec, &*searcher, asks, &folder)?;
     let replayed = replay(&mut core, &mut *searcher, head.searcher.as_deref(), events)?;
     let was_finished = core.is_finished();
@@ -73,6 +74,11 @@ pub(crate) fn run(
     if was_finished {
         let view = shown(&core, &files, None, &|_| None);
         console.finish(&view);
+        console.note(&format!(
+            "This search ended at {}, and nothing was run: choose another folder for another search, or remove {}.",
+            humantime::format_rfc3339_seconds(ended.unwrap_or(SystemTime::UNIX_EPOCH)),
+            folder.display()
+        ));
         return Ok(Results::new(view, SearchEnd::Finished));
     }
     let interrupts = match options.interrupts {

@@ -75,7 +75,8 @@ pub struct SearchSpec {
     #[serde(default)]
     pub share_prefixes: bool,
     /// Whether trials may report without a metric that the scheduler or a stop rule looks at, which is not looked at then. It
-    /// is an error otherwise if the first report of the search has not all of them.
+    /// is an error otherwise if the first report of the search has not all of them, or if a program prints a JSON object with
+    /// numbers, and without the search's metric, before that report.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub disable_strict_metric_checking: bool,
     /// When trials save, and what is kept.

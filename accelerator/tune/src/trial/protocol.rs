@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::metrics::Metrics;
-use crate::runner::Restore;
+use crate::runner::{Offer, Restore};
 use crate::trial_id::TrialId;
 
 /// The first line of a connection, from the search.
@@ -82,6 +82,7 @@ pub(crate) enum FromWorker {
         iteration: u64,
         metrics: Metrics,
         seconds: f64,
+        offer: Offer,
     },
     /// A checkpoint is in the folder.
     Saved,

@@ -8,7 +8,7 @@ use super::trainable::BoxError;
 use super::worker::Link;
 use crate::error::{Error, Kind, Result};
 use crate::metrics::Metrics;
-use crate::runner::Restore;
+use crate::runner::{Offer, Restore};
 use crate::trial_id::TrialId;
 
 /// Which trial a process carries out, and where.
@@ -126,10 +126,11 @@ impl TrialSession {
     /// # Errors
     /// Where the trial is to end: return the error. What is to be given back first is given back before that.
     pub fn report(&mut self, metrics: impl Into<Metrics>) -> Result<()> {
-        self.wait_for_answer(metrics.into(), None)
+        self.wait_for_answer(metrics.into(), None, Offer::Nothing)
     }
 
-    /// Reports, and saves to an empty folder where the search asks for a checkpoint.
+    /// Reports a checkpoint besides: `save` is called with an empty folder, after each such report, or as often as
+    /// [`CheckpointSettings::frequency`](crate::CheckpointSettings::frequency) says. Schedulers may ask for more.
     ///
     /// # Errors
     /// Where the trial is to end, or `save` fails: return the error.
@@ -138,7 +139,16 @@ impl TrialSession {
         metrics: impl Into<Metrics>,
         mut save: impl FnMut(&Path) -> Result<(), BoxError>,
     ) -> Result<()> {
-        self.wait_for_answer(metrics.into(), Some(&mut save))
+        self.wait_for_answer(metrics.into(), Some(&mut save), Offer::Checkpoint)
+    }
+
+    /// Reports, and saves where the search asks for a checkpoint.
+    pub(super) fn report_step(
+        &mut self,
+        metrics: Metrics,
+        mut save: impl FnMut(&Path) -> Result<(), BoxError>,
+    ) -> Result<()> {
+        self.wait_for_answer(metrics, Some(&mut save), Offer::Nothing)
     }
 
     /// Whether it was told to end.
@@ -147,7 +157,12 @@ impl TrialSession {
         self.progress().is_over
     }
 
-    fn wait_for_answer(&mut self, metrics: Metrics, mut save: Option<&mut Save<'_>>) -> Result<()> {
+    fn wait_for_answer(
+        &mut self,
+        metrics: Metrics,
+        mut save: Option<&mut Save<'_>>,
+        offer: Offer,
+    ) -> Result<()> {
         let (iteration, seconds) = {
             let mut progress = self.progress();
             if progress.is_over {
@@ -160,6 +175,7 @@ impl TrialSession {
             iteration,
             metrics,
             seconds,
+            offer,
         })?;
         let answer = self.link.next()?;
         if let ToWorker::Save { folder } | ToWorker::Pause { folder } = &answer {

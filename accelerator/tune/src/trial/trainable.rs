@@ -149,7 +149,7 @@ impl<T: Trainable> RunTrial for ClassTrainable<T> {
         }
         loop {
             let metrics = trained.step()?;
-            let answer = session.report_with(metrics, |folder| trained.save_checkpoint(folder));
+            let answer = session.report_step(metrics, |folder| trained.save_checkpoint(folder));
             match answer {
                 Err(_) if session.is_over() => break,
                 answer => answer?,

@@ -37,6 +37,25 @@ fn a_search_removes_checkpoints_that_are_not_complete() {
 }
 
 #[test]
+fn a_function_saves_with_each_report_and_keeps_the_newest_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    for (api, expected) in [("--function", &["checkpoint_000016"][..]), ("--class", &[])] {
+        let search = folder.path().join(api);
+        succeed(&search, &["--num-samples", "1", api]);
+        let trial = fs::read_dir(&search).unwrap().flatten();
+        let trial = trial
+            .map(|entry| entry.path())
+            .find(|path| path.join("params.json").is_file());
+        let names = fs::read_dir(trial.unwrap()).unwrap().flatten();
+        let names = names.map(|entry| entry.file_name().into_string().unwrap());
+        let kept: Vec<_> = names
+            .filter(|name| name.starts_with("checkpoint"))
+            .collect();
+        assert_eq!(kept, expected, "{api}");
+    }
+}
+
+#[test]
 fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
     let folder = tempfile::tempdir().unwrap();
     for (scheduler, slots, more) in [

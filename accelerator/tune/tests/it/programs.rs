@@ -158,22 +158,24 @@ fn a_program_that_does_not_end_is_ended_while_others_report() {
 }
 
 #[test]
-fn what_a_program_names_outside_its_folder_is_not_removed() {
+fn a_program_that_names_what_is_not_in_its_folder_has_failed() {
     let folder = tempfile::tempdir().unwrap();
     let own = folder.path().join("own");
     fs::create_dir(&own).unwrap();
     fs::write(own.join("precious"), "data").unwrap();
     let script = r#"
-        mkdir "$2/unused"
-        for path in "$0/own" "$0/own/.." "$2" "$2/unused" "$2/nothing"; do
-            printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$path"
-        done"#;
-    let results = run(programs(folder.path(), 1), folder.path(), script);
-    let trial = &results.trials()[0];
-    assert_eq!(trial.last.as_ref().unwrap().training_iteration, 5);
+        case $1 in 0) path=$0/own;; 1) path=$2/..;; *) path=$2;; esac
+        printf '{{"loss": 1, "checkpoint": "%s/nothing"}}\n' "$path"
+        printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$path""#;
+    let results = run(programs(folder.path(), 3), folder.path(), script);
+    for trial in results.trials() {
+        assert_eq!(trial.last.as_ref().unwrap().training_iteration, 1);
+        assert_eq!(trial.status, TrialStatus::Error);
+        let error = trial.error.as_deref().unwrap();
+        assert!(error.contains("is not in its folder"), "{error}");
+        assert!(trial.folder.join("params.json").is_file());
+    }
     assert_eq!(fs::read_to_string(own.join("precious")).unwrap(), "data");
-    assert!(trial.folder.join("params.json").is_file());
-    assert!(!trial.folder.join("unused").exists());
 }
 
 /// What is at the path may be the state of a later report: a program runs ahead.
@@ -194,19 +196,64 @@ fn a_program_that_names_a_checkpoint_twice_has_failed() {
 }
 
 #[test]
-fn a_checkpoint_that_cannot_be_taken_stays() {
+fn what_settings_do_not_ask_for_is_not_taken() {
     let folder = tempfile::tempdir().unwrap();
-    // A folder cannot be moved below itself.
-    let script = r#"printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$2""#;
+    let script = r#"
+        for i in 1 2 3; do
+            echo $i > "$2/at$i"
+            printf '{{"loss": 1, "checkpoint": "%s"}}\n' "$2/at$i"
+        done"#;
     let search = programs(folder.path(), 1).checkpoints(CheckpointSettings {
-        frequency: Some(1),
+        frequency: Some(2),
         ..CheckpointSettings::default()
     });
     let results = run(search, folder.path(), script);
     let trial = &results.trials()[0];
-    assert_eq!(trial.status, TrialStatus::Terminated);
-    assert_eq!(trial.checkpoint, None);
-    assert!(trial.folder.join("params.json").is_file());
+    let kept = trial.checkpoint.as_ref().unwrap();
+    assert!(kept.join("at2").is_file());
+    assert!(!trial.folder.join("at3").exists());
+}
+
+/// Each step of the first attempt at a trial waits for the search to have taken what is named, before the next.
+#[test]
+fn what_a_program_names_is_kept_and_gone_on_from_without_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"
+        i=0
+        [ -z "$3" ] || i=$(cat "$3")
+        [ $i != 2 ] || echo from $i > "$0/resumed"
+        while [ $i -lt 4 ]; do
+            i=$((i + 1))
+            echo $i > "$2/at$i"
+            printf '{{"loss": %d, "checkpoint": "%s"}}\n' $i "$2/at$i"
+            while [ -e "$2/at$i" ]; do sleep 0.02; done
+            [ $i != 2 ] || [ -e "$0/resumed" ] || { exit 7; }
+        done"#;
+    let argument = folder.path().display().to_string();
+    let results = programs(folder.path(), 1)
+        .max_failures(1.into())
+        .run_programs([
+            "sh",
+            "-c",
+            &script.replace("|| { ", "|| {{ ").replace("7; }", "7; }}"),
+            &argument,
+            "{x}",
+            "{folder}",
+            "{checkpoint}",
+        ])
+        .unwrap();
+    let trial = &results.trials()[0];
+    assert_eq!(trial.status, TrialStatus::Terminated, "{:?}", trial.error);
+    assert!(
+        folder.path().join("resumed").exists(),
+        "from the newest one"
+    );
+    let kept = trial.checkpoint.as_ref().unwrap();
+    assert_eq!(fs::read_to_string(kept.join("at4")).unwrap(), "4\n");
+    let names = fs::read_dir(&trial.folder).unwrap().flatten();
+    let names = names.map(|entry| entry.file_name().display().to_string());
+    let kept = names.filter(|name| name.starts_with("checkpoint_")).count();
+    assert_eq!(kept, 1, "the newest alone");
 }
 
 #[test]

@@ -4,15 +4,16 @@ mod list;
 mod search;
 mod show;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_tune::{Mode, SearchFolder};
+use accelerator_tune::{Config, Mode, SearchFolder};
 use clap::{Args, Subcommand};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::supervisor::shim::LivenessPipe;
-use crate::text::{note, plain, print};
+use crate::text::{columns, json, note, plain, print};
 
 /// Searches the hyperparameters of a program that prints its metrics as JSON lines.
 ///
@@ -40,7 +41,7 @@ enum TuneCommand {
     List(list::ListSearchesArgs),
     /// Show the trials of a search.
     Show(show::ShowSearchArgs),
-    /// Print the best configuration of a search, as JSON.
+    /// Print the best result of a search, its trial, configuration and checkpoint.
     Best(BestArgs),
     /// Go on with a search that was interrupted, by the command that began it.
     Resume(search::ResumeArgs),
@@ -60,6 +61,22 @@ struct BestArgs {
     /// Whether a larger or a smaller value is better; as in the search otherwise.
     #[arg(long, value_parser = mode)]
     mode: Option<Mode>,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The fields are those of the JSON object.
+#[derive(Serialize)]
+struct BestResult<'a> {
+    metric: &'a str,
+    mode: Mode,
+    value: Option<f64>,
+    trial: &'a str,
+    training_iteration: u64,
+    config: Config,
+    checkpoint: Option<&'a Path>,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -100,13 +117,37 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
     let objective = search.spec().objective();
     let metric = arguments.metric.as_deref().unwrap_or(&objective.metric);
     let mode = arguments.mode.unwrap_or(objective.mode);
-    match search.results().best_config(metric, mode) {
-        Some(config) => print(&format!("{config}\n")),
-        None => Err(Error::usage(format!(
+    let Some((trial, result, config)) = search.results().best_result(metric, mode) else {
+        return Err(Error::usage(format!(
             "no trial of {} has reported a number as `{metric}`",
             plain(&arguments.folder.display().to_string())
-        ))),
+        )));
+    };
+    let best = BestResult {
+        metric,
+        mode,
+        value: result.value(metric),
+        trial: &trial.name,
+        training_iteration: result.training_iteration,
+        config,
+        checkpoint: trial.checkpoint.as_deref(),
+    };
+    if arguments.json {
+        return print(&json(&best)?);
     }
+    let row = |name: &str, text: String| [name.to_owned(), plain(&text)];
+    let value = best.value.map(|value| value.to_string());
+    let checkpoint = best.checkpoint.map(|path| path.display().to_string());
+    print(&columns(&[
+        row(metric, value.unwrap_or_default()),
+        row("trial", best.trial.to_owned()),
+        row("iteration", best.training_iteration.to_string()),
+        row("config", best.config.to_string()),
+        row(
+            "checkpoint",
+            checkpoint.unwrap_or_else(|| "none".to_owned()),
+        ),
+    ]))
 }
 
 fn stop(arguments: &StopArgs) -> Result<ExitCode> {
