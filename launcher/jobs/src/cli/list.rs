@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::{Place, details};
+use super::{Place, check_submitted, details};
 use crate::engine::connect;
 use crate::error::{Result, chain};
 use crate::job::{JobDetails, JobStatus, Records};
@@ -61,6 +61,7 @@ pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDet
 }
 
 fn ask(place: &Place, records: &Records, record: &mut crate::job::JobRecord) -> Result<JobDetails> {
+    check_submitted(record)?;
     let engine = connect(record.spec.engine, &place.address.or(&record.spec.address))?;
     details(records, record, engine.as_ref())
 }

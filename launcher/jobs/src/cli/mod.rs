@@ -180,10 +180,24 @@ impl Place {
     fn job(&self, name: &JobName) -> Result<(Records, JobRecord, Box<dyn Engine>)> {
         let records = self.records()?;
         let record = records.read(name)?;
+        check_submitted(&record)?;
         let address = self.address.or(&record.spec.address);
         let engine = connect(record.spec.engine, &address)?;
         Ok((records, record, engine))
     }
+}
+
+/// Refuses to ask an engine for a job by its name alone, which may be another's.
+fn check_submitted(record: &JobRecord) -> Result<()> {
+    if !record.is_half_submitted() {
+        return Ok(());
+    }
+    let name = &record.spec.name;
+    Err(Error::not_found(format!(
+        "the submission of job {name} was interrupted, and whether {} has it is not known: look for it there; \
+         `accel-launch jobs stop {name} --forget` frees the name here",
+        record.spec.engine
+    )))
 }
 
 /// What is known of a job now; where its engine has forgotten it, what was known before.
@@ -299,6 +313,13 @@ fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
 
 fn stop(arguments: &StopArgs, place: &Place) -> Result<ExitCode> {
     for name in &arguments.names {
+        let known = place.records()?;
+        if arguments.forget && known.read(name)?.is_half_submitted() {
+            // Another's job may have its name, so nothing is removed from the engine.
+            known.remove(name)?;
+            print(&format!("job {name} forgotten\n"))?;
+            continue;
+        }
         let (records, mut record, engine) = place.job(name)?;
         let before = details(&records, &mut record, engine.as_ref());
         engine.stop(&record, &records.job_folder(name))?;

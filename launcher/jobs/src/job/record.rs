@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::JobDetails;
 use crate::error::{Error, Result};
-use crate::spec::{JobName, JobSpec};
+use crate::spec::{EngineKind, JobName, JobSpec};
 
 /// What is known of a job here.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -21,6 +21,13 @@ pub(crate) struct JobRecord {
     pub(crate) submitted: u64,
     /// What the engine said when it was asked last.
     pub(crate) last: Option<JobDetails>,
+}
+
+impl JobRecord {
+    /// Whether the submission ended before the engine had answered. The local engine knows the job by its folder.
+    pub(crate) fn is_half_submitted(&self) -> bool {
+        self.id.is_empty() && self.spec.engine != EngineKind::Local
+    }
 }
 
 /// The folder of records: `DIR/NAME/job.json`. It may hold secrets of the environment, so only its owner can read it.

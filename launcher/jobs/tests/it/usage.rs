@@ -115,6 +115,29 @@ fn a_command_line_in_one_word_is_the_shells() {
     );
 }
 
+#[cfg(feature = "slurm")]
+#[test]
+fn a_job_whose_submission_was_interrupted_is_not_stopped_by_its_name() {
+    let jobs = Jobs::new();
+    launcher();
+    jobs.ok(&["submit", "--name", "a", "--", "true"]);
+    jobs.ok(&["wait", "a"]);
+    let path = jobs.folder().join("a/job.json");
+    let mut record: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    record["id"] = "".into();
+    record["spec"]["engine"] = "slurm".into();
+    std::fs::write(&path, record.to_string()).unwrap();
+    for command in ["get", "logs", "stop"] {
+        jobs.refused(
+            &[command, "a"],
+            1,
+            "was interrupted, and whether slurm has it is not known",
+        );
+    }
+    assert_eq!(jobs.ok(&["stop", "--forget", "a"]), "job a forgotten\n");
+}
+
 #[test]
 fn a_record_that_cannot_be_read_is_a_warning() {
     let jobs = Jobs::new();
