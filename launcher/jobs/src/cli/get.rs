@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::{Place, details};
+use super::{JobsLocation, details};
 use crate::error::Result;
 use crate::job::{Failure, JobDetails};
 use crate::output::{age, columns, json, now, print};
@@ -21,8 +21,8 @@ pub(super) struct GetArgs {
     json: bool,
 }
 
-pub(super) fn run(arguments: &GetArgs, place: &Place) -> Result<ExitCode> {
-    let (records, mut record, engine) = place.job(&arguments.name)?;
+pub(super) fn run(arguments: &GetArgs, location: &JobsLocation) -> Result<ExitCode> {
+    let (records, mut record, engine) = location.job(&arguments.name)?;
     let details = details(&records, &mut record, engine.as_ref())?;
     print(&match arguments.json {
         true => json(&details)?,

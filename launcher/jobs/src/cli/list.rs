@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::{Place, check_submitted, details};
+use super::{JobsLocation, check_submitted, details};
 use crate::engine::connect;
 use crate::error::{Result, chain};
 use crate::job::{JobDetails, JobStatus, Records};
@@ -22,8 +22,8 @@ pub(super) struct ListArgs {
     json: bool,
 }
 
-pub(super) fn run(arguments: &ListArgs, place: &Place) -> Result<ExitCode> {
-    let jobs = jobs(place, arguments.engine)?;
+pub(super) fn run(arguments: &ListArgs, location: &JobsLocation) -> Result<ExitCode> {
+    let jobs = jobs(location, arguments.engine)?;
     print(&match arguments.json {
         true => json(&jobs)?,
         false => text(&jobs),
@@ -31,8 +31,8 @@ pub(super) fn run(arguments: &ListArgs, place: &Place) -> Result<ExitCode> {
 }
 
 /// The jobs that are known here. One whose engine does not answer is shown as it was known last.
-pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDetails>> {
-    let records = place.records()?;
+pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<Vec<JobDetails>> {
+    let records = location.records()?;
     let (found, unread) = records.all()?;
     for error in unread {
         warn(&chain(&error));
@@ -47,7 +47,7 @@ pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDet
         let found = match last {
             // It does not change any more, so nobody needs to be asked.
             Some(last) => Ok(last),
-            None => ask(place, &records, &mut record),
+            None => ask(location, &records, &mut record),
         };
         match (found, record.last) {
             (Ok(details), _) => jobs.push(details),
@@ -60,9 +60,16 @@ pub(super) fn jobs(place: &Place, only: Option<EngineKind>) -> Result<Vec<JobDet
     Ok(jobs)
 }
 
-fn ask(place: &Place, records: &Records, record: &mut crate::job::JobRecord) -> Result<JobDetails> {
+fn ask(
+    location: &JobsLocation,
+    records: &Records,
+    record: &mut crate::job::JobRecord,
+) -> Result<JobDetails> {
     check_submitted(record)?;
-    let engine = connect(record.spec.engine, &place.address.or(&record.spec.address))?;
+    let engine = connect(
+        record.spec.engine,
+        &location.address.or(&record.spec.address),
+    )?;
     details(records, record, engine.as_ref())
 }
 

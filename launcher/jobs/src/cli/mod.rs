@@ -1,27 +1,28 @@
 //! The command line: which command runs.
 
+mod data;
 mod get;
 #[cfg(feature = "image")]
 mod image;
 mod list;
+mod logs;
+mod port_forward;
 #[cfg(feature = "ray")]
 mod ray;
+mod stop;
 mod submit;
 mod top;
+mod wait;
 
 use std::ffi::OsString;
-use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::engine::{Engine, LogsMode, LogsRequest, PortPair, connect};
+use crate::engine::{Engine, connect};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, JobStatus, Records, Role};
-use crate::output::print;
+use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::spec::{EngineAddress, EngineKind, JobName};
 use submit::SubmitArgs;
 
@@ -32,12 +33,12 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     #[command(flatten)]
-    place: Place,
+    location: JobsLocation,
 }
 
 /// Where engines and records are.
 #[derive(Args, Clone, Debug)]
-struct Place {
+struct JobsLocation {
     /// The folder of the jobs' records [default: accel-jobs in XDG_STATE_HOME or ~/.local/state].
     #[arg(long, value_name = "DIR", global = true)]
     jobs_dir: Option<PathBuf>,
@@ -54,20 +55,20 @@ enum Command {
     /// Show a job: its status, its instances, and why it failed.
     Get(get::GetArgs),
     /// Print the output of a job: that of rank 0's node, which is that of all ranks.
-    Logs(LogsArgs),
+    Logs(logs::LogsArgs),
     /// Wait until a job has ended; the exit code is 0 where it succeeded, and 1 where it did not.
-    Wait(WaitArgs),
+    Wait(wait::WaitArgs),
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
-    Stop(StopArgs),
+    Stop(stop::StopArgs),
     /// Make a port of a job one of this machine, TensorBoard's unless another is given, until Ctrl-C.
-    PortForward(ForwardArgs),
+    PortForward(port_forward::ForwardArgs),
     /// Show what nodes or jobs have of GPUs.
     #[command(subcommand)]
     Top(top::TopCommand),
     /// The volumes that jobs can mount.
     #[command(subcommand)]
-    Data(top::DataCommand),
+    Data(data::DataCommand),
     /// Start and stop a Ray on this host.
     #[cfg(feature = "ray")]
     #[command(subcommand)]
@@ -78,55 +79,12 @@ enum Command {
     Image(image::ImageCommand),
 }
 
-#[derive(Args, Debug)]
-struct LogsArgs {
-    /// The job.
-    name: JobName,
-    /// The instance, as `get` shows it [default: that of rank 0].
-    #[arg(short, long, value_name = "INSTANCE")]
-    instance: Option<String>,
-    /// Go on until the job has ended, through its restarts.
-    #[arg(short, long)]
-    follow: bool,
-    /// Only the last N lines.
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
-    tail: Option<usize>,
-}
-
-#[derive(Args, Debug)]
-struct WaitArgs {
-    /// The job.
-    name: JobName,
-    /// Give up after so long: `90m`, `2h`.
-    #[arg(long, value_name = "TIME", value_parser = crate::spec::time_limit)]
-    timeout: Option<Duration>,
-}
-
-#[derive(Args, Debug)]
-struct ForwardArgs {
-    /// The job.
-    name: JobName,
-    /// The port of this machine, and that of node 0 or of TensorBoard.
-    #[arg(value_name = "LOCAL:REMOTE", default_value = "9090:6006", value_parser = ports)]
-    ports: PortPair,
-}
-
-#[derive(Args, Debug)]
-struct StopArgs {
-    /// The jobs.
-    #[arg(required = true)]
-    names: Vec<JobName>,
-    /// Remove their records as well, so that their names are free.
-    #[arg(long)]
-    forget: bool,
-}
-
 /// Runs the command of this command line.
 ///
 /// # Errors
 /// Those of the command.
 pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> {
-    let cli = match Cli::try_parse_from(in_our_words(line)) {
+    let cli = match Cli::try_parse_from(translate_arena(line)) {
         Ok(cli) => cli,
         Err(error) => {
             // A closed pipe is no error.
@@ -134,26 +92,26 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
             return Ok(ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)));
         }
     };
-    let place = &cli.place;
+    let location = &cli.location;
     match &cli.command {
-        Command::Submit(arguments) => submit::run(arguments, place),
-        Command::List(arguments) => list::run(arguments, place),
-        Command::Get(arguments) => get::run(arguments, place),
-        Command::Logs(arguments) => logs(arguments, place),
-        Command::Wait(arguments) => wait(arguments, place),
-        Command::Stop(arguments) => stop(arguments, place),
-        Command::PortForward(arguments) => forward(arguments, place),
-        Command::Top(command) => top::run(command, place),
-        Command::Data(command) => top::data(command, place),
+        Command::Submit(arguments) => submit::run(arguments, location),
+        Command::List(arguments) => list::run(arguments, location),
+        Command::Get(arguments) => get::run(arguments, location),
+        Command::Logs(arguments) => logs::run(arguments, location),
+        Command::Wait(arguments) => wait::run(arguments, location),
+        Command::Stop(arguments) => stop::run(arguments, location),
+        Command::PortForward(arguments) => port_forward::run(arguments, location),
+        Command::Top(command) => top::run(command, location),
+        Command::Data(command) => data::run(command, location),
         #[cfg(feature = "ray")]
-        Command::Ray(command) => ray::run(command, place),
+        Command::Ray(command) => ray::run(command, location),
         #[cfg(feature = "image")]
         Command::Image(command) => image::run(command),
     }
 }
 
 /// Arena's `submit pytorch …` as `submit --engine kubernetes --kind pytorchjob …`.
-fn in_our_words(line: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+fn translate_arena(line: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = line.into_iter().collect();
     let submit = words.iter().position(|word| word == "submit");
     if let Some(at) = submit.map(|submit| submit + 1)
@@ -167,7 +125,7 @@ fn in_our_words(line: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     words
 }
 
-impl Place {
+impl JobsLocation {
     fn records(&self) -> Result<Records> {
         Records::open(self.jobs_dir.clone())
     }
@@ -225,127 +183,14 @@ fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Re
     Ok(details)
 }
 
-fn logs(arguments: &LogsArgs, place: &Place) -> Result<ExitCode> {
-    let (records, record, engine) = place.job(&arguments.name)?;
-    let request = LogsRequest {
-        node: node(&record, arguments.instance.as_deref())?,
-        mode: if arguments.follow {
-            LogsMode::Follow
-        } else {
-            LogsMode::Once
-        },
-        tail: arguments.tail,
-    };
-    let folder = records.job_folder(&arguments.name);
-    match engine.logs(&record, &folder, &request, &mut io::stdout().lock()) {
-        Err(error) if !error.is_broken_pipe() => Err(error),
-        _ => Ok(ExitCode::SUCCESS),
-    }
-}
-
-/// The node whose instance has this name; node 0 where none is named.
-fn node(record: &JobRecord, instance: Option<&str>) -> Result<usize> {
-    let Some(wanted) = instance else {
-        return Ok(0);
-    };
-    let job = record.spec.name.as_str();
-    let nodes = 0..record.spec.nodes.get();
-    let names: Vec<_> = nodes.map(|node| Role::instance_name(job, node)).collect();
-    names.iter().position(|name| name == wanted).ok_or_else(|| {
-        Error::usage(format!(
-            "job {job} has no instance {wanted:?}; it has {}",
-            names.join(", ")
-        ))
-    })
-}
-
-fn forward(arguments: &ForwardArgs, place: &Place) -> Result<ExitCode> {
-    let (records, record, engine) = place.job(&arguments.name)?;
-    let folder = records.job_folder(&arguments.name);
-    engine.forward(&record, &folder, arguments.ports, &mut io::stdout().lock())?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn ports(text: &str) -> std::result::Result<PortPair, String> {
-    let pair = || {
-        let (local, remote) = text.split_once(':')?;
-        Some(PortPair {
-            local: local.parse().ok()?,
-            remote: remote.parse().ok()?,
-        })
-    };
-    pair().ok_or_else(|| "expected LOCAL:REMOTE, such as 9090:6006".to_owned())
-}
-
-fn wait(arguments: &WaitArgs, place: &Place) -> Result<ExitCode> {
-    let (records, mut record, engine) = place.job(&arguments.name)?;
-    let deadline = arguments.timeout.map(|limit| Instant::now() + limit);
-    loop {
-        match details(&records, &mut record, engine.as_ref()) {
-            Ok(details) if details.status == JobStatus::Succeeded => return Ok(ExitCode::SUCCESS),
-            Ok(details) if details.status.is_final() => {
-                return Err(Error::refused(format!(
-                    "job {} has ended as {}; `accel-launch jobs get {0}` says why",
-                    arguments.name, details.status
-                )));
-            }
-            Ok(details) if details.status == JobStatus::Unknown => {
-                let reason = details.reason.unwrap_or_default();
-                return Err(Error::not_found(format!(
-                    "the end of job {} is not known: {reason}",
-                    arguments.name
-                )));
-            }
-            Ok(_) => {}
-            // The engine may answer again.
-            Err(error) if error.is_unreachable() && deadline.is_some() => {}
-            Err(error) => return Err(error),
-        }
-        if deadline.is_some_and(|deadline| Instant::now() > deadline) {
-            return Err(Error::unreachable(format!(
-                "job {} has not ended in time",
-                arguments.name
-            )));
-        }
-        thread::sleep(engine.poll());
-    }
-}
-
-fn stop(arguments: &StopArgs, place: &Place) -> Result<ExitCode> {
-    for name in &arguments.names {
-        let known = place.records()?;
-        if arguments.forget && known.read(name)?.is_half_submitted() {
-            // Another's job may have its name, so nothing is removed from the engine.
-            known.remove(name)?;
-            print(&format!("job {name} forgotten\n"))?;
-            continue;
-        }
-        let (records, mut record, engine) = place.job(name)?;
-        let before = details(&records, &mut record, engine.as_ref());
-        engine.stop(&record, &records.job_folder(name))?;
-        if arguments.forget {
-            records.remove(name)?;
-        } else if let Ok(mut last) = before
-            && !last.status.is_final()
-        {
-            last.status = JobStatus::Stopped;
-            last.ended = Some(crate::output::now());
-            record.last = Some(last);
-            records.write(&record)?;
-        }
-        print(&format!("job {name} stopped\n"))?;
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn arenas_words_are_ours() {
+    fn arenas_words_are_translated() {
         let words = |line: &[&str]| -> Vec<String> {
-            in_our_words(line.iter().map(OsString::from))
+            translate_arena(line.iter().map(OsString::from))
                 .into_iter()
                 .map(|word| word.into_string().unwrap())
                 .collect()

@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
-use super::Place;
-use crate::engine::ray::cluster::{LocalRay, RayRole};
+use super::JobsLocation;
+use crate::engine::ray::local_ray::{LocalRay, RayRole};
 use crate::error::Result;
 use crate::output::print;
 
@@ -32,8 +32,8 @@ pub(super) struct StartArgs {
     options: Vec<String>,
 }
 
-pub(super) fn run(command: &RayCommand, place: &Place) -> Result<ExitCode> {
-    let ray = LocalRay::of(place.records()?.engine_folder("ray"));
+pub(super) fn run(command: &RayCommand, location: &JobsLocation) -> Result<ExitCode> {
+    let ray = LocalRay::of(location.records()?.engine_folder("ray"));
     match command {
         RayCommand::Start(arguments) => {
             let role = match &arguments.address {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::Place;
+use super::JobsLocation;
 use crate::error::Result;
 use crate::job::JobRecord;
 use crate::output::{now, print};
@@ -91,13 +91,13 @@ pub(super) struct SubmitArgs {
     program: Vec<String>,
 }
 
-pub(super) fn run(arguments: &SubmitArgs, place: &Place) -> Result<ExitCode> {
-    let spec = arguments.spec(place);
-    let engine = place.connect(spec.engine)?;
+pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
+    let spec = arguments.spec(location);
+    let engine = location.connect(spec.engine)?;
     if arguments.dry_run {
         return print(&engine.render(&spec)?);
     }
-    let records = place.records()?;
+    let records = location.records()?;
     let folder = records.create(&spec.name)?;
     let submit = || {
         let mut record = JobRecord {
@@ -128,7 +128,7 @@ pub(super) fn run(arguments: &SubmitArgs, place: &Place) -> Result<ExitCode> {
 }
 
 impl SubmitArgs {
-    fn spec(&self, place: &Place) -> JobSpec {
+    fn spec(&self, location: &JobsLocation) -> JobSpec {
         let program = match &self.program[..] {
             [command] if command.contains(char::is_whitespace) => {
                 vec!["sh".to_owned(), "-c".to_owned(), command.clone()]
@@ -154,7 +154,7 @@ impl SubmitArgs {
             tensorboard: self.tensorboard,
             logdir: self.logdir.clone(),
             program,
-            address: place.address.of(self.engine),
+            address: location.address.of(self.engine),
             options: self.options.clone(),
         }
     }

@@ -4,11 +4,11 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
-use super::{Place, list};
+use super::{JobsLocation, list};
 use crate::engine::{Engine, connect};
 use crate::error::Result;
 use crate::job::{JobDetails, NodeUsage};
-use crate::output::{age, columns, json, now, print};
+use crate::output::{columns, json, print};
 use crate::spec::EngineKind;
 
 #[derive(Debug, Subcommand)]
@@ -19,12 +19,6 @@ pub(super) enum TopCommand {
     /// The jobs and their GPUs.
     #[command(visible_alias = "job")]
     Jobs(TopArgs),
-}
-
-#[derive(Debug, Subcommand)]
-pub(super) enum DataCommand {
-    /// List them.
-    List(TopArgs),
 }
 
 #[derive(Args, Debug)]
@@ -38,55 +32,36 @@ pub(super) struct TopArgs {
     json: bool,
 }
 
-pub(super) fn run(command: &TopCommand, place: &Place) -> Result<ExitCode> {
+pub(super) fn run(command: &TopCommand, location: &JobsLocation) -> Result<ExitCode> {
     match command {
         TopCommand::Nodes(arguments) => {
-            let nodes = arguments.engine(place)?.nodes()?;
+            let nodes = arguments.engine(location)?.nodes()?;
             arguments.show(&nodes, || nodes_text(&nodes))
         }
         TopCommand::Jobs(arguments) => {
-            let jobs = list::jobs(place, arguments.engine)?;
+            let jobs = list::jobs(location, arguments.engine)?;
             arguments.show(&jobs, || jobs_text(&jobs))
         }
     }
 }
 
-pub(super) fn data(command: &DataCommand, place: &Place) -> Result<ExitCode> {
-    let DataCommand::List(arguments) = command;
-    let volumes = arguments.engine(place)?.volumes()?;
-    arguments.show(&volumes, || {
-        let mut rows =
-            vec![["NAME", "ACCESSMODE", "DESCRIPTION", "OWNER", "AGE"].map(str::to_owned)];
-        rows.extend(volumes.iter().map(|volume| {
-            let since = volume
-                .created
-                .map(|created| age(now().saturating_sub(created)));
-            [
-                volume.name.clone(),
-                volume.access_mode.clone(),
-                volume.description.clone(),
-                volume.owner.clone(),
-                since.unwrap_or_default(),
-            ]
-        }));
-        columns(&rows)
-    })
-}
-
 impl TopArgs {
-    fn engine(&self, place: &Place) -> Result<Box<dyn Engine>> {
-        let newest = || -> Result<_> { Ok(place.records()?.all()?.0.into_iter().next()) };
+    pub(super) fn engine(&self, location: &JobsLocation) -> Result<Box<dyn Engine>> {
+        let newest = || -> Result<_> { Ok(location.records()?.all()?.0.into_iter().next()) };
         let (kind, address) = match self.engine {
-            Some(kind) => (kind, place.address.clone()),
+            Some(kind) => (kind, location.address.clone()),
             None => match newest()? {
-                Some(record) => (record.spec.engine, place.address.or(&record.spec.address)),
-                None => (EngineKind::Local, place.address.clone()),
+                Some(record) => (
+                    record.spec.engine,
+                    location.address.or(&record.spec.address),
+                ),
+                None => (EngineKind::Local, location.address.clone()),
             },
         };
         connect(kind, &address)
     }
 
-    fn show<T: serde::Serialize>(
+    pub(super) fn show<T: serde::Serialize>(
         &self,
         rows: &[T],
         text: impl FnOnce() -> String,

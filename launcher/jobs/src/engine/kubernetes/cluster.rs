@@ -11,7 +11,7 @@ use kube::core::DynamicObject;
 use kube::{Api, Client, Config, Resource};
 use serde::de::DeserializeOwned;
 
-use super::fault::{ApiFault, is_passing};
+use super::api_error::{ApiError, is_passing};
 use super::version::ServerVersion;
 use crate::error::{Error, Result};
 use crate::spec::EngineAddress;
@@ -142,14 +142,14 @@ impl Cluster {
     {
         self.try_ask(question)
             .await
-            .map_err(|fault| fault.error(what, self))
+            .map_err(|error| error.into_error(what, self))
     }
 
-    /// The same, with the fault as it is.
+    /// The same, with the error as it is.
     pub(super) async fn try_ask<T, F>(
         &self,
         question: impl Fn() -> F,
-    ) -> std::result::Result<T, ApiFault>
+    ) -> std::result::Result<T, ApiError>
     where
         F: Future<Output = kube::Result<T>>,
     {
@@ -161,7 +161,7 @@ impl Cluster {
         &self,
         is_passing: fn(&kube::Error) -> bool,
         question: impl Fn() -> F,
-    ) -> std::result::Result<T, ApiFault>
+    ) -> std::result::Result<T, ApiError>
     where
         F: Future<Output = kube::Result<T>>,
     {
@@ -173,8 +173,8 @@ impl Cluster {
                 (Ok(Err(error)), Some(pause)) if is_passing(&error) => {
                     tokio::time::sleep(*pause).await;
                 }
-                (Ok(Err(error)), _) => return Err(ApiFault::Said(error)),
-                (Err(_), _) => return Err(ApiFault::Silent(ANSWER_LIMIT)),
+                (Ok(Err(error)), _) => return Err(ApiError::Answered(error)),
+                (Err(_), _) => return Err(ApiError::TimedOut(ANSWER_LIMIT)),
             }
         }
     }

@@ -10,9 +10,9 @@ use kube::ResourceExt;
 use kube::api::LogParams;
 use tokio::time::sleep;
 
+use super::api_error::ApiError;
 use super::cluster::Cluster;
 use super::details::details;
-use super::fault::ApiFault;
 use super::pods::{self, NodePods};
 use crate::engine::{LogsMode, LogsRequest};
 use crate::error::{Error, Result};
@@ -68,9 +68,9 @@ pub(super) async fn logs(
             }
             let follow = request.mode == LogsMode::Follow && !is_over;
             match show(cluster, node, pod, follow, tail.take(), &mut shown, output).await? {
-                Shape::Whole if !pods::runs(pod) => shown.complete(pod),
-                Shape::Whole | Shape::Broken => {}
-                Shape::Closed => return Ok(()),
+                StreamEnd::Complete if !pods::runs(pod) => shown.complete(pod),
+                StreamEnd::Complete | StreamEnd::Broken => {}
+                StreamEnd::Closed => return Ok(()),
             }
         }
         if is_over {
@@ -98,8 +98,9 @@ struct Shown {
 
 /// How a stream of output ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Shape {
-    Whole,
+enum StreamEnd {
+    /// The container has ended.
+    Complete,
     /// The pod's node, or the server, is gone.
     Broken,
     /// Nobody reads `output` any more.
@@ -141,7 +142,7 @@ async fn show(
     tail: Option<usize>,
     shown: &mut Shown,
     output: &mut dyn Write,
-) -> Result<Shape> {
+) -> Result<StreamEnd> {
     let name = pod.name_any();
     shown.begin(&name);
     let parameters = LogParams {
@@ -157,18 +158,18 @@ async fn show(
     let stream = match cluster.try_ask(|| api.log_stream(&name, &parameters)).await {
         Ok(stream) => stream,
         // A kubelet that is gone is the server's 500 or 502; 400 is a container that has not begun, 404 a pod that is gone.
-        Err(fault)
-            if matches!(fault, ApiFault::Silent(_))
-                || matches!(fault.code(), Some(400 | 404 | 500..)) =>
+        Err(error)
+            if matches!(error, ApiError::TimedOut(_))
+                || matches!(error.code(), Some(400 | 404 | 500..)) =>
         {
             if !follow {
                 warn(&format!(
                     "the output of pod {name} is not to be had: its node does not answer"
                 ));
             }
-            return Ok(Shape::Broken);
+            return Ok(StreamEnd::Broken);
         }
-        Err(fault) => return Err(fault.error(&format!("pods/log of {name}"), cluster)),
+        Err(error) => return Err(error.into_error(&format!("pods/log of {name}"), cluster)),
     };
     let mut stream = std::pin::pin!(stream);
     let mut line = Vec::new();
@@ -177,19 +178,23 @@ async fn show(
         let read = match tokio::time::timeout(POLL, read).await {
             Ok(read) => read,
             // What was read stays in `line`. A node that is lost says nothing any more.
-            Err(_) if follow && is_replaced(cluster, node, pod).await => return Ok(Shape::Broken),
+            Err(_) if follow && is_replaced(cluster, node, pod).await => {
+                return Ok(StreamEnd::Broken);
+            }
             Err(_) => continue,
         };
         match read {
-            Ok(0) if line.is_empty() => return Ok(Shape::Whole),
+            Ok(0) if line.is_empty() => return Ok(StreamEnd::Complete),
             Ok(_) => {}
-            Err(_) => return Ok(Shape::Broken),
+            Err(_) => return Ok(StreamEnd::Broken),
         }
         let (time, text) = split(&line);
         if shown.takes(time) {
             match output.write_all(text).and_then(|()| output.flush()) {
                 Ok(()) => {}
-                Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(Shape::Closed),
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                    return Ok(StreamEnd::Closed);
+                }
                 Err(error) => {
                     return Err(Error::system("output cannot be written").with_source(error));
                 }

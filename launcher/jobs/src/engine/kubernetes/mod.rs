@@ -1,17 +1,17 @@
 //! The engine Kubernetes, by its API.
 //!
-//! `placement` says which image runs, `objects` what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
+//! `job_image` says which image runs, `objects` what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
 //! how far it is. All of it is known by the label of the job, and nothing is kept here but the cluster's address.
 
+mod api_error;
 mod cluster;
 mod details;
-mod fault;
 mod forward;
+mod job_image;
 mod logs;
 mod nodes;
 mod objects;
 mod owner;
-mod placement;
 mod pods;
 mod removal;
 mod submission;
@@ -30,8 +30,8 @@ use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
 use crate::spec::{EngineAddress, JobSpec};
 use cluster::Cluster;
+use job_image::JobImage;
 use objects::Objects;
-use placement::Placement;
 use version::ServerVersion;
 
 /// Jobs of Kubernetes.
@@ -95,8 +95,8 @@ impl Engine for KubernetesEngine {
         if let Some(password) = spec.env.get_mut("GIT_SYNC_PASSWORD") {
             *password = "(not shown)".to_owned();
         }
-        let placement = Placement::of(&spec)?;
-        Objects::of(placement.spec(), version, &token()?)?.yaml()
+        let job_image = JobImage::of(&spec)?;
+        Objects::of(job_image.spec(), version, &token()?)?.yaml()
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
@@ -107,11 +107,11 @@ impl Engine for KubernetesEngine {
         })?;
         let name = spec.name.as_str();
         let version = self.runtime.block_on(cluster.version())?;
-        let placement = Placement::of(spec)?;
-        let objects = Objects::of(placement.spec(), version, &token()?)?;
+        let job_image = JobImage::of(spec)?;
+        let objects = Objects::of(job_image.spec(), version, &token()?)?;
         self.runtime
             .block_on(submission::check(cluster, &objects))?;
-        let mut created = placement.push()?;
+        let mut created = job_image.push()?;
         created.extend(
             self.runtime
                 .block_on(submission::make(cluster, &objects, name))?,

@@ -29,7 +29,7 @@ pub(super) async fn nodes(cluster: &Cluster) -> Result<Vec<NodeUsage>> {
     let every_pod: Api<Pod> = Api::all(cluster.client.clone());
     let pods = match cluster.try_ask(|| every_pod.list(&running)).await {
         Ok(list) => list.items,
-        Err(fault) if fault.code() == Some(403) => {
+        Err(error) if error.code() == Some(403) => {
             let namespace = &cluster.namespace;
             warn(&format!(
                 "this user may not list the pods of all namespaces, so only what namespace {namespace} has is shown as allocated"
@@ -37,7 +37,7 @@ pub(super) async fn nodes(cluster: &Cluster) -> Result<Vec<NodeUsage>> {
             let own = cluster.api::<Pod>();
             cluster.ask("pods", || own.list(&running)).await?.items
         }
-        Err(fault) => return Err(fault.error("pods", cluster)),
+        Err(error) => return Err(error.into_error("pods", cluster)),
     };
     let allocated = allocated(&pods);
     let every_node: Api<Node> = Api::all(cluster.client.clone());
@@ -48,7 +48,7 @@ pub(super) async fn nodes(cluster: &Cluster) -> Result<Vec<NodeUsage>> {
             .iter()
             .map(|node| usage(node, &allocated))
             .collect()),
-        Err(fault) if fault.code() == Some(403) => {
+        Err(error) if error.code() == Some(403) => {
             warn(
                 "this user may not list nodes, so only those that its pods run on are shown, without their GPUs",
             );
@@ -57,7 +57,7 @@ pub(super) async fn nodes(cluster: &Cluster) -> Result<Vec<NodeUsage>> {
                 .map(|(name, amounts)| unseen(name, *amounts))
                 .collect())
         }
-        Err(fault) => Err(fault.error("nodes", cluster)),
+        Err(error) => Err(error.into_error("nodes", cluster)),
     }
 }
 

@@ -85,10 +85,10 @@ async fn find(
     let parameters = kube::api::ListParams::default().labels(selector);
     match cluster.try_ask(|| api.list(&parameters)).await {
         Ok(list) => Ok(list.items),
-        Err(fault) if fault.code() == Some(404) => Ok(Vec::new()),
+        Err(error) if error.code() == Some(404) => Ok(Vec::new()),
         // Only these need rights that a user of other kinds may not have.
-        Err(fault) if fault.code() == Some(403) && is_optional(resource) => Ok(Vec::new()),
-        Err(fault) => Err(fault.error(&resource.plural, cluster)),
+        Err(error) if error.code() == Some(403) && is_optional(resource) => Ok(Vec::new()),
+        Err(error) => Err(error.into_error(&resource.plural, cluster)),
     }
 }
 
@@ -106,8 +106,8 @@ async fn delete(
     let (api, name) = (cluster.dynamic(resource), object.name_any());
     match cluster.try_ask(|| api.delete(&name, parameters)).await {
         Ok(_) => Ok(()),
-        Err(fault) if fault.code() == Some(404) => Ok(()),
-        Err(fault) => Err(fault.error(&format!("{}/{name}", resource.plural), cluster)),
+        Err(error) if error.code() == Some(404) => Ok(()),
+        Err(error) => Err(error.into_error(&format!("{}/{name}", resource.plural), cluster)),
     }
 }
 

@@ -5,8 +5,8 @@ use kube::ResourceExt;
 use kube::api::PostParams;
 use kube::core::DynamicObject;
 
+use super::api_error::is_not_carried_out;
 use super::cluster::Cluster;
-use super::fault::is_untouched;
 use super::objects::{Object, Objects};
 use super::removal;
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// When it refuses one.
 pub(super) async fn check(cluster: &Cluster, objects: &Objects) -> Result<()> {
     for object in objects.all() {
-        let answer = create(cluster, object, Trial::Dry).await?;
+        let answer = create(cluster, object, RunMode::Dry).await?;
         has_all_fields(object, &answer)?;
     }
     Ok(())
@@ -28,7 +28,7 @@ pub(super) async fn check(cluster: &Cluster, objects: &Objects) -> Result<()> {
 /// # Errors
 /// When the server refuses one; then none is left.
 pub(super) async fn make(cluster: &Cluster, objects: &Objects, job: &str) -> Result<Vec<String>> {
-    let made = match create(cluster, &objects.owner, Trial::Real).await {
+    let made = match create(cluster, &objects.owner, RunMode::Real).await {
         Ok(owner) => owned(cluster, objects, &owner).await,
         // A server that did not answer may have made it.
         Err(error) if error.is_unreachable() => Err(error),
@@ -49,7 +49,7 @@ pub(super) async fn make(cluster: &Cluster, objects: &Objects, job: &str) -> Res
 
 /// Whether an object is only checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Trial {
+enum RunMode {
     Dry,
     Real,
 }
@@ -66,22 +66,24 @@ async fn owned(cluster: &Cluster, objects: &Objects, owner: &DynamicObject) -> R
     for object in &objects.owned {
         let mut object = object.clone();
         object.value.metadata.owner_references = Some(vec![reference.clone()]);
-        create(cluster, &object, Trial::Real).await?;
+        create(cluster, &object, RunMode::Real).await?;
     }
     Ok(())
 }
 
-async fn create(cluster: &Cluster, object: &Object, trial: Trial) -> Result<DynamicObject> {
+async fn create(cluster: &Cluster, object: &Object, mode: RunMode) -> Result<DynamicObject> {
     let api = cluster.dynamic(&object.resource);
     let parameters = PostParams {
-        dry_run: trial == Trial::Dry,
+        dry_run: mode == RunMode::Dry,
         ..PostParams::default()
     };
     // A second request would find what the first has made, whose answer was lost.
-    let answer = cluster.ask_while(is_untouched, || api.create(&parameters, &object.value));
+    let answer = cluster.ask_while(is_not_carried_out, || {
+        api.create(&parameters, &object.value)
+    });
     answer
         .await
-        .map_err(|fault| fault.error(&object.shown(), cluster))
+        .map_err(|error| error.into_error(&object.shown(), cluster))
 }
 
 /// Servers drop fields that they do not know. Where one has dropped a part of what was asked for, the job would be another.

@@ -6,10 +6,10 @@
 
 mod answers;
 mod client;
-pub(crate) mod cluster;
 mod details;
 mod gang;
 mod job_log;
+pub(crate) mod local_ray;
 mod package;
 
 use std::io::Write;

@@ -76,7 +76,7 @@ pub(super) fn of_trainer(spec: &JobSpec) -> Result<Object> {
     }
     let mut pod_spec = Map::new();
     let mut set = |key: &str, value: Value| pod_spec.insert(key.to_owned(), value);
-    set("affinity", written(&pod::apart(spec))?);
+    set("affinity", written(&pod::anti_affinity(spec))?);
     set("volumes", written(&pod::volumes(spec))?);
     set(
         "containers",

@@ -47,7 +47,7 @@ pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result
             ..ObjectMeta::default()
         }),
         spec: Some(PodSpec {
-            affinity: Some(apart(spec)),
+            affinity: Some(anti_affinity(spec)),
             // Nothing in them asks the API, unless an account for that is given.
             automount_service_account_token: options.service_account.is_none().then_some(false),
             containers: vec![container],
@@ -59,7 +59,7 @@ pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result
             restart_policy: Some("Never".to_owned()),
             service_account_name: options.service_account.clone(),
             termination_grace_period_seconds: Some(GRACE_SECONDS),
-            tolerations: patience(spec),
+            tolerations: lost_node_tolerations(spec),
             volumes: Some(volumes(spec)),
             ..PodSpec::default()
         }),
@@ -204,7 +204,7 @@ pub(super) fn tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
 
 /// The taints of --toleration. Where the job is started again, a node that is lost has its pod replaced sooner than the
 /// cluster would do: the launcher has given that node up long before.
-fn patience(spec: &JobSpec) -> Option<Vec<Toleration>> {
+fn lost_node_tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     let given = tolerations(spec);
     if spec.max_restarts == 0 {
         return given;
@@ -229,7 +229,7 @@ pub(super) fn pull_secrets(spec: &JobSpec) -> Option<Vec<LocalObjectReference>> 
 }
 
 /// A node for each pod, where there are enough.
-pub(super) fn apart(spec: &JobSpec) -> Affinity {
+pub(super) fn anti_affinity(spec: &JobSpec) -> Affinity {
     let of_this_job = [(JOB_LABEL.to_owned(), spec.name.to_string())].into();
     let term = PodAffinityTerm {
         label_selector: Some(LabelSelector {

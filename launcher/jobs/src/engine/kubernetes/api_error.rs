@@ -9,11 +9,11 @@ use crate::error::Error;
 
 /// Why there is no answer.
 #[derive(Debug)]
-pub(super) enum ApiFault {
+pub(super) enum ApiError {
     /// The server, or the way to it, said so.
-    Said(kube::Error),
+    Answered(kube::Error),
     /// Nobody said anything for so long.
-    Silent(Duration),
+    TimedOut(Duration),
 }
 
 /// Whether the same question may be answered in a moment.
@@ -22,39 +22,39 @@ pub(super) fn is_passing(error: &kube::Error) -> bool {
 }
 
 /// Whether the server has not begun with what it was asked for.
-pub(super) fn is_untouched(error: &kube::Error) -> bool {
+pub(super) fn is_not_carried_out(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == 429)
 }
 
-impl ApiFault {
+impl ApiError {
     /// The status code of the answer, where there was one.
     pub(super) fn code(&self) -> Option<u16> {
         match self {
-            Self::Said(kube::Error::Api(status)) => Some(status.code),
-            Self::Said(_) | Self::Silent(_) => None,
+            Self::Answered(kube::Error::Api(status)) => Some(status.code),
+            Self::Answered(_) | Self::TimedOut(_) => None,
         }
     }
 
     /// As an error that names `what` was asked about, the cluster, and what to do.
-    pub(super) fn error(self, what: &str, cluster: &Cluster) -> Error {
+    pub(super) fn into_error(self, what: &str, cluster: &Cluster) -> Error {
         let place = format!("Kubernetes at {}", cluster.url);
         match self {
-            Self::Silent(limit) => Error::unreachable(format!(
+            Self::TimedOut(limit) => Error::unreachable(format!(
                 "{place} does not answer within {} s about {what}; try again, or look at the control plane",
                 limit.as_secs()
             )),
-            Self::Said(kube::Error::Api(status)) => of_status(&status, what, &cluster.namespace, &place),
-            Self::Said(kube::Error::Auth(error)) => Error::refused(format!(
+            Self::Answered(kube::Error::Api(status)) => of_status(&status, what, &cluster.namespace, &place),
+            Self::Answered(kube::Error::Auth(error)) => Error::refused(format!(
                 "the credentials for {place} cannot be had; log in again, as for kubectl"
             ))
             .with_source(error),
-            Self::Said(error @ (kube::Error::Service(_) | kube::Error::HyperError(_))) => {
+            Self::Answered(error @ (kube::Error::Service(_) | kube::Error::HyperError(_))) => {
                 Error::unreachable(format!(
                     "{place} cannot be reached; check that `kubectl version` reaches it with the same context"
                 ))
                 .with_source(error)
             }
-            Self::Said(error) => Error::system(format!("{place} answers about {what} what is not understood"))
+            Self::Answered(error) => Error::system(format!("{place} answers about {what} what is not understood"))
                 .with_source(error),
         }
     }

@@ -7,7 +7,7 @@ use crate::spec::{JobSpec, launcher_here};
 
 /// A job as pods see it, and the image that has to be pushed first.
 #[derive(Debug)]
-pub(super) struct Placement {
+pub(super) struct JobImage {
     spec: JobSpec,
     built: Option<Built>,
 }
@@ -19,7 +19,7 @@ struct Built {
     reference: String,
 }
 
-impl Placement {
+impl JobImage {
     /// Makes the image, if one is to be made. It is pushed nowhere.
     ///
     /// # Errors
