@@ -11,6 +11,7 @@ mod process;
 pub(crate) mod ray;
 #[cfg(feature = "slurm")]
 pub(crate) mod slurm;
+mod token;
 
 use std::io::Write;
 use std::path::Path;

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Engine, LogsRequest, PortPair, Submitted, Volume};
+use super::{Engine, LogsRequest, PortPair, Submitted, Volume, token};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
@@ -42,7 +42,6 @@ pub(crate) struct KubernetesEngine {
 
 /// Where the folder of a job keeps the address of the cluster that has it.
 const CLUSTER_FILE: &str = "cluster";
-const TOKEN_BYTES: usize = 32;
 /// How often the server of others, too, is asked about a job.
 const POLL: Duration = Duration::from_secs(1);
 
@@ -96,7 +95,7 @@ impl Engine for KubernetesEngine {
             *password = "(not shown)".to_owned();
         }
         let job_image = JobImage::of(&spec)?;
-        Objects::of(job_image.spec(), version, &token()?)?.yaml()
+        Objects::of(job_image.spec(), version, &new_token()?)?.yaml()
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
@@ -108,7 +107,7 @@ impl Engine for KubernetesEngine {
         let name = spec.name.as_str();
         let version = self.runtime.block_on(cluster.version())?;
         let job_image = JobImage::of(spec)?;
-        let objects = Objects::of(job_image.spec(), version, &token()?)?;
+        let objects = Objects::of(job_image.spec(), version, &new_token()?)?;
         self.runtime
             .block_on(submission::check(cluster, &objects))?;
         let mut created = job_image.push()?;
@@ -171,10 +170,6 @@ impl Engine for KubernetesEngine {
     }
 }
 
-/// What the agents of a job prove to one another, in hexadecimal digits.
-fn token() -> Result<String> {
-    let mut bytes = [0; TOKEN_BYTES];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
-        .map_err(|error| Error::system("there are no random bytes").with_source(error))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+fn new_token() -> Result<String> {
+    token::new().map_err(|error| Error::system("there are no random bytes").with_source(error))
 }

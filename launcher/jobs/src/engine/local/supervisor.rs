@@ -17,6 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use super::state::{LocalState, NodeState};
 use super::{POLL, agent_words, node_log};
 use crate::engine::process::ProcessIdentity;
+use crate::engine::token;
 use crate::error::{Error, Result};
 use crate::job::{JobRecord, JobStatus};
 use crate::output::now;
@@ -114,7 +115,7 @@ impl<'a> LocalJob<'a> {
             stop,
             deadline: spec.time_limit.map(|limit| Instant::now() + limit),
         };
-        token_file(folder).map_err(|error| {
+        token::write(folder).map_err(|error| {
             Error::system("the token of the job cannot be written").with_source(error)
         })?;
         for node in 0..nodes {
@@ -240,7 +241,7 @@ impl<'a> LocalJob<'a> {
             .stdout(log.try_clone().map_err(failed)?)
             .stderr(log);
         command
-            .env(accelerator_env::TOKEN_FILE.name, self.folder.join(TOKEN))
+            .env(accelerator_env::TOKEN_FILE.name, token::path(self.folder))
             .envs(&self.spec.env);
         if let Some(folder) = &self.spec.working_dir {
             command.current_dir(folder);
@@ -291,24 +292,6 @@ impl<'a> LocalJob<'a> {
             Error::system("the state of the job cannot be written").with_source(error)
         })
     }
-}
-
-const TOKEN: &str = "token";
-
-/// The secret by which agents and ranks know one another.
-fn token_file(folder: &Path) -> io::Result<()> {
-    use std::os::unix::fs::OpenOptionsExt;
-
-    let mut random = [0_u8; 32];
-    io::Read::read_exact(&mut File::open("/dev/urandom")?, &mut random)?;
-    let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-    let mut file = OpenOptions::new()
-        .create(true)
-        .truncate(true)
-        .write(true)
-        .mode(0o600)
-        .open(folder.join(TOKEN))?;
-    io::Write::write_all(&mut file, text.as_bytes())
 }
 
 fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<(Child, String)> {

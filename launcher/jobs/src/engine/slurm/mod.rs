@@ -11,21 +11,20 @@ mod script;
 mod state;
 
 use std::cell::Cell;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs;
+use std::io::{self, Write};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Engine, LogsMode, LogsRequest, Submitted};
+use super::{Engine, LogsMode, LogsRequest, Submitted, token};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::spec::{JobName, JobSpec, on_path};
 use crate::tail::{copy_tail, follow};
 use command::{sbatch, slurm};
 use details::details;
-use run::{Run, RunEnd, TOKEN, node_log};
+use run::{Run, RunEnd, node_log};
 use script::AgentFiles;
 use state::SlurmJob;
 
@@ -64,7 +63,7 @@ impl Engine for SlurmEngine {
         let failed = |error: io::Error| {
             Error::system(format!("{} cannot be written", folder.display())).with_source(error)
         };
-        write_token(folder).map_err(failed)?;
+        token::write(folder).map_err(failed)?;
         if spec.options.slurm.broadcast.is_some() {
             for (from, to) in [
                 (files.launcher, script::COPIED_LAUNCHER),
@@ -171,17 +170,4 @@ fn still_there(name: &JobName, id: &str, known: &SlurmJob) -> Error {
         STOP_LIMIT.as_secs(),
         known.state
     ))
-}
-
-/// The secret by which agents and ranks know one another: no one but its owner may read it.
-fn write_token(folder: &Path) -> io::Result<()> {
-    let mut random = [0_u8; 32];
-    File::open("/dev/urandom")?.read_exact(&mut random)?;
-    let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-    let mut file = OpenOptions::new()
-        .create_new(true)
-        .write(true)
-        .mode(0o600)
-        .open(folder.join(TOKEN))?;
-    file.write_all(text.as_bytes())
 }

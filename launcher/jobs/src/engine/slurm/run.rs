@@ -16,8 +16,6 @@ pub(super) const AGENT_EXIT: &str = "exit-";
 pub(super) const TENSORBOARD_LOG: &str = "tensorboard.log";
 /// Begins a line of the batch script's log for each start; the number of the restart follows.
 pub(super) const START_MARK: &str = "restart ";
-/// The secret by which agents and ranks know one another.
-pub(super) const TOKEN: &str = "token";
 
 /// The start of a job.
 #[derive(Clone, Debug, Deserialize)]

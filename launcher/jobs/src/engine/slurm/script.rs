@@ -7,7 +7,8 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use super::quote::{bash_word, clock, directive, path_text, path_word, pattern};
-use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG, TOKEN, batch_log};
+use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG, batch_log};
+use crate::engine::token;
 use crate::error::Result;
 use crate::spec::{JobSpec, launcher_here};
 
@@ -201,13 +202,14 @@ done
         );
     }
     let nodes = spec.nodes;
+    let token = token::FILE;
     let cpus = cpus(spec)
         .map(|cpus| format!(" --cpus-per-task={cpus}"))
         .unwrap_or_default();
     let logs = bash_word(&format!("{}/node-%t.log", pattern(folder)?));
     let _ = write!(
         script,
-        r#"export ACCEL_TOKEN_FILE="$folder/{TOKEN}"
+        r#"export ACCEL_TOKEN_FILE="$folder/{token}"
 set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} \
     --export=ALL --input=none --output={logs} --open-mode=append --kill-on-bad-exit=0 --wait={SRUN_WAIT} \
     /bin/bash -c 'trap : TERM; "$@"; set -- $? "$1"; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' "$folder" \
