@@ -78,18 +78,8 @@ fn unknown(name: &str, submitted: u64) -> JobDetails {
         name: name.to_owned(),
         trainer: "N/A".to_owned(),
         status: JobStatus::Unknown,
-        reason: None,
-        namespace: None,
-        priority: None,
         submitted: Some(submitted),
-        started: None,
-        ended: None,
-        restarts: 0,
-        gpus_requested: 0,
-        gpus_allocated: 0,
-        instances: Vec::new(),
-        tensorboard: None,
-        failure: None,
+        ..JobDetails::default()
     }
 }
 

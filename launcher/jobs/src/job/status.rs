@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// How far a job, or one of its instances, is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub(crate) enum JobStatus {
     /// Waits for its nodes.
@@ -21,6 +21,7 @@ pub(crate) enum JobStatus {
     /// A user stopped it.
     Stopped,
     /// The engine does not say.
+    #[default]
     Unknown,
 }
 
@@ -51,7 +52,7 @@ impl fmt::Display for JobStatus {
 }
 
 /// A job as its engine reports it. Times are seconds since 1970.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobDetails {
     pub(crate) name: String,
     /// What the engine runs it as: `LOCAL`, `SLURM`, `JOB`, `PYTORCHJOB`, `TRAINJOB`, `RAY`.
