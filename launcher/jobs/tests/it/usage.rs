@@ -65,6 +65,19 @@ fn what_is_wrong_is_named() {
         2,
         "\"./no-such\" is not a program of this machine",
     );
+    jobs.refused(
+        &[
+            "submit",
+            "--name",
+            "a",
+            "--working-dir",
+            "/no-such",
+            "--",
+            "true",
+        ],
+        2,
+        "--working-dir /no-such is no folder",
+    );
     jobs.refused(&["get", "a"], 1, "there is no job");
     assert_eq!(
         jobs.ok(&["list"]).trim_end(),

@@ -53,6 +53,16 @@ impl Engine for LocalEngine {
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
         spec.program_file()?;
         launcher_here()?;
+        if let Some(folder) = spec
+            .working_dir
+            .as_deref()
+            .filter(|folder| !folder.is_dir())
+        {
+            return Err(Error::usage(format!(
+                "--working-dir {} is no folder of this machine",
+                folder.display()
+            )));
+        }
         if spec.tensorboard && on_path("tensorboard").is_none() {
             return Err(Error::usage(
                 "--tensorboard needs the program tensorboard on the PATH: pip install tensorboard",
