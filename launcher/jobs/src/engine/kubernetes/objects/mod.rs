@@ -208,6 +208,7 @@ fn check(spec: &JobSpec) -> Result<()> {
     if options.kind == ObjectKind::TrainJob {
         let given = [
             ("--sync-mode", options.sync_mode.is_some()),
+            ("--working-dir", spec.working_dir.is_some()),
             ("--priority", spec.priority.is_some()),
         ];
         if let Some((option, _)) = given.iter().find(|(_, given)| *given) {
