@@ -141,6 +141,7 @@ run_engine() {
     same_bits mnist
     command_set
     node_loss
+    search
     engine_tests || fail "its own tests"
     engine_down || fail "it does not end"
 }
@@ -216,6 +217,17 @@ node_loss() {
     timeout 20 tail --pid=$follower -f /dev/null || fail "$name: logs -f does not end"
     grep -Eq 'training begins at (epoch|step) .*[1-9]' "$ENGINE_DIR/out/follow" || fail "$name: logs -f does not show that it went on"
     compare resumable "$name" $((SECONDS - began))
+    expect stopped jobs stop "$name" --forget || true
+}
+
+# A search of hyperparameters runs its trials on the slots of both nodes. An image has only the programs of other tests.
+search() {
+    local name=$ENGINE-search
+    [ "$ENGINE" != kubernetes ] || return 0
+    expect "submitted" jobs submit --engine "$ENGINE" --name "$name" --nodes 2 --nproc-per-node 1 "${SUBMIT[@]}" -- \
+        "$(program tune_mnist)" --num-samples 4 --max-iterations 2 --limit 256 --slots 2 --out "$ENGINE_DIR/search" || return 0
+    jobs wait "$name" --timeout "${LIMIT}s" || { fail "$name"; jobs logs "$name" -t 20 >&2; }
+    expect 'Number of trials: 4/4 \(4 TERMINATED\)' jobs logs "$name" || true
     expect stopped jobs stop "$name" --forget || true
 }
 
