@@ -230,6 +230,8 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
     for name in accelerator_collective::place_variables() {
         command.env_remove(name);
     }
+    // With the job's number alone it would be taken for one that srun should have started.
+    command.env_remove("SLURM_JOB_ID");
     Ok(command)
 }
 
