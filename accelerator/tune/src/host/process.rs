@@ -230,8 +230,10 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
     for name in accelerator_collective::place_variables() {
         command.env_remove(name);
     }
-    // With the job's number alone it would be taken for one that srun should have started.
-    command.env_remove("SLURM_JOB_ID");
+    // With these and no place it would be taken for a task that srun should have started.
+    for name in ["SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"] {
+        command.env_remove(name);
+    }
     Ok(command)
 }
 
