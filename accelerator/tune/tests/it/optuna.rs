@@ -211,13 +211,18 @@ fn failure(output: Output) -> String {
         .replace("\\\"", "\"")
 }
 
-/// What was suggested, as the journal has it.
+/// What was suggested, as the journal has it, but for the number of the line: how many reports come between two
+/// suggestions depends on timing.
 fn configs(folder: &Path) -> Vec<String> {
     let journal = fs::read_to_string(folder.join("journal.jsonl")).unwrap_or_default();
     let suggested = journal
         .lines()
         .filter(|line| line.contains("\"momentum\":0."));
-    suggested.map(str::to_owned).collect()
+    let event = |line: &str| match line.rsplit_once(",\"line\":") {
+        Some((event, _)) => event.to_owned(),
+        None => line.to_owned(),
+    };
+    suggested.map(event).collect()
 }
 
 /// The lowest of the last losses.
