@@ -1,10 +1,18 @@
 //! The launcher's `failure.json`, as far as a job's failure is shown by it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
 use super::{Failure, Role};
+
+/// How many lines of output a failure shows.
+pub(crate) const LAST_LINES: usize = 20;
+
+/// The output of the agent of a node, in the folder of its job.
+pub(crate) fn node_log(folder: &Path, node: usize) -> PathBuf {
+    folder.join(format!("node-{node}.log"))
+}
 
 /// Reads the report of the job's last failure from a log folder of its launcher, where there is one.
 pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {

@@ -5,11 +5,8 @@ use super::objects::{TENSORBOARD_PORT, TENSORBOARD_SUFFIX};
 use super::owner::{OwnerState, Owners};
 use super::pods::NodePods;
 use crate::error::Result;
-use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, Role};
+use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, Role};
 use crate::spec::{JobSpec, ObjectKind};
-
-/// How many of the last lines are shown of the instance that failed.
-const LAST_LINES: usize = 20;
 
 /// Asks the cluster.
 ///

@@ -10,14 +10,14 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::num::NonZeroUsize;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role};
+use crate::job::{Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, node_log};
 use crate::spec::{JobSpec, launcher_here, on_path};
 use crate::tail::{copy_tail, follow};
 use state::LocalState;
@@ -236,10 +236,6 @@ fn agent_words(spec: &JobSpec, node: usize, endpoint: &str, folder: &Path) -> Re
         agent = agent.log_dir(folder.join("logs").to_string_lossy());
     }
     Ok(agent.words())
-}
-
-fn node_log(folder: &Path, node: usize) -> PathBuf {
-    folder.join(format!("node-{node}.log"))
 }
 
 /// NVIDIA's GPUs, by the device files that its driver makes.

@@ -10,17 +10,15 @@ use rustix::fs::FlockOperation;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
-use super::{POLL, node_log};
+use super::POLL;
 use crate::engine::process::ProcessIdentity;
-use crate::job::{Failure, JobStatus, Role};
+use crate::job::{Failure, JobStatus, LAST_LINES, Role, node_log, read_failure};
 use crate::spec::JobSpec;
 use crate::tail::last_lines;
 
 const FILE: &str = "state.json";
 /// Held by the supervisor for as long as it lives.
 const LOCK: &str = "supervisor.lock";
-/// How many lines of output a failure shows.
-const LAST_LINES: usize = 20;
 
 /// How far a job is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -131,7 +129,7 @@ impl LocalState {
             .iter()
             .filter(failed)
             .min_by_key(|(_, state)| state.ended)?;
-        if let Some(failure) = crate::job::read_failure(&folder.join("logs"), spec.name.as_str()) {
+        if let Some(failure) = read_failure(&folder.join("logs"), spec.name.as_str()) {
             return Some(failure);
         }
         Some(Failure {

@@ -15,11 +15,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::state::{LocalState, NodeState};
-use super::{POLL, agent_words, node_log};
+use super::{POLL, agent_words};
 use crate::engine::process::ProcessIdentity;
 use crate::engine::token;
 use crate::error::{Error, Result};
-use crate::job::{JobRecord, JobStatus};
+use crate::job::{JobRecord, JobStatus, node_log};
 use crate::output::now;
 use crate::spec::JobSpec;
 

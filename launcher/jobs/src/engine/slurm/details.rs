@@ -2,16 +2,16 @@
 
 use std::path::Path;
 
-use super::run::{Run, RunEnd, agent_exit, batch_log, node_log, out_of_memory, tensorboard};
+use super::run::{Run, RunEnd, agent_exit, batch_log, out_of_memory, tensorboard};
 use super::state::{READY, SlurmJob, nodes};
-use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, Role, read_failure};
+use crate::job::{
+    Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, Role, node_log, read_failure,
+};
 use crate::spec::JobSpec;
 use crate::tail::last_lines;
 
 /// An agent asks for another start.
 const AGAIN: i32 = accelerator_env::PREEMPTED_EXIT_CODE as i32;
-/// How many lines of output a failure shows.
-const LAST_LINES: usize = 20;
 
 /// All that is known of a job.
 pub(super) fn details(

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted, token};
 use crate::error::{Error, Result};
-use crate::job::{JobDetails, JobRecord, NodeUsage};
+use crate::job::{JobDetails, JobRecord, NodeUsage, node_log};
 use crate::spec::{JobName, JobSpec, on_path};
 use crate::tail::{copy_tail, follow};
 use command::{sbatch, slurm};
 use details::details;
-use run::{Run, RunEnd, node_log};
+use run::{Run, RunEnd};
 use script::AgentFiles;
 use state::SlurmJob;
 
@@ -83,7 +83,7 @@ impl Engine for SlurmEngine {
 
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
-        let known = match find(job) {
+        let known = match SlurmJob::find(&job.id) {
             Ok(known) => known,
             // It is over: how it ended, Slurm said while it knew, or else its script has written.
             Err(error) if error.is_not_found() => match (&job.last, &run, end) {
@@ -110,7 +110,7 @@ impl Engine for SlurmEngine {
                 return false;
             }
             asked.set(Some(Instant::now()));
-            match find(job) {
+            match SlurmJob::find(&job.id) {
                 Ok(known) => known.status().is_final(),
                 // Slurm may answer again.
                 Err(error) => !error.is_unreachable(),
@@ -127,7 +127,7 @@ impl Engine for SlurmEngine {
         let deadline = Instant::now() + STOP_LIMIT;
         let mut cancelled = false;
         loop {
-            let known = match find(job) {
+            let known = match SlurmJob::find(&job.id) {
                 Ok(known) if known.status().is_final() => return Ok(()),
                 Err(error) if error.is_not_found() => return Ok(()),
                 known => known?,
@@ -151,16 +151,6 @@ impl Engine for SlurmEngine {
     fn poll(&self) -> Duration {
         POLL
     }
-}
-
-fn find(job: &JobRecord) -> Result<SlurmJob> {
-    if job.id.is_empty() {
-        return Err(Error::not_found(format!(
-            "the submission of job {} was interrupted; `squeue --me` shows whether Slurm has taken it",
-            job.spec.name
-        )));
-    }
-    SlurmJob::find(&job.id)
 }
 
 fn still_there(name: &JobName, id: &str, known: &SlurmJob) -> Error {

@@ -58,11 +58,6 @@ pub(super) fn batch_log(folder: &Path) -> PathBuf {
     folder.join("slurm.log")
 }
 
-/// The output of the agent of a node.
-pub(super) fn node_log(folder: &Path, node: usize) -> PathBuf {
-    folder.join(format!("node-{node}.log"))
-}
-
 /// The exit code of the agent of a node, once it has ended.
 pub(super) fn agent_exit(folder: &Path, node: usize) -> Option<i32> {
     let text = fs::read_to_string(folder.join(format!("{AGENT_EXIT}{node}"))).ok()?;
