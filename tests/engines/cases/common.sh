@@ -171,6 +171,7 @@ compare() {
 # The commands of a job that runs, and of one that is stopped.
 command_set() {
     local name=$ENGINE-commands
+    mkdir -p "$ENGINE_DIR/commands"
     expect "resumable" submit "$name-dry" --dry-run -- "$(program resumable)" --checkpoints "$ENGINE_DIR/c" || true
     refuse "no job" jobs get "$name-dry" || true
     # shellcheck disable=SC2046 # words
