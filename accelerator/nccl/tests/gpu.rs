@@ -14,6 +14,8 @@ use accelerator_collective::{
 use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library, Result, Version};
 use bytemuck::Pod;
 use half::{bf16, f16};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 const LONG: Duration = Duration::from_secs(120);
 
@@ -39,10 +41,10 @@ fn with_an_idle_peer() -> (ProcessGroup, ProcessGroup) {
     (first, second.for_purpose("connect NCCL"))
 }
 
-/// Agrees with whatever comes.
-fn nod(idle: &ProcessGroup) {
+/// Agrees with the other rank, which sends the same type.
+fn nod<T: Serialize + DeserializeOwned>(idle: &ProcessGroup, value: T) {
     // What the other rank says is not for this one.
-    let _ = idle.all_gather_object(&Ok::<Vec<u8>, String>(Vec::new()));
+    let _ = idle.all_gather_object(&Ok::<T, String>(value));
 }
 
 /// What comes back where one rank reduces, by way of the host or of the context.
@@ -168,8 +170,8 @@ fn a_peer_that_never_comes_is_an_error_within_the_deadline() {
     let deadline = Duration::from_secs(3);
     let error = thread::scope(|scope| {
         scope.spawn(|| {
-            nod(&idle);
-            nod(&idle);
+            nod(&idle, Vec::<u8>::new());
+            nod(&idle, ());
         });
         let connected = Communicator::connect_group(&gpu, &group, deadline).unwrap();
         connected.unwrap_err()
@@ -196,7 +198,7 @@ fn a_group_that_ends_frees_who_connects() {
     let began = Instant::now();
     let error = thread::scope(|scope| {
         scope.spawn(|| {
-            nod(&idle);
+            nod(&idle, Vec::<u8>::new());
             thread::sleep(Duration::from_millis(300));
             idle.abort("its data set is empty");
         });

@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Args) -> Result<Probe, Box<dyn Error>> {
         device: args.device.to_string(),
         name: name(&device),
         kernel_compiler: kernel_compiler(args.device),
-        fusion: cfg!(any(feature = "cuda", feature = "wgpu")) && is_gpu(args.device),
+        fusion: cfg!(any(feature = "cuda-untuned", feature = "wgpu")) && is_gpu(args.device),
         autotune: cfg!(any(feature = "cuda", feature = "wgpu")) && is_gpu(args.device),
         bf16: device.supports_dtype(DType::BF16),
         f16: device.supports_dtype(DType::F16),
@@ -62,12 +62,12 @@ fn is_gpu(device: DeviceName) -> bool {
     matches!(device, DeviceName::Cuda | DeviceName::Wgpu)
 }
 
-#[cfg(any(feature = "cuda", feature = "wgpu"))]
+#[cfg(any(feature = "cuda-untuned", feature = "wgpu"))]
 fn name(device: &Device) -> Option<String> {
     device.identity().map(|identity| identity.name)
 }
 
-#[cfg(not(any(feature = "cuda", feature = "wgpu")))]
+#[cfg(not(any(feature = "cuda-untuned", feature = "wgpu")))]
 fn name(_device: &Device) -> Option<String> {
     None
 }

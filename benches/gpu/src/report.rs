@@ -60,10 +60,11 @@ fn tables(found: &[Value], folder: &Path) -> Result<String, Box<dyn Error>> {
     for probe in of("probe") {
         writeln!(
             text,
-            "Device `{}` ({}), kernels by {}; bf16 {}, f16 {}, f64 {}; error of a product of f32 matrices {}.\n",
+            "Device `{}` ({}), kernels by {}, autotune {}; bf16 {}, f16 {}, f64 {}; error of a product of f32 matrices {}.\n",
             word(&probe["device"]),
             word(&probe["name"]),
             word(&probe["kernel_compiler"]),
+            probe["autotune"],
             probe["bf16"],
             probe["f16"],
             probe["f64"],
