@@ -189,10 +189,10 @@ fn side_by_side(text: &mut String, found: &[Value]) -> std::fmt::Result {
 
 fn shared_gpu<'a>(text: &mut String, rows: impl Iterator<Item = &'a Value>) -> std::fmt::Result {
     *text += "## Two ranks on one GPU\n\n\
-        Through the host's memory, SGD. Relative differences of parameters from those of one rank with the same global \
-        batch; times are medians in milliseconds a step.\n\n\
-        | model | steps | one rank again | overlap off | on | moved | step, one rank | step, off, on | waiting, off, on | \
-        communicating, off, on | exposed, off, on | passed |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n";
+        Through the host's memory, SGD. Relative differences of parameters from those of one rank that takes the two halves \
+        of each batch in turn; times are medians in milliseconds a step.\n\n\
+        | model | steps | one rank again | its batches whole | overlap off | on | moved | step, one rank | step, off, on | waiting, off, on | \
+        communicating, off, on | exposed, off, on | passed |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|\n";
     for row in rows {
         let milliseconds = |value: &Value| {
             let seconds = value["median"].as_f64();
@@ -204,10 +204,11 @@ fn shared_gpu<'a>(text: &mut String, rows: impl Iterator<Item = &'a Value>) -> s
         };
         writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
             word(&row["model"]),
             row["steps"],
             number(&row["repeated_difference"]),
+            number(&row["difference_whole_batch"]),
             number(&row["difference_overlap_off"]),
             number(&row["difference_overlap_on"]),
             number(&row["moved"]),

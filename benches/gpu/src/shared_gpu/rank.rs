@@ -25,6 +25,9 @@ pub(crate) struct RankArgs {
     sending: Sending,
     #[arg(long)]
     global_batch: Option<usize>,
+    /// How many batches of a rank make a step
+    #[arg(long)]
+    micro_batches: usize,
     #[arg(long)]
     steps: usize,
     #[arg(long)]
@@ -47,6 +50,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder()
         .device(BackendKind::from(args.device))
         .bucket_size(args.bucket_size)
+        .accumulation_steps(args.micro_batches)
         .overlap(match args.sending {
             Sending::After => Overlap::Off,
             Sending::Within => Overlap::On,
@@ -58,7 +62,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<(), Box<dyn Error>> {
     let global_batch = args.global_batch.unwrap_or(model.batch_size() / 2);
     device.seed(SEED);
     let loader = LoaderBuilder::new(model.samples().batcher())
-        .global_batch_size(global_batch)
+        .global_batch_size(global_batch / args.micro_batches)
         .build(Samples::dataset(global_batch * args.steps));
     let parts = (model.init(&device), SgdConfig::new().init(), loader);
     let (mut net, mut optimizer, loader) = accelerator.prepare(parts)?;
