@@ -26,6 +26,9 @@ impl Accelerator {
     /// run over. Elsewhere, a name that is there already gets a number. A second call ends the run before, unless it has
     /// that name.
     ///
+    /// With the feature `kubeflow`, a run in a pod of a TrainJob tells Kubeflow Trainer how far it is, where that asks for
+    /// it.
+    ///
     /// No failure of a disk or a server stops the training: it is said once. Where rank 0 cannot write the folder, all
     /// ranks train on without a run. What the program itself contradicts is an error: a name or hyperparameters that
     /// cannot be ones, a run that another process writes; in a job that was restarted or resumed, the former alone.
@@ -288,6 +291,13 @@ impl Accelerator {
         }
         for tracker in &settings.trackers {
             run = tracker.attach(run)?;
+        }
+        #[cfg(feature = "kubeflow")]
+        match accelerator_track::KubeflowSink::from_env() {
+            Ok(sink) => run = run.sinks(sink.map(|sink| Box::new(sink) as _)),
+            Err(error) => {
+                user_message::warn(&format!("Kubeflow Trainer is not told of the run: {error}"))
+            }
         }
         run.start()
     }

@@ -144,13 +144,13 @@ pub(crate) enum Kind {
     Conflict,
     Misuse,
     #[cfg_attr(
-        not(feature = "mlflow"),
+        not(any(feature = "kubeflow", feature = "mlflow")),
         allow(dead_code, reason = "a server alone answers so")
     )]
     Remote,
     /// A server does not let this user in.
     #[cfg_attr(
-        not(feature = "mlflow"),
+        not(any(feature = "kubeflow", feature = "mlflow")),
         allow(dead_code, reason = "a server alone answers so")
     )]
     Denied,

@@ -14,6 +14,8 @@ pub use history::{
     ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
     RunHistory, RunStatus, Series, SystemPoint, WeightsDigest,
 };
+#[cfg(feature = "kubeflow")]
+pub use kubeflow::KubeflowSink;
 #[cfg(feature = "mlflow")]
 pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
 pub use provenance::{
@@ -39,6 +41,8 @@ mod error;
 mod folder_name;
 mod history;
 mod journal;
+#[cfg(feature = "kubeflow")]
+mod kubeflow;
 #[cfg(feature = "mlflow")]
 mod mlflow;
 mod provenance;

@@ -81,12 +81,13 @@ pub(crate) struct Options {
     /// them over SSH.
     ///
     /// `node[01-03]:2` stands for three hosts, as in Slurm's lists. N is --nproc-per-node, or 1, where it is left out. The
-    /// program has to be at the same path on all hosts, and `ssh` has to log in there without a password. The hosts get
+    /// program has to be at the same path on all hosts (--rsync brings it there), and `ssh` has to log in there without a password. The hosts get
     /// the variables of this environment and a token of their own.
     #[arg(
         long,
         value_name = "HOST[:N],...",
         conflicts_with_all = ["hostfile", "nnodes", "node_rank", "num_processes"],
+        group = "over_ssh",
         help_heading = "Several hosts"
     )]
     pub(crate) hosts: Option<HostList>,
@@ -96,9 +97,20 @@ pub(crate) struct Options {
         long,
         value_name = "FILE",
         conflicts_with_all = ["nnodes", "node_rank", "num_processes"],
+        group = "over_ssh",
         help_heading = "Several hosts"
     )]
     pub(crate) hostfile: Option<PathBuf>,
+
+    /// Copy this file or folder to the same path on all hosts of --hosts before ranks start, by rsync over the same SSH;
+    /// can be repeated. Only what has changed is sent.
+    #[arg(
+        long,
+        value_name = "PATH",
+        requires = "over_ssh",
+        help_heading = "Several hosts"
+    )]
+    pub(crate) rsync: Vec<PathBuf>,
 
     /// An option of `ssh`, as in its configuration: `Port=2222`; can be repeated.
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Several hosts")]

@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::{JobsLocation, check_submitted, details};
-use crate::engine::connect;
-use crate::error::{Result, chain};
-use crate::job::{JobDetails, JobStatus, Records};
+use crate::engine::{Engine, connect};
+use crate::error::{Error, Result, chain};
+use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::{age, columns, json, now, print, warn};
-use crate::spec::EngineKind;
+use crate::spec::{EngineAddress, EngineKind};
 
 #[derive(Args, Debug)]
 pub(super) struct ListArgs {
@@ -37,6 +37,8 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
     for error in unread {
         warn(&chain(&error));
     }
+    let mut engines = Engines::new(location);
+    let mut problems = Vec::new();
     let mut jobs = Vec::new();
     for mut record in found
         .into_iter()
@@ -47,12 +49,17 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
         let found = match last {
             // It does not change any more, so nobody needs to be asked.
             Some(last) => Ok(last),
-            None => ask(location, &records, &mut record),
+            None => engines.ask(&records, &mut record),
         };
         match (found, record.last) {
             (Ok(details), _) => jobs.push(details),
             (Err(error), last) => {
-                warn(&chain(&error));
+                // Of an engine that does not answer it is said once.
+                let problem = chain(&error);
+                if !problems.contains(&problem) {
+                    warn(&problem);
+                    problems.push(problem);
+                }
                 jobs.extend(last.or_else(|| Some(unknown(name.as_str(), record.submitted))));
             }
         }
@@ -60,17 +67,55 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
     Ok(jobs)
 }
 
-fn ask(
-    location: &JobsLocation,
-    records: &Records,
-    record: &mut crate::job::JobRecord,
-) -> Result<JobDetails> {
-    check_submitted(record)?;
-    let engine = connect(
-        record.spec.engine,
-        &location.address.or(&record.spec.address),
-    )?;
-    details(records, record, engine.as_ref())
+/// The engines that were asked, each connected to once.
+struct Engines<'a> {
+    location: &'a JobsLocation,
+    known: Vec<(EngineKind, EngineAddress, KnownEngine)>,
+}
+
+enum KnownEngine {
+    Connected(Box<dyn Engine>),
+    /// It did not answer; it is not asked for the next job.
+    Silent(String),
+}
+
+impl<'a> Engines<'a> {
+    fn new(location: &'a JobsLocation) -> Self {
+        Self {
+            location,
+            known: Vec::new(),
+        }
+    }
+
+    fn ask(&mut self, records: &Records, record: &mut JobRecord) -> Result<JobDetails> {
+        check_submitted(record)?;
+        let kind = record.spec.engine;
+        let address = self.location.address.or(&record.spec.address);
+        let is_same =
+            |(known, at, _): &(EngineKind, EngineAddress, _)| *known == kind && *at == address;
+        let at = match self.known.iter().position(is_same) {
+            Some(at) => at,
+            None => {
+                let engine = match connect(kind, &address) {
+                    Err(error) if error.is_unreachable() => KnownEngine::Silent(chain(&error)),
+                    engine => KnownEngine::Connected(engine?),
+                };
+                self.known.push((kind, address, engine));
+                self.known.len() - 1
+            }
+        };
+        let engine = &mut self.known[at].2;
+        let found = match engine {
+            KnownEngine::Connected(engine) => details(records, record, engine.as_ref()),
+            KnownEngine::Silent(why) => Err(Error::unreachable(why.clone())),
+        };
+        if let Err(error) = &found
+            && error.is_unreachable()
+        {
+            *engine = KnownEngine::Silent(chain(error));
+        }
+        found
+    }
 }
 
 fn unknown(name: &str, submitted: u64) -> JobDetails {

@@ -11,7 +11,7 @@ use clap::Args;
 use super::JobsLocation;
 use crate::error::Result;
 use crate::job::JobRecord;
-use crate::output::{now, print};
+use crate::output::{now, print, warn};
 use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
 
 /// What a job asks for. Arena's words are aliases.
@@ -93,6 +93,12 @@ pub(super) struct SubmitArgs {
 
 pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
     let spec = arguments.spec(location);
+    for option in spec.options.foreign_to(spec.engine) {
+        warn(&format!(
+            "{option} says nothing to the engine {}",
+            spec.engine
+        ));
+    }
     let engine = location.connect(spec.engine)?;
     if arguments.dry_run {
         return print(&engine.render(&spec)?);

@@ -4,6 +4,7 @@ use std::fmt;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// Which engine runs a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
@@ -23,7 +24,7 @@ pub(crate) enum EngineKind {
 }
 
 /// Where engines are, as the options say.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct EngineAddress {
     /// The namespace of Kubernetes [default: that of the kubeconfig's context].
@@ -54,6 +55,24 @@ pub(crate) struct EngineOptions {
     #[cfg(feature = "ray")]
     #[command(flatten)]
     pub(crate) ray: super::ray::RayOptions,
+}
+
+impl EngineOptions {
+    /// The options that were given, and that say nothing to the engine `kind`.
+    pub(crate) fn foreign_to(&self, kind: EngineKind) -> Vec<String> {
+        let given = serde_json::to_value(self).unwrap_or_default();
+        let defaults = serde_json::to_value(Self::default()).unwrap_or_default();
+        let mut foreign = Vec::new();
+        for (engine, options) in given.as_object().into_iter().flatten() {
+            if *engine == kind.to_string() {
+                continue;
+            }
+            let differs = |(name, value): &(&String, &Value)| **value != defaults[engine][*name];
+            let names = options.as_object().into_iter().flatten().filter(differs);
+            foreign.extend(names.map(|(name, _)| format!("--{}", name.replace('_', "-"))));
+        }
+        foreign
+    }
 }
 
 impl EngineAddress {
@@ -112,5 +131,26 @@ impl fmt::Display for EngineKind {
             #[cfg(feature = "ray")]
             Self::Ray => "ray",
         })
+    }
+}
+
+#[cfg(all(test, feature = "kubernetes", feature = "slurm"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_of_another_engine_are_found() {
+        let mut options = EngineOptions::default();
+        options.kubernetes.image_pull_secret = vec!["key".to_owned()];
+        options.slurm.partition = Some("gpu".to_owned());
+        assert_eq!(
+            options.foreign_to(EngineKind::Slurm),
+            ["--image-pull-secret"]
+        );
+        assert_eq!(options.foreign_to(EngineKind::Kubernetes), ["--partition"]);
+        assert_eq!(
+            EngineOptions::default().foreign_to(EngineKind::Local),
+            [""; 0]
+        );
     }
 }

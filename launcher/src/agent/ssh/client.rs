@@ -49,7 +49,20 @@ impl Ssh {
     /// The command that starts an agent on `host`.
     pub(super) fn command(&self, host: &ListedHost) -> Command {
         let mut command = Command::new("ssh");
-        command.args(&self.arguments).args(["-T", "-x"]);
+        command.args(&self.words(host)[1..]);
+        command.args(["--", &host.name]);
+        command.arg(match &self.delivery {
+            Delivery::Push(program) => push::receiving(program.len()),
+            Delivery::Present(command) => command.clone(),
+        });
+        command
+    }
+
+    /// `ssh` and its options for `host`.
+    pub(super) fn words(&self, host: &ListedHost) -> Vec<OsString> {
+        let mut words = vec![OsString::from("ssh")];
+        words.extend(self.arguments.iter().cloned());
+        words.extend(["-T".into(), "-x".into()]);
         for option in [
             "BatchMode=yes",
             "ConnectTimeout=10",
@@ -61,20 +74,15 @@ impl Ssh {
             "ControlPath=none",
             "LogLevel=ERROR",
         ] {
-            command.args(["-o", option]);
+            words.extend(["-o".into(), option.into()]);
         }
         if let Some(user) = &host.user {
-            command.args(["-l", user]);
+            words.extend(["-l".into(), user.into()]);
         }
         if let Some(port) = host.port {
-            command.args(["-p", &port.to_string()]);
+            words.extend(["-p".into(), port.to_string().into()]);
         }
-        command.args(["--", &host.name]);
-        command.arg(match &self.delivery {
-            Delivery::Push(program) => push::receiving(program.len()),
-            Delivery::Present(command) => command.clone(),
-        });
-        command
+        words
     }
 }
 

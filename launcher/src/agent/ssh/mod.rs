@@ -9,11 +9,12 @@ mod client;
 mod job;
 mod order;
 mod push;
+mod rsync;
 
 use std::ffi::{OsStr, OsString};
 use std::net::{TcpListener, ToSocketAddrs};
-use std::path::Path;
-use std::process::ExitCode;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
 
 use accelerator_collective::rendezvous::Token;
 use accelerator_env::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
@@ -57,9 +58,11 @@ pub(crate) fn run(
         arguments: words,
         delivery: delivery(options)?,
     };
+    let paths = rsync::whole(&options.rsync)?;
     if options.dry_run {
-        return describe(hosts, &ssh);
+        return describe(hosts, &ssh, &paths);
     }
+    rsync::copy(&ssh, hosts.hosts(), &paths, &channel)?;
     let (own, _) = command.split_at(command.len() - arguments.len().min(command.len()));
     let token = token()?;
     let folder = std::env::current_dir()
@@ -120,6 +123,7 @@ fn placed(
         "--nproc-per-node",
         "--processes-per-machine",
         "--rdzv-endpoint",
+        "--rsync",
         "--ssh-option",
         "--ssh-args",
     ];
@@ -234,15 +238,21 @@ fn is_own(host: &ListedHost) -> bool {
 }
 
 /// What `--dry-run` prints.
-fn describe(hosts: &HostList, ssh: &Ssh) -> Result<ExitCode> {
+fn describe(hosts: &HostList, ssh: &Ssh, paths: &[PathBuf]) -> Result<ExitCode> {
     let mut text = String::from("dry run: nothing is built or started\n\n");
+    let line = |command: Command| {
+        let words = std::iter::once(command.get_program()).chain(command.get_args());
+        shell_line(&words.map(OsString::from).collect::<Vec<_>>())
+    };
     for (number, host) in hosts.hosts().iter().enumerate() {
         let how = match is_own(host) {
             true => "this host".to_owned(),
             false => {
-                let command = ssh.command(host);
-                let words = std::iter::once(command.get_program()).chain(command.get_args());
-                shell_line(&words.map(OsString::from).collect::<Vec<_>>())
+                if !paths.is_empty() {
+                    let copy = line(rsync::command(ssh, host, paths));
+                    text.push_str(&format!("host {number}: {host}: {copy}\n"));
+                }
+                line(ssh.command(host))
             }
         };
         text.push_str(&format!("host {number}: {host}: {how}\n"));
@@ -266,7 +276,7 @@ mod tests {
             ..Options::default()
         };
         let own = line(
-            "accel-launch --quiet --hosts a:2,b --ssh_option=x --nproc_per_node 3 --log-dir d train",
+            "accel-launch --quiet --hosts a:2,b --ssh_option=x --rsync train --nproc_per_node 3 --log-dir d train",
         );
         for (host, ranks) in [(0, 2), (1, 3)] {
             let expected = format!(

@@ -1,9 +1,17 @@
 //! Slurm's own commands, and what their errors mean.
 
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::error::{Error, Result};
+
+/// How long a command may take: longer than Slurm's own commands wait for a controller that does not answer.
+const COMMAND_LIMIT: Duration = Duration::from_secs(150);
 
 /// What Slurm says, what kind of error that is, and what to do.
 const ERRORS: [(&str, ErrorClass, &str); 19] = [
@@ -130,8 +138,13 @@ pub(super) fn sbatch(script: &str) -> Result<String> {
 }
 
 fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
-    let output = output(command, input)
-        .map_err(|error| Error::system(format!("{program} cannot be run")).with_source(error))?;
+    let output = output(command, input).map_err(|error| match error.kind() {
+        ErrorKind::TimedOut => Error::unreachable(format!(
+            "{program} has not ended after {} s: `scontrol ping` shows whether Slurm's controller is up; try again",
+            COMMAND_LIMIT.as_secs()
+        )),
+        _ => Error::system(format!("{program} cannot be run")).with_source(error),
+    })?;
     let errors = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
         return Err(refusal(program, &errors));
@@ -143,6 +156,7 @@ fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// Runs it until its end, or for so long as a command of Slurm's may take.
 fn output(command: &mut Command, input: &str) -> io::Result<Output> {
     command
         .env("SLURM_TIME_FORMAT", "%s")
@@ -154,7 +168,14 @@ fn output(command: &mut Command, input: &str) -> io::Result<Output> {
         // Whoever does not read it says why.
         let _ = stdin.write_all(input.as_bytes());
     }
-    child.wait_with_output()
+    let pid = Pid::from_child(&child);
+    let (ends, ended) = mpsc::channel();
+    thread::spawn(move || ends.send(child.wait_with_output()));
+    ended.recv_timeout(COMMAND_LIMIT).unwrap_or_else(|_| {
+        // It may have ended just now.
+        let _ = kill_process(pid, Signal::KILL);
+        Err(ErrorKind::TimedOut.into())
+    })
 }
 
 /// The error for what a command of Slurm's printed.

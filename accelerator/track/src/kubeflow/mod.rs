@@ -1,0 +1,209 @@
+//! The sink that tells Kubeflow Trainer how far a run is.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ureq::Agent;
+use ureq::http::StatusCode;
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+
+use crate::error::{Error, Kind, Result};
+use crate::record::Entry;
+use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
+use progress::{Changed, Progress};
+
+mod progress;
+#[cfg(test)]
+mod tests;
+
+/// Tells Kubeflow Trainer how far a run is: the `trainerStatus` of the TrainJob whose pod this process runs in.
+///
+/// Its server gets the last value of each series, the step and the epoch, and the percentage and the seconds that are left
+/// where hyperparameters say how long the run is: `max_steps`, or `num_train_epochs` or `epochs` with epochs logged. It
+/// gets this every 5 seconds at most, and at the end. Where it cannot be reached, training goes on.
+///
+/// The protocol is that of Kubeflow Trainer 2.2 (KEP-2779, feature gate `TrainJobStatus`).
+///
+/// ```no_run
+/// use accelerator_track::{KubeflowSink, Run};
+///
+/// let mut run = Run::builder("mnist");
+/// if let Some(sink) = KubeflowSink::from_env()? {
+///     run = run.sink(sink);
+/// }
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+pub struct KubeflowSink {
+    url: String,
+    token: PathBuf,
+    agent: Agent,
+    progress: Progress,
+    changed: Changed,
+    sent: Option<Instant>,
+}
+
+impl KubeflowSink {
+    /// To the server that Kubeflow Trainer's variables name: `KUBEFLOW_TRAINER_SERVER_URL`, with the files
+    /// `KUBEFLOW_TRAINER_SERVER_CA_CERT` and `KUBEFLOW_TRAINER_SERVER_TOKEN`. None where the first is not set.
+    ///
+    /// # Errors
+    ///
+    /// If one of the others is not set, or the certificate cannot be read.
+    ///
+    /// ```
+    /// // This is no pod of a TrainJob.
+    /// assert!(accelerator_track::KubeflowSink::from_env()?.is_none());
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn from_env() -> Result<Option<Self>> {
+        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let Some(url) = variable(URL) else {
+            return Ok(None);
+        };
+        let path = |name: &str| {
+            variable(name).map(PathBuf::from).ok_or_else(|| {
+                let message = format!(
+                    "expected the path of a file in {name}, since {URL} is set, found nothing"
+                );
+                Error::new(Kind::Misuse, message)
+            })
+        };
+        Self::new(&url, &path(CA_CERT)?, path(TOKEN)?).map(Some)
+    }
+
+    /// To the server at a URL, with the files of the certificate that signs its own, and of the token that it asks for.
+    ///
+    /// # Errors
+    ///
+    /// If the certificate cannot be read.
+    ///
+    /// ```
+    /// use accelerator_track::KubeflowSink;
+    ///
+    /// let error = KubeflowSink::new("https://trainer/status", "no/ca.crt".as_ref(), "no/token").unwrap_err();
+    /// assert!(error.is_not_found());
+    /// ```
+    pub fn new(url: &str, ca_cert: &Path, token: impl Into<PathBuf>) -> Result<Self> {
+        let pem = std::fs::read(ca_cert).map_err(|error| Error::io("read", ca_cert, error))?;
+        let roots: Vec<_> = parse_pem(&pem)
+            .filter_map(|item| match item {
+                Ok(PemItem::Certificate(certificate)) => Some(certificate),
+                _ => None,
+            })
+            .collect();
+        if roots.is_empty() {
+            let message = format!(
+                "expected a certificate in {}, found none",
+                ca_cert.display()
+            );
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        let tls = TlsConfig::builder()
+            .root_certs(RootCerts::from(roots))
+            .build();
+        let agent = Agent::config_builder()
+            .tls_config(tls)
+            // The server is in this cluster.
+            .proxy(None)
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .timeout_global(Some(REQUEST_TIMEOUT))
+            .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .new_agent();
+        Ok(Self {
+            url: url.to_owned(),
+            token: token.into(),
+            agent,
+            progress: Progress::default(),
+            changed: Changed::No,
+            sent: None,
+        })
+    }
+
+    fn send(&self) -> Result<()> {
+        // It is another one every hour.
+        let token = std::fs::read_to_string(&self.token);
+        let token = token.map_err(|error| Error::io("read", &self.token, error))?;
+        let lost = |error: ureq::Error| {
+            let message = format!("{} cannot be told of the run: {error}", self.name());
+            Error::new(Kind::Remote, message).with_source(error)
+        };
+        let mut answer = self
+            .agent
+            .post(&self.url)
+            .header("authorization", format!("Bearer {}", token.trim()))
+            .header("content-type", "application/json")
+            .send(self.progress.status().to_string())
+            .map_err(lost)?;
+        let status = answer.status();
+        if status.is_success() {
+            return Ok(());
+        }
+        let said = answer.body_mut().with_config().limit(LONGEST_ANSWER);
+        let said = said.read_to_string().unwrap_or_default();
+        let kind = match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Kind::Denied,
+            _ => Kind::Remote,
+        };
+        let message = format!(
+            "{} answers with {}: {}",
+            self.name(),
+            status.as_u16(),
+            said.trim()
+        );
+        Err(Error::new(kind, message))
+    }
+}
+
+impl Sink for KubeflowSink {
+    fn name(&self) -> String {
+        format!("Kubeflow Trainer at {}", self.url)
+    }
+
+    fn open(&mut self, _: &RunInfo) -> Result<SinkPosition> {
+        self.progress = Progress::default();
+        self.changed = Changed::No;
+        Ok(SinkPosition::default())
+    }
+
+    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()> {
+        if origin == Origin::Run {
+            let changed = self.progress.take(entry);
+            if changed != Changed::No {
+                self.changed = changed;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let is_early = self.sent.is_some_and(|sent| sent.elapsed() < INTERVAL);
+        if self.changed == Changed::No || is_early && self.changed != Changed::Ended {
+            return Ok(());
+        }
+        self.send()?;
+        self.changed = Changed::No;
+        self.sent = Some(Instant::now());
+        Ok(())
+    }
+}
+
+impl fmt::Debug for KubeflowSink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KubeflowSink")
+            .field("url", &self.url)
+            .field("token", &self.token)
+            .finish_non_exhaustive()
+    }
+}
+
+const URL: &str = "KUBEFLOW_TRAINER_SERVER_URL";
+const CA_CERT: &str = "KUBEFLOW_TRAINER_SERVER_CA_CERT";
+const TOKEN: &str = "KUBEFLOW_TRAINER_SERVER_TOKEN";
+/// Between two requests, so that the server of a cluster is not overrun.
+const INTERVAL: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+const LONGEST_ANSWER: u64 = 4096;

@@ -1,0 +1,271 @@
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
+use serde_json::{Value, json};
+
+use super::*;
+use crate::record::{EndStatus, Metrics, Number, PointValue, Record};
+use crate::run::Run;
+
+const PEM: &[u8] = include_bytes!("fixtures/server.pem");
+
+/// What the server was asked: the header with the token, and the body.
+struct Asked {
+    authorization: String,
+    status: Value,
+}
+
+/// A server that answers each request with a status, until the process ends.
+fn server(status: &'static str) -> (String, Receiver<Asked>) {
+    let certificate = CertificateDer::from_pem_slice(PEM).unwrap();
+    let key = PrivateKeyDer::from_pem_slice(PEM).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![certificate], key)
+        .unwrap();
+    let config = Arc::new(config);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let (asked, asks) = channel();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let connection = ServerConnection::new(Arc::clone(&config)).unwrap();
+            let mut stream = BufReader::new(StreamOwned::new(connection, stream.unwrap()));
+            let (mut authorization, mut length) = (String::new(), 0);
+            loop {
+                let mut line = String::new();
+                // A client that does not trust the certificate leaves.
+                if stream.read_line(&mut line).is_err() || line.trim().is_empty() {
+                    break;
+                }
+                let (name, value) = line.split_once(':').unwrap_or((&line, ""));
+                match name.to_ascii_lowercase().as_str() {
+                    "authorization" => authorization = value.trim().to_owned(),
+                    "content-length" => length = value.trim().parse().unwrap(),
+                    _ => {}
+                }
+            }
+            let mut body = vec![0; length];
+            if length == 0 || stream.read_exact(&mut body).is_err() {
+                continue;
+            }
+            let status_line =
+                format!("HTTP/1.1 {status}\r\ncontent-length: 4\r\nconnection: close\r\n\r\nsaid");
+            let _ = stream.get_mut().write_all(status_line.as_bytes());
+            let _ = stream.get_mut().flush();
+            let status = serde_json::from_slice(&body).unwrap();
+            if asked
+                .send(Asked {
+                    authorization,
+                    status,
+                })
+                .is_err()
+            {
+                return;
+            }
+        }
+    });
+    (format!("https://{address}/apis/trainjobs/a/status"), asks)
+}
+
+/// The certificate that signs the server's, and a token, in a folder.
+fn files() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(
+        folder.path().join("ca.crt"),
+        include_str!("fixtures/ca.crt"),
+    )
+    .unwrap();
+    std::fs::write(folder.path().join("token"), "first\n").unwrap();
+    folder
+}
+
+fn sink(url: &str, folder: &tempfile::TempDir) -> KubeflowSink {
+    KubeflowSink::new(
+        url,
+        &folder.path().join("ca.crt"),
+        folder.path().join("token"),
+    )
+    .unwrap()
+}
+
+#[test]
+fn the_server_is_told_of_a_run_at_its_end() {
+    let (url, asks) = server("200 OK");
+    let folder = files();
+    let run = Run::builder("mnist")
+        .runs_folder(folder.path().join("runs"))
+        .hyperparameters(&json!({"lr": 0.1, "epochs": 4}))
+        .unwrap()
+        .sink(sink(&url, &folder))
+        .start()
+        .unwrap();
+    run.log("train", [("loss", 0.25)], 10, 2.0);
+    run.finish().unwrap();
+
+    let last = asks.try_iter().last().unwrap();
+    assert_eq!(last.authorization, "Bearer first");
+    let told = &last.status["trainerStatus"];
+    assert_eq!(told["progressPercentage"], 100);
+    assert_eq!(told["estimatedRemainingSeconds"], 0);
+    assert_eq!(
+        told["metrics"],
+        json!([
+            {"name": "train/loss", "value": "0.25"},
+            {"name": "step", "value": "10"},
+            {"name": "epoch", "value": "2"},
+        ])
+    );
+    let time = told["lastUpdatedTime"].as_str().unwrap();
+    assert!(humantime::parse_rfc3339(time).is_ok(), "{time}");
+}
+
+#[test]
+fn requests_are_few_and_each_reads_the_token() {
+    let (url, asks) = server("200 OK");
+    let folder = files();
+    let mut sink = sink(&url, &folder);
+    let mut write = |record| {
+        sink.write(
+            Origin::Run,
+            &Entry {
+                n: 0,
+                ms: 0,
+                record,
+            },
+        )
+        .and_then(|()| sink.flush())
+    };
+    for step in 0..3 {
+        write(metrics(step, None)).unwrap();
+    }
+    assert_eq!(asks.try_iter().count(), 1);
+
+    std::fs::write(folder.path().join("token"), "second").unwrap();
+    write(end(EndStatus::Finished)).unwrap();
+    let asked: Vec<_> = asks.try_iter().map(|asked| asked.authorization).collect();
+    assert_eq!(asked, ["Bearer second"]);
+}
+
+#[test]
+fn a_server_that_refuses_or_is_another_is_an_error() {
+    let folder = files();
+    let tell = |url: &str| {
+        let mut sink = sink(url, &folder);
+        sink.write(
+            Origin::Run,
+            &Entry {
+                n: 0,
+                ms: 0,
+                record: metrics(1, None),
+            },
+        )
+        .unwrap();
+        sink.flush().unwrap_err()
+    };
+    let (url, _asks) = server("403 Forbidden");
+    let error = tell(&url);
+    assert!(error.is_remote() && !error.is_temporary(), "{error}");
+    assert!(
+        error.to_string().ends_with("answers with 403: said"),
+        "{error}"
+    );
+
+    let (url, _asks) = server("503 Service Unavailable");
+    assert!(tell(&url).is_temporary());
+
+    // Its certificate is not for this name.
+    let (url, asks) = server("200 OK");
+    let error = tell(&url.replace("127.0.0.1", "127.0.0.2"));
+    assert!(error.is_remote(), "{error}");
+    assert_eq!(asks.try_iter().count(), 0);
+}
+
+#[test]
+fn the_share_that_is_done_is_that_of_steps_or_epochs() {
+    let told = |params: Value, points: &[(u64, Option<f64>, u64)]| {
+        let mut progress = Progress::default();
+        let set = params.as_object().unwrap().clone().into_iter().collect();
+        progress.take(&Entry {
+            n: 0,
+            ms: 0,
+            record: Record::Param { set },
+        });
+        for &(step, epoch, ms) in points {
+            progress.take(&Entry {
+                n: 0,
+                ms,
+                record: metrics(step, epoch),
+            });
+        }
+        let status = progress.status()["trainerStatus"].take();
+        (
+            status["progressPercentage"].as_u64(),
+            status["estimatedRemainingSeconds"].as_u64(),
+        )
+    };
+    assert_eq!(told(json!({}), &[(5, Some(1.0), 0)]), (None, None));
+    assert_eq!(
+        told(json!({"max_steps": 100}), &[(25, None, 0)]),
+        (Some(25), None)
+    );
+    // 25 steps took 10 seconds, and 50 are left.
+    assert_eq!(
+        told(
+            json!({"max_steps": 100}),
+            &[(25, None, 1000), (50, None, 11_000)]
+        ),
+        (Some(50), Some(20))
+    );
+    // Hugging Face's word for no such limit.
+    let epochs = json!({"max_steps": -1, "num_train_epochs": 3.0});
+    assert_eq!(told(epochs, &[(1, Some(1.5), 0)]), (Some(50), None));
+    assert_eq!(
+        told(json!({"epochs": 2}), &[(1, Some(2.0), 0)]),
+        (Some(99), None)
+    );
+}
+
+#[test]
+fn a_run_that_fails_is_not_done() {
+    let mut progress = Progress::default();
+    let mut take = |ms, record| progress.take(&Entry { n: 0, ms, record });
+    take(
+        0,
+        Record::Param {
+            set: [("max_steps".to_owned(), json!(10))].into(),
+        },
+    );
+    take(0, metrics(10, None));
+    assert_eq!(take(0, end(EndStatus::Failed)), Changed::Ended);
+    assert_eq!(progress.status()["trainerStatus"]["progressPercentage"], 99);
+}
+
+fn metrics(step: u64, epoch: Option<f64>) -> Record {
+    let point = PointValue {
+        series: 0,
+        value: Number(0.5),
+        count: None,
+    };
+    Record::Metrics(Metrics {
+        step,
+        epoch,
+        points: vec![point],
+    })
+}
+
+fn end(status: EndStatus) -> Record {
+    Record::End {
+        status,
+        failure: None,
+    }
+}
