@@ -66,7 +66,8 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "NAME")]
     priority: Option<String>,
 
-    /// Show what the program writes to --logdir in a TensorBoard that runs as long as the job.
+    /// Show what the program writes to --logdir in a TensorBoard that runs as long as the job; on Kubernetes, until the job
+    /// is stopped.
     #[arg(long)]
     tensorboard: bool,
 

@@ -1,7 +1,6 @@
 //! `accel-jobs wait`.
 
 use std::process::ExitCode;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -50,6 +49,6 @@ pub(super) fn run(arguments: &WaitArgs, location: &JobsLocation) -> Result<ExitC
                 arguments.name
             )));
         }
-        thread::sleep(engine.poll());
+        engine.pause(&record);
     }
 }

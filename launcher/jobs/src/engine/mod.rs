@@ -15,6 +15,7 @@ mod token;
 
 use std::io::Write;
 use std::path::Path;
+use std::thread;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -95,9 +96,9 @@ pub(crate) trait Engine {
         ))
     }
 
-    /// How long to wait between two questions about one job.
-    fn poll(&self) -> Duration {
-        Duration::from_millis(200)
+    /// Waits between two questions about one job, perhaps until something of it has changed.
+    fn pause(&self, _job: &JobRecord) {
+        thread::sleep(Duration::from_millis(200));
     }
 
     /// The nodes, and what of them is allocated.

@@ -11,6 +11,7 @@ use kube::api::LogParams;
 use tokio::time::sleep;
 
 use super::api_error::ApiError;
+use super::changes::Changes;
 use super::cluster::Cluster;
 use super::details::details;
 use super::pods::{self, NodePods};
@@ -19,8 +20,10 @@ use crate::error::{Error, Result};
 use crate::job::JobRecord;
 use crate::output::warn;
 
-/// How often it is looked whether there is another pod.
-const POLL: Duration = Duration::from_secs(1);
+/// After so long without output it is looked whether there is another pod.
+const SILENCE: Duration = Duration::from_secs(1);
+/// How long to wait for a change where no pod has more to show.
+const PAUSE: Duration = Duration::from_secs(5);
 
 /// Writes the output of node `node`. To follow it is to go on with the pods that come in the place of others, until the
 /// job has ended.
@@ -37,6 +40,7 @@ pub(super) async fn logs(
     let name = job.spec.name.as_str();
     let mut shown = Shown::default();
     let mut tail = request.tail;
+    let mut changes = Changes::of(cluster, job.spec.options.kubernetes.kind, name);
     loop {
         // Asked before the pods are, so that the last of them is shown whole.
         let is_over = match request.mode {
@@ -51,7 +55,7 @@ pub(super) async fn logs(
         };
         let found = match NodePods::find(cluster, name).await {
             Err(error) if error.is_unreachable() && !is_over => {
-                sleep(POLL).await;
+                sleep(SILENCE).await;
                 continue;
             }
             found => found?,
@@ -67,7 +71,18 @@ pub(super) async fn logs(
                 continue;
             }
             let follow = request.mode == LogsMode::Follow && !is_over;
-            match show(cluster, node, pod, follow, tail.take(), &mut shown, output).await? {
+            let replaced = follow.then_some(&mut changes);
+            match show(
+                cluster,
+                node,
+                pod,
+                replaced,
+                tail.take(),
+                &mut shown,
+                output,
+            )
+            .await?
+            {
                 StreamEnd::Complete if !pods::runs(pod) => shown.complete(pod),
                 StreamEnd::Complete | StreamEnd::Broken => {}
                 StreamEnd::Closed => return Ok(()),
@@ -81,7 +96,7 @@ pub(super) async fn logs(
                 false => Ok(()),
             };
         }
-        sleep(POLL).await;
+        changes.next(PAUSE).await;
     }
 }
 
@@ -134,11 +149,12 @@ impl Shown {
     }
 }
 
+/// Writes the output of a pod: what there is, or with `changes` until its end, or until another pod is in its place.
 async fn show(
     cluster: &Cluster,
     node: usize,
     pod: &Pod,
-    follow: bool,
+    mut changes: Option<&mut Changes>,
     tail: Option<usize>,
     shown: &mut Shown,
     output: &mut dyn Write,
@@ -147,7 +163,7 @@ async fn show(
     shown.begin(&name);
     let parameters = LogParams {
         container: pods::container_name(pod),
-        follow,
+        follow: changes.is_some(),
         since_time: shown.before,
         tail_lines: tail.and_then(|lines| i64::try_from(lines).ok()),
         // They say where to go on when a stream breaks.
@@ -162,7 +178,7 @@ async fn show(
             if matches!(error, ApiError::TimedOut(_))
                 || matches!(error.code(), Some(400 | 404 | 500..)) =>
         {
-            if !follow {
+            if changes.is_none() {
                 warn(&format!(
                     "the output of pod {name} is not to be had: its node does not answer"
                 ));
@@ -175,13 +191,18 @@ async fn show(
     let mut line = Vec::new();
     loop {
         let read = stream.read_until(b'\n', &mut line);
-        let read = match tokio::time::timeout(POLL, read).await {
+        let read = match tokio::time::timeout(SILENCE, read).await {
             Ok(read) => read,
             // What was read stays in `line`. A node that is lost says nothing any more.
-            Err(_) if follow && is_replaced(cluster, node, pod).await => {
-                return Ok(StreamEnd::Broken);
+            Err(_) => {
+                if let Some(changes) = &mut changes
+                    && changes.next(Duration::ZERO).await
+                    && is_replaced(cluster, node, pod).await
+                {
+                    return Ok(StreamEnd::Broken);
+                }
+                continue;
             }
-            Err(_) => continue,
         };
         match read {
             Ok(0) if line.is_empty() => return Ok(StreamEnd::Complete),

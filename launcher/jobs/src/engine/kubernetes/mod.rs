@@ -4,6 +4,7 @@
 //! how far it is. All of it is known by the label of the job, and nothing is kept here but the cluster's address.
 
 mod api_error;
+mod changes;
 mod cluster;
 mod details;
 mod forward;
@@ -17,6 +18,7 @@ mod removal;
 mod submission;
 mod version;
 
+use std::cell::RefCell;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
@@ -29,6 +31,7 @@ use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
 use crate::spec::{EngineAddress, JobSpec};
+use changes::Changes;
 use cluster::Cluster;
 use job_image::JobImage;
 use objects::Objects;
@@ -38,12 +41,14 @@ use version::ServerVersion;
 pub(crate) struct KubernetesEngine {
     runtime: Runtime,
     cluster: Cluster,
+    /// The job that is waited for, and its changes.
+    watched: RefCell<Option<(String, Changes)>>,
 }
 
 /// Where the folder of a job keeps the address of the cluster that has it.
 const CLUSTER_FILE: &str = "cluster";
-/// How often the server of others, too, is asked about a job.
-const POLL: Duration = Duration::from_secs(1);
+/// How long to wait for a change of a job. Some of what is told of it changes with time alone.
+const PAUSE: Duration = Duration::from_secs(10);
 
 impl KubernetesEngine {
     /// Finds the cluster of the kubeconfig, or the one that this process runs in. Nothing is asked of it yet.
@@ -56,7 +61,11 @@ impl KubernetesEngine {
             .build()
             .map_err(|error| Error::system("cannot wait for a network").with_source(error))?;
         let cluster = runtime.block_on(Cluster::find(address))?;
-        Ok(Self { runtime, cluster })
+        Ok(Self {
+            runtime,
+            cluster,
+            watched: RefCell::new(None),
+        })
     }
 
     /// The cluster and the namespace in which a job is.
@@ -71,10 +80,13 @@ impl KubernetesEngine {
                 self.cluster.url
             )));
         }
+        Ok(self.in_namespace_of(job))
+    }
+
+    fn in_namespace_of(&self, job: &JobRecord) -> Cluster {
         let namespace = job.id.split_once('/').map(|(namespace, _)| namespace);
-        Ok(self
-            .cluster
-            .in_namespace(namespace.unwrap_or(&self.cluster.namespace)))
+        self.cluster
+            .in_namespace(namespace.unwrap_or(&self.cluster.namespace))
     }
 }
 
@@ -157,8 +169,18 @@ impl Engine for KubernetesEngine {
             .block_on(forward::forward(&cluster, name, ports, output))
     }
 
-    fn poll(&self) -> Duration {
-        POLL
+    fn pause(&self, job: &JobRecord) {
+        let name = job.spec.name.to_string();
+        let mut watched = self.watched.borrow_mut();
+        let changes = match &mut *watched {
+            Some((known, changes)) if *known == name => changes,
+            watched => {
+                let cluster = self.in_namespace_of(job);
+                let changes = Changes::of(&cluster, job.spec.options.kubernetes.kind, &name);
+                &mut watched.insert((name, changes)).1
+            }
+        };
+        self.runtime.block_on(changes.next(PAUSE));
     }
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {

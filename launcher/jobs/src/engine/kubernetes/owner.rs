@@ -60,17 +60,22 @@ struct OwnerCondition {
     last_transition_time: Option<Time>,
 }
 
+/// Where the objects are that run a job of that kind.
+pub(super) fn owner_resource(kind: ObjectKind) -> ApiResource {
+    match kind {
+        ObjectKind::Job => ApiResource::erase::<Job>(&()),
+        ObjectKind::PyTorchJob => pytorch_job(),
+        ObjectKind::TrainJob => train_job(),
+    }
+}
+
 impl Owners {
     /// Asks the cluster.
     ///
     /// # Errors
     /// When there are none, or it does not answer.
     pub(super) async fn find(cluster: &Cluster, kind: ObjectKind, job: &str) -> Result<Self> {
-        let resource = match kind {
-            ObjectKind::Job => ApiResource::erase::<Job>(&()),
-            ObjectKind::PyTorchJob => pytorch_job(),
-            ObjectKind::TrainJob => train_job(),
-        };
+        let resource = owner_resource(kind);
         let selector = format!("{JOB_LABEL}={job}");
         let api = cluster.dynamic(&resource);
         let found = cluster.labelled(&resource.plural, &api, &selector).await?;

@@ -148,8 +148,8 @@ impl Engine for SlurmEngine {
         state::nodes()
     }
 
-    fn poll(&self) -> Duration {
-        POLL
+    fn pause(&self, _job: &JobRecord) {
+        thread::sleep(POLL);
     }
 }
 
