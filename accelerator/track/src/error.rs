@@ -148,7 +148,7 @@ pub(crate) enum Kind {
         allow(dead_code, reason = "a server alone answers so")
     )]
     Remote,
-    /// A server does not let this user in.
+    /// A server refuses this, whoever repeats it: it does not let this user in, or does not take such a request.
     #[cfg_attr(
         not(any(feature = "kubeflow", feature = "mlflow")),
         allow(dead_code, reason = "a server alone answers so")

@@ -4,8 +4,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use ureq::Agent;
-use ureq::http::StatusCode;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
 use crate::error::{Error, Kind, Result};
@@ -19,11 +19,12 @@ mod tests;
 
 /// Tells Kubeflow Trainer how far a run is: the `trainerStatus` of the TrainJob whose pod this process runs in.
 ///
-/// Its server gets the last value of each series, the step and the epoch, and the percentage and the seconds that are left
-/// where hyperparameters say how long the run is: `max_steps`, or `num_train_epochs` or `epochs` with epochs logged. It
-/// gets this every 5 seconds at most, and at the end. Where it cannot be reached, training goes on.
+/// Its server gets the greatest step and epoch and the last value of each series (254 of them, with names of up to 64
+/// characters), and the percentage and the seconds that are left where hyperparameters say how long the run is:
+/// `max_steps`, or `num_train_epochs` or `epochs` with epochs logged. It gets this every 5 seconds at most, and at the end.
+/// Where it cannot be reached, training goes on. Of several runs in one TrainJob, the one that wrote last is shown.
 ///
-/// The protocol is that of Kubeflow Trainer 2.2 (KEP-2779, feature gate `TrainJobStatus`).
+/// The protocol is that of Kubeflow Trainer 2.2 (KEP-2779), whose controller needs the feature gate `TrainJobStatus`.
 ///
 /// ```no_run
 /// use accelerator_track::{KubeflowSink, Run};
@@ -36,6 +37,7 @@ mod tests;
 /// ```
 pub struct KubeflowSink {
     url: String,
+    ca_cert: PathBuf,
     token: PathBuf,
     agent: Agent,
     progress: Progress,
@@ -85,38 +87,11 @@ impl KubeflowSink {
     /// assert!(error.is_not_found());
     /// ```
     pub fn new(url: &str, ca_cert: &Path, token: impl Into<PathBuf>) -> Result<Self> {
-        let pem = std::fs::read(ca_cert).map_err(|error| Error::io("read", ca_cert, error))?;
-        let roots: Vec<_> = parse_pem(&pem)
-            .filter_map(|item| match item {
-                Ok(PemItem::Certificate(certificate)) => Some(certificate),
-                _ => None,
-            })
-            .collect();
-        if roots.is_empty() {
-            let message = format!(
-                "expected a certificate in {}, found none",
-                ca_cert.display()
-            );
-            return Err(Error::new(Kind::Misuse, message));
-        }
-        let tls = TlsConfig::builder()
-            .root_certs(RootCerts::from(roots))
-            .build();
-        let agent = Agent::config_builder()
-            .tls_config(tls)
-            // The server is in this cluster.
-            .proxy(None)
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .timeout_global(Some(REQUEST_TIMEOUT))
-            .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .new_agent();
         Ok(Self {
             url: url.to_owned(),
+            ca_cert: ca_cert.to_owned(),
             token: token.into(),
-            agent,
+            agent: agent(ca_cert)?,
             progress: Progress::default(),
             changed: Changed::No,
             sent: None,
@@ -144,10 +119,14 @@ impl KubeflowSink {
         }
         let said = answer.body_mut().with_config().limit(LONGEST_ANSWER);
         let said = said.read_to_string().unwrap_or_default();
-        let kind = match status {
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Kind::Denied,
-            _ => Kind::Remote,
-        };
+        // The same would be refused again.
+        let is_final = status.is_client_error() && !AGAIN.contains(&status.as_u16());
+        let kind = if is_final { Kind::Denied } else { Kind::Remote };
+        let message = serde_json::from_str::<Value>(&said);
+        let message = message
+            .ok()
+            .and_then(|status| Some(status["message"].as_str()?.to_owned()));
+        let said = message.unwrap_or(said);
         let message = format!(
             "{} answers with {}: {}",
             self.name(),
@@ -158,14 +137,55 @@ impl KubeflowSink {
     }
 }
 
+/// Asks servers whose certificates one of a file has signed.
+fn agent(ca_cert: &Path) -> Result<Agent> {
+    let pem = std::fs::read(ca_cert).map_err(|error| Error::io("read", ca_cert, error))?;
+    let wrong = |found: &str| {
+        let path = ca_cert.display();
+        let message = format!(
+            "expected a certificate as PEM in {path}, found {found}; Kubeflow Trainer mounts it"
+        );
+        Error::new(Kind::Misuse, message)
+    };
+    let mut roots = Vec::new();
+    for item in parse_pem(&pem) {
+        if let PemItem::Certificate(certificate) =
+            item.map_err(|error| wrong("a broken one").with_source(error))?
+        {
+            roots.push(certificate);
+        }
+    }
+    if roots.is_empty() {
+        return Err(wrong("none"));
+    }
+    let tls = TlsConfig::builder()
+        .root_certs(RootCerts::from(roots))
+        .build();
+    Ok(Agent::config_builder()
+        .tls_config(tls)
+        // The server is in this cluster.
+        .proxy(None)
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .timeout_global(Some(REQUEST_TIMEOUT))
+        .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
+        .build()
+        .new_agent())
+}
+
 impl Sink for KubeflowSink {
     fn name(&self) -> String {
         format!("Kubeflow Trainer at {}", self.url)
     }
 
     fn open(&mut self, _: &RunInfo) -> Result<SinkPosition> {
+        // The server's certificates change, too.
+        self.agent = agent(&self.ca_cert)?;
         self.progress = Progress::default();
         self.changed = Changed::No;
+        // What was told before is not told again while the journal is replayed.
+        self.sent = Some(Instant::now());
         Ok(SinkPosition::default())
     }
 
@@ -207,3 +227,5 @@ const TOKEN: &str = "KUBEFLOW_TRAINER_SERVER_TOKEN";
 const INTERVAL: Duration = Duration::from_secs(5);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const LONGEST_ANSWER: u64 = 4096;
+/// Answers of a server that may take the same later.
+const AGAIN: [u16; 3] = [408, 425, 429];

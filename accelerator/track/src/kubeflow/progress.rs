@@ -37,8 +37,12 @@ impl Progress {
             }
             Record::Param { set } => self.read_length(set),
             Record::Metrics(metrics) => {
-                self.step = Some(metrics.step);
-                self.epoch = metrics.epoch.or(self.epoch);
+                // What is logged for an earlier step, such as a test's mean at step 1, does not take it back.
+                self.step = self.step.max(Some(metrics.step));
+                self.epoch = match (self.epoch, metrics.epoch) {
+                    (Some(known), Some(epoch)) => Some(known.max(epoch)),
+                    (known, epoch) => epoch.or(known),
+                };
                 for point in &metrics.points {
                     if let Some(key) = self.keys.get(&point.series) {
                         self.values.insert(key.clone(), point.value.0);
@@ -73,17 +77,21 @@ impl Progress {
         if let Some(seconds) = self.remaining_seconds() {
             status["estimatedRemainingSeconds"] = json!(seconds);
         }
-        let mut metrics: Vec<_> = self
+        let metric = |name: &str, value: String| json!({"name": name, "value": value});
+        let step = self.step.map(|step| metric("step", step.to_string()));
+        let epoch = self.epoch.map(|epoch| metric("epoch", epoch.to_string()));
+        // With an exponent, every number is short enough.
+        let values = self
             .values
             .iter()
-            .map(|(name, value)| json!({"name": name, "value": value.to_string()}))
+            .filter(|(name, _)| name.chars().count() <= LONGEST_NAME);
+        let values = values.map(|(name, value)| metric(name, format!("{value:?}")));
+        let metrics: Vec<_> = step
+            .into_iter()
+            .chain(epoch)
+            .chain(values)
+            .take(MOST_METRICS)
             .collect();
-        if let Some(step) = self.step {
-            metrics.push(json!({"name": "step", "value": step.to_string()}));
-        }
-        if let Some(epoch) = self.epoch {
-            metrics.push(json!({"name": "epoch", "value": epoch.to_string()}));
-        }
         status["metrics"] = json!(metrics);
         let time = UNIX_EPOCH + Duration::from_millis(self.last_ms);
         status["lastUpdatedTime"] = json!(humantime::format_rfc3339_seconds(time).to_string());
@@ -121,11 +129,15 @@ impl Progress {
     }
 }
 
+/// What the TrainJob's resource takes; it refuses the whole of a status that has more.
+const MOST_METRICS: usize = 256;
+const LONGEST_NAME: usize = 64;
+
 /// What an entry changes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Changed {
     No,
     Yes,
-    /// And nothing follows.
+    /// And the attempt has ended.
     Ended,
 }

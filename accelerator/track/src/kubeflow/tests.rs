@@ -33,8 +33,9 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
         .with_single_cert(vec![certificate], key)
         .unwrap();
     let config = Arc::new(config);
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
+    // At all of this host's addresses: the certificate names one of them.
+    let listener = TcpListener::bind("0.0.0.0:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
     let (asked, asks) = channel();
     thread::spawn(move || {
         for stream in listener.incoming() {
@@ -58,8 +59,9 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
             if length == 0 || stream.read_exact(&mut body).is_err() {
                 continue;
             }
-            let status_line =
-                format!("HTTP/1.1 {status}\r\ncontent-length: 4\r\nconnection: close\r\n\r\nsaid");
+            let status_line = format!(
+                "HTTP/1.1 {status}\r\ncontent-length: 18\r\nconnection: close\r\n\r\n{{\"message\":\"said\"}}"
+            );
             let _ = stream.get_mut().write_all(status_line.as_bytes());
             let _ = stream.get_mut().flush();
             let status = serde_json::from_slice(&body).unwrap();
@@ -74,7 +76,10 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
             }
         }
     });
-    (format!("https://{address}/apis/trainjobs/a/status"), asks)
+    (
+        format!("https://127.0.0.1:{port}/apis/trainjobs/a/status"),
+        asks,
+    )
 }
 
 /// The certificate that signs the server's, and a token, in a folder.
@@ -120,9 +125,9 @@ fn the_server_is_told_of_a_run_at_its_end() {
     assert_eq!(
         told["metrics"],
         json!([
-            {"name": "train/loss", "value": "0.25"},
             {"name": "step", "value": "10"},
             {"name": "epoch", "value": "2"},
+            {"name": "train/loss", "value": "0.25"},
         ])
     );
     let time = told["lastUpdatedTime"].as_str().unwrap();
@@ -172,22 +177,108 @@ fn a_server_that_refuses_or_is_another_is_an_error() {
         .unwrap();
         sink.flush().unwrap_err()
     };
-    let (url, _asks) = server("403 Forbidden");
-    let error = tell(&url);
-    assert!(error.is_remote() && !error.is_temporary(), "{error}");
+    for status in ["403 Forbidden", "404 Not Found", "422 Unprocessable Entity"] {
+        let (url, _asks) = server(status);
+        let error = tell(&url);
+        assert!(error.is_remote() && !error.is_temporary(), "{error}");
+        let said = format!("answers with {}: said", &status[..3]);
+        assert!(error.to_string().ends_with(&said), "{error}");
+    }
+    for status in ["503 Service Unavailable", "429 Too Many Requests"] {
+        let (url, _asks) = server(status);
+        assert!(tell(&url).is_temporary());
+    }
+
+    // Its certificate is not for this address, and then of another authority.
+    let (url, asks) = server("200 OK");
+    let error = tell(&url.replace("127.0.0.1", "127.0.0.2")).to_string();
+    assert!(error.contains("certificate not valid for name"), "{error}");
+    let other = include_str!("fixtures/other-ca.crt");
+    std::fs::write(folder.path().join("ca.crt"), other).unwrap();
+    let error = tell(&url).to_string();
+    assert!(error.contains("UnknownIssuer"), "{error}");
+    assert_eq!(asks.try_iter().count(), 0);
+
+    std::fs::write(folder.path().join("ca.crt"), "nothing").unwrap();
+    let error = agent(&folder.path().join("ca.crt")).unwrap_err();
     assert!(
-        error.to_string().ends_with("answers with 403: said"),
+        error.is_misuse() && error.to_string().contains("found none"),
         "{error}"
     );
+}
 
-    let (url, _asks) = server("503 Service Unavailable");
-    assert!(tell(&url).is_temporary());
-
-    // Its certificate is not for this name.
+#[test]
+fn a_replay_tells_nothing_before_its_end() {
     let (url, asks) = server("200 OK");
-    let error = tell(&url.replace("127.0.0.1", "127.0.0.2"));
-    assert!(error.is_remote(), "{error}");
-    assert_eq!(asks.try_iter().count(), 0);
+    let folder = files();
+    let run = Run::builder("mnist")
+        .runs_folder(folder.path())
+        .start()
+        .unwrap();
+    for step in 0..5000 {
+        run.log("train", [("loss", 0.5)], step, None);
+    }
+    let path = run.folder().to_owned();
+    run.finish().unwrap();
+    crate::run::deliver(&path, &mut sink(&url, &folder)).unwrap();
+    let told: Vec<_> = asks.try_iter().collect();
+    assert_eq!(told.len(), 1);
+    assert_eq!(
+        told[0].status["trainerStatus"]["metrics"][0]["value"],
+        "4999"
+    );
+}
+
+#[test]
+fn a_status_is_within_the_limits_of_the_resource() {
+    let mut progress = Progress::default();
+    let mut take = |record| {
+        progress.take(&Entry {
+            n: 0,
+            ms: 0,
+            record,
+        })
+    };
+    for i in 0..300 {
+        take(Record::Series {
+            i,
+            key: format!("test/{i}"),
+        });
+    }
+    take(Record::Series {
+        i: 300,
+        key: "a".repeat(65),
+    });
+    let points = (0..=300).map(|series| PointValue {
+        series,
+        value: Number(-1.5e300),
+        count: None,
+    });
+    take(Record::Metrics(Metrics {
+        step: 7,
+        epoch: Some(0.1 + 0.2),
+        points: points.collect(),
+    }));
+    // A later test at an earlier step.
+    take(metrics(1, Some(0.0)));
+    let status = progress.status();
+    let metrics = status["trainerStatus"]["metrics"].as_array().unwrap();
+    assert_eq!(metrics.len(), 256);
+    let text = |metric: &Value, member: &str| metric[member].as_str().unwrap().to_owned();
+    assert!(
+        metrics
+            .iter()
+            .all(|metric| (1..=64).contains(&text(metric, "value").len()))
+    );
+    assert!(
+        metrics
+            .iter()
+            .all(|metric| (1..=64).contains(&text(metric, "name").len()))
+    );
+    assert_eq!(
+        (text(&metrics[0], "value"), text(&metrics[1], "value")),
+        ("7".to_owned(), "0.30000000000000004".to_owned())
+    );
 }
 
 #[test]

@@ -25,7 +25,7 @@ use crate::text::needed_glibc;
 const TAIL: usize = 4096;
 
 /// How long a process that has ended may keep others waiting for the rest of what it printed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+pub(super) const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// How the program gets to a host.
 #[derive(Clone, Debug)]
@@ -99,9 +99,16 @@ pub(super) struct Client {
 
 /// What an agent prints on standard error.
 #[derive(Debug, Default)]
-struct AgentStderr {
+pub(super) struct AgentStderr {
     tail: Vec<u8>,
     is_shown: bool,
+}
+
+impl AgentStderr {
+    /// The last of it, as text.
+    pub(super) fn tail(&self) -> String {
+        String::from_utf8_lossy(&self.tail).trim().to_owned()
+    }
 }
 
 /// What becomes of the output of an agent that has its order.
@@ -224,8 +231,7 @@ impl Client {
         self.stdin = None;
         self.process.reap();
         let _ = self.printed.recv_timeout(LAST_WORDS);
-        let stderr = self.lock();
-        String::from_utf8_lossy(&stderr.tail).trim().to_owned()
+        self.lock().tail()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, AgentStderr> {
@@ -299,7 +305,8 @@ const UNREACHABLE: [&str; 6] = [
     "banner exchange",
 ];
 
-fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
+/// Keeps the end of what a process prints on standard error.
+pub(super) fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
     let mut chunk = [0; TAIL];
     while let Ok(count @ 1..) = pipe.read(&mut chunk) {
         let mut state = stderr.lock().unwrap_or_else(PoisonError::into_inner);

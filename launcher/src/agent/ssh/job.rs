@@ -19,13 +19,13 @@ use crate::supervisor::signals::{Relay, asks_to_end};
 use crate::text::note;
 
 /// How many hosts are reached at once: SSH servers refuse more.
-const MAX_STARTING: usize = 32;
+pub(super) const MAX_STARTING: usize = 32;
 
 /// How often a host is asked that cannot be reached.
-const MAX_TRIES: u32 = 3;
+pub(super) const MAX_TRIES: u32 = 3;
 
 /// How long to wait before it is asked again.
-const RETRY: Duration = Duration::from_secs(1);
+pub(super) const RETRY: Duration = Duration::from_secs(1);
 
 /// How long the head may take to end when another host has ended without it.
 const END_TIMEOUT: Duration = Duration::from_secs(15);

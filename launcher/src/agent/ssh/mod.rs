@@ -25,7 +25,7 @@ use crate::settings::hosts::{HostList, ListedHost};
 use crate::settings::options::Options;
 use crate::supervisor::signals::Relay;
 use crate::supervisor::token::given_token;
-use crate::text::{host_name, print, shell_line};
+use crate::text::{host_name, note, print, shell_line};
 use crate::variables;
 pub(crate) use agent::run as run_agent;
 use client::{Delivery, Ssh};
@@ -58,9 +58,15 @@ pub(crate) fn run(
         arguments: words,
         delivery: delivery(options)?,
     };
-    let paths = rsync::whole(&options.rsync)?;
+    let paths = rsync::absolute_paths(&options.rsync)?;
     if options.dry_run {
         return describe(hosts, &ssh, &paths);
+    }
+    if !paths.is_empty() && !options.quiet {
+        note(&format!(
+            "copying what --rsync names to {} hosts",
+            hosts.hosts().len()
+        ));
     }
     rsync::copy(&ssh, hosts.hosts(), &paths, &channel)?;
     let (own, _) = command.split_at(command.len() - arguments.len().min(command.len()));

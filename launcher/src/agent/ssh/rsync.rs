@@ -1,13 +1,19 @@
 //! Copies what a program needs to the same paths on all hosts, by rsync over the same SSH.
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread::{self, JoinHandle};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
-use super::client::{Ssh, not_started};
+use rustix::process::Signal;
+
+use super::client::{AgentStderr, LAST_WORDS, Ssh, keep, may_pass, not_started};
 use super::is_own;
+use super::job::{MAX_STARTING, MAX_TRIES, RETRY};
+use crate::agent::line::spawn;
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
 use crate::process::{End, Process, RankProcess};
@@ -15,15 +21,16 @@ use crate::settings::hosts::ListedHost;
 use crate::supervisor::group::watch;
 use crate::supervisor::signals::asks_to_end;
 
-/// Paths from the root, at which the hosts get what is there.
+/// The absolute paths at which the hosts get what is there.
 ///
 /// # Errors
 /// When a path is not there.
-pub(super) fn whole(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    paths.iter().map(|path| whole_path(path)).collect()
+pub(super) fn absolute_paths(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    paths.iter().map(|path| absolute_path(path)).collect()
 }
 
-/// Copies what is at whole paths to each of `hosts` that is not this one, to all of them at once.
+/// Copies what is at absolute paths to each of `hosts` that is not this one, to many of them at once. A host whose
+/// connection is refused is tried again.
 ///
 /// # Errors
 /// When one of the hosts does not get it; when a signal arrives that asks to end.
@@ -33,31 +40,47 @@ pub(super) fn copy(
     paths: &[PathBuf],
     channel: &Channel,
 ) -> Result<()> {
+    let others = hosts.iter().filter(|host| !is_own(host));
+    let mut waiting: VecDeque<_> = others.map(|host| (host, 1, Instant::now())).collect();
+    let mut copies: Vec<Option<Copy<'_>>> = Vec::new();
     if paths.is_empty() {
         return Ok(());
     }
-    let others = hosts.iter().filter(|host| !is_own(host));
-    let mut copies = Vec::new();
-    for host in others {
-        let copy = Copy::start(ssh, host, paths)?;
-        watch(copies.len(), &copy.process, &channel.sender);
-        copies.push(Some(copy));
-    }
-    while copies.iter().any(Option::is_some) {
-        match channel.next(None) {
+    loop {
+        let now = Instant::now();
+        let running = copies.iter().flatten().count();
+        let may_start = |(_, _, at): &(_, _, Instant)| *at <= now && running < MAX_STARTING;
+        if let Some((host, tries, _)) = waiting.pop_front_if(|next| may_start(next)) {
+            let copy = Copy::start(ssh, host, tries, paths)?;
+            watch(copies.len(), &copy.process, &channel.sender);
+            copies.push(Some(copy));
+            continue;
+        }
+        if running == 0 && waiting.is_empty() {
+            return Ok(());
+        }
+        let next = waiting.front().map(|(_, _, at)| *at);
+        match channel.next(next.filter(|_| running < MAX_STARTING)) {
             Event::Ended { rank, end } => {
-                if let Some(copy) = copies.get_mut(rank).and_then(Option::take) {
-                    copy.finish(end)?;
+                let Some(copy) = copies.get_mut(rank).and_then(Option::take) else {
+                    continue;
+                };
+                let (host, tries) = (copy.host, copy.tries);
+                match copy.finish(end) {
+                    Ok(()) => {}
+                    Err(CopyError::MayPass(_)) if tries < MAX_TRIES => {
+                        waiting.push_back((host, tries + 1, Instant::now() + RETRY));
+                    }
+                    Err(CopyError::MayPass(error) | CopyError::Final(error)) => return Err(error),
                 }
             }
             Event::Signal(signal) if asks_to_end(signal) => return Err(Error::interrupted(signal)),
             _ => {}
         }
     }
-    Ok(())
 }
 
-/// The command that copies whole paths to a host.
+/// The command that copies absolute paths to a host.
 pub(super) fn command(ssh: &Ssh, host: &ListedHost, paths: &[PathBuf]) -> Command {
     let mut command = Command::new("rsync");
     // Folders above what is copied are made where they are not there, and stay as they are elsewhere.
@@ -82,12 +105,22 @@ pub(super) fn command(ssh: &Ssh, host: &ListedHost, paths: &[PathBuf]) -> Comman
 /// A copy to a host. Dropped before it has ended, it is killed.
 struct Copy<'a> {
     host: &'a ListedHost,
+    tries: u32,
     process: Process,
-    stderr: Option<JoinHandle<String>>,
+    stderr: Arc<Mutex<AgentStderr>>,
+    /// Gives nothing; ends when all that rsync prints was read.
+    printed: Receiver<()>,
+}
+
+/// Why a host did not get the files.
+enum CopyError {
+    /// Another attempt may succeed.
+    MayPass(Error),
+    Final(Error),
 }
 
 impl<'a> Copy<'a> {
-    fn start(ssh: &Ssh, host: &'a ListedHost, paths: &[PathBuf]) -> Result<Self> {
+    fn start(ssh: &Ssh, host: &'a ListedHost, tries: u32, paths: &[PathBuf]) -> Result<Self> {
         let mut command = command(ssh, host, paths);
         command
             .stdin(Stdio::null())
@@ -97,60 +130,65 @@ impl<'a> Copy<'a> {
             Error::system("--rsync: rsync could not be started; install it here and on all hosts")
                 .with_source(error)
         })?;
-        let pipe = process.take_stderr();
-        let stderr = pipe.map(|mut pipe| {
-            thread::spawn(move || {
-                let mut said = Vec::new();
-                // What cannot be read is not shown.
-                let _ = pipe.read_to_end(&mut said);
-                String::from_utf8_lossy(&said).trim().to_owned()
-            })
-        });
+        let stderr = Arc::new(Mutex::new(AgentStderr::default()));
+        let (printing, printed) = mpsc::channel();
+        if let Some(pipe) = process.take_stderr() {
+            let stderr = Arc::clone(&stderr);
+            spawn("rsync-stderr", move || {
+                keep(pipe, &stderr);
+                drop(printing);
+            })?;
+        }
         Ok(Self {
             host,
+            tries,
             process,
             stderr,
+            printed,
         })
     }
 
-    fn finish(mut self, end: End) -> Result<()> {
+    fn finish(mut self, end: End) -> std::result::Result<(), CopyError> {
+        // What it has started may hold its pipe.
+        self.process.signal_group(Signal::KILL);
         self.process.reap();
         if end.is_success() {
             return Ok(());
         }
-        let said = self
-            .stderr
-            .and_then(|stderr| stderr.join().ok())
-            .unwrap_or_default();
-        Err(Error::system(match end {
-            // That of ssh itself.
-            End::Code(255) => not_started(self.host, end, &said),
-            _ => {
-                let why = match said.contains("rsync: command not found")
-                    || said.contains("rsync: not found")
-                {
-                    true => "install rsync there".to_owned(),
-                    false => format!("rsync ended with {end}"),
-                };
-                format!(
-                    "host {} did not get what --rsync names: {why}\n  {}",
-                    self.host,
-                    said.replace('\n', "\n  ")
-                )
-            }
-        }))
+        let _ = self.printed.recv_timeout(LAST_WORDS);
+        let stderr = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let said = stderr.tail();
+        if end == End::Code(255) {
+            let error = Error::system(not_started(self.host, end, &said));
+            return Err(match may_pass(end, &said) {
+                true => CopyError::MayPass(error),
+                false => CopyError::Final(error),
+            });
+        }
+        let why = match end == End::Code(127) || said.contains("rsync: command not found") {
+            true => "install rsync there".to_owned(),
+            false => format!("rsync ended with {end}"),
+        };
+        Err(CopyError::Final(Error::system(format!(
+            "host {} did not get what --rsync names: {why}\n  {}",
+            self.host,
+            said.replace('\n', "\n  ")
+        ))))
     }
 }
 
-fn whole_path(path: &Path) -> Result<PathBuf> {
-    let there = path.symlink_metadata();
-    there.map_err(|error| Error::usage(format!("--rsync {}: {error}", path.display())))?;
+/// A link stays one: only the folders above it are followed, where `..` leads to them.
+fn absolute_path(path: &Path) -> Result<PathBuf> {
+    let found = path.symlink_metadata();
+    found.map_err(|error| Error::usage(format!("--rsync {}: {error}", path.display())))?;
     let has_parent = path.components().any(|part| part == Component::ParentDir);
-    let whole = match has_parent {
-        true => path.canonicalize(),
-        false => std::path::absolute(path),
+    let absolute = match (has_parent, path.parent(), path.file_name()) {
+        (true, Some(parent), Some(name)) => parent.canonicalize().map(|parent| parent.join(name)),
+        (true, _, _) => path.canonicalize(),
+        (false, _, _) => std::path::absolute(path),
     };
-    whole.map_err(|error| Error::system(format!("--rsync {}", path.display())).with_source(error))
+    absolute
+        .map_err(|error| Error::system(format!("--rsync {}", path.display())).with_source(error))
 }
 
 /// Words as rsync splits them: quotes keep blanks, and a quote within them is written twice.
@@ -172,7 +210,7 @@ mod tests {
     use crate::settings::hosts::HostList;
 
     #[test]
-    fn whole_paths_are_copied_over_the_ssh_of_the_job() {
+    fn absolute_paths_are_copied_over_the_ssh_of_the_job() {
         let ssh = Ssh {
             arguments: vec!["-F".into(), "my config".into()],
             delivery: Delivery::Present(String::new()),
@@ -194,18 +232,24 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_made_whole_and_has_to_be_there() {
+    fn a_path_is_made_absolute_and_has_to_be_there() {
         let here = std::env::current_dir().unwrap();
         assert_eq!(
-            whole_path(Path::new("./Cargo.toml")).unwrap(),
+            absolute_path(Path::new("./Cargo.toml")).unwrap(),
             here.join("Cargo.toml")
         );
         assert_eq!(
-            whole_path(Path::new("src/../Cargo.toml")).unwrap(),
+            absolute_path(Path::new("src/../Cargo.toml")).unwrap(),
             here.join("Cargo.toml")
         );
+        let folder = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/etc", folder.path().join("link")).unwrap();
+        let link = folder.path().join("x/../link");
+        std::fs::create_dir(folder.path().join("x")).unwrap();
+        let whole = folder.path().canonicalize().unwrap().join("link");
+        assert_eq!(absolute_path(&link).unwrap(), whole);
         assert!(
-            whole_path(Path::new("no/such"))
+            absolute_path(Path::new("no/such"))
                 .unwrap_err()
                 .to_string()
                 .starts_with("--rsync no/such: ")
