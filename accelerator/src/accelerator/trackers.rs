@@ -26,8 +26,8 @@ impl Accelerator {
     /// run over. Elsewhere, a name that is there already gets a number. A second call ends the run before, unless it has
     /// that name.
     ///
-    /// With the feature `kubeflow`, a run in a pod of a TrainJob tells Kubeflow Trainer how far it is, where that asks for
-    /// it.
+    /// With the feature `kubeflow`, a run in a pod of a TrainJob tells Kubeflow Trainer how far it is, where the pod has
+    /// `KUBEFLOW_TRAINER_SERVER_URL`.
     ///
     /// No failure of a disk or a server stops the training: it is said once. Where rank 0 cannot write the folder, all
     /// ranks train on without a run. What the program itself contradicts is an error: a name or hyperparameters that

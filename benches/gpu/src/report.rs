@@ -191,7 +191,7 @@ fn shared_gpu<'a>(text: &mut String, rows: impl Iterator<Item = &'a Value>) -> s
     *text += "## Two ranks on one GPU\n\n\
         Through the host's memory, SGD. Relative differences of parameters from those of one rank that takes the two halves \
         of each batch in turn; times are medians in milliseconds a step.\n\n\
-        | model | steps | one rank again | its batches whole | overlap off | on | moved | step, one rank | step, off, on | waiting, off, on | \
+        | model | steps | one rank again | its batches whole | overlap off | on | moved | step, one rank, whole batch | step, off, on | waiting, off, on | \
         communicating, off, on | exposed, off, on | passed |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|\n";
     for row in rows {
         let milliseconds = |value: &Value| {
@@ -212,7 +212,7 @@ fn shared_gpu<'a>(text: &mut String, rows: impl Iterator<Item = &'a Value>) -> s
             number(&row["difference_overlap_off"]),
             number(&row["difference_overlap_on"]),
             number(&row["moved"]),
-            milliseconds(&row["one_rank"]["step"]),
+            milliseconds(&row["whole_batch"]["step"]),
             both("step"),
             both("waiting"),
             both("communicating"),

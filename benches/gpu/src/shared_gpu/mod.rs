@@ -78,7 +78,7 @@ pub(crate) struct Shared {
     difference_overlap_off: f64,
     /// The same, with buckets sent while backward runs.
     difference_overlap_on: f64,
-    one_rank: StepSummary,
+    whole_batch: StepSummary,
     overlap_off: StepSummary,
     overlap_on: StepSummary,
     passed: bool,
@@ -91,6 +91,17 @@ pub(crate) enum Sending {
     After,
     /// While it runs
     Within,
+}
+
+/// Who takes what of a global batch.
+#[derive(Clone, Copy, Debug)]
+enum Batches {
+    /// One rank, all of it at once.
+    Whole,
+    /// One rank, its two halves in turn.
+    HalvesInTurn,
+    /// Two ranks, half of it each.
+    HalfEach,
 }
 
 /// Starts the ranks, and compares.
@@ -124,14 +135,17 @@ impl Shared {
 }
 
 fn compare(args: &Args, folder: &Path) -> Result<Shared, Box<dyn Error>> {
-    let start = |ranks: usize, micro_batches: usize, sending: Sending, name: &str| {
-        start(args, folder, (ranks, micro_batches), sending, name)
+    if args.global_batch.is_some_and(|samples| samples % 2 != 0) {
+        return Err("expected an even --global-batch, of which each of two ranks gets half".into());
+    }
+    let start = |batches: Batches, sending: Sending, name: &str| {
+        start(args, folder, batches, sending, name)
     };
-    let whole = start(1, 1, Sending::After, "whole")?;
-    let one = start(1, 2, Sending::After, "one")?;
-    let again = start(1, 2, Sending::After, "again")?;
-    let off = start(2, 1, Sending::After, "off")?;
-    let on = start(2, 1, Sending::Within, "on")?;
+    let whole = start(Batches::Whole, Sending::After, "whole")?;
+    let one = start(Batches::HalvesInTurn, Sending::After, "one")?;
+    let again = start(Batches::HalvesInTurn, Sending::After, "again")?;
+    let off = start(Batches::HalfEach, Sending::After, "off")?;
+    let on = start(Batches::HalfEach, Sending::Within, "on")?;
     let difference = |other: &Path| largest_difference(&one.model, other);
     let (off_by, on_by) = (difference(&off.model)?, difference(&on.model)?);
     let moved = difference(&one.initial)?;
@@ -149,7 +163,7 @@ fn compare(args: &Args, folder: &Path) -> Result<Shared, Box<dyn Error>> {
         difference_whole_batch: difference(&whole.model)?,
         difference_overlap_off: off_by,
         difference_overlap_on: on_by,
-        one_rank: whole.summary,
+        whole_batch: whole.summary,
         overlap_off: off.summary,
         overlap_on: on.summary,
         // Parameters that did not move are alike, whatever the ranks did.
@@ -169,10 +183,15 @@ struct Run {
 fn start(
     args: &Args,
     folder: &Path,
-    (ranks, micro_batches): (usize, usize),
+    batches: Batches,
     sending: Sending,
     name: &str,
 ) -> Result<Run, Box<dyn Error>> {
+    let (ranks, micro_batches) = match batches {
+        Batches::Whole => (1, 1),
+        Batches::HalvesInTurn => (1, 2),
+        Batches::HalfEach => (2, 1),
+    };
     let file = |what: &str| folder.join(format!("{name}-{what}"));
     let (initial, model) = (file("initial.safetensors"), file("model.safetensors"));
     let summary = file("summary.json");

@@ -37,7 +37,7 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
     for error in unread {
         warn(&chain(&error));
     }
-    let mut engines = Engines::new(location);
+    let mut engines = EngineConnections::new(location);
     let mut problems = Vec::new();
     let mut jobs = Vec::new();
     for mut record in found
@@ -55,7 +55,10 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
             (Ok(details), _) => jobs.push(details),
             (Err(error), last) => {
                 // Of an engine that does not answer it is said once.
-                let problem = chain(&error);
+                let mut problem = chain(&error);
+                if error.is_unreachable() {
+                    problem.push_str("; its jobs are shown as they were known last");
+                }
                 if !problems.contains(&problem) {
                     warn(&problem);
                     problems.push(problem);
@@ -68,18 +71,18 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
 }
 
 /// The engines that were asked, each connected to once.
-struct Engines<'a> {
+struct EngineConnections<'a> {
     location: &'a JobsLocation,
-    known: Vec<(EngineKind, EngineAddress, KnownEngine)>,
+    known: Vec<(EngineKind, EngineAddress, EngineConnection)>,
 }
 
-enum KnownEngine {
+enum EngineConnection {
     Connected(Box<dyn Engine>),
     /// It did not answer; it is not asked for the next job.
-    Silent(String),
+    Unreachable(String),
 }
 
-impl<'a> Engines<'a> {
+impl<'a> EngineConnections<'a> {
     fn new(location: &'a JobsLocation) -> Self {
         Self {
             location,
@@ -97,8 +100,10 @@ impl<'a> Engines<'a> {
             Some(at) => at,
             None => {
                 let engine = match connect(kind, &address) {
-                    Err(error) if error.is_unreachable() => KnownEngine::Silent(chain(&error)),
-                    engine => KnownEngine::Connected(engine?),
+                    Err(error) if error.is_unreachable() => {
+                        EngineConnection::Unreachable(chain(&error))
+                    }
+                    engine => EngineConnection::Connected(engine?),
                 };
                 self.known.push((kind, address, engine));
                 self.known.len() - 1
@@ -106,13 +111,13 @@ impl<'a> Engines<'a> {
         };
         let engine = &mut self.known[at].2;
         let found = match engine {
-            KnownEngine::Connected(engine) => details(records, record, engine.as_ref()),
-            KnownEngine::Silent(why) => Err(Error::unreachable(why.clone())),
+            EngineConnection::Connected(engine) => details(records, record, engine.as_ref()),
+            EngineConnection::Unreachable(why) => Err(Error::unreachable(why.clone())),
         };
         if let Err(error) = &found
             && error.is_unreachable()
         {
-            *engine = KnownEngine::Silent(chain(error));
+            *engine = EngineConnection::Unreachable(chain(error));
         }
         found
     }

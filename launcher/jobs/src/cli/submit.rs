@@ -94,10 +94,12 @@ pub(super) struct SubmitArgs {
 
 pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
     let spec = arguments.spec(location);
-    for option in spec.options.foreign_to(spec.engine) {
+    let ignored = spec.ignored_options();
+    if !ignored.is_empty() {
         warn(&format!(
-            "{option} says nothing to the engine {}",
-            spec.engine
+            "the engine {} ignores {}",
+            spec.engine,
+            ignored.join(", ")
         ));
     }
     let engine = location.connect(spec.engine)?;

@@ -19,9 +19,13 @@ pub(super) struct WaitArgs {
     timeout: Option<Duration>,
 }
 
+/// How long an engine may not answer, where no --timeout says how long to wait.
+const LONGEST_SILENCE: Duration = Duration::from_secs(300);
+
 pub(super) fn run(arguments: &WaitArgs, location: &JobsLocation) -> Result<ExitCode> {
     let (records, mut record, engine) = location.job(&arguments.name)?;
     let deadline = arguments.timeout.map(|limit| Instant::now() + limit);
+    let mut silent_since = None;
     loop {
         match details(&records, &mut record, engine.as_ref()) {
             Ok(details) if details.status == JobStatus::Succeeded => return Ok(ExitCode::SUCCESS),
@@ -38,9 +42,14 @@ pub(super) fn run(arguments: &WaitArgs, location: &JobsLocation) -> Result<ExitC
                     arguments.name
                 )));
             }
-            Ok(_) => {}
+            Ok(_) => silent_since = None,
             // The engine may answer again.
-            Err(error) if error.is_unreachable() && deadline.is_some() => {}
+            Err(error) if error.is_unreachable() => {
+                let since = *silent_since.get_or_insert_with(Instant::now);
+                if deadline.is_none() && since.elapsed() > LONGEST_SILENCE {
+                    return Err(error);
+                }
+            }
             Err(error) => return Err(error),
         }
         if deadline.is_some_and(|deadline| Instant::now() > deadline) {

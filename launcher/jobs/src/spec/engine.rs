@@ -58,8 +58,8 @@ pub(crate) struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The options that were given, and that say nothing to the engine `kind`.
-    pub(crate) fn foreign_to(&self, kind: EngineKind) -> Vec<String> {
+    /// The options that were given, and that only engines other than `kind` know.
+    pub(crate) fn options_of_other_engines(&self, kind: EngineKind) -> Vec<String> {
         let given = serde_json::to_value(self).unwrap_or_default();
         let defaults = serde_json::to_value(Self::default()).unwrap_or_default();
         let mut foreign = Vec::new();
@@ -95,6 +95,22 @@ impl EngineAddress {
 }
 
 impl EngineAddress {
+    /// The options that were given, and that only engines other than `kind` know.
+    pub(crate) fn options_of_other_engines(&self, kind: EngineKind) -> Vec<String> {
+        let options: &[(EngineKind, &str, &Option<String>)] = &[
+            #[cfg(feature = "kubernetes")]
+            (EngineKind::Kubernetes, "--namespace", &self.namespace),
+            #[cfg(feature = "kubernetes")]
+            (EngineKind::Kubernetes, "--context", &self.context),
+            #[cfg(feature = "ray")]
+            (EngineKind::Ray, "--ray-address", &self.ray_address),
+        ];
+        let given = options
+            .iter()
+            .filter(|(of, _, value)| *of != kind && value.is_some());
+        given.map(|(_, name, _)| (*name).to_owned()).collect()
+    }
+
     /// This address, with what the environment says of that of the engine `kind`.
     pub(crate) fn of(&self, kind: EngineKind) -> Self {
         match kind {
@@ -144,12 +160,15 @@ mod tests {
         options.kubernetes.image_pull_secret = vec!["key".to_owned()];
         options.slurm.partition = Some("gpu".to_owned());
         assert_eq!(
-            options.foreign_to(EngineKind::Slurm),
+            options.options_of_other_engines(EngineKind::Slurm),
             ["--image-pull-secret"]
         );
-        assert_eq!(options.foreign_to(EngineKind::Kubernetes), ["--partition"]);
         assert_eq!(
-            EngineOptions::default().foreign_to(EngineKind::Local),
+            options.options_of_other_engines(EngineKind::Kubernetes),
+            ["--partition"]
+        );
+        assert_eq!(
+            EngineOptions::default().options_of_other_engines(EngineKind::Local),
             [""; 0]
         );
     }

@@ -82,6 +82,25 @@ impl JobSpec {
         self.nodes.get() * self.resources.gpus
     }
 
+    /// The options that were given, and that the job's engine ignores.
+    pub(crate) fn ignored_options(&self) -> Vec<String> {
+        let mut ignored = Vec::new();
+        if self.engine == EngineKind::Local {
+            let resources = self.resources;
+            let limits = [
+                ("--cpus", resources.cpus.is_some()),
+                ("--gpus", resources.gpus > 0),
+                ("--memory", resources.memory.is_some()),
+                ("--priority", self.priority.is_some()),
+            ];
+            let given = limits.into_iter().filter(|(_, is_given)| *is_given);
+            ignored.extend(given.map(|(name, _)| name.to_owned()));
+        }
+        ignored.extend(self.options.options_of_other_engines(self.engine));
+        ignored.extend(self.address.options_of_other_engines(self.engine));
+        ignored
+    }
+
     /// The command of the agent on every node.
     pub(crate) fn agent(&self) -> AgentCommand<'_> {
         AgentCommand::new(self)

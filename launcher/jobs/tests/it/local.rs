@@ -160,21 +160,6 @@ fn a_job_whose_supervisor_is_killed_has_failed_and_can_be_stopped() {
 }
 
 #[test]
-fn what_this_engine_does_not_do_is_said() {
-    let jobs = Jobs::new();
-    let shown = submit(
-        &jobs,
-        "a",
-        &["--memory", "1Gi", "--priority", "high"],
-        "true",
-    );
-    assert!(
-        shown.contains("--memory, --priority means nothing here"),
-        "{shown}"
-    );
-}
-
-#[test]
 fn logs_end_where_nobody_reads_them() {
     let jobs = Jobs::new();
     submit(&jobs, "a", &[], "seq 100000");

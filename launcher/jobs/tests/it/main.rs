@@ -3,5 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod local;
+#[cfg(feature = "slurm")]
+mod slurm;
 mod support;
 mod usage;

@@ -35,8 +35,14 @@ impl Jobs {
 
     /// Runs `accel-jobs` with these words.
     pub(crate) fn run(&self, words: &[&str]) -> Printed {
+        self.run_with_path(words, &std::env::var("PATH").unwrap())
+    }
+
+    /// The same, with another PATH.
+    pub(crate) fn run_with_path(&self, words: &[&str], path: &str) -> Printed {
         let mut command = Command::new(env!("CARGO_BIN_EXE_accel-jobs"));
         command.arg("--jobs-dir").arg(self.folder()).args(words);
+        command.env("PATH", path);
         let output = command.output().unwrap();
         Printed {
             code: output.status.code(),

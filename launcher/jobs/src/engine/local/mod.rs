@@ -11,9 +11,11 @@ use std::io::Write;
 use std::num::NonZeroUsize;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
@@ -90,9 +92,7 @@ impl Engine for LocalEngine {
         while LocalState::read(folder).is_none() {
             let ended = child.try_wait().map_err(failed("cannot be watched"))?;
             if ended.is_some() || Instant::now() > deadline {
-                // It has nothing to wait for where it has ended.
-                let _ = child.kill();
-                let _ = child.wait();
+                end_supervisor(&mut child);
                 let said = fs::read_to_string(folder.join(SUPERVISOR_LOG)).unwrap_or_default();
                 return Err(Error::system(format!(
                     "the supervisor of job {} did not start: {}",
@@ -102,11 +102,9 @@ impl Engine for LocalEngine {
             }
             thread::sleep(POLL);
         }
-        let mut created = vec![format!("job/{} created", spec.name)];
-        created.extend(ignored(spec));
         Ok(Submitted {
             id: child.id().to_string(),
-            created,
+            created: vec![format!("job/{} created", spec.name)],
         })
     }
 
@@ -201,25 +199,16 @@ impl Engine for LocalEngine {
     }
 }
 
-/// What is asked of this engine and it does not do, in a line.
-fn ignored(spec: &JobSpec) -> Option<String> {
-    let resources = spec.resources;
-    let options = [
-        ("--cpus", resources.cpus.is_some()),
-        ("--gpus", resources.gpus > 0),
-        ("--memory", resources.memory.is_some()),
-        ("--priority", spec.priority.is_some()),
-    ];
-    let given: Vec<_> = options
-        .into_iter()
-        .filter_map(|(name, is_given)| is_given.then_some(name))
-        .collect();
-    (!given.is_empty()).then(|| {
-        format!(
-            "the local engine sets no limits: {} means nothing here",
-            given.join(", ")
-        )
-    })
+/// Ends a supervisor that did not start, and with it the agents that it may have started.
+fn end_supervisor(child: &mut Child) {
+    let deadline = Instant::now() + START_LIMIT;
+    // It may have ended by itself.
+    let _ = kill_process(Pid::from_child(child), Signal::TERM);
+    while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+        thread::sleep(POLL);
+    }
+    let _ = child.kill();
+    let _ = child.wait();
 }
 
 /// The command of node `node`.

@@ -18,7 +18,7 @@ use super::state::{LocalState, NodeState};
 use super::{POLL, agent_words};
 use crate::engine::process::ProcessIdentity;
 use crate::engine::token;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::job::{JobRecord, JobStatus, node_log};
 use crate::output::now;
 use crate::spec::JobSpec;
@@ -52,6 +52,11 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
     }
     let mut job = LocalJob::start(&record, folder, stop)?;
     let done = job.run();
+    if let Err(error) = &done {
+        job.finish(JobStatus::Failed, Some(chain(error)));
+        // The folder may be what cannot be written.
+        let _ = job.write();
+    }
     // Where the state could not be written, say: nobody would end them.
     job.end(Signal::TERM);
     done
@@ -132,7 +137,7 @@ impl<'a> LocalJob<'a> {
             job.tensorboard = Some(child);
             job.state.tensorboard = Some(address);
         }
-        job.write()?;
+        job.write().inspect_err(|_| job.end(Signal::KILL))?;
         Ok(job)
     }
 

@@ -1,17 +1,16 @@
 //! Slurm's own commands, and what their errors mean.
 
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::process::{Command, Output, Stdio};
-use std::sync::mpsc;
-use std::thread;
-use std::time::Duration;
-
-use rustix::process::{Pid, Signal, kill_process};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
 /// How long a command may take: longer than Slurm's own commands wait for a controller that does not answer.
 const COMMAND_LIMIT: Duration = Duration::from_secs(150);
+/// How often it is looked whether a command has ended.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// What Slurm says, what kind of error that is, and what to do.
 const ERRORS: [(&str, ErrorClass, &str); 19] = [
@@ -138,7 +137,7 @@ pub(super) fn sbatch(script: &str) -> Result<String> {
 }
 
 fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
-    let output = output(command, input).map_err(|error| match error.kind() {
+    let output = output(command, input, COMMAND_LIMIT).map_err(|error| match error.kind() {
         ErrorKind::TimedOut => Error::unreachable(format!(
             "{program} has not ended after {} s: `scontrol ping` shows whether Slurm's controller is up; try again",
             COMMAND_LIMIT.as_secs()
@@ -156,26 +155,53 @@ fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Runs it until its end, or for so long as a command of Slurm's may take.
-fn output(command: &mut Command, input: &str) -> io::Result<Output> {
+/// Runs it until its end, or for `limit`.
+fn output(command: &mut Command, input: &str, limit: Duration) -> io::Result<Output> {
     command
         .env("SLURM_TIME_FORMAT", "%s")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.spawn()?;
-    if let Some(mut stdin) = child.stdin.take() {
+    let deadline = Instant::now() + limit;
+    let (stdin, input) = (child.stdin.take(), input.to_owned());
+    in_thread(move || {
         // Whoever does not read it says why.
-        let _ = stdin.write_all(input.as_bytes());
-    }
-    let pid = Pid::from_child(&child);
-    let (ends, ended) = mpsc::channel();
-    thread::spawn(move || ends.send(child.wait_with_output()));
-    ended.recv_timeout(COMMAND_LIMIT).unwrap_or_else(|_| {
-        // It may have ended just now.
-        let _ = kill_process(pid, Signal::KILL);
-        Err(ErrorKind::TimedOut.into())
+        let _ = stdin.map(|mut stdin| stdin.write_all(input.as_bytes()));
+    })?;
+    let stdout = child.stdout.take();
+    let stdout = in_thread(move || all_of(stdout))?;
+    let stderr = child.stderr.take();
+    let stderr = in_thread(move || all_of(stderr))?;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if Instant::now() > deadline {
+            child.kill()?;
+            child.wait()?;
+            return Err(ErrorKind::TimedOut.into());
+        }
+        thread::sleep(LOOK);
+    };
+    Ok(Output {
+        status,
+        stdout: stdout.join().unwrap_or_default(),
+        stderr: stderr.join().unwrap_or_default(),
     })
+}
+
+fn in_thread<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    thread::Builder::new().spawn(work)
+}
+
+fn all_of(pipe: Option<impl Read>) -> Vec<u8> {
+    let mut all = Vec::new();
+    // What was read before it broke is what there is.
+    let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut all));
+    all
 }
 
 /// The error for what a command of Slurm's printed.
@@ -238,6 +264,21 @@ mod tests {
             "Slurm says: something new"
         );
         assert_eq!(said(""), "sbatch failed and did not say why");
+    }
+
+    #[test]
+    fn a_command_that_does_not_end_is_ended() {
+        let run = |words: &[&str], limit: Duration| {
+            let input = "x".repeat(1 << 20);
+            output(Command::new(words[0]).args(&words[1..]), &input, limit)
+        };
+        let slow = run(&["sleep", "600"], Duration::from_millis(50));
+        assert_eq!(slow.unwrap_err().kind(), ErrorKind::TimedOut);
+        let echoed = run(&["cat"], COMMAND_LIMIT).unwrap();
+        assert_eq!(
+            (echoed.status.success(), echoed.stdout.len()),
+            (true, 1 << 20)
+        );
     }
 
     #[test]

@@ -72,7 +72,10 @@ impl Engine for SlurmEngine {
                 fs::copy(&from, folder.join(to)).map_err(failed)?;
             }
         }
-        let said = sbatch(&script)?;
+        let said = sbatch(&script).map_err(|error| match error.is_unreachable() {
+            true => withdraw(spec, folder, error),
+            false => error,
+        })?;
         // `ID`, or `ID;CLUSTER`.
         let id = said.trim().split(';').next().unwrap_or_default().to_owned();
         Ok(Submitted {
@@ -150,6 +153,39 @@ impl Engine for SlurmEngine {
 
     fn pause(&self, _job: &JobRecord) {
         thread::sleep(POLL);
+    }
+}
+
+/// Cancels what Slurm may have taken though sbatch did not say so. Gives back the error, which says where that fails, too.
+fn withdraw(spec: &JobSpec, folder: &Path, error: Error) -> Error {
+    let taken = slurm(
+        "squeue",
+        &[
+            "--me",
+            "--noheader",
+            "--name",
+            spec.name.as_str(),
+            "--Format",
+            "JobID:|,STDOUT:|",
+        ],
+    );
+    let cancelled = taken.and_then(|lines| {
+        // The name may be that of another job; the folder is this one's alone.
+        let ids = lines.lines().filter_map(|line| {
+            let (id, output) = line.split_once('|')?;
+            output
+                .contains(&*folder.to_string_lossy())
+                .then(|| id.trim().to_owned())
+        });
+        let cancel = |id: String| slurm("scancel", &[&id]).map(drop);
+        ids.collect::<Vec<_>>().into_iter().try_for_each(cancel)
+    });
+    match cancelled {
+        Ok(()) => error,
+        Err(_) => Error::unreachable(format!(
+            "{error}; Slurm may have taken the job all the same: see `squeue --me --name {}`, and end it by scancel",
+            spec.name
+        )),
     }
 }
 

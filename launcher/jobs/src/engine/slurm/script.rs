@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::quote::{bash_word, clock, directive, path_text, path_word, pattern};
 use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG, batch_log};
 use crate::engine::token;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::spec::{JobSpec, launcher_here};
 
 /// How long agents wait for one another. All start at once, and only a new start of the job brings a lost one back.
@@ -56,6 +56,18 @@ impl AgentFiles {
 /// When a value cannot stand in an option of Slurm's.
 pub(super) fn render(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let mut script = "#!/bin/bash\n".to_owned();
+    if let Some(option) = spec
+        .options
+        .slurm
+        .sbatch_arg
+        .iter()
+        .find(|option| waits(option))
+    {
+        return Err(Error::usage(format!(
+            "--sbatch-arg {option}: submit does not wait; `accel-launch jobs wait {}` does",
+            spec.name
+        )));
+    }
     for option in options(spec, folder)?
         .iter()
         .chain(&spec.options.slurm.sbatch_arg)
@@ -100,6 +112,11 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
     script.push_str(&start(spec, folder, files)?);
     script.push_str(&wait(spec));
     Ok(script)
+}
+
+/// Whether sbatch would end with the job alone.
+fn waits(option: &str) -> bool {
+    option == "--wait" || option.starts_with("-W")
 }
 
 /// The options of sbatch that follow from the vocabulary of all engines.
@@ -350,5 +367,8 @@ mod tests {
             assert!(script(&bad, "/jobs").is_err(), "{value}");
         }
         assert!(script(&spec(&["./train"]), "/jobs/a\nb").is_err());
+        let mut waiting = spec(&["./train"]);
+        waiting.options.slurm.sbatch_arg = vec!["--wait".to_owned()];
+        assert!(script(&waiting, "/jobs/a").is_err());
     }
 }

@@ -85,7 +85,7 @@ pub(super) fn of_trainer(spec: &JobSpec) -> Result<Object> {
     if let Some(labels) = pod::node_selector(spec) {
         set("nodeSelector", written(&labels)?);
     }
-    if let Some(tolerations) = pod::tolerations(spec) {
+    if let Some(tolerations) = pod::lost_node_tolerations(spec) {
         set("tolerations", written(&tolerations)?);
     }
     if let Some(secrets) = pod::pull_secrets(spec) {

@@ -204,7 +204,7 @@ pub(super) fn tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
 
 /// The taints of --toleration. Where the job is started again, a node that is lost has its pod replaced sooner than the
 /// cluster would do: the launcher has given that node up long before.
-fn lost_node_tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
+pub(super) fn lost_node_tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     let given = tolerations(spec);
     if spec.max_restarts == 0 {
         return given;

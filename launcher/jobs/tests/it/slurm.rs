@@ -1,0 +1,148 @@
+//! The engine Slurm, with commands that stand for Slurm's.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use tempfile::TempDir;
+
+use crate::support::{Jobs, launcher};
+
+/// A folder with commands of Slurm's, each a script that writes down its call first.
+struct Commands {
+    folder: TempDir,
+}
+
+const BUSY: &str = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1";
+
+impl Commands {
+    fn new(commands: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, script) in commands {
+            let path = folder.path().join(name);
+            let calls = folder.path().join("calls");
+            let script = format!(
+                "#!/bin/sh\necho {name} \"$@\" >>{}\n{script}\n",
+                calls.display()
+            );
+            fs::write(&path, script).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        Self { folder }
+    }
+
+    fn path(&self) -> String {
+        format!(
+            "{}:{}",
+            self.folder.path().display(),
+            std::env::var("PATH").unwrap()
+        )
+    }
+
+    /// The calls since the last time.
+    fn calls(&self) -> Vec<String> {
+        let path = self.folder.path().join("calls");
+        let calls = fs::read_to_string(&path).unwrap_or_default();
+        let _ = fs::remove_file(path);
+        calls.lines().map(str::to_owned).collect()
+    }
+}
+
+fn submit(
+    jobs: &Jobs,
+    commands: &Commands,
+    name: &str,
+    options: &[&str],
+) -> crate::support::Printed {
+    launcher();
+    let words = [
+        &["submit", "--engine", "slurm", "--name", name],
+        options,
+        &["--", "true"],
+    ]
+    .concat();
+    jobs.run_with_path(&words, &commands.path())
+}
+
+#[test]
+fn a_controller_that_does_not_answer_is_asked_once_for_all_jobs() {
+    let jobs = Jobs::new();
+    let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7"), ("scontrol", BUSY)]);
+    for name in ["a", "b", "c"] {
+        assert_eq!(submit(&jobs, &commands, name, &[]).code, Some(0));
+    }
+    commands.calls();
+    let listed = jobs.run_with_path(&["list"], &commands.path());
+    assert_eq!(listed.code, Some(0));
+    assert_eq!(listed.stdout.matches("UNKNOWN").count(), 3, "{listed:?}");
+    assert_eq!(listed.stderr.matches("warning: ").count(), 1, "{listed:?}");
+    assert!(
+        listed
+            .stderr
+            .contains("its jobs are shown as they were known last"),
+        "{listed:?}"
+    );
+    assert_eq!(commands.calls().len(), 1);
+}
+
+/// Slurm had taken the job when its answer was lost.
+#[test]
+fn a_job_that_slurm_may_have_taken_is_cancelled() {
+    let jobs = Jobs::new();
+    let squeue = format!(
+        "echo '6|/elsewhere/a/batch.log|'; echo '7|{}/a/batch.log|'",
+        jobs.folder().display()
+    );
+    let timed_out = "cat >/dev/null; echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1";
+    let commands = Commands::new(&[("sbatch", timed_out), ("squeue", &squeue), ("scancel", "")]);
+    let submitted = submit(&jobs, &commands, "a", &[]);
+    assert_eq!(submitted.code, Some(75), "{submitted:?}");
+    assert!(submitted.stderr.contains("try again"), "{submitted:?}");
+    assert_eq!(commands.calls().last().unwrap(), "scancel 7");
+    assert!(!Path::new(&jobs.folder().join("a")).exists());
+
+    let commands = Commands::new(&[("sbatch", timed_out), ("squeue", BUSY)]);
+    let submitted = submit(&jobs, &commands, "a", &[]);
+    assert!(
+        submitted
+            .stderr
+            .contains("Slurm may have taken the job all the same"),
+        "{submitted:?}"
+    );
+}
+
+#[test]
+fn options_that_the_engine_ignores_are_named() {
+    let jobs = Jobs::new();
+    let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7")]);
+    let options = [
+        "--kind",
+        "trainjob",
+        "--namespace",
+        "team",
+        "--partition",
+        "gpu",
+        "--dry-run",
+    ];
+    let submitted = submit(&jobs, &commands, "a", &options);
+    let warning = "warning: the engine slurm ignores --kind, --namespace\n";
+    assert_eq!(
+        (submitted.code, submitted.stderr.as_str()),
+        (Some(0), warning)
+    );
+
+    let words = [
+        "submit",
+        "--name",
+        "a",
+        "--memory",
+        "1Gi",
+        "--priority",
+        "high",
+        "--dry-run",
+        "--",
+        "true",
+    ];
+    let warning = "warning: the engine local ignores --memory, --priority\n";
+    assert_eq!(jobs.run(&words).stderr, warning);
+}
