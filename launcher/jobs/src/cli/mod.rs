@@ -21,8 +21,9 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 
 use crate::engine::{Engine, connect};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::job::{JobDetails, JobRecord, JobStatus, Records};
+use crate::output::warn;
 use crate::spec::{EngineAddress, EngineKind, JobName};
 use submit::SubmitArgs;
 
@@ -152,14 +153,19 @@ fn check_submitted(record: &JobRecord) -> Result<()> {
     }
     let name = &record.spec.name;
     Err(Error::not_found(format!(
-        "the submission of job {name} was interrupted, and whether {} has it is not known: look for it there; \
+        "the submission of job {name} was interrupted, and whether {0} has it is not known: look for a job {name} there{1}; \
          `accel-launch jobs stop {name} --forget` frees the name here",
-        record.spec.engine
+        record.spec.engine,
+        record.spec.engine.how_to_look(name),
     )))
 }
 
 /// What is known of a job now; where its engine has forgotten it, what was known before.
 fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Result<JobDetails> {
+    // It does not change any more, and an engine may give its number to another job.
+    if let Some(last) = record.last.clone().filter(|last| last.status.is_final()) {
+        return Ok(last);
+    }
     let folder = records.job_folder(&record.spec.name);
     let details = match engine.get(record, &folder) {
         Err(error) if error.is_not_found() => {
@@ -178,7 +184,10 @@ fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Re
     };
     if record.last.as_ref() != Some(&details) {
         record.last = Some(details.clone());
-        records.write(record)?;
+        // Whoever asks is told all the same.
+        if let Err(error) = records.write(record) {
+            warn(&chain(&error));
+        }
     }
     Ok(details)
 }

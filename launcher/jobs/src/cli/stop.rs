@@ -5,9 +5,10 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::{JobsLocation, details};
-use crate::error::Result;
+use crate::engine::local::may_run;
+use crate::error::{Result, chain};
 use crate::job::JobStatus;
-use crate::output::{now, print};
+use crate::output::{now, print, warn};
 use crate::spec::JobName;
 
 #[derive(Args, Debug)]
@@ -21,28 +22,63 @@ pub(super) struct StopArgs {
 }
 
 pub(super) fn run(arguments: &StopArgs, location: &JobsLocation) -> Result<ExitCode> {
+    let mut done = Ok(ExitCode::SUCCESS);
     for name in &arguments.names {
-        let known = location.records()?;
-        if arguments.forget && known.read(name)?.is_half_submitted() {
-            // Another's job may have its name, so nothing is removed from the engine.
-            known.remove(name)?;
-            print(&format!("job {name} forgotten\n"))?;
-            continue;
+        let stopped = match arguments.forget {
+            true => forget(name, location),
+            false => stop(name, location),
+        };
+        match stopped {
+            Ok(what) => {
+                print(&format!("job {name} {what}\n"))?;
+            }
+            // The others are stopped all the same; the last error is that of the command.
+            Err(error) => {
+                if let Err(before) = std::mem::replace(&mut done, Err(error)) {
+                    warn(&chain(&before));
+                }
+            }
         }
-        let (records, mut record, engine) = location.job(name)?;
-        let before = details(&records, &mut record, engine.as_ref());
-        engine.stop(&record, &records.job_folder(name))?;
-        if arguments.forget {
-            records.remove(name)?;
-        } else if let Ok(mut last) = before
-            && !last.status.is_final()
-        {
-            last.status = JobStatus::Stopped;
-            last.ended = Some(now());
-            record.last = Some(last);
-            records.write(&record)?;
-        }
-        print(&format!("job {name} stopped\n"))?;
     }
-    Ok(ExitCode::SUCCESS)
+    done
+}
+
+/// Ends a job, and says so in its record.
+fn stop(name: &JobName, location: &JobsLocation) -> Result<&'static str> {
+    let (records, mut record, engine) = location.job(name)?;
+    let before = details(&records, &mut record, engine.as_ref());
+    engine.stop(&record, &records.job_folder(name))?;
+    if let Ok(mut last) = before
+        && !last.status.is_final()
+    {
+        last.status = JobStatus::Stopped;
+        last.ended = Some(now());
+        record.last = Some(last);
+        records.write(&record)?;
+    }
+    Ok("stopped")
+}
+
+/// Ends a job, and removes its record. What was never submitted whole is removed here alone.
+fn forget(name: &JobName, location: &JobsLocation) -> Result<&'static str> {
+    let records = location.records()?;
+    let folder = records.job_folder(name);
+    match records.read(name) {
+        // Another's job may have its name, so nothing is removed from the engine.
+        Ok(record) if record.is_half_submitted() => {
+            records.remove(name)?;
+            Ok("forgotten")
+        }
+        Ok(_) => {
+            let (records, record, engine) = location.job(name)?;
+            engine.stop(&record, &folder)?;
+            records.remove(name)?;
+            Ok("stopped")
+        }
+        Err(error) if !folder.is_dir() || may_run(&folder) => Err(error),
+        Err(_) => {
+            records.remove(name)?;
+            Ok("forgotten")
+        }
+    }
 }

@@ -26,7 +26,7 @@ pub(super) struct SubmitArgs {
     name: JobName,
 
     /// How many nodes run the job, that of rank 0 included.
-    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes")]
+    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
 
     /// How many ranks each node runs: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one a GPU, else 1].
@@ -91,6 +91,9 @@ pub(super) struct SubmitArgs {
     )]
     program: Vec<String>,
 }
+
+/// More than any launcher takes.
+const MOST_NODES: usize = 65_536;
 
 pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
     let spec = arguments.spec(location);
@@ -169,6 +172,14 @@ impl SubmitArgs {
     }
 }
 
+fn nodes(text: &str) -> std::result::Result<NonZeroUsize, String> {
+    let count = text
+        .parse()
+        .ok()
+        .filter(|count: &NonZeroUsize| count.get() <= MOST_NODES);
+    count.ok_or_else(|| format!("expected a number from 1 to {MOST_NODES}"))
+}
+
 fn nproc(text: &str) -> std::result::Result<String, String> {
     let is_count = text.parse::<usize>().is_ok_and(|count| count > 0);
     match is_count || ["auto", "gpu", "cpu"].contains(&text) {
@@ -185,6 +196,9 @@ fn variable(text: &str) -> std::result::Result<(String, String), String> {
             && name.chars().all(fits)
     };
     match text.split_once('=') {
+        _ if text.split('=').next() == Some(accelerator_env::TOKEN_FILE.name) => {
+            Err("the job has a token of its own".to_owned())
+        }
         Some((name, value)) if is_name(name) => Ok((name.to_owned(), value.to_owned())),
         None if is_name(text) => match std::env::var(text) {
             Ok(value) => Ok((text.to_owned(), value)),

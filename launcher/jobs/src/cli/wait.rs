@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use clap::Args;
 
 use super::{JobsLocation, details};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::job::JobStatus;
+use crate::output::warn;
 use crate::spec::{JobName, time_limit};
 
 #[derive(Args, Debug)]
@@ -45,7 +46,10 @@ pub(super) fn run(arguments: &WaitArgs, location: &JobsLocation) -> Result<ExitC
             Ok(_) => silent_since = None,
             // The engine may answer again.
             Err(error) if error.is_unreachable() => {
-                let since = *silent_since.get_or_insert_with(Instant::now);
+                let since = *silent_since.get_or_insert_with(|| {
+                    warn(&format!("{}; it is asked again", chain(&error)));
+                    Instant::now()
+                });
                 if deadline.is_none() && since.elapsed() > LONGEST_SILENCE {
                     return Err(error);
                 }

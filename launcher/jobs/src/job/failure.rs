@@ -27,9 +27,20 @@ pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {
     })
 }
 
+/// How often the launcher had started its ranks again when it wrote that report.
+pub(crate) fn launcher_restarts(log_dir: &Path) -> u32 {
+    let text = std::fs::read(log_dir.join("latest/failure.json"));
+    let report = text
+        .ok()
+        .and_then(|text| serde_json::from_slice::<Report>(&text).ok());
+    report.map_or(0, |report| report.restarts)
+}
+
 /// The fields of `failure.json` that are shown.
 #[derive(Deserialize)]
 struct Report {
+    #[serde(default)]
+    restarts: u32,
     first: Option<FirstFailure>,
 }
 

@@ -4,6 +4,6 @@ mod failure;
 mod record;
 mod status;
 
-pub(crate) use failure::{LAST_LINES, node_log, read_failure};
+pub(crate) use failure::{LAST_LINES, launcher_restarts, node_log, read_failure};
 pub(crate) use record::{JobRecord, Records};
 pub(crate) use status::{Failure, Instance, JobDetails, JobStatus, NodeUsage, Role};

@@ -4,6 +4,8 @@ use std::fs::{self, DirBuilder, Permissions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +39,9 @@ pub(crate) struct Records {
 }
 
 const FILE: &str = "job.json";
+/// How often the removal of a folder is tried that others write into, and how long between.
+const REMOVALS: usize = 10;
+const PAUSE: Duration = Duration::from_millis(50);
 
 impl Records {
     /// The records in `folder`, else in the user's folder for such: `$XDG_STATE_HOME/accel-jobs`, or
@@ -136,8 +141,9 @@ impl Records {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(Error::not_found(format!(
-                    "there is no job in {}; `accel-launch jobs list` shows those that are there",
-                    folder.display()
+                    "there is no job {} in {}; `accel-launch jobs list` shows those that are there",
+                    folder.file_name().unwrap_or_default().display(),
+                    folder.parent().unwrap_or(folder).display()
                 )));
             }
             Err(error) => return Err(cannot("read", &path, error)),
@@ -194,7 +200,23 @@ impl Records {
     /// When it cannot be removed.
     pub(crate) fn remove(&self, name: &JobName) -> Result<()> {
         let folder = self.job_folder(name);
-        fs::remove_dir_all(&folder).map_err(|error| cannot("removed", &folder, error))
+        let removed = (0..REMOVALS).try_fold((), |(), _| match fs::remove_dir_all(&folder) {
+            // Somebody has written into it meanwhile.
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {
+                thread::sleep(PAUSE);
+                Ok(())
+            }
+            removed => Err(removed),
+        });
+        let removed = match removed {
+            Err(removed) => removed,
+            Ok(()) => fs::remove_dir_all(&folder),
+        };
+        match removed {
+            // Another command has removed it.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            removed => removed.map_err(|error| cannot("removed", &folder, error)),
+        }
     }
 }
 

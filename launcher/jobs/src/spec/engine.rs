@@ -6,6 +6,8 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::JobName;
+
 /// Which engine runs a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -21,6 +23,27 @@ pub(crate) enum EngineKind {
     /// Ray, by its Jobs API.
     #[cfg(feature = "ray")]
     Ray,
+}
+
+impl EngineKind {
+    /// The engine's own command that shows a job of this name, for a sentence that may end without one.
+    pub(crate) fn how_to_look(self, name: &JobName) -> String {
+        match self {
+            #[cfg(feature = "slurm")]
+            Self::Slurm => format!(" (`squeue --me --name {name}`)"),
+            #[cfg(feature = "kubernetes")]
+            Self::Kubernetes => format!(" (`kubectl get jobs,pods -l accel-jobs/job={name}`)"),
+            #[cfg(feature = "ray")]
+            Self::Ray => {
+                let _ = name;
+                " (`ray job list`)".to_owned()
+            }
+            Self::Local => {
+                let _ = name;
+                String::new()
+            }
+        }
+    }
 }
 
 /// Where engines are, as the options say.

@@ -120,12 +120,17 @@ impl JobSpec {
             .filter(|path| path.is_file())
             .map(|path| absolute(&path))
             .transpose()?;
+        let found = found.filter(|path| is_executable(path));
         found.ok_or_else(|| {
             Error::usage(format!(
                 "{word:?} is not a program of this machine; give the path of one, such as target/release/examples/mnist"
             ))
         })
     }
+}
+
+fn is_executable(path: &Path) -> bool {
+    rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
 /// The program of this name that the PATH has.

@@ -67,14 +67,17 @@ impl fmt::Display for Memory {
     }
 }
 
+/// Ten years, in seconds.
+const LONGEST: u64 = 10 * 366 * 24 * 3600;
+
 /// A time limit: `90m`, `2h 30m`, or Slurm's `[DAYS-]HOURS:MINUTES:SECONDS`.
 pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
     let limit = match text.contains(':') {
         true => clock(text),
         false => humantime::parse_duration(text).ok(),
     };
-    limit.filter(|limit| limit.as_secs() > 0).ok_or_else(|| {
-        "expected a time of at least a second, such as 90m, 2h or 1-12:00:00 (days-hours:minutes:seconds)".to_owned()
+    limit.filter(|limit| (1..=LONGEST).contains(&limit.as_secs())).ok_or_else(|| {
+        "expected a time from a second to ten years, such as 90m, 2h or 1-12:00:00 (days-hours:minutes:seconds)".to_owned()
     })
 }
 
@@ -132,7 +135,16 @@ mod tests {
                 "{text}"
             );
         }
-        for text in ["", "0s", "5", "1:2", "a:b:c", "-1m"] {
+        for text in [
+            "9999999999999999999s",
+            "11y",
+            "",
+            "0s",
+            "5",
+            "1:2",
+            "a:b:c",
+            "-1m",
+        ] {
             assert!(time_limit(text).is_err(), "{text}");
         }
     }

@@ -184,3 +184,65 @@ fn a_job_ends_at_its_time_limit() {
     let shown = jobs.ok(&["get", "a"]);
     assert!(shown.contains("REASON: its time limit is over"), "{shown}");
 }
+
+/// The lock says who supervises it.
+#[test]
+fn a_job_whose_state_cannot_be_read_is_stopped() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &[], "sleep 600");
+    let agent = jobs.state("a")["nodes"][0]["agent"]["pid"].clone();
+    std::fs::write(jobs.folder().join("a/state.json"), "{").unwrap();
+    jobs.ok(&["stop", "a"]);
+    assert!(
+        !std::path::Path::new(&format!("/proc/{agent}")).exists(),
+        "agent {agent} is left"
+    );
+}
+
+#[test]
+fn a_name_without_a_record_can_be_freed() {
+    let jobs = Jobs::new();
+    for (name, record) in [("a", None), ("b", Some("{"))] {
+        std::fs::create_dir(jobs.folder().join(name)).unwrap();
+        if let Some(record) = record {
+            std::fs::write(jobs.folder().join(name).join("job.json"), record).unwrap();
+        }
+        jobs.refused(&["submit", "--name", name, "--", "true"], 1, "stop");
+        assert_eq!(
+            jobs.ok(&["stop", "--forget", name]),
+            format!("job {name} forgotten\n")
+        );
+        jobs.refused(
+            &["stop", "--forget", name],
+            1,
+            &format!("there is no job {name} in"),
+        );
+    }
+}
+
+#[test]
+fn all_jobs_that_can_be_stopped_are() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &[], "sleep 600");
+    let printed = jobs.run(&["stop", "no-such", "a"]);
+    assert_eq!(
+        (printed.code, printed.stdout.as_str()),
+        (Some(1), "job a stopped\n")
+    );
+    assert!(
+        printed.stderr.contains("there is no job no-such in"),
+        "{printed:?}"
+    );
+}
+
+#[test]
+fn a_failure_after_restarts_shows_them_and_what_was_printed() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &["--max-restarts", "2"], "echo almost; exit 3");
+    jobs.refused(&["wait", "a"], 1, "FAILED");
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(
+        shown.contains("RESTARTS: 2") && shown.contains("almost"),
+        "{shown}"
+    );
+}

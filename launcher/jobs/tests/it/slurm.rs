@@ -146,3 +146,42 @@ fn options_that_the_engine_ignores_are_named() {
     let warning = "warning: the engine local ignores --memory, --priority\n";
     assert_eq!(jobs.run(&words).stderr, warning);
 }
+
+/// A controller that lost its state counts from the same number again.
+#[test]
+fn a_number_that_slurm_gave_to_another_job_is_not_touched() {
+    let jobs = Jobs::new();
+    let other = "echo 'JobId=7 JobName=b JobState=RUNNING Restarts=0 ExitCode=0:0 StdOut=/elsewhere/b/batch.log'";
+    let commands = Commands::new(&[
+        ("sbatch", "cat >/dev/null; echo 7"),
+        ("scontrol", other),
+        ("scancel", ""),
+    ]);
+    assert_eq!(submit(&jobs, &commands, "a", &[]).code, Some(0));
+    let run = |words: &[&str]| jobs.run_with_path(words, &commands.path());
+    let found = run(&["get", "a"]);
+    assert!(
+        found.stderr.contains("given the number 7 to another job"),
+        "{found:?}"
+    );
+    assert_eq!(run(&["stop", "a"]).stdout, "job a stopped\n");
+    assert!(
+        !commands
+            .calls()
+            .iter()
+            .any(|call| call.starts_with("scancel"))
+    );
+}
+
+#[test]
+fn sbatch_has_to_give_a_number() {
+    let jobs = Jobs::new();
+    let commands = Commands::new(&[("sbatch", "cat >/dev/null")]);
+    let submitted = submit(&jobs, &commands, "a", &[]);
+    assert!(
+        submitted
+            .stderr
+            .contains("expected the number of a job from sbatch"),
+        "{submitted:?}"
+    );
+}

@@ -56,6 +56,26 @@ fn what_is_wrong_is_named() {
             "NOT_SET_ANYWHERE has no value here",
         ),
         (&["submit", "--name", "a"], "PROGRAM"),
+        (
+            &["submit", "--name", "a", "--nodes", "65537", "--", "true"],
+            "1 to 65536",
+        ),
+        (
+            &[
+                "submit",
+                "--name",
+                "a",
+                "--env",
+                "ACCEL_TOKEN_FILE=/a",
+                "--",
+                "true",
+            ],
+            "a token of its own",
+        ),
+        (
+            &["submit", "--name", "a", "--", "/etc/passwd"],
+            "is not a program of this machine",
+        ),
         (&["logs", "a", "-t", "-1"], "--tail"),
     ] {
         jobs.refused(words, 2, text);

@@ -16,7 +16,7 @@ use super::cluster::Cluster;
 use super::details::details;
 use super::pods::{self, NodePods};
 use crate::engine::{LogsMode, LogsRequest};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::job::JobRecord;
 use crate::output::warn;
 
@@ -40,6 +40,7 @@ pub(super) async fn logs(
     let name = job.spec.name.as_str();
     let mut shown = Shown::default();
     let mut tail = request.tail;
+    let mut has_warned = false;
     let mut changes = Changes::of(cluster, job.spec.options.kubernetes.kind, name);
     loop {
         // Asked before the pods are, so that the last of them is shown whole.
@@ -49,7 +50,12 @@ pub(super) async fn logs(
                 Ok(details) => details.status.is_final(),
                 Err(error) if error.is_not_found() => true,
                 // It may answer again.
-                Err(error) if error.is_unreachable() => false,
+                Err(error) if error.is_unreachable() => {
+                    if !std::mem::replace(&mut has_warned, true) {
+                        warn(&format!("{}; it is asked again", chain(&error)));
+                    }
+                    false
+                }
                 Err(error) => return Err(error),
             },
         };

@@ -19,12 +19,20 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
-use crate::job::{Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, node_log};
+use crate::job::{
+    Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, launcher_restarts, node_log,
+};
+use crate::output::now;
 use crate::spec::{JobSpec, launcher_here, on_path};
 use crate::tail::{copy_tail, follow};
 use state::LocalState;
 
 pub(crate) use supervisor::supervise;
+
+/// Whether a job runs whose folder this is, or that cannot be known.
+pub(crate) fn may_run(folder: &Path) -> bool {
+    LocalState::is_supervised(folder).unwrap_or(true)
+}
 
 /// Jobs of this machine.
 #[derive(Debug)]
@@ -94,10 +102,13 @@ impl Engine for LocalEngine {
             if ended.is_some() || Instant::now() > deadline {
                 end_supervisor(&mut child);
                 let said = fs::read_to_string(folder.join(SUPERVISOR_LOG)).unwrap_or_default();
+                let why = match said.trim() {
+                    "" => format!("it wrote no state in {} s", START_LIMIT.as_secs()),
+                    said => said.to_owned(),
+                };
                 return Err(Error::system(format!(
-                    "the supervisor of job {} did not start: {}",
-                    spec.name,
-                    said.trim()
+                    "the supervisor of job {} did not start: {why}",
+                    spec.name
                 )));
             }
             thread::sleep(POLL);
@@ -131,7 +142,8 @@ impl Engine for LocalEngine {
             submitted: Some(job.submitted),
             started: Some(state.started),
             ended: state.ended,
-            restarts: state.nodes.iter().map(|node| node.restarts).sum(),
+            restarts: state.nodes.iter().map(|node| node.restarts).sum::<u32>()
+                + launcher_restarts(&folder.join("logs")),
             gpus_requested: gpus,
             gpus_allocated: if status.is_active() { gpus } else { 0 },
             instances: state.instances(spec),
@@ -156,21 +168,31 @@ impl Engine for LocalEngine {
         }
     }
 
-    fn stop(&self, _job: &JobRecord, folder: &Path) -> Result<()> {
-        let Some(state) = LocalState::read(folder) else {
-            return Ok(());
+    fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {
+        let look = || {
+            LocalState::is_supervised(folder).map_err(|error| {
+                let message = format!("whether the job runs is not known: {}", folder.display());
+                Error::system(message).with_source(error)
+            })
         };
+        // A submission that has just begun has no supervisor yet.
+        let is_beginning = || now() <= job.submitted + START_LIMIT.as_secs();
+        while LocalState::read(folder).is_none() && !look()? && is_beginning() {
+            thread::sleep(POLL);
+        }
         let deadline = Instant::now() + STOP_LIMIT;
-        let mut signalled = false;
-        while LocalState::is_supervised(folder) {
-            if !signalled {
-                state.signal_supervisor();
-                signalled = true;
+        let mut signalled = None;
+        while look()? {
+            let supervisor = LocalState::supervisor(folder);
+            if signalled != supervisor {
+                supervisor.inspect(|supervisor| supervisor.signal(Signal::TERM));
+                signalled = supervisor;
             }
             if Instant::now() > deadline {
+                let process =
+                    supervisor.map_or("?".to_owned(), |supervisor| supervisor.pid.to_string());
                 return Err(Error::system(format!(
-                    "the supervisor of the job (process {}) does not end; see {}",
-                    state.supervisor.pid,
+                    "the supervisor of the job (process {process}) does not end; see {}",
                     folder.join(SUPERVISOR_LOG).display()
                 )));
             }

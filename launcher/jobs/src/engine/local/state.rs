@@ -1,7 +1,7 @@
 //! What the supervisor of a job writes for others to read.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::thread;
 use std::time::Instant;
@@ -62,7 +62,8 @@ impl LocalState {
     /// The state as it is now: that of a failure where nobody is left to write it.
     pub(super) fn current(folder: &Path) -> Option<Self> {
         let state = Self::read(folder)?;
-        if state.status.is_final() || Self::is_supervised(folder) {
+        // Where the lock cannot be looked at, nobody knows better than the state.
+        if state.status.is_final() || Self::is_supervised(folder).unwrap_or(true) {
             return Some(state);
         }
         // The supervisor may have ended between the reading and the look at its lock.
@@ -70,28 +71,37 @@ impl LocalState {
         if !state.status.is_final() {
             state.status = JobStatus::Failed;
             state.reason =
-                Some("its supervisor was killed, or this machine was started again".to_owned());
+                Some("its supervisor was killed, or this machine was started again; `accel-launch jobs stop` ends what may still run of it".to_owned());
         }
         Some(state)
     }
 
-    /// The lock of a job's supervisor; `None` where another one holds it.
-    pub(super) fn lock(folder: &Path) -> io::Result<Option<File>> {
-        Self::try_lock(folder, FlockOperation::NonBlockingLockExclusive)
+    /// The lock of a job's supervisor, with its process in it; `None` where another one holds it.
+    pub(super) fn lock(folder: &Path, supervisor: ProcessIdentity) -> io::Result<Option<File>> {
+        let path = folder.join(LOCK);
+        let file = File::options().create(true).append(true).open(path)?;
+        if !try_lock(&file, FlockOperation::NonBlockingLockExclusive)? {
+            return Ok(None);
+        }
+        file.set_len(0)?;
+        serde_json::to_writer(&file, &supervisor)?;
+        Ok(Some(file))
     }
 
     /// Whether the supervisor of a job lives.
-    pub(super) fn is_supervised(folder: &Path) -> bool {
+    pub(super) fn is_supervised(folder: &Path) -> io::Result<bool> {
+        let file = match File::open(folder.join(LOCK)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+        };
         // Shared, so that those who look at the same time do not take one another for it.
-        matches!(
-            Self::try_lock(folder, FlockOperation::NonBlockingLockShared),
-            Ok(None)
-        )
+        Ok(!try_lock(&file, FlockOperation::NonBlockingLockShared)?)
     }
 
-    /// Tells the supervisor to end the job.
-    pub(super) fn signal_supervisor(&self) {
-        self.supervisor.signal(Signal::TERM);
+    /// The process that holds the lock, or has held it.
+    pub(super) fn supervisor(folder: &Path) -> Option<ProcessIdentity> {
+        serde_json::from_slice(&fs::read(folder.join(LOCK)).ok()?).ok()
     }
 
     /// Ends agents whose supervisor is gone.
@@ -109,18 +119,6 @@ impl LocalState {
         }
     }
 
-    fn try_lock(folder: &Path, operation: FlockOperation) -> io::Result<Option<File>> {
-        let file = File::options()
-            .create(true)
-            .append(true)
-            .open(folder.join(LOCK))?;
-        match rustix::fs::flock(&file, operation) {
-            Ok(()) => Ok(Some(file)),
-            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
-    }
-
     /// What failed: the node that ended first with an error.
     pub(super) fn failure(&self, spec: &JobSpec, folder: &Path) -> Option<Failure> {
         let failed = |node: &&(usize, &NodeState)| node.1.exit_code.is_some_and(|code| code != 0);
@@ -129,7 +127,11 @@ impl LocalState {
             .iter()
             .filter(failed)
             .min_by_key(|(_, state)| state.ended)?;
-        if let Some(failure) = read_failure(&folder.join("logs"), spec.name.as_str()) {
+        let lines = || last_lines(&node_log(folder, *node), LAST_LINES).unwrap_or_default();
+        if let Some(mut failure) = read_failure(&folder.join("logs"), spec.name.as_str()) {
+            if failure.last_lines.is_empty() {
+                failure.last_lines = lines();
+            }
             return Some(failure);
         }
         Some(Failure {
@@ -139,7 +141,16 @@ impl LocalState {
                 .reason
                 .clone()
                 .unwrap_or_else(|| "the agent failed".to_owned()),
-            last_lines: last_lines(&node_log(folder, *node), LAST_LINES).unwrap_or_default(),
+            last_lines: lines(),
         })
+    }
+}
+
+/// Whether the lock is had.
+fn try_lock(file: &File, operation: FlockOperation) -> io::Result<bool> {
+    match rustix::fs::flock(file, operation) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }

@@ -28,6 +28,9 @@ const GRACE: Duration = Duration::from_secs(45);
 /// Between the end of an agent and its next start.
 const RESTART_DELAY: Duration = Duration::from_millis(500);
 
+/// How long to try to write how a job has ended.
+const WRITE_LIMIT: Duration = Duration::from_secs(300);
+
 /// Runs the job whose folder this is, to its end.
 ///
 /// # Errors
@@ -38,7 +41,12 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
         move |error: io::Error| Error::system(message).with_source(error)
     };
     let record = crate::job::Records::record_in(folder)?;
-    let lock = LocalState::lock(folder).map_err(failed("cannot be locked"))?;
+    let supervisor = i32::try_from(std::process::id())
+        .ok()
+        .and_then(ProcessIdentity::of);
+    let supervisor = supervisor
+        .ok_or_else(|| Error::system("/proc does not show this process; it has to be mounted"))?;
+    let lock = LocalState::lock(folder, supervisor).map_err(failed("cannot be locked"))?;
     if lock.is_none() {
         return Err(Error::refused(format!(
             "{} has a supervisor already",
@@ -50,9 +58,11 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
         signal_hook::flag::register(signal, Arc::clone(&stop))
             .map_err(failed("signals cannot be watched"))?;
     }
-    let mut job = LocalJob::start(&record, folder, stop)?;
+    let mut job = LocalJob::start(&record, folder, supervisor, stop)?;
     let done = job.run();
-    if let Err(error) = &done {
+    if let Err(error) = &done
+        && !job.state.status.is_final()
+    {
         job.finish(JobStatus::Failed, Some(chain(error)));
         // The folder may be what cannot be written.
         let _ = job.write();
@@ -90,14 +100,13 @@ enum Next {
 }
 
 impl<'a> LocalJob<'a> {
-    fn start(record: &'a JobRecord, folder: &'a Path, stop: Arc<AtomicBool>) -> Result<Self> {
+    fn start(
+        record: &'a JobRecord,
+        folder: &'a Path,
+        supervisor: ProcessIdentity,
+        stop: Arc<AtomicBool>,
+    ) -> Result<Self> {
         let spec = &record.spec;
-        let supervisor = i32::try_from(std::process::id())
-            .ok()
-            .and_then(ProcessIdentity::of);
-        let supervisor = supervisor.ok_or_else(|| {
-            Error::system("/proc does not show this process; it has to be mounted")
-        })?;
         let nodes = spec.nodes.get();
         let mut job = Self {
             spec,
@@ -142,6 +151,7 @@ impl<'a> LocalJob<'a> {
     }
 
     fn run(&mut self) -> Result<()> {
+        let mut is_written = true;
         while self.state.status == JobStatus::Running || self.state.status == JobStatus::Restarting
         {
             thread::sleep(POLL);
@@ -154,11 +164,20 @@ impl<'a> LocalJob<'a> {
             {
                 self.finish(JobStatus::Failed, Some("its time limit is over".to_owned()));
             }
-            if changed || self.state.status.is_final() {
-                self.write()?;
+            if changed || self.state.status.is_final() || !is_written {
+                is_written = self.write().is_ok();
             }
         }
-        Ok(())
+        // Space may be freed on a disk that is full; nobody else knows how the job ended.
+        let deadline = Instant::now() + WRITE_LIMIT;
+        while !is_written && Instant::now() < deadline {
+            thread::sleep(POLL);
+            is_written = self.write().is_ok();
+        }
+        match is_written {
+            true => Ok(()),
+            false => self.write(),
+        }
     }
 
     /// Looks at the agents once, and tells whether something has changed.

@@ -244,8 +244,10 @@ impl RayClient {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::refused(format!(
                 "{answers}: you may not do that; set RAY_AUTH_TOKEN to a token of the cluster: {said}"
             )),
-            StatusCode::NOT_FOUND
-                if said.contains("does not exist") || asked.contains("/packages/") =>
+            // What a job's own actor does not find, Ray answers with 500.
+            StatusCode::NOT_FOUND | StatusCode::INTERNAL_SERVER_ERROR
+                if said.contains("does not exist")
+                    || (asked.contains("/packages/") && status == StatusCode::NOT_FOUND) =>
             {
                 Error::not_found(format!("Ray at {address}: {said}"))
             }

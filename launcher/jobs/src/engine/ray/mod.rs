@@ -86,7 +86,11 @@ impl RayEngine {
     /// that failed.
     fn remove(&self, id: &str) -> Result<()> {
         loop {
-            self.client.delete(id)?;
+            match self.client.delete(id) {
+                // Another command has removed it.
+                Err(error) if error.is_not_found() => return Ok(()),
+                deleted => deleted?,
+            }
             thread::sleep(WATCH);
             match self.client.job(id) {
                 Ok(answer) if answer.status.is_final() => {}

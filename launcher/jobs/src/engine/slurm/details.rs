@@ -174,6 +174,7 @@ impl RunEnd {
             exit: (self.code, 0),
             started: Some(run.started),
             ended: Some(self.ended),
+            output: None,
             qos: None,
         }
     }

@@ -78,6 +78,12 @@ impl Engine for SlurmEngine {
         })?;
         // `ID`, or `ID;CLUSTER`.
         let id = said.trim().split(';').next().unwrap_or_default().to_owned();
+        if id.parse::<u64>().is_err() {
+            return Err(Error::refused(format!(
+                "expected the number of a job from sbatch, found {:?}",
+                said.trim()
+            )));
+        }
         Ok(Submitted {
             created: vec![format!("job {id} of Slurm created")],
             id,
@@ -86,7 +92,7 @@ impl Engine for SlurmEngine {
 
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
-        let known = match SlurmJob::find(&job.id) {
+        let known = match SlurmJob::find_in(&job.id, folder) {
             Ok(known) => known,
             // It is over: how it ended, Slurm said while it knew, or else its script has written.
             Err(error) if error.is_not_found() => match (&job.last, &run, end) {
@@ -113,7 +119,7 @@ impl Engine for SlurmEngine {
                 return false;
             }
             asked.set(Some(Instant::now()));
-            match SlurmJob::find(&job.id) {
+            match SlurmJob::find_in(&job.id, folder) {
                 Ok(known) => known.status().is_final(),
                 // Slurm may answer again.
                 Err(error) => !error.is_unreachable(),
@@ -125,12 +131,12 @@ impl Engine for SlurmEngine {
         }
     }
 
-    fn stop(&self, job: &JobRecord, _folder: &Path) -> Result<()> {
+    fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {
         let name = &job.spec.name;
         let deadline = Instant::now() + STOP_LIMIT;
         let mut cancelled = false;
         loop {
-            let known = match SlurmJob::find(&job.id) {
+            let known = match SlurmJob::find_in(&job.id, folder) {
                 Ok(known) if known.status().is_final() => return Ok(()),
                 Err(error) if error.is_not_found() => return Ok(()),
                 known => known?,

@@ -56,15 +56,10 @@ impl AgentFiles {
 /// When a value cannot stand in an option of Slurm's.
 pub(super) fn render(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let mut script = "#!/bin/bash\n".to_owned();
-    if let Some(option) = spec
-        .options
-        .slurm
-        .sbatch_arg
-        .iter()
-        .find(|option| waits(option))
-    {
+    let mut given = spec.options.slurm.sbatch_arg.iter();
+    if let Some(option) = given.find(|option| is_refused(option)) {
         return Err(Error::usage(format!(
-            "--sbatch-arg {option}: submit does not wait; `accel-launch jobs wait {}` does",
+            "--sbatch-arg {option}: a job is submitted as one, and at once; `accel-launch jobs wait {}` waits for its end",
             spec.name
         )));
     }
@@ -114,9 +109,11 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
     Ok(script)
 }
 
-/// Whether sbatch would end with the job alone.
-fn waits(option: &str) -> bool {
-    option == "--wait" || option.starts_with("-W")
+/// Whether sbatch would wait with that option, or submit several jobs, or none.
+fn is_refused(option: &str) -> bool {
+    let name = option.split('=').next().unwrap_or_default();
+    ["--wait", "--array", "--test-only"].contains(&name)
+        || ["-W", "-a"].iter().any(|short| option.starts_with(short))
 }
 
 /// The options of sbatch that follow from the vocabulary of all engines.
@@ -368,7 +365,11 @@ mod tests {
         }
         assert!(script(&spec(&["./train"]), "/jobs/a\nb").is_err());
         let mut waiting = spec(&["./train"]);
-        waiting.options.slurm.sbatch_arg = vec!["--wait".to_owned()];
-        assert!(script(&waiting, "/jobs/a").is_err());
+        waiting.options.slurm.sbatch_arg = vec!["--wait-all-nodes=1".to_owned()];
+        assert!(script(&waiting, "/jobs/a").is_ok());
+        for option in ["--wait", "-W", "--array=1-3", "-a1-3", "--test-only"] {
+            waiting.options.slurm.sbatch_arg = vec![option.to_owned()];
+            assert!(script(&waiting, "/jobs/a").is_err(), "{option}");
+        }
     }
 }

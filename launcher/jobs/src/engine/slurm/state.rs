@@ -1,7 +1,9 @@
 //! What Slurm knows of a job, and of nodes.
 
+use std::path::Path;
+
 use super::command::slurm;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::job::{JobStatus, NodeUsage};
 
 /// The status of a node that works.
@@ -31,6 +33,8 @@ pub(super) struct SlurmJob {
     pub(super) started: Option<u64>,
     pub(super) ended: Option<u64>,
     pub(super) qos: Option<String>,
+    /// The file of its output.
+    pub(super) output: Option<String>,
 }
 
 impl SlurmJob {
@@ -52,6 +56,24 @@ impl SlurmJob {
         }
     }
 
+    /// The job of that number whose folder this is. A controller that lost its state gives numbers again.
+    ///
+    /// # Errors
+    /// The same, and [`Error::is_not_found`](crate::error::Error::is_not_found) when the number is another job's.
+    pub(super) fn find_in(id: &str, folder: &Path) -> Result<Self> {
+        let found = Self::find(id)?;
+        let folder = folder.to_string_lossy();
+        match &found.output {
+            // In a file's pattern `%` is written otherwise.
+            Some(output) if !output.starts_with(&*folder) && !folder.contains('%') => {
+                Err(Error::not_found(format!(
+                    "Slurm has given the number {id} to another job, and has forgotten this one"
+                )))
+            }
+            _ => Ok(found),
+        }
+    }
+
     /// Of `scontrol show job`.
     fn of_scontrol(text: &str) -> Self {
         let field = |name| field(text, name);
@@ -63,6 +85,7 @@ impl SlurmJob {
             started: number(field("StartTime")),
             ended: number(field("EndTime")),
             qos: field("QOS").map(str::to_owned),
+            output: field("StdOut").map(str::to_owned),
         }
     }
 
@@ -81,6 +104,7 @@ impl SlurmJob {
             started: number(Some(started)),
             ended: number(Some(ended)),
             qos: Some(qos).filter(|qos| !qos.is_empty()).map(str::to_owned),
+            output: None,
         })
     }
 
