@@ -151,7 +151,7 @@ fn options_that_the_engine_ignores_are_named() {
 #[test]
 fn a_number_that_slurm_gave_to_another_job_is_not_touched() {
     let jobs = Jobs::new();
-    let other = "echo 'JobId=7 JobName=b JobState=RUNNING Restarts=0 ExitCode=0:0 StdOut=/elsewhere/b/batch.log'";
+    let other = "printf 'JobId=7 JobName=b\\n JobState=RUNNING Restarts=0 ExitCode=0:0\\n StdOut=/elsewhere/b/batch.log\\n'";
     let commands = Commands::new(&[
         ("sbatch", "cat >/dev/null; echo 7"),
         ("scontrol", other),
@@ -184,4 +184,26 @@ fn sbatch_has_to_give_a_number() {
             .contains("expected the number of a job from sbatch"),
         "{submitted:?}"
     );
+}
+
+/// Folders are compared as paths, which may have blanks and what a pattern doubles. What users write may look like a field.
+#[test]
+fn a_job_is_known_by_the_folder_of_its_output() {
+    let jobs = Jobs::in_folder_named("100% a b");
+    for (name, of, shown) in [("a", "a", "STATUS: RUNNING"), ("c", "cd", "another job")] {
+        let output = jobs.folder().join(of).join("slurm.log");
+        let scontrol = format!(
+            "cat <<'END'\nJobId=7 JobName={name}\n   JobState=RUNNING Restarts=0 ExitCode=0:0\n   Comment=x StdOut=/x\n   \
+             StdOut={}\nEND",
+            output.display().to_string().replace('%', "%%")
+        );
+        let commands = Commands::new(&[
+            ("sbatch", "cat >/dev/null; echo 7"),
+            ("scontrol", &scontrol),
+        ]);
+        assert_eq!(submit(&jobs, &commands, name, &[]).code, Some(0));
+        let found = jobs.run_with_path(&["get", name], &commands.path());
+        let said = found.stdout + &found.stderr;
+        assert!(said.contains(shown), "{name}: {said}");
+    }
 }

@@ -24,8 +24,14 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 impl Jobs {
     pub(crate) fn new() -> Self {
+        Self::in_folder_named("jobs")
+    }
+
+    /// With a folder whose name begins so.
+    pub(crate) fn in_folder_named(prefix: &str) -> Self {
+        let folder = tempfile::Builder::new().prefix(prefix).tempdir();
         Self {
-            folder: tempfile::tempdir().unwrap(),
+            folder: folder.unwrap(),
         }
     }
 

@@ -26,7 +26,7 @@ use command::{sbatch, slurm};
 use details::details;
 use run::{Run, RunEnd};
 use script::AgentFiles;
-use state::SlurmJob;
+use state::{SlurmJob, is_output_of};
 
 /// Jobs of Slurm.
 #[derive(Debug)]
@@ -178,10 +178,8 @@ fn withdraw(spec: &JobSpec, folder: &Path, error: Error) -> Error {
     let cancelled = taken.and_then(|lines| {
         // The name may be that of another job; the folder is this one's alone.
         let ids = lines.lines().filter_map(|line| {
-            let (id, output) = line.split_once('|')?;
-            output
-                .contains(&*folder.to_string_lossy())
-                .then(|| id.trim().to_owned())
+            let (id, output) = line.trim_end_matches('|').split_once('|')?;
+            is_output_of(output, folder).then(|| id.trim().to_owned())
         });
         let cancel = |id: String| slurm("scancel", &[&id]).map(drop);
         ids.collect::<Vec<_>>().into_iter().try_for_each(cancel)

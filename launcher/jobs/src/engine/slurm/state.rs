@@ -62,14 +62,10 @@ impl SlurmJob {
     /// The same, and [`Error::is_not_found`](crate::error::Error::is_not_found) when the number is another job's.
     pub(super) fn find_in(id: &str, folder: &Path) -> Result<Self> {
         let found = Self::find(id)?;
-        let folder = folder.to_string_lossy();
         match &found.output {
-            // In a file's pattern `%` is written otherwise.
-            Some(output) if !output.starts_with(&*folder) && !folder.contains('%') => {
-                Err(Error::not_found(format!(
-                    "Slurm has given the number {id} to another job, and has forgotten this one"
-                )))
-            }
+            Some(output) if !is_output_of(output, folder) => Err(Error::not_found(format!(
+                "Slurm has given the number {id} to another job, and has forgotten this one"
+            ))),
             _ => Ok(found),
         }
     }
@@ -85,7 +81,11 @@ impl SlurmJob {
             started: number(field("StartTime")),
             ended: number(field("EndTime")),
             qos: field("QOS").map(str::to_owned),
-            output: field("StdOut").map(str::to_owned),
+            // It may have blanks, and has a line of its own.
+            output: text
+                .lines()
+                .find_map(|line| line.trim_start().strip_prefix("StdOut="))
+                .map(str::to_owned),
         }
     }
 
@@ -181,6 +181,12 @@ fn of_nodes(text: &str) -> Vec<NodeUsage> {
         })
     };
     text.lines().filter_map(node).collect()
+}
+
+/// Whether a job that writes this file is the one whose folder this is.
+pub(super) fn is_output_of(output: &str, folder: &Path) -> bool {
+    // Slurm shows the pattern that it was given.
+    Path::new(&output.replace("%%", "%")).starts_with(folder)
 }
 
 /// The value of the first field of this name in what scontrol prints. What users write comes after the fields read here.
