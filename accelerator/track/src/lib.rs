@@ -40,6 +40,8 @@ mod board;
 mod error;
 mod folder_name;
 mod history;
+#[cfg(any(feature = "kubeflow", feature = "mlflow"))]
+mod http;
 mod journal;
 #[cfg(feature = "kubeflow")]
 mod kubeflow;

@@ -246,7 +246,6 @@ kubernetes_tensorboard() {
     expect stopped jobs stop port --forget
 }
 
-# Seconds from the command to output of the program, with ours and with kubectl.
 # The same objects, by `submit` and by kubectl.
 kubernetes_speed() {
     local began yaml=$ENGINE_DIR/fast.yaml command=(-- 'echo here; sleep 100')

@@ -4,11 +4,13 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use accelerator_env::variable;
 use serde_json::Value;
 use ureq::Agent;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
 use crate::error::{Error, Kind, Result};
+use crate::http;
 use crate::record::Entry;
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
 use progress::{Changed, Progress};
@@ -59,9 +61,12 @@ impl KubeflowSink {
     /// # Ok::<(), accelerator_track::Error>(())
     /// ```
     pub fn from_env() -> Result<Option<Self>> {
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let Some(url) = variable(URL) else {
             return Ok(None);
+        };
+        let Some(url) = url.to_str() else {
+            let message = format!("expected the address of a server in {URL}, found {url:?}");
+            return Err(Error::new(Kind::Misuse, message));
         };
         let path = |name: &str| {
             variable(name).map(PathBuf::from).ok_or_else(|| {
@@ -71,7 +76,7 @@ impl KubeflowSink {
                 Error::new(Kind::Misuse, message)
             })
         };
-        Self::new(&url, &path(CA_CERT)?, path(TOKEN)?).map(Some)
+        Self::new(url, &path(CA_CERT)?, path(TOKEN)?).map(Some)
     }
 
     /// To the server at a URL, with the files of the certificate that signs its own, and of the token that it asks for.
@@ -161,15 +166,11 @@ fn agent(ca_cert: &Path) -> Result<Agent> {
     let tls = TlsConfig::builder()
         .root_certs(RootCerts::from(roots))
         .build();
-    Ok(Agent::config_builder()
+    Ok(http::config()
         .tls_config(tls)
         // The server is in this cluster.
         .proxy(None)
-        .http_status_as_error(false)
-        .max_redirects(0)
-        .max_redirects_will_error(false)
         .timeout_global(Some(REQUEST_TIMEOUT))
-        .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
         .build()
         .new_agent())
 }

@@ -15,6 +15,7 @@ use ureq::{Agent, AsSendBody, Body};
 
 use super::address::Address;
 use crate::error::{Error, Kind, Result};
+use crate::http;
 
 /// An MLflow server: its address, and who asks it.
 ///
@@ -450,21 +451,16 @@ enum Cause {
 
 /// Proxies are those of the environment. None leads to a server on this host.
 fn agent(is_this_host: bool) -> Agent {
-    let config = Agent::config_builder();
+    let config = http::config();
     let config = match is_this_host {
         true => config.proxy(None),
         false => config,
     };
     config
-        .http_status_as_error(false)
-        // A request with a body is not sent elsewhere, and a token is not either.
-        .max_redirects(0)
-        .max_redirects_will_error(false)
         .timeout_resolve(Some(CONNECT_TIMEOUT))
         .timeout_connect(Some(CONNECT_TIMEOUT))
         // The server closes what is idle for 5 seconds.
         .max_idle_age(Duration::from_secs(3))
-        .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
         .build()
         .new_agent()
 }
@@ -491,9 +487,8 @@ fn text<'a>(value: &'a Value, key: &str) -> Option<&'a str> {
     value.get(key).and_then(Value::as_str)
 }
 
-/// A variable that is set to nothing counts as not set.
 fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
+    accelerator_env::variable(name)?.into_string().ok()
 }
 
 fn encode(text: &str) -> String {

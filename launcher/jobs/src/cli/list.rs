@@ -45,10 +45,9 @@ pub(super) fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<
         .filter(|record| only.is_none_or(|only| record.spec.engine == only))
     {
         let name = record.spec.name.clone();
-        let last = record.last.clone().filter(|last| last.status.is_final());
-        let found = match last {
-            // It does not change any more, so nobody needs to be asked.
-            Some(last) => Ok(last),
+        // Its engine is not even connected to.
+        let found = match record.ended() {
+            Some(ended) => Ok(ended.clone()),
             None => engines.ask(&records, &mut record),
         };
         match (found, record.last) {

@@ -162,9 +162,8 @@ fn check_submitted(record: &JobRecord) -> Result<()> {
 
 /// What is known of a job now; where its engine has forgotten it, what was known before.
 fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Result<JobDetails> {
-    // It does not change any more, and an engine may give its number to another job.
-    if let Some(last) = record.last.clone().filter(|last| last.status.is_final()) {
-        return Ok(last);
+    if let Some(ended) = record.ended() {
+        return Ok(ended.clone());
     }
     let folder = records.job_folder(&record.spec.name);
     let details = match engine.get(record, &folder) {

@@ -16,9 +16,7 @@ pub(crate) fn node_log(folder: &Path, node: usize) -> PathBuf {
 
 /// Reads the report of the job's last failure from a log folder of its launcher, where there is one.
 pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {
-    let text = std::fs::read(log_dir.join("latest/failure.json")).ok()?;
-    let report: Report = serde_json::from_slice(&text).ok()?;
-    let first = report.first?;
+    let first = Report::read(log_dir)?.first?;
     Some(Failure {
         instance: Some(Role::instance_name(job, first.node)),
         exit_code: first.exit_code,
@@ -29,11 +27,7 @@ pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {
 
 /// How often the launcher had started its ranks again when it wrote that report.
 pub(crate) fn launcher_restarts(log_dir: &Path) -> u32 {
-    let text = std::fs::read(log_dir.join("latest/failure.json"));
-    let report = text
-        .ok()
-        .and_then(|text| serde_json::from_slice::<Report>(&text).ok());
-    report.map_or(0, |report| report.restarts)
+    Report::read(log_dir).map_or(0, |report| report.restarts)
 }
 
 /// The fields of `failure.json` that are shown.
@@ -42,6 +36,13 @@ struct Report {
     #[serde(default)]
     restarts: u32,
     first: Option<FirstFailure>,
+}
+
+impl Report {
+    fn read(log_dir: &Path) -> Option<Self> {
+        let text = std::fs::read(log_dir.join("latest/failure.json")).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
 }
 
 #[derive(Deserialize)]

@@ -30,6 +30,12 @@ impl JobRecord {
     pub(crate) fn is_half_submitted(&self) -> bool {
         self.id.is_empty() && self.spec.engine != EngineKind::Local
     }
+
+    /// How the job has ended, where that is known. It does not change any more, so no engine needs to be asked; and one that
+    /// forgets may have given the id to another job.
+    pub(crate) fn ended(&self) -> Option<&JobDetails> {
+        self.last.as_ref().filter(|last| last.status.is_final())
+    }
 }
 
 /// The folder of records: `DIR/NAME/job.json`. It may hold secrets of the environment, so only its owner can read it.
@@ -40,7 +46,7 @@ pub(crate) struct Records {
 
 const FILE: &str = "job.json";
 /// How often the removal of a folder is tried that others write into, and how long between.
-const REMOVALS: usize = 10;
+const REMOVAL_TRIES: u32 = 10;
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl Records {
@@ -200,22 +206,20 @@ impl Records {
     /// When it cannot be removed.
     pub(crate) fn remove(&self, name: &JobName) -> Result<()> {
         let folder = self.job_folder(name);
-        let removed = (0..REMOVALS).try_fold((), |(), _| match fs::remove_dir_all(&folder) {
-            // Somebody has written into it meanwhile.
-            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {
-                thread::sleep(PAUSE);
-                Ok(())
+        let mut tries = 1;
+        loop {
+            match fs::remove_dir_all(&folder) {
+                // Somebody has written into it meanwhile.
+                Err(error)
+                    if error.kind() == ErrorKind::DirectoryNotEmpty && tries < REMOVAL_TRIES =>
+                {
+                    tries += 1;
+                    thread::sleep(PAUSE);
+                }
+                // Another command has removed it.
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+                removed => return removed.map_err(|error| cannot("removed", &folder, error)),
             }
-            removed => Err(removed),
-        });
-        let removed = match removed {
-            Err(removed) => removed,
-            Ok(()) => fs::remove_dir_all(&folder),
-        };
-        match removed {
-            // Another command has removed it.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            removed => removed.map_err(|error| cannot("removed", &folder, error)),
         }
     }
 }

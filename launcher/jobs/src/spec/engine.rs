@@ -28,20 +28,16 @@ pub(crate) enum EngineKind {
 impl EngineKind {
     /// The engine's own command that shows a job of this name, for a sentence that may end without one.
     pub(crate) fn how_to_look(self, name: &JobName) -> String {
+        // Not every engine's command has it.
+        let _ = name;
         match self {
             #[cfg(feature = "slurm")]
             Self::Slurm => format!(" (`squeue --me --name {name}`)"),
             #[cfg(feature = "kubernetes")]
             Self::Kubernetes => format!(" (`kubectl get jobs,pods -l accel-jobs/job={name}`)"),
             #[cfg(feature = "ray")]
-            Self::Ray => {
-                let _ = name;
-                " (`ray job list`)".to_owned()
-            }
-            Self::Local => {
-                let _ = name;
-                String::new()
-            }
+            Self::Ray => " (`ray job list`)".to_owned(),
+            Self::Local => String::new(),
         }
     }
 }

@@ -143,13 +143,9 @@ fn a_job_whose_supervisor_is_killed_has_failed_and_can_be_stopped() {
     let jobs = Jobs::new();
     submit(&jobs, "a", &[], "sleep 600");
     let state = jobs.state("a");
-    assert!(
-        Command::new("kill")
-            .args(["-9", &state["supervisor"]["pid"].to_string()])
-            .status()
-            .unwrap()
-            .success()
-    );
+    let supervisor = jobs.supervisor("a")["pid"].to_string();
+    let kill = Command::new("kill").args(["-9", &supervisor]).status();
+    assert!(kill.unwrap().success());
     jobs.until(&["get", "a"], "REASON: its supervisor was killed");
     jobs.ok(&["stop", "a"]);
     let agent = &state["nodes"][0]["agent"]["pid"];

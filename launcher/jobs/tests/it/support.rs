@@ -73,7 +73,16 @@ impl Jobs {
 
     /// The state that the supervisor of a job has written.
     pub(crate) fn state(&self, job: &str) -> serde_json::Value {
-        let text = std::fs::read(self.folder().join(job).join("state.json")).unwrap();
+        self.json(job, "state.json")
+    }
+
+    /// The process that supervises a job.
+    pub(crate) fn supervisor(&self, job: &str) -> serde_json::Value {
+        self.json(job, "supervisor.lock")
+    }
+
+    fn json(&self, job: &str, file: &str) -> serde_json::Value {
+        let text = std::fs::read(self.folder().join(job).join(file)).unwrap();
         serde_json::from_slice(&text).unwrap()
     }
 

@@ -23,7 +23,6 @@ const LOCK: &str = "supervisor.lock";
 /// How far a job is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct LocalState {
-    pub(super) supervisor: ProcessIdentity,
     pub(super) status: JobStatus,
     pub(super) reason: Option<String>,
     /// Seconds since 1970.

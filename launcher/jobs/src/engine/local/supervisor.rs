@@ -58,7 +58,7 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
         signal_hook::flag::register(signal, Arc::clone(&stop))
             .map_err(failed("signals cannot be watched"))?;
     }
-    let mut job = LocalJob::start(&record, folder, supervisor, stop)?;
+    let mut job = LocalJob::start(&record, folder, stop)?;
     let done = job.run();
     if let Err(error) = &done
         && !job.state.status.is_final()
@@ -100,12 +100,7 @@ enum Next {
 }
 
 impl<'a> LocalJob<'a> {
-    fn start(
-        record: &'a JobRecord,
-        folder: &'a Path,
-        supervisor: ProcessIdentity,
-        stop: Arc<AtomicBool>,
-    ) -> Result<Self> {
+    fn start(record: &'a JobRecord, folder: &'a Path, stop: Arc<AtomicBool>) -> Result<Self> {
         let spec = &record.spec;
         let nodes = spec.nodes.get();
         let mut job = Self {
@@ -118,7 +113,6 @@ impl<'a> LocalJob<'a> {
             agents: Vec::new(),
             tensorboard: None,
             state: LocalState {
-                supervisor,
                 status: JobStatus::Running,
                 reason: None,
                 started: now(),

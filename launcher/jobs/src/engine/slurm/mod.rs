@@ -94,10 +94,9 @@ impl Engine for SlurmEngine {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
         let known = match SlurmJob::find_in(&job.id, folder) {
             Ok(known) => known,
-            // It is over: how it ended, Slurm said while it knew, or else its script has written.
-            Err(error) if error.is_not_found() => match (&job.last, &run, end) {
-                (Some(last), _, _) if last.status.is_final() => return Ok(last.clone()),
-                (_, Some(run), Some(end)) => end.as_slurm_has_it(run),
+            // It is over, and Slurm has forgotten it: how it ended, its script has written.
+            Err(error) if error.is_not_found() => match (&run, end) {
+                (Some(run), Some(end)) => end.as_slurm_has_it(run),
                 _ => return Err(error),
             },
             Err(error) => return Err(error),
