@@ -101,7 +101,7 @@ slurm_said_by_hand() {
     plain slurm-script --env 'A=it'"'"'s' -- sleep 100 >/dev/null
     local dry
     dry=$(plain slurm-other --env 'A=it'"'"'s' --dry-run -- sleep 100 |
-        sed "s,JOBS_DIR,$XDG_STATE_HOME/accel-jobs/slurm-script,; s,slurm-other,slurm-script,")
+        sed "s,JOB_DIR,$XDG_STATE_HOME/accel-jobs/slurm-script,; s,slurm-other,slurm-script,")
     [ "$(here scontrol write batch_script "$(job_id slurm-script)" -)" = "$dry" ] || fail 'another script than --dry-run shows'
     gone slurm-script
 }
@@ -202,7 +202,7 @@ slurm_forgotten() {
     until_shown FAILED here squeue -h -t all -n slurm-forgotten -o %T
     sed -i 's/"id": ".*"/"id": "999999"/' "$record"
     expect 'FAILURE: .*exit code 3' jobs get slurm-forgotten
-    expect stopped jobs stop slurm-forgotten
+    expect 'had ended before: FAILED' jobs stop slurm-forgotten
     gone slurm-forgotten
 }
 

@@ -5,10 +5,11 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::JobsLocation;
+use super::{JobsLocation, details};
 use crate::engine::{LogsMode, LogsRequest};
 use crate::error::{Error, Result};
-use crate::job::{JobRecord, Role};
+use crate::job::{JobRecord, JobStatus, Role};
+use crate::output::warn;
 use crate::spec::JobName;
 
 #[derive(Args, Debug)]
@@ -27,7 +28,7 @@ pub(super) struct LogsArgs {
 }
 
 pub(super) fn run(arguments: &LogsArgs, location: &JobsLocation) -> Result<ExitCode> {
-    let (records, record, engine) = location.job(&arguments.name)?;
+    let (records, mut record, engine) = location.job(&arguments.name)?;
     let request = LogsRequest {
         node: node(&record, arguments.instance.as_deref())?,
         mode: if arguments.follow {
@@ -37,6 +38,16 @@ pub(super) fn run(arguments: &LogsArgs, location: &JobsLocation) -> Result<ExitC
         },
         tail: arguments.tail,
     };
+    if let Ok(details) = details(&records, &mut record, engine.as_ref())
+        && details.status == JobStatus::Pending
+    {
+        let reason = details.reason.map(|reason| format!(" ({reason})"));
+        warn(&format!(
+            "job {} waits{}: it has no output yet",
+            arguments.name,
+            reason.unwrap_or_default()
+        ));
+    }
     let folder = records.job_folder(&arguments.name);
     match engine.logs(&record, &folder, &request, &mut io::stdout().lock()) {
         Err(error) if !error.is_broken_pipe() => Err(error),

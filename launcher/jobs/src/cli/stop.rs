@@ -7,7 +7,6 @@ use clap::Args;
 use super::{JobsLocation, details};
 use crate::engine::local::may_run;
 use crate::error::{Result, chain};
-use crate::job::JobStatus;
 use crate::output::{now, print, warn};
 use crate::spec::JobName;
 
@@ -44,41 +43,41 @@ pub(super) fn run(arguments: &StopArgs, location: &JobsLocation) -> Result<ExitC
 }
 
 /// Ends a job, and says so in its record.
-fn stop(name: &JobName, location: &JobsLocation) -> Result<&'static str> {
+fn stop(name: &JobName, location: &JobsLocation) -> Result<String> {
     let (records, mut record, engine) = location.job(name)?;
     let before = details(&records, &mut record, engine.as_ref());
     engine.stop(&record, &records.job_folder(name))?;
-    if let Ok(mut last) = before
-        && !last.status.is_final()
-    {
-        last.status = JobStatus::Stopped;
-        last.ended = Some(now());
+    if let Ok(mut last) = before {
+        if last.status.is_final() {
+            return Ok(format!("had ended before: {}", last.status));
+        }
+        last.stop(now());
         record.last = Some(last);
         records.write(&record)?;
     }
-    Ok("stopped")
+    Ok("stopped".to_owned())
 }
 
 /// Ends a job, and removes its record. What was never submitted whole is removed here alone.
-fn forget(name: &JobName, location: &JobsLocation) -> Result<&'static str> {
+fn forget(name: &JobName, location: &JobsLocation) -> Result<String> {
     let records = location.records()?;
     let folder = records.job_folder(name);
     match records.read(name) {
         // Another's job may have its name, so nothing is removed from the engine.
         Ok(record) if record.is_half_submitted() => {
             records.remove(name)?;
-            Ok("forgotten")
+            Ok("forgotten".to_owned())
         }
         Ok(_) => {
             let (records, record, engine) = location.job(name)?;
             engine.stop(&record, &folder)?;
             records.remove(name)?;
-            Ok("stopped")
+            Ok("stopped".to_owned())
         }
         Err(error) if !folder.is_dir() || may_run(&folder) => Err(error),
         Err(_) => {
             records.remove(name)?;
-            Ok("forgotten")
+            Ok("forgotten".to_owned())
         }
     }
 }

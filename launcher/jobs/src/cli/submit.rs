@@ -83,12 +83,7 @@ pub(super) struct SubmitArgs {
     options: EngineOptions,
 
     /// The program and its arguments. One word with blanks in it is a command of the shell.
-    #[arg(
-        value_name = "PROGRAM",
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true
-    )]
+    #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true)]
     program: Vec<String>,
 }
 

@@ -76,6 +76,23 @@ pub(crate) struct JobDetails {
     pub(crate) failure: Option<Failure>,
 }
 
+impl JobDetails {
+    /// What is known of it once its user has stopped it.
+    pub(crate) fn stop(&mut self, now: u64) {
+        self.status = JobStatus::Stopped;
+        self.reason = Some("stopped by its user".to_owned());
+        self.ended = Some(now);
+        self.gpus_allocated = 0;
+        self.tensorboard = None;
+        for instance in &mut self.instances {
+            if !instance.status.is_final() {
+                instance.status = JobStatus::Stopped;
+                instance.ended = Some(now);
+            }
+        }
+    }
+}
+
 /// The part of a job on one node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Instance {

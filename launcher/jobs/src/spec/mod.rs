@@ -116,16 +116,28 @@ impl JobSpec {
             true => Some(PathBuf::from(word)),
             false => on_path(word),
         };
-        let found = found
-            .filter(|path| path.is_file())
-            .map(|path| absolute(&path))
-            .transpose()?;
-        let found = found.filter(|path| is_executable(path));
-        found.ok_or_else(|| {
-            Error::usage(format!(
-                "{word:?} is not a program of this machine; give the path of one, such as target/release/examples/mnist"
-            ))
-        })
+        let found = found.filter(|path| path.is_file() && is_executable(path));
+        match found {
+            Some(path) => absolute(&path),
+            None => Err(Error::usage(format!(
+                "{word:?} is not a program of this machine: {}",
+                why_no_program(word)
+            ))),
+        }
+    }
+}
+
+fn why_no_program(word: &str) -> String {
+    let path = Path::new(word);
+    if path.extension().is_some_and(|extension| extension == "rs") {
+        "it is source; build it (`cargo build --release --example NAME`), and give target/release/examples/NAME".to_owned()
+    } else if !path.exists() {
+        "there is no such file; give the path of one, such as target/release/examples/mnist"
+            .to_owned()
+    } else if !word.contains('/') && is_executable(path) {
+        format!("the PATH has none of that name; give ./{word} for the one in this folder")
+    } else {
+        "it is no executable file".to_owned()
     }
 }
 

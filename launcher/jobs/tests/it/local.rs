@@ -216,6 +216,33 @@ fn a_name_without_a_record_can_be_freed() {
     }
 }
 
+/// A word that begins with `-` before the program is no program, so that `--dry-run` behind it counts.
+#[test]
+fn a_misspelt_option_is_refused() {
+    let jobs = Jobs::new();
+    for dry_run in [&["--dry-run"][..], &[]] {
+        let misspelt = ["submit", "--name", "a", "--node", "2"];
+        let words = [&misspelt, dry_run, &["--", "true"]].concat();
+        jobs.refused(&words, 2, "a similar argument exists: '--nodes'");
+    }
+    jobs.refused(&["get", "a"], 1, "there is no job");
+}
+
+#[test]
+fn a_job_that_was_stopped_has_no_instance_that_runs() {
+    let jobs = Jobs::new();
+    submit(&jobs, "a", &[], "sleep 600");
+    jobs.ok(&["stop", "a"]);
+    let text = jobs.ok(&["get", "a", "--json"]);
+    let details: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(details["reason"], "stopped by its user");
+    for instance in details["instances"].as_array().unwrap() {
+        assert_eq!(instance["status"], "STOPPED", "{text}");
+        assert!(instance["ended"].is_u64(), "{text}");
+    }
+    assert_eq!(jobs.ok(&["stop", "a"]), "job a had ended before: STOPPED\n");
+}
+
 #[test]
 fn all_jobs_that_can_be_stopped_are() {
     let jobs = Jobs::new();

@@ -53,7 +53,7 @@ impl Engine for LocalEngine {
     fn render(&self, spec: &JobSpec) -> Result<String> {
         let mut text = String::new();
         for node in 0..spec.nodes.get() {
-            let words = agent_words(spec, node, "127.0.0.1:PORT", Path::new("JOBS_DIR"))?;
+            let words = agent_words(spec, node, "127.0.0.1:PORT", Path::new("JOB_DIR"))?;
             text.push_str(&crate::output::shell_line(&words));
             text.push('\n');
         }

@@ -276,6 +276,9 @@ impl<'a> LocalJob<'a> {
         self.state.status = status;
         self.state.reason = reason;
         self.state.ended = Some(now());
+        for node in &mut self.state.nodes {
+            node.ended = node.ended.or(self.state.ended);
+        }
     }
 
     /// Ends what runs, by `first` and after a while by SIGKILL.

@@ -48,7 +48,7 @@ const ERRORS: [(&str, ErrorClass, &str); 19] = [
         "node configuration is not available",
         ErrorClass::Refused,
         "no node has so much; ask for fewer --nodes, --cpus or --gpus or less --memory; \
-         `accel-launch jobs top nodes --engine slurm` shows what there is",
+         `sinfo --Node --format '%N %c %m %G'` shows what there is",
     ),
     (
         "More processors requested than permitted",

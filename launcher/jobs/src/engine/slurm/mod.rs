@@ -54,7 +54,7 @@ impl SlurmEngine {
 
 impl Engine for SlurmEngine {
     fn render(&self, spec: &JobSpec) -> Result<String> {
-        script::render(spec, Path::new("JOBS_DIR"), &AgentFiles::here(spec)?)
+        script::render(spec, Path::new("JOB_DIR"), &AgentFiles::here(spec)?)
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {

@@ -221,13 +221,18 @@ done
         .map(|cpus| format!(" --cpus-per-task={cpus}"))
         .unwrap_or_default();
     let logs = bash_word(&format!("{}/node-%t.log", pattern(folder)?));
+    // Where a node has no such folder, Slurm would start the agent in /tmp.
+    let working_dir = match &spec.working_dir {
+        Some(folder) => path_word(&crate::spec::absolute(folder)?)?,
+        None => r#""$SLURM_SUBMIT_DIR""#.to_owned(),
+    };
     let _ = write!(
         script,
         r#"export ACCEL_TOKEN_FILE="$folder/{token}"
 set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} \
     --export=ALL --input=none --output={logs} --open-mode=append --kill-on-bad-exit=0 --wait={SRUN_WAIT} \
-    /bin/bash -c 'trap : TERM; "$@"; set -- $? "$1"; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' "$folder" \
-    {}
+    /bin/bash -c 'trap : TERM; folder=$1; shift; cd "$folder" && "$@"; set -- $? "$1"; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' \
+    "$folder" {working_dir} {}
 (
 "#,
         words.join(" ")
