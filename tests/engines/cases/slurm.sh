@@ -78,6 +78,11 @@ slurm_refused() {
     refuse 'names them' plain slurm-refused --constraint nothing -- sleep 1
     refuse 'cannot stand' plain slurm-refused --account $'a\n#SBATCH --uid=0' -- sleep 1
     refuse 'not a program' plain slurm-refused -- ./nothing
+    # Slurm itself would start it in /tmp.
+    expect submitted plain slurm-nowhere --working-dir /no/such -- true
+    refuse 'ended as FAILED' jobs wait slurm-nowhere
+    expect '/no/such: No such file' jobs get slurm-nowhere
+    gone slurm-nowhere
     # Nothing of it is left.
     refuse 'no job' jobs get slurm-refused
     [ -z "$(here squeue -h -n slurm-refused)" ] || fail 'a submission that is refused leaves a job'
