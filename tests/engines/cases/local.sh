@@ -30,9 +30,9 @@ engine_tests() {
     refuse 'no job' jobs get "$name"
     # Whose supervisor is killed.
     expect submitted jobs submit --name "$name" --nodes 2 -- sleep 100
-    kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["supervisor"]["pid"])' "$XDG_STATE_HOME/accel-jobs/$name/state.json")"
+    kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["pid"])' "$XDG_STATE_HOME/accel-jobs/$name/supervisor.lock")"
     until_shown 'supervisor was killed' jobs get "$name"
-    expect stopped jobs stop "$name"
+    expect 'nothing of it is left' jobs stop "$name"
     [ -z "$(engine_left "$name")" ] || fail "stop leaves agents whose supervisor was killed"
     expect stopped jobs stop "$name" --forget
 }

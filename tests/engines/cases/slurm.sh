@@ -207,7 +207,7 @@ slurm_forgotten() {
     until_shown FAILED here squeue -h -t all -n slurm-forgotten -o %T
     sed -i 's/"id": ".*"/"id": "999999"/' "$record"
     expect 'FAILURE: .*exit code 3' jobs get slurm-forgotten
-    expect 'had ended before: FAILED' jobs stop slurm-forgotten
+    expect 'had ended as FAILED' jobs stop slurm-forgotten
     gone slurm-forgotten
 }
 

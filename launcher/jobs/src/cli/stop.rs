@@ -49,7 +49,10 @@ fn stop(name: &JobName, location: &JobsLocation) -> Result<String> {
     engine.stop(&record, &records.job_folder(name))?;
     if let Ok(mut last) = before {
         if last.status.is_final() {
-            return Ok(format!("had ended before: {}", last.status));
+            return Ok(format!(
+                "had ended as {} before; nothing of it is left",
+                last.status
+            ));
         }
         last.stop(now());
         record.last = Some(last);

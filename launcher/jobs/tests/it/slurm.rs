@@ -186,16 +186,25 @@ fn sbatch_has_to_give_a_number() {
     );
 }
 
-/// Folders are compared as paths, which may have blanks and what a pattern doubles. What users write may look like a field.
+/// Folders are compared as paths, which may have blanks. What users write may look like a field. Of a folder with a `%`
+/// `scontrol` shows another one.
 #[test]
 fn a_job_is_known_by_the_folder_of_its_output() {
-    let jobs = Jobs::in_folder_named("100% a b");
-    for (name, of, shown) in [("a", "a", "STATUS: RUNNING"), ("c", "cd", "another job")] {
+    for (folder, name, of, shown) in [
+        ("a b", "a", "a", "STATUS: RUNNING"),
+        ("a b", "c", "cd", "another job"),
+        ("100% %j", "a", "a", "STATUS: RUNNING"),
+    ] {
+        let jobs = Jobs::in_folder_named(folder);
         let output = jobs.folder().join(of).join("slurm.log");
         let scontrol = format!(
             "cat <<'END'\nJobId=7 JobName={name}\n   JobState=RUNNING Restarts=0 ExitCode=0:0\n   Comment=x StdOut=/x\n   \
              StdOut={}\nEND",
-            output.display().to_string().replace('%', "%%")
+            output
+                .display()
+                .to_string()
+                .replace("100%", "100%%")
+                .replace("%j", "%7")
         );
         let commands = Commands::new(&[
             ("sbatch", "cat >/dev/null; echo 7"),
@@ -204,6 +213,6 @@ fn a_job_is_known_by_the_folder_of_its_output() {
         assert_eq!(submit(&jobs, &commands, name, &[]).code, Some(0));
         let found = jobs.run_with_path(&["get", name], &commands.path());
         let said = found.stdout + &found.stderr;
-        assert!(said.contains(shown), "{name}: {said}");
+        assert!(said.contains(shown), "{folder}, {name}: {said}");
     }
 }

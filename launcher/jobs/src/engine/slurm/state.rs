@@ -62,10 +62,14 @@ impl SlurmJob {
     /// The same, and [`Error::is_not_found`](crate::error::Error::is_not_found) when the number is another job's.
     pub(super) fn find_in(id: &str, folder: &Path) -> Result<Self> {
         let found = Self::find(id)?;
+        // `scontrol` replaces what follows a `%`, even behind another: such a folder cannot be told from others.
+        let can_tell = !folder.to_string_lossy().contains('%');
         match &found.output {
-            Some(output) if !is_output_of(output, folder) => Err(Error::not_found(format!(
-                "Slurm has given the number {id} to another job, and has forgotten this one"
-            ))),
+            Some(output) if can_tell && !is_output_of(output, folder) => {
+                Err(Error::not_found(format!(
+                    "Slurm has given the number {id} to another job, and has forgotten this one"
+                )))
+            }
             _ => Ok(found),
         }
     }
@@ -185,7 +189,7 @@ fn of_nodes(text: &str) -> Vec<NodeUsage> {
 
 /// Whether a job that writes this file is the one whose folder this is.
 pub(super) fn is_output_of(output: &str, folder: &Path) -> bool {
-    // Slurm shows the pattern that it was given.
+    // `squeue` shows the pattern that it was given.
     Path::new(&output.replace("%%", "%")).starts_with(folder)
 }
 
