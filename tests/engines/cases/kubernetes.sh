@@ -92,7 +92,7 @@ kubernetes_image() {
     began=$(date +%s%N)
     expect "pushed as $REGISTRY/team/built:1" "${build[@]}" --name built -- "$EXAMPLES/regression" || return 0
     RESULTS+=("kubernetes: from a built program: image made, pushed and submitted after $(since "$began") ms")
-    until_shown 'Running.*Running' pod_phases built && RESULTS+=("kubernetes:   both pods run after $(since "$began") ms")
+    until_shown '(Running|Succeeded) (Running|Succeeded)' pod_phases built && RESULTS+=("kubernetes:   both pods run after $(since "$began") ms")
     until_shown '4 ranks' jobs logs built && RESULTS+=("kubernetes:   four ranks print after $(since "$began") ms")
     jobs wait built --timeout "${LIMIT}s" || { fail "an image that was made does not run"; jobs get built >&2; }
     jobs logs built >"$ENGINE_DIR/out/regression.out"
@@ -252,7 +252,7 @@ kubernetes_speed() {
     began=$(date +%s%N)
     submit fast "${command[@]}" >/dev/null
     RESULTS+=("kubernetes: a ready image: submitted after $(since "$began") ms")
-    until_shown 'Running.*Running' pod_phases fast && RESULTS+=("kubernetes:   both pods run after $(since "$began") ms")
+    until_shown '(Running|Succeeded) (Running|Succeeded)' pod_phases fast && RESULTS+=("kubernetes:   both pods run after $(since "$began") ms")
     until_shown here jobs logs fast && RESULTS+=("kubernetes:   four ranks print after $(since "$began") ms")
     began=$(date +%s%N)
     expect stopped jobs stop fast --forget
@@ -262,7 +262,7 @@ kubernetes_speed() {
     began=$(date +%s%N)
     kube apply -f "$yaml" >/dev/null
     RESULTS+=("kubernetes: the same by kubectl: applied after $(since "$began") ms")
-    until_shown 'Running.*Running' pod_phases fast && RESULTS+=("kubernetes:   both pods run after $(since "$began") ms")
+    until_shown '(Running|Succeeded) (Running|Succeeded)' pod_phases fast && RESULTS+=("kubernetes:   both pods run after $(since "$began") ms")
     until_shown here kube logs -l accel-jobs/job=fast --tail 100 &&
         RESULTS+=("kubernetes:   four ranks print after $(since "$began") ms")
     kube delete -f "$yaml" >/dev/null
