@@ -116,6 +116,11 @@ fn is_refused(option: &str) -> bool {
         || ["-W", "-a"].iter().any(|short| option.starts_with(short))
 }
 
+/// Whether it is sbatch's own option for the folder of the job.
+fn is_chdir(option: &str) -> bool {
+    option.starts_with("--chdir=") || option.starts_with("-D")
+}
+
 /// The options of sbatch that follow from the vocabulary of all engines.
 fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<String>> {
     let slurm = &spec.options.slurm;
@@ -222,8 +227,10 @@ done
         .unwrap_or_default();
     let logs = bash_word(&format!("{}/node-%t.log", pattern(folder)?));
     // Where a node has no such folder, Slurm would start the agent in /tmp.
+    let mut given = spec.options.slurm.sbatch_arg.iter();
     let working_dir = match &spec.working_dir {
         Some(folder) => path_word(&crate::spec::absolute(folder)?)?,
+        None if given.any(|option| is_chdir(option)) => r#""$PWD""#.to_owned(),
         None => r#""$SLURM_SUBMIT_DIR""#.to_owned(),
     };
     let _ = write!(
@@ -329,6 +336,14 @@ mod tests {
         )
         .unwrap();
         assert_eq!(text, include_str!("fixtures/plain.sh"));
+    }
+
+    #[test]
+    fn a_folder_that_is_given_to_sbatch_is_that_of_the_agents() {
+        let mut spec = spec(&["./train"]);
+        spec.options.slurm.sbatch_arg = vec!["--chdir=/scratch".to_owned()];
+        let text = script(&spec, "/home/user/jobs/mnist").unwrap();
+        assert!(text.contains(r#""$folder" "$PWD" /opt/accel"#), "{text}");
     }
 
     #[test]
