@@ -30,7 +30,7 @@ pub(super) struct RankCalibration {
 /// What all ranks come to, which is the same on each of them.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum CalibrationOutcome {
-    /// Some rank goes on calibration.
+    /// Some rank is still calibrating.
     NotYet,
     /// No gradient is ready before the end on any rank.
     NothingEarly,
@@ -73,7 +73,7 @@ impl RankCalibration {
         }
         let teacher = all
             .iter()
-            .position(|&loader_state| loader_state == CalibrationProgress::Early as u8);
+            .position(|&progress| progress == CalibrationProgress::Early as u8);
         let Some(teacher) = teacher else {
             return Ok(CalibrationOutcome::NothingEarly);
         };
