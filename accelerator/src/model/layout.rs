@@ -9,6 +9,11 @@ use serde::{Deserialize, Serialize};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module_path::ModulePath;
 
+/// How a program gives a parameter another value, in errors about one that was replaced.
+pub(crate) const KEEP_THE_ID: &str = "`Param::from_tensor` makes a parameter with another id, for which an optimizer \
+     starts from nothing; to give a parameter another value, keep its id: \
+     `Param::initialized(param.id, value.detach().require_grad())`";
+
 /// Every parameter and buffer of a model, in the order in which Burn visits them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct Layout(Vec<LayoutEntry>);
@@ -73,6 +78,12 @@ impl Layout {
         self.0.iter().map(|entry| entry.id).collect()
     }
 
+    /// The path of the parameter or buffer with this id.
+    pub(crate) fn path_of(&self, id: u64) -> Option<&str> {
+        let mut entries = self.0.iter();
+        Some(&entries.find(|entry| entry.id == id)?.path)
+    }
+
     /// For the manifest of a checkpoint.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> {
         self.0.iter().map(|entry| Parameter {
@@ -90,6 +101,25 @@ impl Layout {
         places
             .map(|(at, entry)| *first.entry(entry.id).or_insert(at))
             .collect()
+    }
+
+    /// Refuses quantised parameters, as `apply_qlora` makes them: other ranks and files could not have them.
+    pub(crate) fn check_dense(&self) -> Result<()> {
+        let Some(quantised) = self
+            .0
+            .iter()
+            .find(|entry| entry.dtype.starts_with("qfloat"))
+        else {
+            return Ok(());
+        };
+        Err(Error::new(
+            Kind::Model,
+            format!(
+                "`{}` is quantised, and quantised parameters (QLoRA) cannot be sent to other ranks or saved yet: use \
+                 `apply_lora`, which leaves the base in full precision",
+                quantised.path
+            ),
+        ))
     }
 
     /// Compares the layout of a model that was saved with that of this one. What is trained may

@@ -28,7 +28,7 @@ pub(crate) use self::autodiff_device::check_autodiff;
 pub(crate) use self::buffers::{running_states, settle_statistics, sync_buffers};
 pub(crate) use self::file::save;
 pub use self::file_layout::FileLayout;
-pub(crate) use self::layout::{Float, Layout, Trainable};
+pub(crate) use self::layout::{Float, KEEP_THE_ID, Layout, Trainable};
 pub(crate) use self::leaves::fresh_leaves;
 pub(crate) use self::load::{load_on_all, restore_values};
 pub use self::load_report::{LoadReport, Misshapen, Mistyped};

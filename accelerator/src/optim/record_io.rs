@@ -11,7 +11,7 @@ use burn_pack::Reader;
 
 use super::sharded::probe;
 use crate::core::error::{Error, Kind, Result};
-use crate::model::Trainable;
+use crate::model::{KEEP_THE_ID, Trainable};
 
 /// What an optimizer without state keeps of a parameter, for errors.
 const NOTHING: &str = "nothing";
@@ -73,7 +73,7 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
 /// The parameters that a record has state for.
 pub(super) fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
     let fields = RecordFields::of(record)?;
-    Ok(fields.types.keys().filter_map(|name| id_of(name)).collect())
+    Ok(fields.ids().collect())
 }
 
 /// What was saved of a parameter, and what this optimizer keeps of it, where that is not the same: settings, such as a
@@ -148,13 +148,17 @@ pub(crate) fn check_types(
 
 /// Whether the state in `record` belongs to parameters with these ids alone.
 pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Result<()> {
-    let unknown = ids_in(record)?.difference(ids).count();
-    if unknown == 0 {
+    let fields = RecordFields::of(record)?;
+    let unknown: BTreeSet<_> = fields.ids().filter(|id| !ids.contains(id)).collect();
+    let Some(first) = unknown.first() else {
         return Ok(());
-    }
+    };
+    let first = first.to_string();
     Err(Error::misuse(format!(
-        "{name} has state for {unknown} parameters of models that are not beside it: save, and resume, an \
-         optimizer together with its model"
+        "{name} has state for {} parameters (`{}`, …) that no model beside it has: save, and resume, an optimizer \
+         together with its model; {KEEP_THE_ID}",
+        unknown.len(),
+        fields.paths.get(&first).unwrap_or(&first),
     )))
 }
 
@@ -178,6 +182,11 @@ impl RecordFields {
             paths,
             types: tensors.chain(scalars).collect(),
         })
+    }
+
+    /// The parameters that it has state for.
+    fn ids(&self) -> impl Iterator<Item = u64> {
+        self.types.keys().filter_map(|name| id_of(name))
     }
 
     fn names(&self) -> BTreeSet<&String> {

@@ -93,7 +93,7 @@ fn run_backward<M: Module>(
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
 ) -> Result<AveragedGradients> {
-    let model_state = context.models.find(model)?;
+    let model_state = context.models.find_to_train(model)?;
     model_state.note_trained();
     model_state.tied().check(model)?;
     // The graph of a working copy is used up by this, or never.

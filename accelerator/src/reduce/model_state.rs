@@ -285,7 +285,7 @@ impl ModelState {
     /// Says once that a loss is not finite, and whose.
     pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
         if self.said.non_finite_loss.first() {
-            non_finite_loss::warn(self.steps(), whose, loss);
+            non_finite_loss::warn(self.steps(), whose, loss, self.loss_scale());
         }
     }
 

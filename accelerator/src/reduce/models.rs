@@ -7,7 +7,8 @@ use burn::tensor::Tensor;
 use super::model_state::ModelState;
 use super::updates::SeenUpdates;
 use crate::core::error::{Error, Result};
-use crate::model::{Layout, Trainable};
+use crate::core::user_message::{self, Once};
+use crate::model::{KEEP_THE_ID, Layout, Trainable};
 
 /// The prepared models, by the ids of their parameters.
 ///
@@ -15,18 +16,37 @@ use crate::model::{Layout, Trainable};
 /// long as the accelerator lives, and takes a few hundred bytes for each parameter. The buckets of a model are freed when
 /// another model is prepared.
 #[derive(Debug, Default)]
-pub(crate) struct Models(Mutex<HashMap<ParamId, Arc<ModelState>>>);
+pub(crate) struct Models {
+    by_id: Mutex<HashMap<ParamId, Arc<ModelState>>>,
+    said_replaced: Once,
+}
 
 impl Models {
     /// The state of a prepared model. Its values may have changed since.
     ///
     /// Trainable parameters identify the model: a part that is frozen in it may be a model of its own.
     pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+        Ok(self.search(model)?.0)
+    }
+
+    /// As [`find`](Self::find), for a model that is trained: refuses trainable parameters that it did not have, or that
+    /// were frozen, when it was prepared.
+    pub(super) fn find_to_train<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+        let (model_state, unprepared) = self.search(model)?;
+        match unprepared.is_empty() {
+            true => Ok(model_state),
+            false => Err(unprepared_error(model, &model_state, &unprepared)),
+        }
+    }
+
+    /// The state of a prepared model, and the trainable parameters that it does not know.
+    fn search<M: Module>(&self, model: &M) -> Result<(Arc<ModelState>, Vec<ParamId>)> {
         let known = self.lock();
         let mut search = IdSearch {
             known: &known,
             trained: FoundIds::default(),
             frozen: FoundIds::default(),
+            unprepared: Vec::new(),
             trains: false,
             is_clone_from_before: false,
         };
@@ -34,6 +54,7 @@ impl Models {
         let IdSearch {
             trained,
             frozen,
+            unprepared,
             trains,
             is_clone_from_before,
             ..
@@ -50,7 +71,7 @@ impl Models {
             trained => trained,
         };
         match found {
-            FoundIds::One(model_state) => Ok(model_state),
+            FoundIds::One(model_state) => Ok((model_state, unprepared)),
             FoundIds::Several => Err(Error::misuse(
                 "parts of this model were prepared as parts of different models: prepare it as \
                  one, after the others",
@@ -60,7 +81,7 @@ impl Models {
                  some, and prepare it then"
             } else {
                 "this model was not prepared, is a clone from before `prepare`, or got other parameter ids since \
-                 (by loading a record): pass it through `Accelerator::prepare` before `backward`, and go on with \
+                 (by loading a record, or from `Param::from_tensor`): pass it through `Accelerator::prepare` before `backward`, and go on with \
                  what that gives back"
             })),
         }
@@ -148,6 +169,41 @@ impl Models {
             .cloned()
     }
 
+    /// Warns once if `layout`, which is about to be made known, has another parameter in the place of one of a model
+    /// whose other parameters it has: the optimizer starts anew for it.
+    pub(super) fn warn_replaced(&self, layout: &Layout) {
+        let Some(path) = self.replaced(layout) else {
+            return;
+        };
+        if self.said_replaced.first() {
+            user_message::warn(&format!(
+                "a model is prepared again with another parameter in the place of `{path}`: {KEEP_THE_ID} (this warning \
+                 is given once)"
+            ));
+        }
+    }
+
+    fn replaced(&self, layout: &Layout) -> Option<String> {
+        let trainable = layout.trainable();
+        let known = self.lock();
+        let models: Vec<_> = trainable
+            .iter()
+            .filter_map(|it| known.get(&it.id))
+            .collect();
+        if models.is_empty() {
+            return None;
+        }
+        let ids = layout.ids();
+        let has_place_of = |new: &Trainable| {
+            let replaced = |old: &Trainable| old.path == new.path && !ids.contains(&old.id.val());
+            models
+                .iter()
+                .any(|model| model.parameters().iter().any(replaced))
+        };
+        let mut unknown = trainable.iter().filter(|it| !known.contains_key(&it.id));
+        Some(unknown.find(|new| has_place_of(new))?.path.clone())
+    }
+
     /// Adds a model, and replaces the entry of an earlier `prepare` of it.
     pub(super) fn insert(&self, layout: &Layout, model_state: ModelState) {
         // The entry may have ids of parameters that are frozen now.
@@ -172,8 +228,32 @@ impl Models {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<ParamId, Arc<ModelState>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.by_id.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The error for trainable parameters that a prepared model does not know.
+fn unprepared_error<M: Module>(
+    model: &M,
+    model_state: &ModelState,
+    unprepared: &[ParamId],
+) -> Error {
+    let was_frozen = |id: &ParamId| model_state.ids().contains(&id.val());
+    let layout = Layout::of(model);
+    let path = |id: &ParamId| layout.path_of(id.val()).unwrap_or_default();
+    Error::misuse(match unprepared.iter().find(|id| !was_frozen(id)) {
+        Some(id) => format!(
+            "the model did not have its parameter `{}`, with the id {id}, when it was prepared; {KEEP_THE_ID}; if the \
+             parameter is new, prepare the model again",
+            path(id)
+        ),
+        None => format!(
+            "{} parameters of the model (`{}`, …) were frozen when it was prepared: prepare the model again after \
+             unfreezing them",
+            unprepared.len(),
+            unprepared.first().map(path).unwrap_or_default()
+        ),
+    })
 }
 
 /// Looks the parameters of a model up.
@@ -183,6 +263,8 @@ struct IdSearch<'a> {
     trained: FoundIds,
     /// The models of its frozen parameters: all parameters, if the model is one for evaluation.
     frozen: FoundIds,
+    /// Its trainable parameters that no model has.
+    unprepared: Vec<ParamId>,
     /// Whether any parameter is trainable.
     trains: bool,
     /// Whether a trainable parameter is one that was given to `prepare`, not one that `prepare` returned.
@@ -203,6 +285,9 @@ impl ModuleVisitor for IdSearch<'_> {
         let trains = param.is_require_grad();
         self.trains |= trains;
         let Some(model_state) = self.known.get(&param.id) else {
+            if trains {
+                self.unprepared.push(param.id);
+            }
             return;
         };
         self.is_clone_from_before |= trains && model_state.is_clone_from_before(param);

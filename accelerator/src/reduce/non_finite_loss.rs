@@ -22,13 +22,21 @@ impl OnNonFiniteLoss {
     }
 }
 
-/// What is told of one, `whose` it is with it.
-pub(super) fn warn(step: u64, whose: &str, loss: f64) {
+/// Warns of one. A loss that is scaled, as in f16, does no harm to the model: its step is skipped.
+pub(super) fn warn(step: u64, whose: &str, loss: f64, scale: Option<f64>) {
+    let consequence = match scale {
+        Some(_) => {
+            "the step is skipped, as every step with such a loss will be; look for an overflow of f16 in the forward \
+             pass (above 65504), lower the learning rate"
+        }
+        None => {
+            "the parameters are not finite from this step on, and training cannot recover; lower the learning rate, \
+             clip gradients"
+        }
+    };
     user_message::warn(&format!(
-        "{whose} in step {} is {loss}: parameters become so too, and nothing is learnt from there; lower the \
-         learning rate, clip gradients, or look at the samples; `stop_at_non_finite_loss` of the builder makes it \
-         an error (said once a model)",
-        step
+        "{whose} in step {step} is {loss}: {consequence}, or look at the samples; `stop_at_non_finite_loss` of the \
+         builder makes it an error (this warning is given once per model)"
     ));
 }
 

@@ -31,6 +31,7 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
     let group = context.group();
     if group.world_size() == 1 {
         on_autodiff?;
+        layout.check_dense()?;
         between_steps.transpose()?;
         return make_known(context, model, &layout, known.as_deref());
     }
@@ -51,6 +52,7 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
         all_between_steps.push(report.between_steps);
     }
     layout.check_against(&layouts)?;
+    layout.check_dense()?;
     // One that is new on some rank is new on all of them.
     let all_between_steps: Option<Vec<_>> = all_between_steps.into_iter().collect();
     let known = known.filter(|_| all_between_steps.is_some());
@@ -95,10 +97,15 @@ fn make_known<M: Module>(
             scaler: before.scaler_state(),
             steps: before.steps(),
         },
-        None => PriorState {
-            leaf_before_prepare,
-            ..PriorState::default()
-        },
+        None => {
+            if context.is_main_process() {
+                context.models.warn_replaced(layout);
+            }
+            PriorState {
+                leaf_before_prepare,
+                ..PriorState::default()
+            }
+        }
     };
     let hook = context.communication_hook();
     insert(context, layout, tied, prior, hook);

@@ -53,14 +53,13 @@ impl BatchFingerprint {
     }
 }
 
-/// Refuses gradients of parameters that the model state does not know, so many of them.
+/// Refuses gradients of parameters that the model does not have, of which there are so many.
 pub(super) fn check_all_known(unknown: usize) -> Result<()> {
     if unknown == 0 {
         return Ok(());
     }
     Err(Error::misuse(format!(
-        "{unknown} parameters have a gradient that had none when the model was prepared (they were \
-         frozen, or belong to another model): prepare the model again after unfreezing"
+        "{unknown} gradients are of parameters that this model does not train: pass the model whose gradients they are"
     )))
 }
 

@@ -1,5 +1,5 @@
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 
 use super::model_state::ModelState;
 use super::reduce_context::ReduceContext;
@@ -76,6 +76,11 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
             return param;
         }
         let (id, value, mapper) = param.consume();
+        // Burn casts no quantised tensors, as `apply_qlora` makes them.
+        let value = match value.dtype() {
+            DType::QFloat(_) => value.dequantize(),
+            _ => value,
+        };
         let trained = value.is_require_grad();
         let index = self
             .model_state

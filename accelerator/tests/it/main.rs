@@ -6,6 +6,7 @@
 mod common;
 
 mod accumulation;
+mod adapters;
 mod clipping;
 mod communication_hooks;
 mod compression;
@@ -25,6 +26,7 @@ mod places;
 mod precision;
 mod processes;
 mod profiling;
+mod replaced_parameters;
 mod replicas;
 mod resume;
 #[cfg(all(feature = "faults", unix))]
