@@ -30,7 +30,7 @@ fn losses(run: &RunHistory) -> Vec<(u64, f64)> {
 }
 
 #[test]
-fn ranks_write_one_run_and_measure_each_its_own_system() {
+fn c23_ranks_write_one_run_and_measure_each_its_own_system() {
     let folder = tempfile::tempdir().unwrap();
     let builder = builder(folder.path()).seed(7).log_with([Tracker::Csv]);
     builder
@@ -61,7 +61,7 @@ fn ranks_write_one_run_and_measure_each_its_own_system() {
 }
 
 #[test]
-fn without_a_run_nothing_is_written_and_nothing_fails() {
+fn c23_without_a_run_nothing_is_written_and_nothing_fails() {
     let folder = tempfile::tempdir().unwrap();
     let accelerator = builder(folder.path()).build().unwrap();
     accelerator.log("train", [("loss", 1.0)], 1, None);
@@ -361,7 +361,7 @@ fn where_the_folder_cannot_be_written_all_ranks_train_without_a_run() {
 }
 
 #[test]
-fn runs_of_a_program_follow_one_another() {
+fn c23_runs_of_a_program_follow_one_another() {
     let folder = tempfile::tempdir().unwrap();
     let accelerator = builder(folder.path()).build().unwrap();
     for name in ["a", "b", "b"] {
