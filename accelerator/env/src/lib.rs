@@ -1,7 +1,8 @@
 //! The `ACCEL_` environment variables: name, grammar, default, reader and meaning of each.
 //!
 //! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is one entry
-//! of `table.rs`. The exit code by which programs and launcher understand each other is here, too.
+//! of `table.rs`. The exit code by which programs and launcher understand each other is here, too, and the signals that a
+//! process inherits together with its variables.
 //!
 //! ```
 //! use accelerator_env::{OVERLAP, VARIABLES, find};
@@ -16,10 +17,14 @@
 //! ```
 
 pub use grammar::{DEFAULT_LIVENESS, Grammar, SHORTEST_LIVENESS, number, port, seconds, switch};
+#[cfg(unix)]
+pub use signals::{heed_children, prepare_child, reset_signals};
 pub use table::*;
 pub use variable::{Reader, Variable};
 
 mod grammar;
+#[cfg(unix)]
+mod signals;
 mod table;
 mod variable;
 

@@ -267,13 +267,14 @@ fn start(
         (accelerator_env::JOB.name, job),
     ];
     let (link, input) = UnixStream::pair()?;
-    let child = Command::new(program)
+    let mut command = Command::new(program);
+    command
         .args(std::env::args_os().skip(1))
         .envs(place)
         // They are processes of one user on one host, whom the store lets in without a token.
         .env_remove(accelerator_env::TOKEN_FILE.name)
-        .stdin(OwnedFd::from(input))
-        .spawn();
+        .stdin(OwnedFd::from(input));
+    let child = accelerator_env::prepare_child(&mut command).spawn();
     let child = child.map_err(|error| Error::io("start a rank of", program, error))?;
     Ok(RankProcess { child, link })
 }

@@ -31,6 +31,8 @@ pub(super) fn output(
     // Of its own group, so that what it starts ends with it.
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(command, 0);
+    #[cfg(unix)]
+    accelerator_env::heed_children();
     let mut child = command.spawn().map_err(|_| Stopped::Failed)?;
     let found = read(&mut child, limit, end);
     if found.is_err() {

@@ -76,7 +76,7 @@ impl LocalProcess {
             }
         }
         let program = Path::new(command.get_program()).to_owned();
-        let child = command
+        let child = accelerator_env::prepare_child(&mut command)
             .spawn()
             .map_err(|error| Error::io("start", &program, error))?;
         Ok(Self {
@@ -147,7 +147,7 @@ fn guard() -> Option<Child> {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .process_group(0);
-    shell.spawn().ok()
+    accelerator_env::prepare_child(&mut shell).spawn().ok()
 }
 
 /// What a process writes to, from which its last lines are read.

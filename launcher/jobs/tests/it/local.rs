@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::support::{Jobs, launcher};
+use crate::support::{JOBS, Jobs, launcher};
 
 fn submit(jobs: &Jobs, name: &str, options: &[&str], script: &str) -> String {
     launcher();
@@ -63,6 +63,32 @@ fn a_job_runs_on_two_nodes_and_is_shown() {
         2,
         "it has a-master-0, a-worker-0",
     );
+}
+
+#[test]
+fn what_the_submission_has_inherited_of_signals_does_not_hide_how_the_job_ends() {
+    launcher();
+    let jobs = Jobs::new();
+    let mut command = Command::new("env");
+    command.args(["--ignore-signal=CHLD", "--block-signal", JOBS]);
+    let words = [
+        "submit",
+        "--name",
+        "a",
+        "--",
+        "sh",
+        "-c",
+        "kill -TERM $$; exit 0",
+    ];
+    let printed = jobs.run_by(&mut command, &words);
+    assert_eq!(printed.code, Some(0), "{printed:?}");
+    jobs.refused(
+        &["wait", "a", "--timeout", "60s"],
+        1,
+        "job a has ended as FAILED",
+    );
+    let shown = jobs.ok(&["get", "a"]);
+    assert!(shown.contains("killed by SIGTERM"), "{shown}");
 }
 
 #[test]

@@ -19,6 +19,8 @@ pub(crate) struct Printed {
     pub(crate) stderr: String,
 }
 
+pub(crate) const JOBS: &str = env!("CARGO_BIN_EXE_accel-jobs");
+
 /// How long anything may take.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -46,9 +48,12 @@ impl Jobs {
 
     /// The same, with another PATH.
     pub(crate) fn run_with_path(&self, words: &[&str], path: &str) -> Printed {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_accel-jobs"));
+        self.run_by(Command::new(JOBS).env("PATH", path), words)
+    }
+
+    /// The same, as this command starts it.
+    pub(crate) fn run_by(&self, command: &mut Command, words: &[&str]) -> Printed {
         command.arg("--jobs-dir").arg(self.folder()).args(words);
-        command.env("PATH", path);
         let output = command.output().unwrap();
         Printed {
             code: output.status.code(),
