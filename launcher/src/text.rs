@@ -108,6 +108,16 @@ pub(crate) fn short(text: &str) -> String {
     }
 }
 
+/// `text`, of which an ellipsis replaces the middle where it is longer than `bytes`.
+pub(crate) fn without_middle(text: &str, bytes: usize) -> String {
+    if text.len() <= bytes {
+        return text.to_owned();
+    }
+    let head = text.floor_char_boundary(bytes / 2);
+    let tail = text.ceil_char_boundary(text.len() - bytes / 2);
+    format!("{}…{}", &text[..head], &text[tail..])
+}
+
 /// Aligns `rows` in columns, two blanks apart.
 pub(crate) fn columns(rows: &[impl AsRef<[String]>]) -> String {
     let mut widths = Vec::new();
@@ -249,6 +259,13 @@ mod tests {
     #[test]
     fn names_cannot_move_the_cursor() {
         assert_eq!(plain("a\nb\u{1b}[2J é"), "a\\nb\\u{1b}[2J é");
+    }
+
+    #[test]
+    fn a_long_text_loses_its_middle() {
+        assert_eq!(without_middle("abcdef", 6), "abcdef");
+        assert_eq!(without_middle("abcdefg", 6), "abc…efg");
+        assert_eq!(without_middle("ééééé", 6), "é…é");
     }
 
     #[test]

@@ -8,14 +8,15 @@ const LINES: usize = 5;
 /// Over how many lines the message of a panic may go, to keep its first one.
 const PANIC_LINES: usize = 40;
 
-/// How many bytes of a line are kept.
-const WIDTH: usize = 400;
+/// How many bytes are kept of the beginning of a long line, where an error says what happened, and how many of its end,
+/// where it says what to do.
+const HALF: usize = 2 << 10;
 
 /// The last lines of a stream, bounded in number and width.
 #[derive(Debug, Default)]
 pub(crate) struct LastLines {
-    lines: VecDeque<Vec<u8>>,
-    current: Vec<u8>,
+    lines: VecDeque<KeptLine>,
+    current: KeptLine,
     /// How many lines came since the last panic began.
     since_panic: usize,
 }
@@ -26,10 +27,7 @@ impl LastLines {
         for &byte in chunk {
             match byte {
                 b'\n' => self.end_line(),
-                _ if self.current.len() < WIDTH => self.current.push(byte),
-                // A progress bar's updates come without end; the last one counts.
-                b'\r' => self.current.clear(),
-                _ => {}
+                _ => self.current.push(byte),
             }
         }
     }
@@ -37,23 +35,23 @@ impl LastLines {
     /// The lines as text that can be shown anywhere.
     pub(crate) fn text(&self) -> Vec<String> {
         let mut lines = self.lines.clone();
-        if !self.current.is_empty() {
+        if !self.current.bytes.is_empty() {
             self.make_room(&mut lines);
         }
         lines
             .iter()
             .chain(std::iter::once(&self.current))
-            .map(|line| plain(line))
+            .map(KeptLine::text)
             .filter(|line| !line.trim().is_empty())
             .collect()
     }
 
     fn end_line(&mut self) {
         let line = std::mem::take(&mut self.current);
-        if line.iter().all(u8::is_ascii_whitespace) || is_backtrace(&line) {
+        if line.bytes.iter().all(u8::is_ascii_whitespace) || is_backtrace(&line.bytes) {
             return;
         }
-        self.since_panic = match is_panic(&String::from_utf8_lossy(&line)) {
+        self.since_panic = match line.is_panic() {
             true => 0,
             false => self.since_panic.saturating_add(1),
         };
@@ -65,16 +63,55 @@ impl LastLines {
 
     /// Drops a line where one more would be too many: the oldest one, but of a panic with a message of many
     /// lines, where it was and the first line of the message stay.
-    fn make_room(&self, lines: &mut VecDeque<Vec<u8>>) {
+    fn make_room(&self, lines: &mut VecDeque<KeptLine>) {
         if lines.len() < LINES {
             return;
         }
-        let begins = |line: &Vec<u8>| is_panic(&String::from_utf8_lossy(line));
-        let removed = match lines.iter().rposition(begins) {
+        let removed = match lines.iter().rposition(KeptLine::is_panic) {
             Some(0) if self.since_panic <= PANIC_LINES => 2,
             _ => 0,
         };
         lines.remove(removed);
+    }
+}
+
+/// A line, without the middle where it is long.
+#[derive(Clone, Debug, Default)]
+struct KeptLine {
+    bytes: Vec<u8>,
+    is_cut: bool,
+}
+
+impl KeptLine {
+    fn push(&mut self, byte: u8) {
+        self.bytes.push(byte);
+        if self.bytes.len() == 3 * HALF {
+            self.bytes.drain(HALF..2 * HALF);
+            self.is_cut = true;
+        }
+    }
+
+    fn is_panic(&self) -> bool {
+        is_panic(&String::from_utf8_lossy(&self.bytes))
+    }
+
+    /// The line as text that can be shown anywhere; an ellipsis stands for its middle.
+    fn text(&self) -> String {
+        let at = self.bytes.len().saturating_sub(HALF);
+        if !self.is_cut && at <= HALF {
+            return plain(&self.bytes);
+        }
+        let (head, tail) = (&self.bytes[..HALF], self.bytes[at..].trim_ascii_end());
+        let end = plain(tail);
+        match tail.contains(&b'\r') {
+            true => end,
+            // A character may have been cut.
+            false => format!(
+                "{}…{}",
+                plain(head).trim_end_matches('\u{fffd}'),
+                end.trim_start_matches('\u{fffd}')
+            ),
+        }
     }
 }
 
@@ -209,6 +246,22 @@ mod tests {
     fn is_bounded() {
         let lines = text(&vec![b'x'; 1_000_000]);
         assert_eq!(lines.len(), 1);
-        assert_eq!(lines[0].len(), WIDTH);
+        assert_eq!(lines[0].chars().count(), 2 * HALF + 1);
+    }
+
+    #[test]
+    fn a_long_line_keeps_what_happened_and_what_to_do() {
+        let whole = format!("no such file: {}; pass --data", "é".repeat(1000));
+        assert_eq!(text(whole.as_bytes()), [whole]);
+        for (count, end) in [(3000, ""), (3001, "\n"), (90_000, "\r\n")] {
+            let line = format!("no such file: {}; pass --data{end}", "é".repeat(count));
+            let said = text(line.as_bytes()).pop().unwrap();
+            assert!(said.starts_with("no such file: éé"), "{said}");
+            assert!(said.ends_with("éé; pass --data"), "{said}");
+            assert!(said.contains("é…é") && !said.contains('\u{fffd}'), "{said}");
+        }
+        // A progress bar without end shows its last update.
+        let bar: String = (0..9000).map(|step| format!("\rstep {step}")).collect();
+        assert_eq!(text(bar.as_bytes()), ["step 8999"]);
     }
 }

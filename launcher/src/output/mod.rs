@@ -18,8 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
-use last_lines::LastLines;
-pub(crate) use last_lines::headline;
+pub(crate) use last_lines::{LastLines, headline};
 use lines::Lines;
 use logs::Log;
 use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};

@@ -8,7 +8,7 @@ use signal_hook::consts::signal;
 use super::{FailureRecord, FirstFailure, FirstText, OtherRank};
 use crate::output::headline;
 use crate::process::End;
-use crate::supervisor::attempt::LAST_WORDS;
+use crate::supervisor::attempt::last_words;
 use crate::supervisor::rank_reports::FailureReport;
 use crate::text::list;
 
@@ -60,13 +60,14 @@ impl FailureRecord {
         key(self) == key(other) && self.first.last_words == other.first.last_words
     }
 
-    /// The rank's last lines, and its log, indented.
-    pub(crate) fn evidence(&self) -> String {
+    /// The rank's last lines, unless the failure `before` has shown them, and its log, indented.
+    pub(crate) fn evidence(&self, before: Option<&Self>) -> String {
         let FirstFailure {
             last_words, log, ..
         } = &self.first;
         let mut text = String::new();
-        if !last_words.is_empty() {
+        let is_shown = before.is_some_and(|before| before.first.last_words == *last_words);
+        if !last_words.is_empty() && !is_shown {
             text.push_str("\n  its last lines:");
             for line in last_words {
                 let _ = write!(text, "\n    | {line}");
@@ -94,15 +95,15 @@ impl FailureRecord {
             } else {
                 format!("rank {} said", reported.rank)
             };
-            // The store has told that rank the last lines that stand below.
-            let words = format!("{LAST_WORDS}{}", self.first.last_words.join(" / "));
+            // The store has told that rank of the last lines, which stand below.
+            let words = last_words(&self.first.last_words);
             let said = reported.text.replace(&words, "").replace('\n', "\n    ");
             let _ = write!(text, "\n  {who}: {said}");
         }
         if !reported_by.is_empty() {
             let _ = write!(text, "\n  reported by {}", list(reported_by));
         }
-        text.push_str(&self.evidence());
+        text.push_str(&self.evidence(None));
         if !self.collateral.is_empty() {
             text.push_str("\n  the others:");
         }

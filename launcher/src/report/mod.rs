@@ -410,8 +410,7 @@ mod tests {
         failure.first.shown.report = Some(FailureReport {
             rank: 1,
             blamed: BTreeSet::from([0]),
-            text: "rank 0 is lost: it ended with exit code 1; its last words: reading / no labels here; rank 1 was in \
-                   a barrier"
+            text: "rank 0 is lost: it ended with exit code 1; its last words: no labels here; rank 1 was in a barrier"
                 .to_owned(),
         });
         let block = failure.block(None);

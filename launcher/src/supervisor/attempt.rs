@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
-use crate::output::{Output, Stream};
+use crate::output::{Output, Stream, headline};
 use crate::process::{End, RankProcess};
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
@@ -24,7 +24,7 @@ use crate::supervisor::shim::KillOnDrop;
 use crate::supervisor::spawner::Spawner;
 use crate::supervisor::stopped::StopWatch;
 use crate::supervisor::store::{Store, StoreHandle};
-use crate::text::list;
+use crate::text::{list, without_middle};
 use crate::variables;
 
 /// How long failure reports may take to arrive after ranks have ended.
@@ -37,8 +37,15 @@ pub(super) const STDERR_WITHIN: Duration = Duration::from_millis(50);
 /// little longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
-/// Stands before the last lines of a rank where its end is told in one line.
-pub(crate) const LAST_WORDS: &str = "; its last words: ";
+/// How long what the other ranks learn of a rank's error may be.
+const MAX_TOLD: usize = 1000;
+
+/// What the other ranks learn of the last lines of a rank: its error. Each of them repeats it, so it is one line.
+pub(crate) fn last_words(lines: &[String]) -> String {
+    headline(lines).map_or_else(String::new, |line| {
+        format!("; its last words: {}", without_middle(line, MAX_TOLD))
+    })
+}
 
 /// An attempt whose ranks are not started yet.
 #[derive(Debug)]
@@ -399,16 +406,8 @@ impl Observer for ExitReporter<'_> {
             }
             _ => {
                 wait_until(STDERR_WITHIN, || output.is_stderr_drained(rank));
-                let words = output.stderr_tail(rank);
-                store_handle.report_exit(
-                    rank,
-                    match words.is_empty() {
-                        true => format!("it ended with {end}"),
-                        false => {
-                            format!("it ended with {end}{LAST_WORDS}{}", words.join(" / "))
-                        }
-                    },
-                );
+                let words = last_words(&output.stderr_tail(rank));
+                store_handle.report_exit(rank, format!("it ended with {end}{words}"));
             }
         };
         let _ = thread::Builder::new()

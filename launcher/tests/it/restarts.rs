@@ -75,6 +75,17 @@ fn a_job_is_restarted_until_it_ends_well() {
 }
 
 #[test]
+fn an_error_that_repeats_is_shown_when_it_is_new_and_at_the_end() {
+    let folder = Folder::new();
+    folder.script("job.sh", "echo why >&2; exit 7");
+    let ended = folder
+        .launch(["--max-restarts", "2", "--restart-delay", "0", "job.sh"])
+        .expect(7)
+        .says("as before; restart 2 of 2");
+    assert_eq!(ended.stderr.matches("    | why").count(), 2, "{ended:?}");
+}
+
+#[test]
 fn c21_three_restarts_are_enough_for_what_succeeds_the_fourth_time() {
     let folder = Folder::new();
     // A rank each time, so that no slot fails twice in a row.

@@ -60,9 +60,18 @@ fn fail(failure: &str) {
             let _ = writeln!(std::io::stderr(), "the reason");
             std::process::exit(3);
         }
+        "complains" => {
+            let _ = writeln!(std::io::stderr(), "the first of its lines\n{}", complaint());
+            std::process::exit(3);
+        }
         "left" => std::process::exit(0),
         _ => panic!("the answer is wrong"),
     }
+}
+
+/// An error with what to do at its end.
+fn complaint() -> String {
+    format!("no such file: {}; pass --data", "x".repeat(3000))
 }
 
 /// Launches three ranks that run only the test `name`, and gives the end and the report.
@@ -155,6 +164,27 @@ fn a_rank_that_exits_with_a_code() {
     ended
         .says("failed first: exit code 3")
         .says("    | the reason");
+}
+
+#[test]
+fn a_long_error_is_whole_in_the_report_and_one_line_to_the_others() {
+    work_as_rank();
+    let folder = Folder::new();
+    let name = "a_long_error_is_whole_in_the_report_and_one_line_to_the_others";
+    let (ended, report) = launch(&folder, name, "complains");
+    check(&folder, &ended, &report, "xx…xx");
+    let complaint = complaint();
+    let lines = json!(["the first of its lines", complaint]);
+    assert_eq!(report["first"]["last_words"], lines);
+    let (_, block) = ended.stderr.split_once("failed first").unwrap();
+    assert!(block.contains(&format!("    | {complaint}\n")), "{block}");
+    assert_eq!(block.matches("pass --data").count(), 1, "{block}");
+    for rank in [0, 2] {
+        let log = folder.read(&format!("logs/latest/rank-{rank}.log"));
+        let told =
+            log.contains("its last words: no such file: xx") && log.contains("xx; pass --data");
+        assert!(told && !log.contains("the first of its lines"), "{log}");
+    }
 }
 
 #[test]

@@ -403,7 +403,8 @@ mod tests {
         assert_eq!(back.ranks().len(), MAX_MESSAGE_RANKS);
         assert!(back.to_string().ends_with("é…"));
         assert_eq!(shorten("short", 5), "short");
-        assert_eq!(shorten("short", 4), "shor…");
+        assert_eq!(shorten("shorter", 5), "sho…er");
+        assert_eq!(shorten("éééé", 5), "é…é");
     }
 
     #[test]

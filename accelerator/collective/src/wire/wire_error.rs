@@ -55,13 +55,18 @@ impl WireError {
     }
 }
 
-/// The beginning of a text, of so many bytes at most; an ellipsis shows that it goes on.
+/// A text of so many bytes at most; an ellipsis stands for the middle of a longer one. What happened stands at the
+/// beginning of an error, and what to do at its end.
 pub(crate) fn shorten(text: &str, bytes: usize) -> String {
-    let mut short = prefix(text, bytes).to_owned();
-    if short.len() < text.len() {
-        short.push('…');
+    if text.len() <= bytes {
+        return text.to_owned();
     }
-    short
+    let head = prefix(text, bytes.div_ceil(2));
+    let mut tail = text.len() - bytes / 2;
+    while !text.is_char_boundary(tail) {
+        tail += 1;
+    }
+    format!("{head}…{}", &text[tail..])
 }
 
 fn prefix(text: &str, bytes: usize) -> &str {

@@ -179,7 +179,7 @@ impl JobLoop<'_> {
                                 false => AttemptFailure::Unknown,
                             });
                             let why = failure.headline(history.failures.last());
-                            let evidence = failure.evidence();
+                            let evidence = failure.evidence(history.failures.last());
                             history.failures.push(failure);
                             (why, evidence, decision, code)
                         }

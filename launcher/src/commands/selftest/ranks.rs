@@ -16,6 +16,7 @@ use super::args::{Sabotage, Task};
 use super::context::{Context, Interrupt};
 use super::results::StageFailure;
 use crate::error::{Error, Result, chain};
+use crate::output::LastLines;
 use crate::process::{End, Process, RankProcess, wait_for_end};
 
 /// Running processes of one stage. Dropped, they are killed, with their process groups.
@@ -258,16 +259,15 @@ fn is_of_a_launch(name: &OsString) -> bool {
 }
 
 /// The last lines of a stream, joined.
-fn last_words(pipe: File) -> String {
-    let mut bytes = Vec::new();
-    let mut pipe = BufReader::new(pipe);
-    // The rest is read and dropped, so that the process does not block on a full pipe.
-    let _ = (&mut pipe).take(MOST_WORDS).read_to_end(&mut bytes);
-    let _ = std::io::copy(&mut pipe, &mut std::io::sink());
-    let text = String::from_utf8_lossy(&bytes);
-    let lines: Vec<&str> = text.lines().filter(|line| !line.is_empty()).collect();
-    let last = lines.len().saturating_sub(3);
-    lines[last..].join("; ")
+fn last_words(mut pipe: File) -> String {
+    let mut last_lines = LastLines::default();
+    let mut chunk = [0; 8 << 10];
+    // What was read before an error is all there is.
+    while let Ok(count @ 1..) = pipe.read(&mut chunk) {
+        last_lines.feed(&chunk[..count]);
+    }
+    let lines = last_lines.text();
+    lines[lines.len().saturating_sub(3)..].join("; ")
 }
 
 fn no_thread(error: std::io::Error) -> Error {
@@ -276,8 +276,5 @@ fn no_thread(error: std::io::Error) -> Error {
 
 /// How long a signal may wait to be seen.
 const TICK: Duration = Duration::from_millis(50);
-
-/// How much of a rank's standard error is kept.
-const MOST_WORDS: u64 = 64 * 1024;
 
 const JOB: &str = "self-test";
