@@ -218,11 +218,12 @@ impl Attempt {
         };
         let mut group = std::mem::take(&mut carried.processes);
         let events = channel.sender.clone();
-        let _watch = StopWatch::over(&group, variables::liveness(), &output);
+        let store_handle = (group.len() > 1).then(|| store.handle());
+        let _watch = StopWatch::over(&group, variables::liveness(), &output, store_handle.clone());
         let mut observer = ExitReporter {
             output: output.clone(),
             rank_reports: rank_reports.clone(),
-            store_handle: (group.len() > 1).then(|| store.handle()),
+            store_handle,
             absent: Vec::new(),
             regrouping: Regrouping::new(
                 spawner,

@@ -12,6 +12,7 @@ use crate::event::{Channel, Event};
 use crate::process::{End, RankProcess};
 use crate::supervisor::job::{Action, Cause, Job};
 use crate::supervisor::leftovers::{KillScope, LeftBehind, Remains, Swept, end_group};
+use crate::supervisor::signals::is_job_control;
 
 /// Who ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,8 +145,8 @@ pub(crate) fn supervise(
             Event::Ended { rank, end } => ended = Some((rank, end)),
             Event::Joined(rank) => observer.joined(rank),
             Event::ForwardSignal(number) => {
-                if let Some(named) = Signal::from_named_raw(number) {
-                    group.iter().for_each(|process| process.signal(named));
+                for process in group.iter() {
+                    forward(&**process, number);
                 }
             }
             Event::Drained => {
@@ -199,6 +200,18 @@ pub(crate) fn supervise(
     outcome.left_behind = remains.left_behind(group, scope);
     outcome.add(remains.sweep(group, outcome.first_signal(), grace, scope, channel));
     outcome
+}
+
+/// Sends a signal to a rank that the launcher has received and that does not ask it to end. As in a terminal, one that
+/// stops a job reaches what the rank has started, too.
+pub(crate) fn forward(process: &dyn RankProcess, signal: i32) {
+    let Some(named) = Signal::from_named_raw(signal) else {
+        return;
+    };
+    match is_job_control(signal) {
+        true => process.signal_group(named),
+        false => process.signal(named),
+    }
 }
 
 /// A thread that waits for the end of a process, and tells it to whoever supervises the process by then.

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::pipe::{PipeFlags, pipe_with};
-use rustix::process::{Pid, WaitOptions, WaitStatus};
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus};
 use signal_hook::consts::signal;
 
 use crate::process::descendants::{self, Excluded};
@@ -55,7 +55,7 @@ pub(crate) fn run(
         .map(|(read_end, write_end)| (read_end, File::from(write_end)))
         .ok()?;
     // Before the start, so that no signal in between ends the shim alone.
-    let mut signals = signals::receive(&[]).ok()?;
+    let mut signals = signals::receive(&[signal::SIGTSTP, signal::SIGCONT]).ok()?;
     let number = std::os::fd::AsRawFd::as_raw_fd(&read_end);
     let mut command = Command::new("/proc/self/exe");
     command
@@ -86,6 +86,10 @@ pub(crate) fn run(
                 asked.fetch_or(signals::asks_to_end(signal), Ordering::Relaxed);
                 // Signal numbers fit in a byte. A launcher that is gone needs none.
                 let _ = write_end.write_all(&[signal as u8]);
+                if signal == signal::SIGTSTP {
+                    // The shell waits for this process, and continues it.
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
+                }
             }
         }
     };

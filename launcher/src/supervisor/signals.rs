@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::signal::{SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::consts::signal::{
+    SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2,
+};
 use signal_hook::iterator::Signals;
 
 use crate::error::{Error, Result};
@@ -25,7 +27,12 @@ pub(crate) fn asks_to_end(signal: i32) -> bool {
     matches!(signal, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
 }
 
-/// Installs handlers for the signals that concern a job.
+/// Whether `signal` stops the job or continues it.
+pub(crate) fn is_job_control(signal: i32) -> bool {
+    matches!(signal, SIGTSTP | SIGCONT)
+}
+
+/// Installs handlers for the signals that concern a job, and for those of `more`.
 ///
 /// SIGHUP stays ignored where the launcher was started so (`nohup`).
 ///
@@ -44,16 +51,22 @@ pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
 
 /// Receives signals on a thread of its own from now on, and sends them to `relay`.
 ///
+/// Where there is a shim, it alone stops for SIGTSTP: this process serves ranks and other hosts that would miss it.
+///
 /// # Errors
 /// When the handlers cannot be installed, or the thread cannot be started.
-pub(crate) fn listen(relay: Relay) -> Result<()> {
-    let mut signals = receive(&[SIGCHLD])?;
+pub(crate) fn listen(relay: Relay, stopper: Stopper) -> Result<()> {
+    let mut signals = receive(match stopper {
+        Stopper::Shim => &[SIGCHLD, SIGTSTP],
+        Stopper::System => &[SIGCHLD],
+    })?;
     thread::Builder::new()
         .name("signals".into())
         .spawn(move || {
             for signal in signals.forever() {
                 match signal {
                     SIGCHLD => process::reap_orphans(),
+                    SIGTSTP => {}
                     _ => relay.deliver(signal, Route::Direct),
                 }
             }
@@ -62,6 +75,15 @@ pub(crate) fn listen(relay: Relay) -> Result<()> {
             Error::system("a thread for signals could not be started").with_source(error)
         })?;
     Ok(())
+}
+
+/// What carries SIGTSTP out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stopper {
+    /// The shim stops itself, and tells this process to stop the ranks.
+    Shim,
+    /// The system stops this process.
+    System,
 }
 
 /// How a signal reached the launcher.

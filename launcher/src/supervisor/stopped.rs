@@ -4,9 +4,12 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, getppid};
+
 use crate::output::Output;
 use crate::process::RankProcess;
 use crate::process::descendants::{RunState, state_of};
+use crate::supervisor::store::StoreHandle;
 use crate::text::list;
 
 /// How often ranks are looked at, at most.
@@ -19,25 +22,39 @@ pub(crate) struct StopWatch {
 }
 
 impl StopWatch {
-    /// Tells `output` once which ranks of `group` are stopped, when for `limit` none of this host has run.
+    /// Tells `output` once which ranks of `group` are stopped, when for `limit` none of this host has run. Where the shim is
+    /// stopped too, as by Ctrl-Z, the user knows it, and `store` judges no rank by its silence.
     ///
     /// The job goes on: whoever has stopped them may continue them.
-    pub(crate) fn over(group: &[Box<dyn RankProcess>], limit: Duration, output: &Output) -> Self {
+    pub(crate) fn over(
+        group: &[Box<dyn RankProcess>],
+        limit: Duration,
+        output: &Output,
+        store: Option<StoreHandle>,
+    ) -> Self {
         let ranks = group.iter().enumerate();
         let ranks = ranks.filter_map(|(rank, process)| Some((rank, process.local_pid()?)));
         let (ranks, output): (Vec<(usize, i32)>, _) = (ranks.collect(), output.clone());
+        let shim = getppid().map(Pid::as_raw_pid);
         let (running, ended) = mpsc::channel();
         let watch = move || {
             let mut since: Option<Instant> = None;
+            let mut is_told = false;
             while ended.recv_timeout(LOOK_EVERY.min(limit / 4)) == Err(RecvTimeoutError::Timeout) {
                 let stopped = stopped(&ranks);
-                if stopped.is_empty() {
+                let is_on_purpose =
+                    !stopped.is_empty() && shim.map(state_of) == Some(RunState::Stopped);
+                if is_on_purpose && let Some(store) = &store {
+                    store.forgive_silence();
+                }
+                if stopped.is_empty() || is_on_purpose {
                     since = None;
                     continue;
                 }
                 let since = *since.get_or_insert_with(Instant::now);
-                if since.elapsed() >= limit {
-                    return output.note(&text(&stopped, since.elapsed()));
+                if since.elapsed() >= limit && !is_told {
+                    is_told = true;
+                    output.note(&text(&stopped, since.elapsed()));
                 }
             }
         };

@@ -156,6 +156,13 @@ impl StoreHandle {
         }
     }
 
+    /// Judges no rank by its silence so far.
+    pub(crate) fn forgive_silence(&self) {
+        if let Some(server) = self.0.upgrade() {
+            server.forgive_silence();
+        }
+    }
+
     /// Tells a rank its place in the next group, by variables; none where it has no place there.
     pub(crate) fn tell_next_place(&self, rank: usize, variables: Vec<(String, String)>) {
         if let Some(server) = self.0.upgrade() {

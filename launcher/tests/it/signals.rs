@@ -1,7 +1,108 @@
 //! Signals to the launcher, and its own death.
 
-use crate::support::{Folder, LONG_SLEEP, Run, wait_until_dead};
-use rustix::process::Signal;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::thread;
+use std::time::Duration;
+
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+use rustix::process::{Signal, kill_process_group};
+
+use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
+
+/// Set for the ranks that are this program: in which phase of theirs the job is stopped.
+const STOPPED: &str = "LAUNCHER_TEST_STOPPED";
+
+/// Works as a rank until the file `go` is there, and ends the process, where this is one.
+fn work_as_rank() {
+    let Ok(phase) = std::env::var(STOPPED) else {
+        return;
+    };
+    let launch = Launch::from_env().unwrap();
+    let has_pid = || {
+        let line = format!("{}\n", std::process::id());
+        let pids = File::options().create(true).append(true).open("pids");
+        // In one piece: the others write there, too.
+        pids.unwrap().write_all(line.as_bytes()).unwrap();
+    };
+    let may_go = || std::path::Path::new("go").exists();
+    if phase == "meeting" {
+        has_pid();
+        while launch.topology.rank() == 2 && !may_go() {
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+    let options = GroupOptions::new().with_connect_timeout(DEADLINE);
+    let group = ProcessGroup::connect(&launch, &options).unwrap();
+    if phase == "working" {
+        has_pid();
+    }
+    let mut going = [0.0_f64];
+    while going == [0.0] {
+        going = [f64::from(u8::from(may_go()))];
+        group.all_reduce(&mut going, ReduceOp::Sum).unwrap();
+        thread::sleep(Duration::from_millis(5));
+    }
+    group.close().unwrap();
+    std::process::exit(0);
+}
+
+/// Stops the job by SIGTSTP for longer than ranks may be silent, then continues it. It ends well.
+fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
+    let folder = Folder::new();
+    let mut command = folder.launcher();
+    command
+        .args(["-n", "3"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", &format!("signals::{name}"), "--nocapture"])
+        .env(STOPPED, phase)
+        .env("ACCEL_LIVENESS_TIMEOUT", "1")
+        .process_group(0);
+    let run = Run::start(command);
+    let mut pids = folder.wait_for_lines("pids", 3);
+    // Those that meet have time to begin.
+    thread::sleep(Duration::from_millis(500));
+    pids.push(run.pid().as_raw_pid().to_string());
+    signal(&run, Signal::TSTP);
+    for pid in &pids {
+        wait_until(&format!("process {pid} to be stopped"), || {
+            is_stopped(pid).then_some(())
+        });
+    }
+    thread::sleep(Duration::from_secs(3));
+    signal(&run, Signal::CONT);
+    for pid in &pids {
+        wait_until(&format!("process {pid} to be continued"), || {
+            (!is_stopped(pid)).then_some(())
+        });
+    }
+    folder.write("go", "");
+    let ended = run.end().expect(0);
+    assert!(!ended.stderr.contains("kill -CONT"), "{ended:?}");
+}
+
+fn is_stopped(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit_once(") ").unwrap().1.starts_with('T')
+}
+
+#[test]
+fn a_job_stopped_from_its_terminal_continues() {
+    work_as_rank();
+    let name = "a_job_stopped_from_its_terminal_continues";
+    // A terminal signals the whole foreground group.
+    stop_and_continue(name, "working", |run, signal| {
+        kill_process_group(run.pid(), signal).unwrap();
+    });
+}
+
+#[test]
+fn a_job_stopped_while_its_ranks_meet_continues() {
+    work_as_rank();
+    let name = "a_job_stopped_while_its_ranks_meet_continues";
+    stop_and_continue(name, "meeting", Run::signal);
+}
 
 fn start(folder: &Folder, body: &str, options: &[&str]) -> (Run, Vec<String>) {
     folder.script("job.sh", body);
@@ -83,12 +184,8 @@ fn a_hangup_is_ignored_under_nohup() {
         "job.sh",
         "echo $$ >> pids; while [ ! -e go ]; do sleep 0.02; done",
     );
-    let launcher = folder.launcher();
-    let mut command = std::process::Command::new("nohup");
-    command
-        .arg(launcher.get_program())
-        .args(["-n", "2", "job.sh"])
-        .current_dir(folder.path());
+    let mut command = folder.launcher_by("nohup", &[]);
+    command.args(["-n", "2", "job.sh"]);
     let run = Run::start(command);
     folder.wait_for_lines("pids", 2);
     run.signal(Signal::HUP);
@@ -107,4 +204,39 @@ fn nothing_stays_in_the_temporary_folder() {
         .env("TMPDIR", temporary.path());
     Run::start(command).end().expect(1);
     assert_eq!(std::fs::read_dir(temporary.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn what_the_launcher_has_inherited_of_signals_is_undone() {
+    let start = |body: &str| {
+        let folder = Folder::new();
+        folder.script("job.sh", body);
+        let inherited = [
+            "--ignore-signal=CHLD",
+            "--ignore-signal=PIPE",
+            "--block-signal",
+        ];
+        let mut command = folder.launcher_by("env", &inherited);
+        command.args(["-n", "2", "job.sh"]);
+        (Run::start(command), folder)
+    };
+    for code in [0, 7] {
+        start(&format!("exit {code}")).0.end().expect(code);
+    }
+    let body = "grep -E 'Sig(Blk|Ign)' /proc/self/status > masks.$RANK; echo $$ >> pids; while :; do sleep 0.1; done";
+    let (run, folder) = start(body);
+    let pids = folder.wait_for_lines("pids", 2);
+    for rank in 0..2 {
+        let masks = folder.read(&format!("masks.{rank}"));
+        let masks = masks.lines().map(|line| line.rsplit_once('\t').unwrap().1);
+        let masks: Vec<u64> = masks
+            .map(|mask| u64::from_str_radix(mask, 16).unwrap())
+            .collect();
+        let bit = |signal: Signal| 1 << (signal.as_raw() - 1);
+        let ignored = bit(Signal::CHILD) | bit(Signal::PIPE);
+        assert_eq!((masks[0], masks[1] & ignored), (0, 0));
+    }
+    run.signal(Signal::TERM);
+    run.end().expect(143);
+    pids.iter().for_each(|pid| wait_until_dead(pid));
 }

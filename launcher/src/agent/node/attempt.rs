@@ -14,9 +14,10 @@ use crate::process::{End, RankProcess};
 use crate::report::KnownRank;
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
-use crate::supervisor::group::watch;
+use crate::supervisor::group::{forward, watch};
 use crate::supervisor::leftovers::{KillScope, Remains, end_group};
 use crate::supervisor::shim::{self, KillOnDrop};
+use crate::supervisor::signals::is_job_control;
 use crate::supervisor::spawner::Spawner;
 use crate::supervisor::token::given_token;
 
@@ -171,10 +172,12 @@ impl LocalRanks<'_> {
                 Event::Ended { rank, end } => self.ended(rank, end),
                 Event::Signal(signal) => self.agent.ask(signal)?,
                 Event::ForwardSignal(number) => {
-                    if let Some(signal) = Signal::from_named_raw(number) {
-                        self.group.iter().for_each(|process| process.signal(signal));
+                    self.group
+                        .iter()
+                        .for_each(|process| forward(&**process, number));
+                    if !is_job_control(number) {
+                        self.agent.line.send(&ToHead::Forwarded);
                     }
-                    self.agent.line.send(&ToHead::Forwarded);
                 }
                 _ => {}
             }

@@ -24,7 +24,7 @@ use crate::settings::target::{Selector, Target};
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::Attempt;
 use crate::supervisor::shim::LivenessPipe;
-use crate::supervisor::signals::{self, Relay};
+use crate::supervisor::signals::{self, Relay, Stopper};
 use crate::supervisor::spawner::{LocalSpawner, Spawner};
 use crate::text::{columns, print};
 use crate::variables;
@@ -180,7 +180,11 @@ fn found(target: Target, options: &Options, channel: &Channel) -> Result<(Target
 /// Sends what the user and the shim signal to `channel`.
 fn relay(channel: &Channel, liveness: Option<LivenessPipe>) -> Result<Relay> {
     let relay = Relay::new(channel.sender.clone());
-    signals::listen(relay.clone())?;
+    let stopper = match liveness {
+        Some(_) => Stopper::Shim,
+        None => Stopper::System,
+    };
+    signals::listen(relay.clone(), stopper)?;
     if let Some(liveness) = liveness {
         liveness.listen(relay.clone(), || {});
     }

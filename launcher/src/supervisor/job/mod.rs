@@ -12,6 +12,7 @@ use signal_hook::consts::signal;
 use crate::event::Event;
 use crate::process::End;
 use crate::supervisor::root_cause::{Evidence, FailureClass, RootCause};
+use crate::supervisor::signals::is_job_control;
 pub(crate) use action::{Action, Cause};
 
 /// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
@@ -90,6 +91,7 @@ impl Job {
                     self.terminate_all(cause, signal::SIGTERM, now, &mut actions);
                 }
             }
+            Event::ForwardSignal(signal) if is_job_control(signal) => {}
             Event::ForwardSignal(_) | Event::ForwardedElsewhere => self.has_forwarded = true,
             Event::Drained | Event::Message | Event::Tick => {}
         }

@@ -357,6 +357,10 @@ fn ranks_that_save_on_a_signal_of_the_launcher_give_the_code() {
         assert!(job.was_notified() && job.asked_to_end() == Some(signal));
     }
     let (mut job, now) = job(1);
+    for stop_or_continue in [signal::SIGTSTP, signal::SIGCONT] {
+        job.step(Event::ForwardSignal(stop_or_continue), now);
+    }
+    assert!(!job.was_notified());
     job.step(Event::ForwardSignal(signal::SIGUSR1), now);
     assert!(job.was_notified() && job.asked_to_end().is_none());
 }

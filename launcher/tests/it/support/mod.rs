@@ -52,47 +52,48 @@ impl Folder {
         String::from_utf8(fs::read(self.path().join(name)).unwrap_or_default()).unwrap()
     }
 
-    /// The launcher, to be started in this folder, with nothing of a launch in its environment.
+    /// The launcher, to be started in this folder, with nothing in its environment that changes what it does.
     pub(crate) fn launcher(&self) -> Command {
         self.prepared(Command::new(LAUNCHER))
+    }
+
+    /// The same, started by a program with these arguments.
+    pub(crate) fn launcher_by(&self, program: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.args(arguments).arg(LAUNCHER);
+        self.prepared(command)
     }
 
     /// The same, and it receives SIGHUP, which a process ignores for good that inherits it ignored: as where
     /// the tests run under `nohup`.
     pub(crate) fn launcher_that_hears_hangups(&self) -> Command {
-        if !hangup_is_ignored() {
-            return self.launcher();
+        match hangup_is_ignored() {
+            true => self.launcher_by("env", &["--default-signal=HUP"]),
+            false => self.launcher(),
         }
-        let mut command = Command::new("env");
-        command.args(["--default-signal=HUP", LAUNCHER]);
-        self.prepared(command)
     }
 
-    fn prepared(&self, mut command: Command) -> Command {
-        command.current_dir(self.path());
-        for (name, _) in std::env::vars_os() {
-            let text = name.to_string_lossy();
-            let is_launch = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-                .contains(&&*text)
-                || [
-                    "ACCEL_",
-                    "GROUP_",
-                    "MASTER_",
-                    "OMPI_",
-                    "PET_",
-                    "PMIX_",
-                    "PMI_",
-                    "SLURM_",
-                    "TORCHELASTIC_",
-                ]
-                .iter()
-                .any(|prefix| text.starts_with(prefix))
-                || ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NO_COLOR"].contains(&&*text)
-                || ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"].contains(&&*text);
-            if is_launch {
-                command.env_remove(name);
-            }
-        }
+    /// Starts `command` in this folder, with what programs need of the environment and nothing of a launch.
+    pub(crate) fn prepared(&self, mut command: Command) -> Command {
+        // Programs and libraries are found by these, and cargo by the last ones.
+        let kept = [
+            "PATH",
+            "LD_LIBRARY_PATH",
+            "TMPDIR",
+            "LLVM_PROFILE_FILE",
+            "HOME",
+            "CARGO",
+            "CARGO_HOME",
+            "CARGO_NET_OFFLINE",
+            "RUSTC",
+            "RUSTUP_HOME",
+            "RUSTUP_TOOLCHAIN",
+        ];
+        let kept = kept.map(|name| Some((name, std::env::var_os(name)?)));
+        command
+            .current_dir(self.path())
+            .env_clear()
+            .envs(kept.into_iter().flatten());
         command
     }
 

@@ -158,6 +158,22 @@ impl StoreServer {
         self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
+    /// Gives each rank that is silent another liveness timeout, for whoever has stopped the ranks and means to continue
+    /// them. It matters until they are connected; later they judge one another, and know when they were stopped themselves.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::StoreServer;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
+    /// store.forgive_silence();
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn forgive_silence(&self) {
+        self.shared.step(StoreInput::Suspended);
+    }
+
     /// Tells a rank its place in the group that follows this one, by the variables of a
     /// [`Launch`](crate::Launch), which take precedence over its environment. Without variables it has no place there.
     /// The program learns of it by [`ProcessGroup::next_place`](crate::ProcessGroup::next_place), at the earliest when it
