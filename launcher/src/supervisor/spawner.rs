@@ -169,7 +169,7 @@ impl LocalSpawner {
             Error::usage(format!("{shown} is gone"))
         } else if error.kind() == ErrorKind::NotFound {
             Error::usage(format!(
-                "{shown} cannot be run: the interpreter that its first line names is missing"
+                "{shown} cannot be run: the loader or the interpreter that it names is missing"
             ))
         } else {
             Error::system(format!("rank {rank} could not be started from {shown}"))

@@ -112,6 +112,7 @@ pub(crate) fn run(
         let package_dir = build.as_ref().map(Build::package_dir);
         let program = match (&target, &build) {
             (Target::Program(path), _) => {
+                runnable::check_first_line(path)?;
                 if has_several_hosts {
                     // Hosts may differ, and a rank that cannot start ends those of all.
                     runnable::check(path, channel)?;

@@ -1,7 +1,7 @@
 //! Whether a program runs on this host: what its file and the host's loader say, before any rank of the job starts.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,18 @@ use accelerator_collective::TargetFeatures;
 use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::supervisor::tool::{self, Stderr, ToolOutput};
-use crate::text::{host_name, needed_glibc};
+use crate::text::{host_name, needed_glibc, shell_line};
+
+/// Checks that the system finds the interpreter that the first line of a script names. Any other program passes.
+///
+/// # Errors
+/// When it does not: the error says why, and what to do.
+pub(super) fn check_first_line(program: &Path) -> Result<()> {
+    match unusable_first_line(program) {
+        Some(why) => refused(program, &why),
+        None => Ok(()),
+    }
+}
 
 /// Checks the processor that `program` is for, its loader, its libraries and their versions, and the features of the
 /// processor that it was compiled for. A script passes, and so does what cannot be judged: its start tells.
@@ -23,13 +34,7 @@ pub(super) fn check(program: &Path, channel: &Channel) -> Result<()> {
     let Ok(Some(elf)) = Elf::read(program) else {
         return Ok(());
     };
-    let refused = |why: String| {
-        Err(Error::usage(format!(
-            "{} does not run on host {}: {why}",
-            program.display(),
-            host_name()
-        )))
-    };
+    let refused = |why: String| refused(program, &why);
     if let Some(other) = elf.other_machine() {
         return refused(other);
     }
@@ -55,6 +60,54 @@ pub(super) fn check(program: &Path, channel: &Channel) -> Result<()> {
         _ => Ok(()),
     }
 }
+
+fn refused(program: &Path, why: &str) -> Result<()> {
+    Err(Error::usage(format!(
+        "{} does not run on host {}: {why}",
+        program.display(),
+        host_name()
+    )))
+}
+
+/// Why the system does not find the interpreter that the first line of a script names; `None` where it does, and for
+/// anything but a script.
+fn unusable_first_line(program: &Path) -> Option<String> {
+    let shown = shell_line(&[program.into()]);
+    let mut line = Vec::new();
+    let file = File::open(program).ok()?.take(LONGEST_FIRST_LINE);
+    BufReader::new(file).read_until(b'\n', &mut line).ok()?;
+    if line.starts_with(b"\xef\xbb\xbf#!") {
+        return Some(format!(
+            "a byte order mark stands before its `#!`, as editors of Windows write it; remove it: \
+             sed -i '1s/^\\xef\\xbb\\xbf//' {shown}"
+        ));
+    }
+    let line = String::from_utf8_lossy(line.strip_prefix(b"#!")?);
+    let line = line.trim_end_matches('\n').trim_matches([' ', '\t']);
+    let words: Vec<&str> = line
+        .split([' ', '\t'])
+        .filter(|word| !word.is_empty())
+        .collect();
+    let interpreter = Path::new(words.first()?);
+    let is_env = interpreter.file_name().is_some_and(|name| name == "env");
+    // What another interpreter makes of an argument that ends so is its own affair.
+    if line.ends_with('\r') && (words.len() == 1 || words.len() == 2 && is_env) {
+        return Some(format!(
+            "its first line, `#!{}`, ends in a carriage return, as editors of Windows write it, and the system takes that \
+             for a part of the name; remove those of all lines: sed -i 's/\\r$//' {shown}",
+            line.trim_end()
+        ));
+    }
+    (!interpreter.exists()).then(|| {
+        format!(
+            "its first line names the interpreter {}, which is not there; install it there, or correct the line",
+            interpreter.display()
+        )
+    })
+}
+
+/// More than the system reads of the first line of a script.
+const LONGEST_FIRST_LINE: u64 = 4096;
 
 /// What to do where a program was linked for another system.
 const REBUILD: &str = "build it on the oldest of the hosts, or link it statically \
@@ -317,6 +370,48 @@ mod tests {
             "; build it on the oldest",
         ] {
             assert!(why.contains(text), "{text}: {why}");
+        }
+    }
+
+    #[test]
+    fn a_script_whose_interpreter_is_not_found_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.sh");
+        for (text, part) in [
+            (
+                &b"#!/bin/sh\r\nexit\r\n"[..],
+                "`#!/bin/sh`, ends in a carriage return",
+            ),
+            (
+                b"#! /usr/bin/env python3\r\n",
+                "`#!/usr/bin/env python3`, ends in a carriage return",
+            ),
+            (
+                b"\xef\xbb\xbf#!/bin/sh\n",
+                "a byte order mark stands before its `#!`",
+            ),
+            (
+                b"#!/no/such/python3 -u\n",
+                "names the interpreter /no/such/python3, which is not there",
+            ),
+            (
+                b"#!/no/such/sh",
+                "names the interpreter /no/such/sh, which is not there",
+            ),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let why = check_first_line(&path).unwrap_err().to_string();
+            assert!(why.contains(part), "{part}: {why}");
+        }
+        for text in [
+            &b"#!/bin/sh\nexit\r\n"[..],
+            b"#!/bin/sh -e\r\n",
+            b"#!\n",
+            b"echo",
+            b"",
+        ] {
+            std::fs::write(&path, text).unwrap();
+            check_first_line(&path).unwrap();
         }
     }
 
