@@ -109,9 +109,13 @@ fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> R
         return Ok(());
     };
     if options.nnodes.is_none() {
-        let Some(nodes) = engine.nodes.filter(|nodes| nodes.most > 1) else {
+        let Some(nodes) = engine.nodes else {
             return Ok(());
         };
+        if nodes.most <= 1 {
+            options.nnodes = Some(Processes::exactly(NonZeroUsize::MIN));
+            return Ok(());
+        }
         let [least, most] = [nodes.least, nodes.most].map(NonZeroUsize::new);
         options.nnodes = least
             .zip(most)
@@ -147,7 +151,18 @@ fn place(options: &Options) -> Result<Option<HostPlace>> {
         )));
     }
     if hosts == 1 {
-        return Ok(None);
+        // Each host would have a job of its own.
+        let meant = [
+            (host.is_some(), "--node-rank"),
+            (options.rdzv_endpoint.is_some(), "--rdzv-endpoint"),
+            (options.join_timeout.is_some(), "--join-timeout"),
+        ];
+        return match meant.into_iter().find(|(is_given, _)| *is_given) {
+            Some((_, option)) if options.nnodes.is_none() => Err(Error::usage(format!(
+                "{option} is for a job on several hosts: give --nnodes, the number of hosts, or leave {option} out"
+            ))),
+            _ => Ok(None),
+        };
     }
     if options.num_processes.is_some() {
         return Err(Error::usage(format!(
@@ -458,6 +473,10 @@ mod tests {
                 "no host of 2",
             ),
             (message(|options| options.nnodes = None), "give --nnodes"),
+            (
+                message(|options| (options.nnodes, options.node_rank) = (None, None)),
+                "--rdzv-endpoint is for a job on several hosts: give --nnodes",
+            ),
             (
                 message(|options| options.rdzv_endpoint = None),
                 "needs --rdzv-endpoint",

@@ -113,7 +113,12 @@ pub(crate) struct Options {
     pub(crate) rsync: Vec<PathBuf>,
 
     /// An option of `ssh`, as in its configuration: `Port=2222`; can be repeated.
-    #[arg(long, value_name = "KEY=VALUE", help_heading = "Several hosts")]
+    #[arg(
+        long,
+        value_name = "KEY=VALUE",
+        requires = "over_ssh",
+        help_heading = "Several hosts"
+    )]
     pub(crate) ssh_option: Vec<String>,
 
     /// More arguments of `ssh`, separated by blanks: `-F FILE`; can be repeated.
@@ -121,12 +126,13 @@ pub(crate) struct Options {
         long,
         value_name = "ARGS",
         allow_hyphen_values = true,
+        requires = "over_ssh",
         help_heading = "Several hosts"
     )]
     pub(crate) ssh_args: Vec<String>,
 
     /// Start the accel-launch that hosts have at the path of this one, in place of sending it to them.
-    #[arg(long, help_heading = "Several hosts")]
+    #[arg(long, requires = "over_ssh", help_heading = "Several hosts")]
     pub(crate) no_push: bool,
 
     /// A word of the command by which the user has started this launcher over SSH; repeated for each.
@@ -298,6 +304,32 @@ impl Options {
     /// How many hosts the job has at most.
     pub(crate) fn hosts(&self) -> usize {
         self.nnodes.map_or(1, |hosts| hosts.most.get())
+    }
+
+    /// Checks that no option is given that has no effect, because one that it belongs to was left out.
+    ///
+    /// # Errors
+    /// When there is one: the error names both.
+    pub(crate) fn check_effects(&self) -> crate::error::Result<()> {
+        let is_elastic = self.is_elastic();
+        let idle = [
+            (
+                self.restart_delay.is_some() && self.max_restarts.is_none() && !is_elastic,
+                "--restart-delay",
+                "no job is restarted without --max-restarts",
+            ),
+            (
+                self.regrow_after.is_some() && !is_elastic,
+                "--regrow-after",
+                "the number of ranks changes with --num-processes MIN:MAX or --nnodes MIN:MAX only",
+            ),
+        ];
+        match idle.into_iter().find(|(is_idle, ..)| *is_idle) {
+            Some((_, option, why)) => Err(crate::error::Error::usage(format!(
+                "{option} would have no effect: {why}; give that, or leave {option} out"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Whether the number of ranks may change while they run.

@@ -28,12 +28,18 @@ fn scripts_that_cannot_be_run() {
 #[test]
 fn an_interpreter_that_is_missing() {
     let folder = Folder::new();
-    let path = folder.write("lost", "#!/no/such/interpreter\n");
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    folder
-        .launch(["-n", "2", "lost"])
-        .expect(2)
-        .says("interpreter");
+    let check = |text: &str, says: &str| {
+        let path = folder.write("lost", text);
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let ended = folder.launch(["-n", "2", "lost"]);
+        ended.expect(2).says(says).says("lost does not run on host");
+    };
+    check(
+        "#!/no/such/interpreter\n",
+        "/no/such/interpreter, which is not there",
+    );
+    check("#!/bin/sh\r\nexit\r\n", "ends in a carriage return");
+    check("#!/usr/bin/env sh\r\nexit\r\n", "ends in a carriage return");
 }
 
 #[test]
@@ -83,6 +89,30 @@ fn an_address_of_another_machine() {
         .env("ACCEL_INSECURE", "1");
     Run::start(command).end().expect(1).says("--master-addr");
     assert!(!folder.path().join("ran").exists());
+}
+
+#[test]
+fn an_option_that_would_have_no_effect_is_refused() {
+    let folder = Folder::new();
+    folder.script("ran.sh", "touch ran");
+    for (options, says) in [
+        (&["--restart-delay", "1"][..], "--max-restarts"),
+        (&["-n", "2", "--regrow-after", "1"], "MIN:MAX"),
+        (&["--node-rank", "0"], "give --nnodes"),
+        (&["--rdzv-endpoint", "h"], "give --nnodes"),
+        (&["--join-timeout", "1"], "give --nnodes"),
+        (&["--no-push"], "--hosts"),
+        (&["--ssh-option", "Port=22"], "--hosts"),
+        (&["--ssh-args=-v"], "--hosts"),
+    ] {
+        let line = options.iter().copied().chain(["ran.sh"]);
+        folder.launch(line).expect(2).says(says);
+    }
+    assert!(!folder.path().join("ran").exists());
+    // What belongs to them may say that they are off.
+    let one = ["--nnodes", "1", "--node-rank", "0", "--rdzv-endpoint", "h"];
+    let none = ["--max-restarts", "0", "--restart-delay", "1", "ran.sh"];
+    folder.launch(one.into_iter().chain(none)).expect(0);
 }
 
 #[test]

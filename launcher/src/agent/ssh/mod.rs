@@ -141,6 +141,7 @@ fn placed(
             None => (&*text, None),
         };
         match replaced.contains(&name) {
+            _ if name == "--no-push" => {}
             true if value.is_none() => drop(rest.next()),
             true => {}
             false => words.push(word.clone()),
@@ -282,7 +283,7 @@ mod tests {
             ..Options::default()
         };
         let own = line(
-            "accel-launch --quiet --hosts a:2,b --ssh_option=x --rsync train --nproc_per_node 3 --log-dir d train",
+            "accel-launch --quiet --hosts a:2,b --ssh_option=x --no_push --rsync train --nproc_per_node 3 --log-dir d train",
         );
         for (host, ranks) in [(0, 2), (1, 3)] {
             let expected = format!(

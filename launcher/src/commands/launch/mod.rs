@@ -44,6 +44,7 @@ pub(crate) fn run(
 ) -> Result<ExitCode> {
     variables::check()?;
     if let Some(hosts) = options.host_list()? {
+        options.check_effects()?;
         let channel = Channel::new();
         let relay = relay(&channel, liveness)?;
         return ssh::run(&hosts, options, arguments, command, relay, channel);
@@ -55,6 +56,7 @@ pub(crate) fn run(
     let target = Target::parse(options);
     let (options, place) = nodes::resolve(options, variable)?;
     let options = &options;
+    options.check_effects()?;
     if place.is_none() {
         accelerator_collective::check_alone(variable).map_err(|error| {
             Error::usage(format!(
