@@ -56,11 +56,8 @@ fn three_processes_can_be_tested_too() {
 #[cfg(target_os = "linux")]
 fn memory_that_cannot_be_shared_is_no_failure() {
     let folder = Folder::new();
-    let mut command = std::process::Command::new("sh");
     let line = "ulimit -f 0; exec \"$0\" test --json --stage shm";
-    command
-        .args(["-c", line])
-        .arg(folder.launcher().get_program());
+    let command = folder.launcher_by("sh", &["-c", line]);
     let ended = Run::start(command).end().expect(0);
     let report = json(&ended);
     assert_eq!(report["ok"], true, "{report}");

@@ -96,19 +96,8 @@ fn a_token_is_asked_for_and_proved() -> accelerator_collective::Result<()> {
 
 /// The launcher of `folder` whose descriptor 3 is the file of a token, or a pipe from it.
 fn with_descriptor(folder: &Folder, token: &Path, redirection: &str, path: &str) -> Command {
-    let launcher = folder.launcher();
-    let mut command = Command::new("sh");
-    command
-        .args(["-c", redirection])
-        .arg(launcher.get_program())
-        .current_dir(folder.path())
-        .env("TOKEN", token)
-        .env("ACCEL_TOKEN_FILE", path);
-    for (name, value) in launcher.get_envs() {
-        if value.is_none() && name != "ACCEL_TOKEN_FILE" {
-            command.env_remove(name);
-        }
-    }
+    let mut command = folder.launcher_by("sh", &["-c", redirection]);
+    command.env("TOKEN", token).env("ACCEL_TOKEN_FILE", path);
     command
 }
 

@@ -1,7 +1,6 @@
 //! Launchers that are started over SSH, by a program in its place that runs the command on this machine.
 
 use std::process::Command;
-use std::time::Duration;
 
 use accelerator_collective::rendezvous::Token;
 use rustix::process::Signal;
@@ -109,7 +108,6 @@ fn a_host_that_never_starts_the_launcher_is_named_and_nothing_is_left() {
     let mut command = launcher(&folder, "u@a,stuck");
     command.args(["--join-timeout", "1.5"]).arg(script);
     let ended = Run::start(command).end().expect(1);
-    assert!(ended.took < Duration::from_secs(8), "{ended:?}");
     ended.says("host stuck was not started: `ssh` did not start accel-launch there within 1.5 s");
     assert_eq!(
         (folder.read("up"), temporary_files(&folder)),
@@ -152,7 +150,6 @@ fn a_program_that_does_not_run_on_a_host_is_refused_before_ranks_start() {
         let ended = ended.expect(2).says("error: ").says(refused);
         let ended = ended.says("libx.so.6: cannot open shared object file");
         let ended = ended.says("; install it there");
-        assert!(ended.took < Duration::from_secs(10), "{ended:?}");
         assert!(ended.stdout.is_empty(), "{ended:?}");
         assert_eq!(temporary_files(&folder), 0);
     }

@@ -166,10 +166,9 @@ fn a_report_that_cannot_be_written_leaves_what_was_there() {
     folder.write("old.html", "old");
     for file in ["old.html", "new.html"] {
         // No file may be longer than a block.
-        let launcher = env!("CARGO_BIN_EXE_accel-launch");
-        let line = format!("trap '' XFSZ; ulimit -f 1; exec {launcher} runs report a -o {file}");
-        let mut command = Command::new("sh");
-        command.args(["-c", &line]).current_dir(folder.path());
+        let line = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
+        let mut command = folder.launcher_by("sh", &["-c", line]);
+        command.args(["runs", "report", "a", "-o", file]);
         let ended = crate::support::Run::start(command).end();
         ended.expect(1).says(file);
     }

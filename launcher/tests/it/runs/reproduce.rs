@@ -56,13 +56,8 @@ fn trained(folder: &Folder) {
 
 fn trained_by(folder: &Folder, program: &Path) {
     folder.write("rate", "0.1");
-    let mut command = Command::new(program);
-    command.args(PROGRAM).current_dir(folder.path());
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("ACCEL_") {
-            command.env_remove(name);
-        }
-    }
+    let mut command = folder.prepared(Command::new(program));
+    command.args(PROGRAM);
     assert!(command.output().unwrap().status.success());
 }
 
