@@ -527,6 +527,6 @@ fn a_program_that_is_missing_on_one_host_ends_the_job_on_all() {
         ended
             .expect(2)
             .says("host 1 (")
-            .says("the interpreter that its first line names is missing");
+            .says("the interpreter /no/such/interpreter, which is not there");
     }
 }
