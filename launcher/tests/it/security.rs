@@ -14,7 +14,9 @@ fn a_token_is_in_no_environment_command_line_log_or_output() {
     fs::set_permissions(&token, private).unwrap();
     let script = folder.script(
         "show",
-        "cat /proc/$$/environ /proc/$$/cmdline /proc/$PPID/environ /proc/$PPID/cmdline; exit 3",
+        // The first to fail ends the other.
+        "cat /proc/$$/environ /proc/$$/cmdline /proc/$PPID/environ /proc/$PPID/cmdline; echo x >> shown\n\
+         while [ $(wc -l < shown) -lt 2 ]; do sleep 0.02; done; exit 3",
     );
     let mut outputs = Vec::new();
     let lines = [
