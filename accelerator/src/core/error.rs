@@ -417,10 +417,9 @@ impl From<accelerator_track::Error> for Error {
 
 impl From<accelerator_plan::Error> for Error {
     fn from(error: accelerator_plan::Error) -> Self {
-        Self::with_source(
+        Self::new(
             Kind::Config,
-            "the samples cannot be shared out as asked",
-            error,
+            format!("the samples cannot be shared out as asked: {error}"),
         )
     }
 }
@@ -438,6 +437,8 @@ mod tests {
             "cannot open `model.safetensors`: no such file"
         );
         assert!(error.is_io() && !error.is_model());
+        let plan = Error::from(accelerator_plan::BatchSize::per_rank(0).unwrap_err());
+        assert!(plan.to_string().contains("at least 1"), "{plan}");
     }
 
     #[test]
