@@ -9,12 +9,15 @@ use crate::record::{Entry, Record};
 ///
 /// Where the run resumed from a checkpoint at step `to`, what was logged before for greater steps does not count. What
 /// is logged afterwards for an earlier step replaces what was logged for it before.
+///
+/// A rewind takes effect with the first entry that is logged after it. A program that dies before that has not replaced
+/// anything, and its successor may resume from a later step.
 #[derive(Debug, Default)]
 pub(crate) struct Supersession {
-    /// Number of the entry, and the step of the checkpoint.
+    /// Those that have taken effect: the number of the entry, and the step of the checkpoint.
     rewinds: Vec<(u64, Option<u64>)>,
-    /// Whether something was logged since the last of them.
-    has_logged: bool,
+    /// The last one, while nothing was logged after it.
+    pending: Option<(u64, Option<u64>)>,
     /// The last entry that logged a step once more.
     relogged: HashMap<Slot, u64>,
 }
@@ -24,26 +27,23 @@ impl Supersession {
     pub(crate) fn note(&mut self, line: &[u8]) -> bool {
         let is_rewind = line::starts(line, "rewind");
         // Where a run never went back, which is the rule, lines need not be parsed.
-        if !is_rewind && self.rewinds.is_empty() {
+        if !is_rewind && self.rewinds.is_empty() && self.pending.is_none() {
             return false;
         }
         let Some(entry) = line::parse(line) else {
             return false;
         };
         if let Record::Rewind { to } = entry.record {
-            // A program that starts over, and then finds its checkpoint, went back once.
-            if !std::mem::take(&mut self.has_logged) {
-                self.rewinds.pop();
-            }
-            self.rewinds.push((entry.n, to));
-            return true;
+            self.pending = Some((entry.n, to));
+            return false;
         }
-        self.has_logged |= is_logged(&entry.record);
+        let taken = self.pending.take_if(|_| is_logged(&entry.record));
+        self.rewinds.extend(taken);
         let latest = self.rewinds.iter().filter_map(|&(_, to)| to).max();
         for slot in slots(&entry.record).filter(|slot| Some(slot.step) <= latest) {
             self.relogged.insert(slot, entry.n);
         }
-        false
+        taken.is_some()
     }
 
     /// What of an entry still counts.

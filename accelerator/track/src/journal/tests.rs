@@ -104,8 +104,9 @@ fn a_resume_supersedes_greater_steps_and_repeated_ones() {
     let mut live = Follower::open(&path, Delivery::Live).unwrap();
     assert!(matches!(live.poll(100).unwrap(), Followed::Entries(x) if x.len() == 7));
     write(&path, [Record::Rewind { to: Some(3) }]);
-    assert!(matches!(live.poll(100).unwrap(), Followed::Superseded));
+    assert!(matches!(live.poll(100).unwrap(), Followed::Entries(x) if x.len() == 1));
     write(&path, [metrics(4, 2.0), metrics(3, 2.0)]);
+    assert!(matches!(live.poll(100).unwrap(), Followed::Superseded));
     assert_eq!(
         points(&path, Delivery::Live),
         [(1, 1.0), (2, 1.0), (2, 7.0), (4, 2.0), (3, 2.0)]
@@ -113,6 +114,33 @@ fn a_resume_supersedes_greater_steps_and_repeated_ones() {
     // Over from the start.
     write(&path, [Record::Rewind { to: None }, metrics(1, 3.0)]);
     assert_eq!(points(&path, Delivery::Live), [(1, 3.0)]);
+}
+
+#[test]
+fn an_attempt_that_logs_nothing_supersedes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("j");
+    let to = |to| Record::Rewind { to };
+    let attempt = || Record::Attempt {
+        attempt: 1,
+        world: 1,
+        launch: None,
+        provenance: serde_json::Value::Null,
+    };
+    write(&path, (1..=4).map(|step| metrics(step, 1.0)));
+    // One dies before it resumes; one fails after it has resumed.
+    let failed = Record::End {
+        status: EndStatus::Failed,
+        failure: None,
+    };
+    write(&path, [attempt(), to(None)]);
+    write(&path, [attempt(), to(None), to(Some(1)), failed]);
+    let all = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)];
+    assert_eq!(points(&path, Delivery::Live), all);
+    // The third resumes from a later checkpoint than either, and logs.
+    write(&path, [attempt(), to(None), to(Some(3)), metrics(4, 2.0)]);
+    let resumed = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)];
+    assert_eq!(points(&path, Delivery::Live), resumed);
 }
 
 #[test]

@@ -148,9 +148,11 @@ fn texts_count_as_steps_too() {
     assert_eq!(mark.step, Some(3));
     run.log_text("note/a", "superseded", 4);
     let folder = run.folder().to_owned();
-    run.resume(&mark).unwrap().finish().unwrap();
+    let run = run.resume(&mark).unwrap();
+    run.log_text("note/b", "later", 5);
+    run.finish().unwrap();
     let media = RunHistory::read(folder).unwrap().media;
-    assert_eq!(media.iter().map(|x| x.step).collect::<Vec<_>>(), [3]);
+    assert_eq!(media.iter().map(|x| x.step).collect::<Vec<_>>(), [3, 5]);
 }
 
 #[test]
@@ -259,8 +261,9 @@ fn a_restart_that_finds_its_checkpoint_late_keeps_what_was_logged_before() {
     }
     let table = fs::read_to_string(folder.join("metrics.csv")).unwrap();
     assert_eq!(table.lines().count(), 3, "{table}");
+    // One that dies before it finds its checkpoint takes nothing back.
     drop(start());
-    assert!(RunHistory::read(&folder).unwrap().last_step().is_none());
+    assert_eq!(losses(&folder), [(1, 1.0), (2, 4.0)]);
 }
 
 #[test]

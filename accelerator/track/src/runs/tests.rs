@@ -122,6 +122,7 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     let mark = run.mark().unwrap();
     run.log_image("x/superseded", &image(2), 2).unwrap();
     let run = run.resume(&mark).unwrap();
+    run.log("train", [("loss", 1.0)], 2, None);
     run.flush().unwrap();
     fs::write(folder.join("metrics.csv.new"), "cut").unwrap();
     let runs = Runs::open(temporary.path()).unwrap();
