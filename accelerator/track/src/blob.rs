@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use accelerator_manifest::ContentHash;
 
 use crate::error::{Error, Result};
+use crate::run_files::{self, BLOBS};
 
 /// The file of a blob in a run's folder; none where a journal names it by something that is no hash, such as a path that
 /// leads elsewhere.
@@ -24,7 +25,7 @@ pub(crate) fn write_blob(folder: &Path, bytes: &[u8]) -> Result<String> {
         return Ok(hash);
     }
     let written = fs::create_dir_all(&blobs)
-        .and_then(|()| tempfile::NamedTempFile::new_in(&blobs))
+        .and_then(|()| run_files::staged(&blobs))
         .and_then(|mut file| {
             file.write_all(bytes)?;
             file.persist(&path).map_err(|error| error.error)
@@ -32,8 +33,6 @@ pub(crate) fn write_blob(folder: &Path, bytes: &[u8]) -> Result<String> {
     written.map_err(|error| Error::io("write", &path, error))?;
     Ok(hash)
 }
-
-const BLOBS: &str = "blobs";
 
 #[cfg(test)]
 mod tests {

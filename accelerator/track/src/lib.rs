@@ -51,6 +51,7 @@ mod provenance;
 mod record;
 mod report;
 mod run;
+mod run_files;
 mod run_id;
 mod runs;
 mod sink;

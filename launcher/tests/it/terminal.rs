@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use crate::support::{Folder, wait_until};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-/// Runs `command` with both streams on a terminal, and gives what the terminal shows.
-fn on_terminal(mut command: Command) -> String {
+/// Opens a terminal: the side that shows and types, and the side of a program.
+pub(crate) fn open_terminal() -> (File, File) {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
     unlockpt(&controller).unwrap();
@@ -19,6 +19,12 @@ fn on_terminal(mut command: Command) -> String {
         .write(true)
         .open(std::ffi::OsStr::from_bytes(name.as_bytes()))
         .unwrap();
+    (File::from(controller), terminal)
+}
+
+/// Runs `command` with both streams on a terminal, and gives what the terminal shows.
+fn on_terminal(mut command: Command) -> String {
+    let (mut controller, terminal) = open_terminal();
     command
         .stdin(Stdio::null())
         .stdout(terminal.try_clone().unwrap())
@@ -27,7 +33,6 @@ fn on_terminal(mut command: Command) -> String {
     let mut child = command.spawn().unwrap();
     // The command holds this side's last handles of the terminal.
     drop(command);
-    let mut controller = File::from(controller);
     let reader = std::thread::spawn(move || {
         let (mut shown, mut chunk) = (Vec::new(), [0; 4096]);
         // It ends with an error when no process has the terminal open any more.

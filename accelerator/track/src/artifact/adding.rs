@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use accelerator_manifest::StagedFolder;
+use accelerator_manifest::{ContentHash, StagedFolder};
 use serde::{Deserialize, Serialize};
 
 use super::lock::StoreLock;
 use super::objects::Objects;
+use super::version::Version;
 use crate::error::{Error, Result};
 
 /// A store that is being changed.
@@ -48,11 +49,22 @@ pub(super) struct Index {
     /// The number of the next version, which those before never had.
     pub(super) next: u32,
     pub(super) aliases: BTreeMap<String, u32>,
+    /// The digests of versions that were removed: nothing else gets their numbers.
+    #[serde(default)]
+    pub(super) removed: BTreeMap<u32, ContentHash>,
 }
 
 impl Index {
+    /// Whether the number of a version was that of another one, which was removed.
+    pub(super) fn is_of_another(&self, version: &Version) -> bool {
+        let removed = self.removed.get(&version.version);
+        removed.is_some_and(|digest| *digest != version.digest)
+    }
+
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let json = serde_json::json!({ "next": self.next, "aliases": self.aliases });
+        let json = serde_json::json!({
+            "next": self.next, "aliases": self.aliases, "removed": self.removed
+        });
         format!("{json}\n").into_bytes()
     }
 }

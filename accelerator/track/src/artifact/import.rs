@@ -9,7 +9,8 @@ use crate::error::{Error, Kind, Result};
 
 impl ArtifactStore {
     /// Stores a version of another store under the same number, with those of its aliases that are not given here.
-    /// Returns the version that has its contents, or that is there instead, and the bytes that were written.
+    /// Returns the version that has its contents, or that is there instead, and the bytes that were written. A number
+    /// that another version had, which was removed here, is not used again: the artifact is a new version then.
     pub(crate) fn import(
         &self,
         artifact: &StoredArtifact,
@@ -21,16 +22,26 @@ impl ArtifactStore {
         let is_same = |there: &Version| there.contents == wanted.contents;
         let find = || -> Result<Option<Version>> {
             let there = self.version(&name, wanted.version)?;
+            let is_taken = match &there {
+                Some(there) => on_conflict == OnConflict::NewVersion && !is_same(there),
+                None => self.index(&name)?.is_of_another(wanted),
+            };
             // As a new version it may have been stored before.
-            Ok(match (there, on_conflict) {
-                (Some(there), OnConflict::NewVersion) if !is_same(&there) => Some(
-                    self.read_versions(&name)?
-                        .into_iter()
-                        .find(is_same)
-                        .unwrap_or(there),
-                ),
-                (there, _) => there,
-            })
+            let before = match is_taken {
+                true => self.read_versions(&name)?.into_iter().find(is_same),
+                false => None,
+            };
+            match before.or(there) {
+                None if is_taken && on_conflict == OnConflict::Error => Err(Error::new(
+                    Kind::Conflict,
+                    format!(
+                        "{name}:v{} was another version in {}, which was removed; store it as a new version",
+                        wanted.version,
+                        self.folder().display()
+                    ),
+                )),
+                found => Ok(found),
+            }
         };
         let conflict = |there: &Version| match on_conflict {
             _ if is_same(there) => Ok(None),
@@ -66,6 +77,7 @@ impl ArtifactStore {
                 let latest = self.numbers(&name)?.last().map_or(1, |latest| latest + 1);
                 let number = match there {
                     Some(_) if on_conflict == OnConflict::NewVersion => index.next.max(latest),
+                    None if index.is_of_another(wanted) => index.next.max(latest),
                     _ => wanted.version,
                 };
                 let version = Version {

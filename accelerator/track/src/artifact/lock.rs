@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 
 /// Held while a store is used in one of the ways of [`LockKind`]; ends with the process.
 #[derive(Debug)]
-pub(super) struct StoreLock {
+pub(crate) struct StoreLock {
     _file: Option<File>,
 }
 

@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 
+use accelerator_manifest::ContentHash;
+
 use super::adding::Adding;
 use super::id::ArtifactId;
 use super::lock::{LockKind, StoreLock};
@@ -42,6 +44,7 @@ pub struct Retention {
     is_aliased_kept: bool,
     kept: BTreeSet<(String, u32)>,
     only: Option<String>,
+    among: Option<Vec<ArtifactId>>,
 }
 
 impl Retention {
@@ -53,6 +56,7 @@ impl Retention {
             is_aliased_kept: false,
             kept: BTreeSet::new(),
             only: None,
+            among: None,
         }
     }
 
@@ -74,6 +78,12 @@ impl Retention {
     #[must_use]
     pub fn only(mut self, name: impl Into<String>) -> Self {
         self.only = Some(name.into());
+        self
+    }
+
+    /// Leaves all versions alone but these.
+    pub(crate) fn among(mut self, versions: &[ArtifactId]) -> Self {
+        self.among = Some(versions.to_vec());
         self
     }
 }
@@ -118,20 +128,23 @@ impl ArtifactStore {
     /// If the store cannot be written; if a manifest is damaged, since what it refers to is then not known, and nothing
     /// is removed.
     pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
+        self.prune_with(|| Ok(retention.clone()))
+    }
+
+    /// Prunes by the retention that `retention` returns, which is called when nobody uses an artifact.
+    pub(crate) fn prune_with(
+        &self,
+        retention: impl FnOnce() -> Result<Retention>,
+    ) -> Result<PruneReport> {
         if !self.folder().exists() {
             return Ok(PruneReport::default());
         }
         let lock = StoreLock::take(self.folder(), LockKind::Remove)?;
         let removing = Adding::begin(self.folder(), lock)?;
         let _publish = StoreLock::take(self.folder(), LockKind::Publish)?;
-        let plan = self.plan(retention)?;
+        let plan = self.plan(&retention()?)?;
         for (name, versions) in &plan.versions {
-            self.change_aliases(&removing, name, self.index(name)?, |aliases| {
-                aliases.retain(|_, version| !versions.contains(version));
-            })?;
-            for version in versions {
-                self.remove_version(name, *version)?;
-            }
+            self.remove_versions(&removing, name, &mut self.index(name)?, versions)?;
         }
         for path in plan.objects {
             fs::remove_file(&path).map_err(|error| Error::io("remove", &path, error))?;
@@ -152,6 +165,10 @@ impl ArtifactStore {
             let old = versions.len().saturating_sub(retention.last);
             for (at, version) in versions.into_iter().enumerate() {
                 let is_kept = is_other
+                    || retention
+                        .among
+                        .as_ref()
+                        .is_some_and(|among| !among.iter().any(|id| version.is(id)))
                     || at >= old
                     || (retention.is_aliased_kept && aliased.contains(&version.version))
                     || retention
@@ -177,7 +194,7 @@ impl ArtifactStore {
 
 #[derive(Debug, Default)]
 struct Plan {
-    versions: BTreeMap<ArtifactName, Vec<u32>>,
+    versions: BTreeMap<ArtifactName, BTreeMap<u32, ContentHash>>,
     objects: Vec<std::path::PathBuf>,
     report: PruneReport,
 }
@@ -187,7 +204,7 @@ impl Plan {
         self.versions
             .entry(name.clone())
             .or_default()
-            .push(version.version);
+            .insert(version.version, version.digest);
         self.report.versions.push(ArtifactId {
             name: version.name.clone(),
             version: version.version,

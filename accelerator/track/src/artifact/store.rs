@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use accelerator_manifest::ContentHash;
+
 use super::adding::{Adding, Index};
 use super::draft::Artifact;
 use super::lock::{LockKind, StoreLock};
@@ -192,8 +194,8 @@ impl ArtifactStore {
                         .values_mut()
                         .filter(|of| **of == replaced.version);
                     moved.for_each(|of| *of = version.version);
-                    self.write_index(&adding, &name, &index)?;
-                    self.remove_version(&name, replaced.version)?;
+                    let replaced = [(replaced.version, replaced.digest)].into();
+                    self.remove_versions(&adding, &name, &mut index, &replaced)?;
                 }
                 version
             }
@@ -380,9 +382,22 @@ impl ArtifactStore {
         })
     }
 
-    pub(super) fn remove_version(&self, name: &ArtifactName, version: u32) -> Result<()> {
-        let path = self.version_path(name, version);
-        fs::remove_file(&path).map_err(|error| Error::io("remove", &path, error))
+    /// Removes versions, with their aliases, and keeps their numbers from being used for something else.
+    pub(super) fn remove_versions(
+        &self,
+        adding: &Adding,
+        name: &ArtifactName,
+        index: &mut Index,
+        versions: &BTreeMap<u32, ContentHash>,
+    ) -> Result<()> {
+        index.aliases.retain(|_, of| !versions.contains_key(of));
+        index.removed.extend(versions);
+        self.write_index(adding, name, index)?;
+        for version in versions.keys() {
+            let path = self.version_path(name, *version);
+            fs::remove_file(&path).map_err(|error| Error::io("remove", &path, error))?;
+        }
+        Ok(())
     }
 
     pub(super) fn change_aliases(
@@ -400,11 +415,22 @@ impl ArtifactStore {
         self.write_index(adding, name, &changed)
     }
 
-    /// Makes the store, and keeps its objects from being removed.
-    pub(super) fn begin(&self) -> Result<Adding> {
+    /// Keeps versions and their contents from being removed: whoever holds it may record that a run uses one.
+    pub(crate) fn keep(&self) -> Result<StoreLock> {
+        StoreLock::take(&self.root, LockKind::Read)
+    }
+
+    /// Makes the store, and keeps versions and their contents from being removed, those included that are stored
+    /// meanwhile.
+    pub(crate) fn make(&self) -> Result<StoreLock> {
         fs::create_dir_all(&self.root)
             .map_err(|error| Error::io("create the folder", &self.root, error))?;
-        Adding::begin(&self.root, StoreLock::take(&self.root, LockKind::Add)?)
+        StoreLock::take(&self.root, LockKind::Add)
+    }
+
+    /// Makes the store, and keeps its objects from being removed.
+    pub(super) fn begin(&self) -> Result<Adding> {
+        Adding::begin(&self.root, self.make()?)
     }
 
     pub(super) fn stored(&self, version: Version) -> StoredArtifact {

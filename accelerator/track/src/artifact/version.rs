@@ -7,6 +7,7 @@ use accelerator_manifest::ContentHash;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::id::ArtifactId;
 use super::name::check_path;
 use crate::error::{Error, Kind, Result};
 use crate::run_id::RunId;
@@ -84,6 +85,11 @@ pub(super) struct Version {
 }
 
 impl Version {
+    /// Whether it is the one of that name, number and digest.
+    pub(super) fn is(&self, id: &ArtifactId) -> bool {
+        self.name == id.name && self.version == id.version && self.digest.to_string() == id.digest
+    }
+
     /// Its file's bytes: an object whose last member is the hash of all before it.
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut text = serde_json::to_string(self).map_err(|error| {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
 use crate::folder_name::folder_name;
+use crate::run_files::LOCK;
 
 /// Held by the one process that writes a run, or delivers it to a sink, until it ends.
 #[derive(Debug)]
@@ -77,6 +78,7 @@ impl RunLock {
             }
             Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
         }
+        // `run_files` knows the file by this text.
         let owner = format!("process {} on {}\n", std::process::id(), host_name());
         // Who owns it is for messages; the lock is the system's.
         let _ = file
@@ -95,7 +97,6 @@ impl RunLock {
     }
 }
 
-const LOCK: &str = "lock";
 const RETRIES: usize = 20;
 const PAUSE: Duration = Duration::from_millis(10);
 

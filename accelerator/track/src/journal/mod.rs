@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Kind, Result};
 use crate::record::{Entry, Record};
+use crate::run_files::{SYSTEM, rank_journal_name, rank_of};
 use reader::LineReader;
 
+pub(crate) use crate::run_files::JOURNAL;
 pub(crate) use follower::{Followed, Follower};
 pub(crate) use lock::RunLock;
 pub(crate) use ranks::RankJournals;
@@ -21,9 +23,6 @@ mod supersession;
 #[cfg(test)]
 mod tests;
 mod writer;
-
-/// The journal's file in a run's folder.
-pub(crate) const JOURNAL: &str = "journal.jsonl";
 
 /// The version of the format, in the head of each journal.
 pub(crate) const VERSION: u32 = 1;
@@ -47,7 +46,7 @@ pub(crate) fn unfinished_launch(path: &Path) -> Result<Option<String>> {
 
 /// The journal of what the host of a rank measured.
 pub(crate) fn rank_journal(folder: &Path, rank: usize) -> PathBuf {
-    folder.join(SYSTEM).join(format!("{RANK}{rank}{EXTENSION}"))
+    folder.join(SYSTEM).join(rank_journal_name(rank))
 }
 
 /// The journals of ranks that are in a run's folder.
@@ -57,9 +56,7 @@ pub(crate) fn rank_journals(folder: &Path) -> Vec<(usize, PathBuf)> {
     };
     let journals = files.filter_map(|file| {
         let path = file.ok()?.path();
-        let name = path.file_name()?.to_str()?;
-        let rank = name.strip_prefix(RANK)?.strip_suffix(EXTENSION)?;
-        Some((rank.parse().ok()?, path))
+        Some((rank_of(path.file_name()?.to_str()?)?, path))
     });
     journals.collect()
 }
@@ -97,7 +94,3 @@ fn unknown_line(path: &Path, byte: u64) -> Error {
         ),
     )
 }
-
-const SYSTEM: &str = "system";
-const RANK: &str = "rank-";
-const EXTENSION: &str = ".jsonl";

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::run_files::{MLFLOW, new_of};
 use crate::sink::SinkPosition;
 
 /// What is kept in `mlflow.json`. Without it everything is sent again, which changes nothing on the server.
@@ -24,7 +25,7 @@ pub(super) struct CursorFile(PathBuf);
 
 impl CursorFile {
     pub(super) fn in_folder(folder: &Path) -> Self {
-        Self(folder.join("mlflow.json"))
+        Self(folder.join(MLFLOW))
     }
 
     /// None where it is not there, or is not whole.
@@ -33,7 +34,7 @@ impl CursorFile {
     }
 
     pub(super) fn write(&self, cursor: &Cursor) -> Result<()> {
-        let staged = self.0.with_extension("json.new");
+        let staged = new_of(&self.0);
         let text = serde_json::to_vec(cursor)
             .map_err(|error| Error::io("write", &self.0, error.into()))?;
         fs::write(&staged, text).map_err(|error| Error::io("write", &staged, error))?;

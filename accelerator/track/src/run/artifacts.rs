@@ -29,7 +29,9 @@ impl Run {
     ///
     /// If a file cannot be read or changes meanwhile, the store cannot be written, or a name cannot be one.
     pub fn mark_output(&self, artifact: Artifact) -> Result<StoredArtifact> {
-        let stored = self.artifacts().commit(&artifact.produced_by(self.id))?;
+        let store = self.artifacts();
+        let _kept = store.make()?;
+        let stored = store.commit(&artifact.produced_by(self.id))?;
         self.record_artifact(ArtifactRole::Output, &stored);
         Ok(stored)
     }
@@ -40,7 +42,9 @@ impl Run {
     ///
     /// If there is none.
     pub fn use_input(&self, reference: &str) -> Result<StoredArtifact> {
-        let stored = self.artifacts().open(reference)?;
+        let store = self.artifacts();
+        let _kept = store.keep()?;
+        let stored = store.open(reference)?;
         self.record_artifact(ArtifactRole::Input, &stored);
         Ok(stored)
     }
@@ -49,6 +53,7 @@ impl Run {
         ArtifactStore::of_runs(self.settings.runs())
     }
 
+    /// Records it on the disk while it cannot be removed: who removes artifacts reads what runs refer to.
     fn record_artifact(&self, role: ArtifactRole, stored: &StoredArtifact) {
         self.record(Record::Artifact {
             role,
@@ -56,5 +61,7 @@ impl Run {
             version: stored.version(),
             digest: stored.digest().to_string(),
         });
+        // A disk that refuses it is reported by the thread that writes.
+        let _ = self.flush();
     }
 }

@@ -19,6 +19,7 @@ use crate::history::HistoryReader;
 use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
 use crate::provenance::Capture;
 use crate::record::Record;
+use crate::run_files::{self, expect_no_checkpoints};
 use crate::run_id::RunId;
 use crate::sink::Sink;
 
@@ -159,8 +160,8 @@ impl RunBuilder {
     ///
     /// # Errors
     ///
-    /// If its folder cannot be written, if a newer version wrote the run that is to go on, if its journal is damaged, or
-    /// if another process writes it.
+    /// If its folder cannot be written or holds checkpoints, if a newer version wrote the run that is to go on, if its
+    /// journal is damaged, or if another process writes it.
     pub fn start(self) -> Result<Run> {
         let Self {
             mut settings,
@@ -286,6 +287,9 @@ impl Settings {
                     return Ok((journal, (id, self.name.clone())));
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                    if !folder.join(JOURNAL).exists() {
+                        expect_no_checkpoints(&folder)?;
+                    }
                     if let Some(restarted) = self.restarted(&folder)? {
                         return Ok(restarted);
                     }
@@ -317,6 +321,7 @@ impl Settings {
         if self.launch.is_none() || of != self.launch || RunLock::is_held(folder) {
             return Ok(None);
         }
+        expect_no_checkpoints(folder)?;
         let lock = RunLock::take(folder)?;
         let (journal, head) = Journal::reopen(folder.to_owned(), lock)?;
         Ok((head.1 == self.name).then_some((journal, head)))
@@ -328,6 +333,7 @@ impl Settings {
         let Some(folder) = folder.filter(|folder| folder.join(JOURNAL).exists()) else {
             return Ok(None);
         };
+        expect_no_checkpoints(&folder)?;
         let lock = RunLock::take(&folder)?;
         let (journal, head) = Journal::reopen(folder, lock)?;
         if head.0 != mark.run {
@@ -361,10 +367,17 @@ fn tags_of_environment() -> Vec<(String, String)> {
         .collect()
 }
 
-/// Removes the folder of a run that could not be begun.
-fn discard(folder: &Path) {
-    if let Err(error) = fs::remove_dir_all(folder) {
-        tracing::warn!(folder = %folder.display(), %error, "the folder of a run that was not begun stays");
+/// Removes a run to which nothing was logged.
+pub(super) fn discard(folder: &Path) {
+    match run_files::remove(folder) {
+        Ok(foreign) if foreign.is_empty() => {}
+        Ok(foreign) => tracing::warn!(
+            folder = %folder.display(), ?foreign,
+            "the folder of an empty run stays: it holds what the run did not write"
+        ),
+        Err(error) => {
+            tracing::warn!(folder = %folder.display(), %error, "the folder of an empty run stays");
+        }
     }
 }
 

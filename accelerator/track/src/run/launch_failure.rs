@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::journal::{self, JOURNAL, RunLock, now_ms};
 use crate::provenance::mask_value;
 use crate::record::{EndStatus, Record};
+use crate::run_files::FAILURE;
 
 /// Ends the runs of a launch that did not finish as failed with that cause, and puts the report into their folders, as
 /// `failure.json`. Both are masked, as [`mask_arguments`](crate::mask_arguments) does. Gives the folders of those runs.
@@ -54,7 +55,7 @@ pub fn record_failure(
             continue;
         }
         if let Ok(report) = &report {
-            let path = folder.join(REPORT);
+            let path = folder.join(FAILURE);
             std::fs::write(&path, format!("{report:#}\n"))
                 .map_err(|error| Error::io("write", &path, error))?;
         }
@@ -74,8 +75,6 @@ fn end(folder: PathBuf, cause: Value) -> Result<()> {
     journal.append(now_ms(), ending);
     journal.flush_or_fail()
 }
-
-const REPORT: &str = "failure.json";
 
 #[cfg(test)]
 mod tests {
@@ -110,7 +109,7 @@ mod tests {
                 (end.status, end.failure.unwrap()),
                 (EndStatus::Failed, json!(cause))
             );
-            let kept = std::fs::read_to_string(runs.join(name).join(REPORT)).unwrap();
+            let kept = std::fs::read_to_string(runs.join(name).join(FAILURE)).unwrap();
             assert!(kept.contains("train") && !kept.contains("abc"), "{kept}");
         }
     }

@@ -246,7 +246,7 @@ impl Run {
     /// Goes on from the checkpoint with a mark, where the program learns of it after the start of a run;
     /// [`RunBuilder::resume`] is for one that knows it before.
     ///
-    /// Of this run's mark, what was logged for greater steps does not count any more. Of another run's mark, that run goes
+    /// Of this run's mark, what was logged for greater steps does not count any more as soon as something is logged. Of another run's mark, that run goes
     /// on instead, unless this one has metrics, or the other is not there; this one is deleted if nothing was logged to it.
     ///
     /// ```
@@ -296,10 +296,8 @@ impl Run {
                  own, which the other does not get",
                 folder.display()
             ));
-        } else if attempt == 0
-            && let Err(error) = std::fs::remove_dir_all(&folder)
-        {
-            tracing::warn!(folder = %folder.display(), %error, "the folder of an empty run stays");
+        } else if attempt == 0 {
+            builder::discard(&folder);
         }
         RunBuilder::of(settings, sinks).resume(mark).start()
     }

@@ -7,10 +7,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
-use super::{ListedRun, REMOVED, Runs};
+use super::{ListedRun, Runs};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{Followed, Follower, JOURNAL, RunLock};
 use crate::record::Record;
+use crate::run_files::{self, BLOBS, LOCK, RunFiles};
+use crate::run_id::RunId;
 use crate::sink::Delivery;
 
 /// A file or a folder that nothing needs.
@@ -32,8 +34,9 @@ pub struct Leftover {
 }
 
 impl Runs {
-    /// What nothing needs: files that were not written to their end, images that a resume superseded, runs whose removal
-    /// was cut off. Runs that are being written, or cannot be read, have none.
+    /// Finds what nothing needs: files of runs that were not written to their end, images that a resume superseded, runs
+    /// whose removal was cut off. Runs that are being written, or cannot be read, have none, and what a run did not write
+    /// is none.
     ///
     /// # Errors
     ///
@@ -42,37 +45,40 @@ impl Runs {
     /// ```
     /// # let temporary = tempfile::tempdir().unwrap();
     /// let runs = accelerator_track::Runs::open(temporary.path())?;
-    /// assert!(runs.leftovers()?.is_empty());
+    /// let found = runs.leftovers()?;
+    /// assert!(found.is_empty());
+    /// assert_eq!(runs.remove_leftovers(&found)?, found);
     /// # Ok::<(), accelerator_track::Error>(())
     /// ```
     pub fn leftovers(&self) -> Result<Vec<Leftover>> {
-        let mut found = self.removed()?;
-        for run in self.list()? {
-            if !RunLock::is_held(&run.folder) {
-                found.extend(of_run(&run.folder));
+        let mut found = Vec::new();
+        for folder in self.entries()? {
+            if !RunLock::is_held(&folder) {
+                found.extend(of_folder(&folder));
             }
         }
         Ok(found.into_iter().map(Leftover::at).collect())
     }
 
-    /// Removes [what nothing needs](Self::leftovers), and says what it was.
+    /// Removes of what was [found](Self::leftovers) that which nothing needs now either. Returns what it has removed.
     ///
     /// # Errors
     ///
     /// If something cannot be removed.
-    pub fn remove_leftovers(&self) -> Result<Vec<Leftover>> {
+    pub fn remove_leftovers(&self, found: &[Leftover]) -> Result<Vec<Leftover>> {
         let mut removed = Vec::new();
-        let mut remove = |path: PathBuf| {
-            let leftover = Leftover::at(path);
-            leftover.remove()?;
-            removed.push(leftover);
-            Ok::<(), Error>(())
-        };
-        self.removed()?.into_iter().try_for_each(&mut remove)?;
-        for run in self.list()? {
+        for folder in self.entries()? {
+            let is_concerned = found.iter().any(|x| x.path.starts_with(&folder));
             // While it is held, the run does not go on and need what it left.
-            if let Ok(_lock) = RunLock::take(&run.folder) {
-                of_run(&run.folder).into_iter().try_for_each(&mut remove)?;
+            let Some(Ok(_lock)) = is_concerned.then(|| RunLock::take(&folder)) else {
+                continue;
+            };
+            for path in of_folder(&folder) {
+                if found.iter().any(|x| x.path == path) {
+                    let leftover = Leftover::at(path);
+                    leftover.remove()?;
+                    removed.push(leftover);
+                }
             }
         }
         Ok(removed)
@@ -98,7 +104,6 @@ impl Runs {
     pub fn unfinished(&self) -> Result<Vec<Leftover>> {
         let mut found = self.entries()?;
         found.retain(|path| is_upload(path) || is_without_journal(path));
-        found.sort();
         Ok(found.into_iter().map(Leftover::at).collect())
     }
 
@@ -123,48 +128,52 @@ impl Runs {
         found.remove()
     }
 
-    fn removed(&self) -> Result<Vec<PathBuf>> {
-        let mut found = self.entries()?;
-        found.retain(|path| starts(path, REMOVED));
-        Ok(found)
-    }
+    /// What is in the folder, sorted.
 
     fn entries(&self) -> Result<Vec<PathBuf>> {
         let folder = self.folder();
         let entries = fs::read_dir(folder);
         let entries = entries.map_err(|error| Error::io("read the folder", folder, error))?;
-        Ok(entries
+        let mut entries: Vec<_> = entries
             .filter_map(|entry| Some(entry.ok()?.path()))
-            .collect())
+            .collect();
+        entries.sort();
+        Ok(entries)
     }
 }
 
 impl ListedRun {
-    /// How much of the disk its folder takes, in bytes.
+    /// How much of the disk the files take that it wrote, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        bytes_of(&self.folder)
+        bytes_of_run(&self.folder)
     }
 }
 
 impl Leftover {
     fn at(path: PathBuf) -> Self {
+        let is_run = path.is_dir() && !is_upload(&path);
         Self {
-            bytes: bytes_of(&path),
+            bytes: match is_run {
+                true => bytes_of_run(&path),
+                false => bytes_of(&path),
+            },
             modified: modified(&path),
             path,
         }
     }
 
     fn remove(&self) -> Result<()> {
-        let removed = match self.path.is_dir() {
-            true => fs::remove_dir_all(&self.path),
-            false => fs::remove_file(&self.path),
+        let path = &self.path;
+        let removed = match path.is_dir() {
+            true if is_upload(path) => fs::remove_dir_all(path),
+            true => return run_files::remove(path).map(drop),
+            false => fs::remove_file(path),
         };
         match removed {
             // Another process was quicker.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-            removed => removed.map_err(|error| Error::io("remove", &self.path, error)),
+            removed => removed.map_err(|error| Error::io("remove", path, error)),
         }
     }
 }
@@ -172,12 +181,14 @@ impl Leftover {
 /// Where an upload puts a run's files until all are there.
 fn is_upload(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    starts(path, ".") && name.contains(UPLOADING)
+    let run = name.rsplit_once(UPLOADING);
+    name.starts_with('.') && run.is_some_and(|(_, run)| run.parse::<RunId>().is_ok())
 }
 
 /// Has nothing but what a run has before its journal: other folders are somebody's.
 fn is_without_journal(path: &Path) -> bool {
-    if starts(path, ".") || !path.is_dir() || RunLock::is_held(path) {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if name.starts_with('.') || !path.is_dir() || RunLock::is_held(path) {
         return false;
     }
     let Ok(entries) = fs::read_dir(path) else {
@@ -189,22 +200,29 @@ fn is_without_journal(path: &Path) -> bool {
         .all(|entry| entry.is_ok_and(is_of_start))
 }
 
-fn of_run(folder: &Path) -> Vec<PathBuf> {
-    let staged = files(folder).filter(|path| {
-        starts(path, TEMPORARY) || path.extension().is_some_and(|extension| extension == "new")
-    });
-    let mut found: Vec<PathBuf> = staged.collect();
-    let blobs: Vec<PathBuf> = files(&folder.join("blobs")).collect();
-    if !blobs.is_empty()
-        && let Ok(Some(referenced)) = referenced(folder)
-    {
-        let is_referenced = |path: &PathBuf| {
-            let name = path.file_name().unwrap_or_default();
-            referenced.contains(&*name.to_string_lossy())
-        };
-        found.extend(blobs.into_iter().filter(|path| !is_referenced(path)));
+/// What is left over in one entry of the folder of runs.
+fn of_folder(folder: &Path) -> Vec<PathBuf> {
+    if run_files::is_cut_off(folder) {
+        return vec![folder.to_owned()];
     }
-    found
+    let (true, Ok(files)) = (Runs::is_run(folder), RunFiles::list(folder)) else {
+        return Vec::new();
+    };
+    let blobs = folder.join(BLOBS);
+    let is_blob = |path: &Path| path.parent() == Some(&blobs);
+    let has_blobs = files.own.iter().any(|path| is_blob(path));
+    let referenced = has_blobs.then(|| referenced(folder).ok().flatten());
+    let is_left = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        match run_files::is_staged(&name) {
+            true => is_blob(path) || path.parent() == Some(folder),
+            false if is_blob(path) => {
+                matches!(&referenced, Some(Some(names)) if !names.contains(&*name))
+            }
+            false => false,
+        }
+    };
+    files.own.into_iter().filter(is_left).collect()
 }
 
 /// The strings of the journal's entries that still count, among them all names of blobs; none where a newer program wrote
@@ -244,15 +262,9 @@ fn collect(value: Value, strings: &mut HashSet<String>) {
     }
 }
 
-fn files(folder: &Path) -> impl Iterator<Item = PathBuf> {
-    let entries = fs::read_dir(folder).into_iter().flatten();
-    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    paths.filter(|path| path.is_file())
-}
-
-fn starts(path: &Path, prefix: &str) -> bool {
-    let name = path.file_name().unwrap_or_default();
-    name.to_string_lossy().starts_with(prefix)
+fn bytes_of_run(folder: &Path) -> u64 {
+    let files = RunFiles::list(folder).unwrap_or_default();
+    files.own.iter().map(|path| bytes_of(path)).sum()
 }
 
 /// Of a link its own, not those of what it refers to.
@@ -277,10 +289,6 @@ fn modified(path: &Path) -> SystemTime {
     below.chain(own).max().unwrap_or(UNIX_EPOCH)
 }
 
-/// How the files begin that `tempfile` writes.
-const TEMPORARY: &str = ".tmp";
 /// What is in the names of folders to which runs are uploaded.
 const UPLOADING: &str = ".uploading-";
-/// The file that a program locks before it begins a journal.
-const LOCK: &str = "lock";
 const BATCH: usize = 8192;

@@ -4,14 +4,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 pub use leftovers::Leftover;
+use summary::JournalState;
 pub use summary::{RunSummary, SeriesSummary};
 
 use crate::error::{Error, Kind, Result};
 use crate::folder_name::folder_name;
 use crate::history::RunHistory;
 use crate::journal::{self, JOURNAL, RunLock};
+use crate::run_files;
 use crate::run_id::RunId;
 
+mod artifacts;
 mod leftovers;
 mod summary;
 
@@ -52,6 +55,7 @@ pub struct ListedRun {
     pub folder: PathBuf,
     /// Its identity and its name, or why they cannot be read.
     pub head: Result<(RunId, String)>,
+    journal: Option<JournalState>,
 }
 
 impl Runs {
@@ -95,9 +99,15 @@ impl Runs {
         for entry in fs::read_dir(&self.folder).map_err(unread)? {
             let folder = entry.map_err(unread)?.path();
             let name = folder.file_name().unwrap_or_default().to_string_lossy();
-            if !name.starts_with('.') && folder.join(JOURNAL).is_file() {
+            if !name.starts_with('.') && Self::is_run(&folder) {
+                // First: what is written from here on is a change.
+                let journal = JournalState::of(&folder);
                 let head = head(&folder);
-                runs.push(ListedRun { folder, head });
+                runs.push(ListedRun {
+                    folder,
+                    head,
+                    journal,
+                });
             }
         }
         let by_age = |run: &ListedRun| match &run.head {
@@ -118,7 +128,7 @@ impl Runs {
         for name in [run.to_owned(), folder_name(run)] {
             let folder = self.folder.join(&name);
             let is_inside = Path::new(&name).components().count() == 1;
-            if is_inside && folder.join(JOURNAL).is_file() {
+            if is_inside && Self::is_run(&folder) {
                 return Ok(folder);
             }
         }
@@ -159,33 +169,54 @@ impl Runs {
         }
     }
 
-    /// Removes a run that nobody writes, with everything in its folder. Artifacts stay: they are beside the runs.
+    /// Removes a run that nobody has written since it was listed: the files that it wrote, and its folder unless others
+    /// have something in it. Returns what they have there, which stays. Artifacts stay: they are beside the runs.
     ///
     /// # Errors
     ///
-    /// If the run is being written, or its folder cannot be removed.
+    /// If the run is being written or was written since it was listed, or if a file cannot be removed.
     ///
     /// ```
     /// # let temporary = tempfile::tempdir().unwrap();
     /// # let folder = temporary.path();
     /// let run = accelerator_track::Run::builder("a").runs_folder(folder).start()?;
+    /// std::fs::write(run.folder().join("notes.txt"), "mine").unwrap();
     /// let runs = accelerator_track::Runs::open(folder)?;
-    /// assert!(runs.remove(run.folder()).unwrap_err().is_conflict());
+    /// assert!(runs.remove(&runs.list()?[0]).unwrap_err().is_conflict());
     /// drop(run);
-    /// runs.remove(&runs.find("a")?)?;
+    /// assert_eq!(runs.remove(&runs.list()?[0])?, [folder.join("a/notes.txt")]);
     /// assert!(runs.list()?.is_empty());
     /// # Ok::<(), accelerator_track::Error>(())
     /// ```
-    pub fn remove(&self, run: &Path) -> Result<()> {
-        let lock = RunLock::take(run)?;
-        // A run is there as a whole or not at all, whenever this is cut off.
-        let name = run.file_name().unwrap_or_default().to_string_lossy();
-        let removed = self
-            .folder
-            .join(format!("{REMOVED}{name}-{}", RunId::new()));
-        fs::rename(run, &removed).map_err(|error| Error::io("remove", run, error))?;
-        drop(lock);
-        fs::remove_dir_all(&removed).map_err(|error| Error::io("remove", &removed, error))
+    pub fn remove(&self, run: &ListedRun) -> Result<Vec<PathBuf>> {
+        let folder = &run.folder;
+        let _lock = RunLock::take(folder)?;
+        if JournalState::of(folder) != run.journal {
+            return Err(Error::new(
+                Kind::Conflict,
+                format!(
+                    "the run in {} has been written since it was listed",
+                    folder.display()
+                ),
+            ));
+        }
+        run_files::remove(folder)
+    }
+
+    /// Whether a folder is that of a run: then nothing else, such as checkpoints, belongs there.
+    ///
+    /// ```
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let folder = temporary.path();
+    /// use accelerator_track::{Run, Runs};
+    ///
+    /// let run = Run::builder("a").runs_folder(folder).start()?;
+    /// assert!(Runs::is_run(run.folder()) && !Runs::is_run(folder));
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    #[must_use]
+    pub fn is_run(folder: impl AsRef<Path>) -> bool {
+        folder.as_ref().join(JOURNAL).is_file()
     }
 }
 
@@ -205,7 +236,6 @@ fn head(folder: &Path) -> Result<(RunId, String)> {
 }
 
 const SHORTEST_PREFIX: usize = 4;
-const REMOVED: &str = ".removed-";
 
 #[cfg(test)]
 mod tests;

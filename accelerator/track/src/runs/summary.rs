@@ -12,6 +12,7 @@ use crate::error::Result;
 use crate::history::{ArtifactUse, Hyperparameter, RunEnd, RunHistory, RunStatus, Series};
 use crate::journal::{JOURNAL, RunLock};
 use crate::record::Number;
+use crate::run_files::{self, SUMMARY};
 use crate::run_id::RunId;
 
 /// What a run amounts to, without its points.
@@ -194,14 +195,14 @@ impl SeriesSummary {
 }
 
 /// A journal's length and when it was written, by which a change is seen.
-#[derive(Debug, Eq, PartialEq, Serialize, Deserialize)]
-struct JournalState {
+#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
+pub(super) struct JournalState {
     bytes: u64,
     modified_ns: u128,
 }
 
 impl JournalState {
-    fn of(folder: &Path) -> Option<Self> {
+    pub(super) fn of(folder: &Path) -> Option<Self> {
         let file = fs::metadata(folder.join(JOURNAL)).ok()?;
         let modified = file.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
         Some(Self {
@@ -221,7 +222,7 @@ struct KeptSummary<S> {
 
 impl KeptSummary<RunSummary> {
     fn read(folder: &Path, state: &JournalState) -> Option<RunSummary> {
-        let bytes = fs::read(folder.join(FILE)).ok()?;
+        let bytes = fs::read(folder.join(SUMMARY)).ok()?;
         let kept: Self = serde_json::from_slice(&bytes).ok()?;
         let is_good = kept.version == VERSION && kept.journal == *state;
         // The folder may have been moved since.
@@ -243,9 +244,9 @@ impl KeptSummary<&RunSummary> {
         let written = serde_json::to_vec(&kept)
             .map_err(std::io::Error::from)
             .and_then(|bytes| {
-                let mut file = tempfile::NamedTempFile::new_in(&summary.folder)?;
+                let mut file = run_files::staged(&summary.folder)?;
                 file.write_all(&bytes)?;
-                file.persist(summary.folder.join(FILE))?;
+                file.persist(summary.folder.join(SUMMARY))?;
                 Ok(())
             });
         if let Err(error) = written {
@@ -254,6 +255,5 @@ impl KeptSummary<&RunSummary> {
     }
 }
 
-const FILE: &str = "summary.json";
 /// Of the file. Another one is written anew.
 const VERSION: u32 = 1;

@@ -2,11 +2,26 @@ use std::fs;
 use std::path::Path;
 
 use super::*;
-use crate::history::RunStatus;
+use crate::artifact::{Artifact, ArtifactStore};
+use crate::history::{MediaContent, RunStatus};
 use crate::run::Run;
 
 fn start(runs: &Path, name: &str) -> Run {
     Run::builder(name).runs_folder(runs).start().unwrap()
+}
+
+fn listed(runs: &Runs, name: &str) -> ListedRun {
+    let mut listed = runs.list().unwrap().into_iter();
+    listed.find(|run| run.folder.ends_with(name)).unwrap()
+}
+
+/// A PNG, as far as its header says.
+fn image(x: u8) -> Vec<u8> {
+    [
+        &b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"[..],
+        &[0, 0, 0, 1, 0, 0, 0, x],
+    ]
+    .concat()
 }
 
 #[test]
@@ -33,7 +48,7 @@ fn runs_are_found_by_folder_id_prefix_and_name() {
         "{error}"
     );
     drop(first);
-    runs.remove(&folder.join("a%2Fb")).unwrap();
+    runs.remove(&listed(&runs, "a%2Fb")).unwrap();
     assert_eq!(runs.find("a/b").unwrap(), second.folder());
     for nothing in ["", "..", ".", "/", "x", "ffffffff"] {
         assert!(runs.find(nothing).unwrap_err().is_not_found(), "{nothing}");
@@ -110,13 +125,6 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     let temporary = tempfile::tempdir().unwrap();
     let run = start(temporary.path(), "a");
     let folder = run.folder().to_owned();
-    let image = |x: u8| {
-        [
-            &b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"[..],
-            &[0, 0, 0, 1, 0, 0, 0, x],
-        ]
-        .concat()
-    };
     run.log("train", [("loss", 1.0)], 1, None);
     run.log_image("x/kept", &image(1), 1).unwrap();
     let mark = run.mark().unwrap();
@@ -125,21 +133,194 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     run.log("train", [("loss", 1.0)], 2, None);
     run.flush().unwrap();
     fs::write(folder.join("metrics.csv.new"), "cut").unwrap();
+    // Those of somebody else.
+    let foreign = ["notes.new", ".tmpnotes", "poetry.lock", "blobs/readme"];
+    for name in foreign {
+        fs::write(folder.join(name), "mine").unwrap();
+    }
     let runs = Runs::open(temporary.path()).unwrap();
     assert!(
-        runs.remove_leftovers().unwrap().is_empty(),
+        runs.leftovers().unwrap().is_empty(),
         "the run is being written"
     );
     drop(run);
-    fs::create_dir(temporary.path().join(".removed-x")).unwrap();
-    fs::write(temporary.path().join(".removed-x/y"), "12345").unwrap();
+    let cut_off = temporary.path().join("removed");
+    fs::create_dir(&cut_off).unwrap();
+    fs::write(cut_off.join(".accel-removed"), "12345").unwrap();
 
     let found = runs.leftovers().unwrap();
-    assert_eq!(found.len(), 3);
+    assert_eq!(found.len(), 3, "{found:?}");
     assert_eq!(found.iter().map(|x| x.bytes).sum::<u64>(), 5 + 3 + 24);
-    assert_eq!(runs.remove_leftovers().unwrap(), found);
-    assert!(runs.leftovers().unwrap().is_empty());
+    // What was not shown stays.
+    fs::write(folder.join(".accel-later"), "").unwrap();
+    let mut removed = runs.remove_leftovers(&found).unwrap();
+    removed.sort_by_key(|x| x.path.clone());
+    assert_eq!(removed.len(), 3, "{removed:?}");
+    assert!(!cut_off.exists());
+    let later = runs.leftovers().unwrap();
+    assert!(later.len() == 1 && later[0].path.ends_with(".accel-later"));
     let left = RunHistory::read(&folder).unwrap().media;
     assert_eq!(left.len(), 1);
-    assert_eq!(fs::read_dir(folder.join("blobs")).unwrap().count(), 1);
+    assert_eq!(fs::read_dir(folder.join("blobs")).unwrap().count(), 2);
+    for name in foreign {
+        assert!(folder.join(name).exists(), "{name}");
+    }
+}
+
+#[test]
+fn images_stay_while_a_later_start_may_resume_behind_them() {
+    let temporary = tempfile::tempdir().unwrap();
+    let builder = || {
+        let builder = Run::builder("a").runs_folder(temporary.path());
+        builder.launch("1")
+    };
+    let run = builder().start().unwrap();
+    for step in 1..=3 {
+        run.log_image("eval/sample", &image(step), step.into())
+            .unwrap();
+    }
+    let mark = run.mark().unwrap();
+    run.checkpoint_saved(&mark);
+    run.log_image("eval/sample", &image(4), 4).unwrap();
+    drop(run);
+    // This one dies before it has found its checkpoint.
+    drop(builder().start().unwrap());
+
+    let runs = Runs::open(temporary.path()).unwrap();
+    assert_eq!(runs.leftovers().unwrap(), []);
+    let run = builder().start().unwrap().resume(&mark).unwrap();
+    run.log_image("eval/sample", &image(5), 5).unwrap();
+    let folder = run.folder().to_owned();
+    run.finish().unwrap();
+    let found = runs.leftovers().unwrap();
+    assert_eq!(runs.remove_leftovers(&found).unwrap().len(), 1);
+    let media = RunHistory::read(folder).unwrap().media;
+    let steps: Vec<_> = media.iter().map(|medium| medium.step).collect();
+    assert_eq!(steps, [1, 2, 3, 5]);
+    for medium in media {
+        let MediaContent::Image { file, .. } = medium.content else {
+            panic!("only images were logged");
+        };
+        assert!(file.exists(), "{}", medium.step);
+    }
+}
+
+#[test]
+fn a_run_is_removed_with_its_own_files_alone() {
+    let temporary = tempfile::tempdir().unwrap();
+    let builder = Run::builder("a")
+        .runs_folder(temporary.path())
+        .sink(crate::CsvFile::in_run())
+        .sink(crate::TensorBoard::in_run());
+    let run = builder.start().unwrap();
+    run.log_image("x", &image(1), 1).unwrap();
+    let folder = run.folder().to_owned();
+    crate::SystemSampler::start(&folder, 0, std::time::Duration::from_secs(60)).unwrap();
+    run.finish().unwrap();
+    RunSummary::read(&folder).unwrap();
+    crate::deliver(&folder, &mut crate::CsvFile::in_run()).unwrap();
+    let runs = Runs::open(temporary.path()).unwrap();
+    let run = listed(&runs, "a");
+    assert_eq!(
+        run_files::RunFiles::list(&folder).unwrap().foreign,
+        [""; 0].map(PathBuf::from)
+    );
+
+    let foreign = ["checkpoint-000001/model.bin", "tensorboard/notes", "z.txt"];
+    fs::create_dir(folder.join("checkpoint-000001")).unwrap();
+    for name in foreign {
+        fs::write(folder.join(name), "mine").unwrap();
+    }
+    let kept = ["checkpoint-000001", "tensorboard/notes", "z.txt"];
+    assert_eq!(
+        runs.remove(&run).unwrap(),
+        kept.map(|name| folder.join(name))
+    );
+    for name in foreign {
+        assert!(folder.join(name).exists(), "{name}");
+    }
+    let mut left: Vec<_> = fs::read_dir(&folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    left.sort();
+    assert_eq!(left, ["checkpoint-000001", "tensorboard", "z.txt"]);
+    assert!(runs.list().unwrap().is_empty() && runs.leftovers().unwrap().is_empty());
+
+    // Without files of others the folder goes, too.
+    drop(start(temporary.path(), "b"));
+    assert!(runs.remove(&listed(&runs, "b")).unwrap().is_empty());
+    assert!(!temporary.path().join("b").exists());
+}
+
+#[test]
+fn a_run_that_goes_on_after_it_was_listed_is_not_removed() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = start(temporary.path(), "a");
+    let mark = run.mark().unwrap();
+    drop(run);
+    let runs = Runs::open(temporary.path()).unwrap();
+    let run = listed(&runs, "a");
+    let builder = Run::builder("a").runs_folder(temporary.path());
+    drop(builder.resume(&mark).start().unwrap());
+    assert!(runs.remove(&run).unwrap_err().is_conflict());
+    assert_eq!(runs.list().unwrap().len(), 1);
+}
+
+#[test]
+fn artifacts_that_a_run_comes_to_need_after_they_were_found_stay() {
+    let temporary = tempfile::tempdir().unwrap();
+    let store = ArtifactStore::of_runs(temporary.path());
+    let output = |run: &Run, content: &str| {
+        let path = temporary.path().join("weights");
+        fs::write(&path, content).unwrap();
+        let model = Artifact::create("model").add_file(path).unwrap();
+        run.mark_output(model).unwrap().version()
+    };
+    let runs = Runs::open(temporary.path()).unwrap();
+    let old = start(temporary.path(), "old");
+    assert_eq!(["1", "2", "3"].map(|x| output(&old, x)), [1, 2, 3]);
+    drop(old);
+    runs.remove(&listed(&runs, "old")).unwrap();
+    let live = start(temporary.path(), "live");
+    assert_eq!(output(&live, "4"), 4);
+
+    let found = runs.unneeded_artifacts(&[]).unwrap();
+    let numbers: Vec<_> = found.versions.iter().map(|x| x.version).collect();
+    assert_eq!(numbers, [1, 2, 3]);
+    // While a user is asked.
+    live.use_input("model:v2").unwrap();
+    assert_eq!(["5", "6"].map(|x| output(&live, x)), [5, 6]);
+    let removed = runs.remove_artifacts(&found).unwrap();
+    let numbers: Vec<_> = removed.versions.iter().map(|x| x.version).collect();
+    assert_eq!(numbers, [1, 3]);
+    let left = store.versions("model").unwrap();
+    let left: Vec<_> = left.iter().map(|x| x.version()).collect();
+    assert_eq!(left, [2, 4, 5, 6]);
+    store.open("model:v2").unwrap().verify().unwrap();
+    // What it refers to is on the disk before anybody may remove it.
+    let used = RunHistory::read(live.folder()).unwrap().artifacts;
+    assert_eq!(used.len(), 4);
+}
+
+#[test]
+fn a_run_does_not_begin_among_checkpoints() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = start(temporary.path(), "a");
+    let (folder, mark) = (run.folder().to_owned(), run.mark().unwrap());
+    drop(run);
+    fs::create_dir_all(temporary.path().join("b/checkpoint-000001")).unwrap();
+    let error = Run::builder("b")
+        .runs_folder(temporary.path())
+        .start()
+        .unwrap_err();
+    assert!(
+        error.is_misuse() && error.to_string().contains("`checkpoints/NAME`"),
+        "{error}"
+    );
+    fs::create_dir(folder.join("checkpoint-000001")).unwrap();
+    let resumed = Run::builder("a")
+        .runs_folder(temporary.path())
+        .resume(&mark);
+    assert!(resumed.start().unwrap_err().is_misuse());
 }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::{Origin, RunInfo, Sink, SinkPosition};
 use crate::error::{Error, Result};
 use crate::record::{Entry, Record};
+use crate::run_files::{TABLE, new_of};
 
 /// Writes the metrics of a run to a file of comma-separated values: `n,ms,step,epoch,key,value,count`.
 ///
@@ -70,7 +71,7 @@ impl Sink for CsvFile {
     fn name(&self) -> String {
         match &self.path {
             Some(path) => path.display().to_string(),
-            None => FILE.to_owned(),
+            None => TABLE.to_owned(),
         }
     }
 
@@ -82,10 +83,8 @@ impl Sink for CsvFile {
     }
 
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
-        let path = self.path.clone().unwrap_or_else(|| run.folder.join(FILE));
-        let mut staged = path.clone().into_os_string();
-        staged.push(".new");
-        let staged = PathBuf::from(staged);
+        let path = self.path.clone().unwrap_or_else(|| run.folder.join(TABLE));
+        let staged = new_of(&path);
         let file = File::create(&staged).map_err(|error| Error::io("create", &staged, error))?;
         let mut file = BufWriter::new(file);
         file.write_all(b"n,ms,step,epoch,key,value,count\n")
@@ -166,8 +165,6 @@ fn quoted(text: &str) -> String {
         false => text.to_owned(),
     }
 }
-
-const FILE: &str = "metrics.csv";
 
 #[cfg(test)]
 mod tests {

@@ -9,11 +9,9 @@ use super::event::{Event, EventKind, SummaryValue};
 use super::protobuf::ProtobufMessage;
 use super::record_file::RecordFile;
 use crate::error::{Error, Result};
+use crate::run_files::{EVENTS, STAGED};
 use crate::run_id::RunId;
 use crate::sink::RunInfo;
-
-/// What makes a file one of events, to TensorBoard.
-const PREFIX: &str = "events.out.tfevents.";
 
 /// After how long every reader has passed on to the next file. TensorBoard looks every 5 seconds, later where there is much
 /// to read.
@@ -116,7 +114,7 @@ impl EventFiles {
     fn path(&self, place: &str) -> PathBuf {
         let Self { order, run, .. } = self;
         self.folder
-            .join(format!("{PREFIX}{order:010}.{place}.{run}"))
+            .join(format!("{EVENTS}{order:010}.{place}.{run}"))
     }
 
     fn rename(&self, path: &Path) -> Result<()> {
@@ -132,7 +130,7 @@ impl EventFiles {
         let kept = [self.path_before(), self.path_of_events()];
         let older: Vec<_> = names(&self.folder)?
             .iter()
-            .filter(|name| name.starts_with(PREFIX) && name.ends_with(&end))
+            .filter(|name| name.starts_with(EVENTS) && name.ends_with(&end))
             .map(|name| self.folder.join(name))
             .filter(|path| !kept.contains(path))
             .collect();
@@ -153,11 +151,11 @@ fn tell(result: io::Result<()>, doing: &str, path: &Path) {
 
 /// The name of a file that is not to be read yet. There is one a run, so none is left behind for ever.
 fn hidden_name(run: RunId) -> String {
-    format!(".accel-{run}")
+    format!("{STAGED}{run}")
 }
 
 fn order(name: &str) -> Option<u64> {
-    let (order, _) = name.strip_prefix(PREFIX)?.split_once('.')?;
+    let (order, _) = name.strip_prefix(EVENTS)?.split_once('.')?;
     // Ten digits sort as numbers do.
     order.parse().ok().filter(|order| *order < 9_999_999_999)
 }

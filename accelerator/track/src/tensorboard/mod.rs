@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use self::replay::Replay;
 use crate::error::{Error, Kind, Result};
 use crate::record::Entry;
+use crate::run_files::TENSORBOARD;
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
 
 mod event;
@@ -139,7 +140,7 @@ impl Sink for TensorBoard {
     fn sync_options(&self) -> Vec<String> {
         let place = match &self.place {
             LogFolder::In(_) => return Vec::new(),
-            LogFolder::InRun => "tensorboard".to_owned(),
+            LogFolder::InRun => TENSORBOARD.to_owned(),
             LogFolder::Below(folder) => format!("tensorboard:{}", folder.display()),
         };
         vec!["--to".to_owned(), place]
@@ -149,7 +150,7 @@ impl Sink for TensorBoard {
         // Nothing of the earlier replay may be written after this.
         self.replay = None;
         let folder = match &self.place {
-            LogFolder::InRun => run.folder.join("tensorboard"),
+            LogFolder::InRun => run.folder.join(TENSORBOARD),
             LogFolder::In(folder) => folder.clone(),
             LogFolder::Below(folder) => {
                 // `.` has no name.

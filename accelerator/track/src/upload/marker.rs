@@ -8,6 +8,7 @@ use accelerator_manifest::{ContentHash, StagedFolder};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::run_files::UPLOAD;
 use crate::run_id::RunId;
 
 /// Says which files of an uploaded run's folder came with it.
@@ -28,18 +29,15 @@ pub(super) enum UploadState {
 
 impl Marker {
     pub(super) fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(folder.join(MARKER)).ok()?).ok()
+        serde_json::from_slice(&fs::read(folder.join(UPLOAD)).ok()?).ok()
     }
 
     pub(super) fn write(&self, staged: &StagedFolder, folder: &Path) -> Result<()> {
-        let path = folder.join(MARKER);
+        let path = folder.join(UPLOAD);
         let write = || {
-            fs::write(staged.path().join(MARKER), serde_json::to_vec(self)?)?;
-            staged.publish(MARKER, &path)
+            fs::write(staged.path().join(UPLOAD), serde_json::to_vec(self)?)?;
+            staged.publish(UPLOAD, &path)
         };
         write().map_err(|error| Error::io("write", &path, error))
     }
 }
-
-/// In the run's folder at the destination.
-pub(super) const MARKER: &str = "upload.json";

@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 
 use accelerator_manifest::StagedFolder;
 
-use self::marker::{MARKER, Marker, UploadState};
+use self::marker::{Marker, UploadState};
 use self::place::Place;
 use crate::artifact::source::{self, SourceFile};
 use crate::artifact::{ArtifactId, ArtifactStore, OnConflict};
 use crate::error::{Error, Kind, Result};
 use crate::history::RunHistory;
 use crate::journal::JOURNAL;
+use crate::run_files::{LOCK, SUMMARY, UPLOAD};
 use crate::run_id::RunId;
 
 mod marker;
@@ -29,7 +30,8 @@ mod tests;
 /// from.
 ///
 /// Where another run has the name there, [`OnConflict::NewVersion`] uses the next free name (`mnist-2`),
-/// [`OnConflict::Replace`] removes that run when this one is whole, [`OnConflict::Skip`] copies nothing and
+/// [`OnConflict::Replace`] removes that run when this one is whole, unless its folder holds what it did not write,
+/// [`OnConflict::Skip`] copies nothing and
 /// [`OnConflict::Error`] is an error. The same holds for versions of artifacts whose number has other contents there;
 /// skipped ones stay what they are there. An alias is given where the destination does not have it.
 ///
@@ -105,7 +107,13 @@ pub fn upload(
         });
     };
     let mut report = UploadReport::new(place.target.clone());
-    copy_artifacts(&run, runs, destination, on_conflict, &mut report)?;
+    let store = ArtifactStore::of_runs(destination);
+    // Until the run is there, nothing else says that they are needed.
+    let _kept = match run.artifacts.is_empty() {
+        true => None,
+        false => Some(store.make()?),
+    };
+    copy_artifacts(&run, runs, &store, on_conflict, &mut report)?;
     copy_files(&run_folder, &place, run.id, &mut report)?;
     place.publish()?;
     Ok(report)
@@ -232,7 +240,7 @@ fn copy_files(from: &Path, place: &Place, run: RunId, report: &mut UploadReport)
     }
     fs::create_dir_all(work).map_err(|error| Error::io("create the folder", work, error))?;
     // Removes what an upload that was killed has left, too.
-    let staged = StagedFolder::create(work, MARKER, |target| target == MARKER)
+    let staged = StagedFolder::create(work, UPLOAD, |target| target == UPLOAD)
         .map_err(|error| Error::io("create a folder in", work, error))?;
     let before = Marker::read(work).filter(|marker| marker.run == run);
     let state = UploadState::Complete;
@@ -292,11 +300,11 @@ fn copy_files(from: &Path, place: &Place, run: RunId, report: &mut UploadReport)
 fn copy_artifacts(
     run: &RunHistory,
     runs: &Path,
-    destination: &Path,
+    to: &ArtifactStore,
     on_conflict: OnConflict,
     report: &mut UploadReport,
 ) -> Result<()> {
-    let [from, to] = [runs, destination].map(ArtifactStore::of_runs);
+    let from = ArtifactStore::of_runs(runs);
     let artifacts: BTreeSet<_> = run
         .artifacts
         .iter()
@@ -366,8 +374,7 @@ fn prepare(destination: &Path, make_folder: MakeFolder) -> Result<()> {
 
 /// Whether a file of a run's folder belongs to where it lies: a lock, or what is computed anew.
 fn is_kept_back(name: &str) -> bool {
-    matches!(name, MARKER | "lock" | "summary.json")
-        || !name.contains('/') && name.ends_with(".lock")
+    matches!(name, UPLOAD | LOCK | SUMMARY) || !name.contains('/') && name.ends_with(".lock")
 }
 
 fn below(folder: &Path, name: &str) -> PathBuf {

@@ -12,7 +12,9 @@ use crate::artifact::OnConflict;
 use crate::error::{Error, Kind, Result};
 use crate::history::HistoryReader;
 use crate::journal::RunLock;
+use crate::run_files::RunFiles;
 use crate::run_id::RunId;
+use crate::runs::Runs;
 
 /// Where a run goes.
 #[derive(Debug)]
@@ -52,7 +54,10 @@ impl Place {
                         return Err(Error::new(Kind::Conflict, message));
                     }
                     OnConflict::NewVersion => continue,
-                    OnConflict::Replace => (hidden, true),
+                    OnConflict::Replace => {
+                        expect_nothing_foreign(&target)?;
+                        (hidden, true)
+                    }
                 },
             };
             return Ok(Some(Self {
@@ -88,6 +93,7 @@ impl Place {
                 );
                 return Err(Error::new(Kind::Conflict, message));
             }
+            expect_nothing_foreign(target)?;
             fs::rename(target, &aside).map_err(|error| Error::io("move away", target, error))?;
         }
         let renamed = fs::rename(work, target);
@@ -110,6 +116,25 @@ impl Place {
         }
         Ok(())
     }
+}
+
+/// Refuses to replace what is no run, and a run in whose folder others have something.
+fn expect_nothing_foreign(target: &Path) -> Result<()> {
+    let what = match target.is_dir() && Runs::is_run(target) {
+        false => "is no run".to_owned(),
+        true => match RunFiles::list(target)?.foreign.first() {
+            None => return Ok(()),
+            Some(foreign) => format!(
+                "holds what its run did not write, such as {}",
+                foreign.display()
+            ),
+        },
+    };
+    let message = format!(
+        "{} cannot be replaced: it {what}; move that elsewhere, or choose to keep both",
+        target.display()
+    );
+    Err(Error::new(Kind::Conflict, message))
 }
 
 /// Whether a process writes the run in a folder.

@@ -39,7 +39,8 @@ impl Fixture {
         let id = RunId::new();
         for file in 0..20_u32 {
             let content = format!("{id} {file}").repeat(500);
-            fs::write(folder.join(format!("tensorboard/{file}")), content).unwrap();
+            let name = format!("tensorboard/events.out.tfevents.{file:010}.1.{id}");
+            fs::write(folder.join(name), content).unwrap();
         }
         fs::write(folder.join("lock"), "process 1").unwrap();
         let file = self.at("model");
@@ -124,9 +125,11 @@ fn a_run_comes_with_its_artifacts_and_once() {
     );
 
     // Damage is mended, files that the run does not have any more go, and what others put there stays.
-    fs::write(report.folder.join("tensorboard/3"), "damaged").unwrap();
+    let events = names_in(&run.join("tensorboard"));
+    let [third, fourth] = [3, 4].map(|at| format!("tensorboard/{}", events[at]));
+    fs::write(report.folder.join(third), "damaged").unwrap();
     fs::write(report.folder.join("notes.txt"), "good").unwrap();
-    fs::remove_file(run.join("tensorboard/4")).unwrap();
+    fs::remove_file(run.join(fourth)).unwrap();
     fixture.end(&run);
     let third = fixture.upload(&run, OnConflict::Error).unwrap();
     assert_eq!((third.copied_files, third.present_files), (2, 18));
@@ -171,6 +174,15 @@ fn another_run_of_the_name_is_resolved() {
             .is_conflict()
     );
     drop(lock);
+    let notes = fixture.at("shared/mnist/notes.txt");
+    fs::write(&notes, "mine").unwrap();
+    let error = fixture.upload(&third, OnConflict::Replace).unwrap_err();
+    assert!(
+        error.is_conflict() && error.to_string().contains("notes.txt"),
+        "{error}"
+    );
+    assert_eq!(files(&fixture.at("shared/mnist")).len(), 22);
+    fs::remove_file(&notes).unwrap();
     let replaced = fixture.upload(&third, OnConflict::Replace).unwrap();
     assert_eq!(replaced.folder, fixture.at("shared/mnist"));
     assert_eq!(files(&replaced.folder), files(&third));
@@ -180,6 +192,28 @@ fn another_run_of_the_name_is_resolved() {
         names_in(&fixture.at("shared")),
         [".artifacts", "mnist", "mnist-2"]
     );
+}
+
+#[test]
+fn the_number_of_a_version_that_was_removed_gets_nothing_else() {
+    let fixture = Fixture::new();
+    let (first, second) = (fixture.run("runs", "a"), fixture.run("others", "b"));
+    fixture.upload(&first, OnConflict::Error).unwrap();
+    let store = fixture.store("shared");
+    store.remove_alias("model", "best").unwrap();
+    store.prune(&Retention::keep_last(0)).unwrap();
+    assert!(store.open("model:v1").unwrap_err().is_not_found());
+
+    let error = fixture.upload(&second, OnConflict::Error).unwrap_err();
+    assert!(error.is_conflict(), "{error}");
+    let stored = |run: &Path| {
+        let report = fixture.upload(run, OnConflict::NewVersion).unwrap();
+        report.artifacts[0].stored_as.clone()
+    };
+    assert_eq!(stored(&second), "model:v2");
+    assert_eq!(stored(&second), "model:v2", "it is there already");
+    // The same version as before may come back.
+    assert_eq!(stored(&first), "model:v1");
 }
 
 #[test]
@@ -233,6 +267,10 @@ fn what_cannot_be_uploaded_is_told() {
     fs::create_dir(fixture.at("notes")).unwrap();
     fs::write(fixture.at("notes/mnist"), "").unwrap();
     assert!(to("notes").unwrap_err().is_conflict());
+    fs::create_dir_all(fixture.at("shared/other/data")).unwrap();
+    let other = fixture.run("runs", "other");
+    let error = fixture.upload(&other, OnConflict::Replace).unwrap_err();
+    assert!(error.is_conflict() && fixture.at("shared/other/data").exists());
 }
 
 #[test]

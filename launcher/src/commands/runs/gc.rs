@@ -1,13 +1,12 @@
 //! `accel-launch runs gc`.
 
 use std::io::{self, BufRead, IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use accelerator_track::{
-    ArtifactId, ArtifactStore, Leftover, ListedRun, PruneReport, Retention, RunStatus, RunSummary,
-    Runs,
+    ArtifactId, Leftover, ListedRun, PruneReport, RunStatus, RunSummary, Runs,
 };
 use clap::Args;
 
@@ -53,8 +52,7 @@ struct Garbage {
     leftovers: Vec<Leftover>,
     /// What a start or an upload left that was cut off.
     unfinished: Vec<Leftover>,
-    /// With what is pruned of it.
-    artifacts: Option<(ArtifactStore, Retention, PruneReport)>,
+    artifacts: PruneReport,
     bytes: u64,
 }
 
@@ -97,10 +95,8 @@ impl Garbage {
             || !arguments.filter.is_empty();
         // They come the oldest first.
         let newest = arguments.keep_last.unwrap_or(0);
-        let mut kept = runs.split_off(runs.len().saturating_sub(newest));
-        let is_removed = |(_, run): &(ListedRun, RunSummary)| is_asked && arguments.takes(run);
-        let (runs, others): (Vec<_>, Vec<_>) = runs.into_iter().partition(is_removed);
-        kept.extend(others);
+        runs.truncate(runs.len().saturating_sub(newest));
+        runs.retain(|(_, run)| is_asked && arguments.takes(run));
         let mut leftovers = folder.leftovers().map_err(failed)?;
         let is_of_removed =
             |x: &Leftover| runs.iter().any(|(run, _)| x.path.starts_with(&run.folder));
@@ -116,20 +112,22 @@ impl Garbage {
         let of_others = leftovers.iter().chain(&unfinished).map(|x| x.bytes);
         let bytes: u64 = of_runs.chain(of_others).sum();
         let artifacts = match (arguments.artifacts, are_all_read) {
-            (false, _) => None,
-            (true, true) => Some(unneeded_artifacts(folder, &kept)?),
+            (false, _) => PruneReport::default(),
+            (true, true) => {
+                let removed: Vec<_> = runs.iter().map(|(run, _)| run.clone()).collect();
+                folder.unneeded_artifacts(&removed).map_err(failed)?
+            }
             (true, false) => {
                 note("artifacts are left alone: it is not known which ones a damaged run uses");
-                None
+                PruneReport::default()
             }
         };
-        let of_artifacts = artifacts.as_ref().map_or(0, |(_, _, report)| report.bytes);
         Ok(Self {
             runs,
             leftovers,
             unfinished,
+            bytes: bytes + artifacts.bytes,
             artifacts,
-            bytes: bytes + of_artifacts,
         })
     }
 
@@ -143,8 +141,7 @@ impl Garbage {
 
     /// The artifacts that are removed.
     fn versions(&self) -> &[ArtifactId] {
-        let report = self.artifacts.as_ref().map(|(_, _, report)| report);
-        report.map_or(&[], |report| &report.versions)
+        &self.artifacts.versions
     }
 
     fn text(&self) -> String {
@@ -175,31 +172,40 @@ impl Garbage {
     fn remove(&self, folder: &Runs) -> Result<(u64, bool)> {
         let mut freed = 0;
         let mut is_complete = true;
-        let mut count = |path: &Path, bytes: u64, removed: accelerator_track::Result<()>| {
-            match removed.map_err(failed) {
-                Ok(()) => freed += bytes,
-                // It goes on since it was listed, or is another user's.
-                Err(error) => {
-                    is_complete = false;
-                    note(&format!(
-                        "{} is not removed: {}",
-                        label(path),
-                        chain(&error)
-                    ));
+        let mut count =
+            |path: &Path, bytes: u64, removed: accelerator_track::Result<Vec<PathBuf>>| {
+                match removed.map_err(failed) {
+                    Ok(foreign) => {
+                        freed += bytes;
+                        for path in foreign {
+                            let path = plain(&path.display().to_string());
+                            note(&format!("{path} stays: the run did not write it"));
+                        }
+                    }
+                    // It has been written since it was listed, or is another user's.
+                    Err(error) => {
+                        is_complete = false;
+                        note(&format!(
+                            "{} is not removed: {}",
+                            label(path),
+                            chain(&error)
+                        ));
+                    }
                 }
-            }
-        };
+            };
         for (run, _) in &self.runs {
             let bytes = run.bytes();
-            count(&run.folder, bytes, folder.remove(&run.folder));
+            count(&run.folder, bytes, folder.remove(run));
         }
         for found in &self.unfinished {
-            count(&found.path, found.bytes, folder.remove_unfinished(found));
+            let removed = folder.remove_unfinished(found);
+            count(&found.path, found.bytes, removed.map(|()| Vec::new()));
         }
-        let leftovers = folder.remove_leftovers().map_err(failed)?;
+        let leftovers = folder.remove_leftovers(&self.leftovers).map_err(failed)?;
         freed += leftovers.iter().map(|x| x.bytes).sum::<u64>();
-        if let Some((store, retention, _)) = self.artifacts.as_ref().filter(|_| is_complete) {
-            freed += store.prune(retention).map_err(failed)?.bytes;
+        if !self.versions().is_empty() {
+            let removed = folder.remove_artifacts(&self.artifacts).map_err(failed)?;
+            freed += removed.bytes;
         }
         Ok((freed, is_complete))
     }
@@ -218,33 +224,6 @@ impl GcArgs {
         let age = found.modified.elapsed().unwrap_or_default();
         self.filter.is_empty() && self.older_than.is_some_and(|least| age >= least)
     }
-}
-
-/// The artifacts that nothing needs once only these runs are left, and what keeps the others.
-fn unneeded_artifacts(
-    folder: &Runs,
-    kept: &[(ListedRun, RunSummary)],
-) -> Result<(ArtifactStore, Retention, PruneReport)> {
-    let store = ArtifactStore::of_runs(folder.folder());
-    let mut retention = Retention::keep_last(1).keep_aliased();
-    for (_, run) in kept {
-        for artifact in &run.artifacts {
-            retention = retention.keep(&artifact.name, artifact.version);
-        }
-    }
-    for name in store.names().map_err(failed)? {
-        for version in store.versions(&name).map_err(failed)? {
-            // What no run made is somebody's who put it there.
-            let is_left = version
-                .run()
-                .is_none_or(|id| kept.iter().any(|(_, run)| run.id == id));
-            if is_left {
-                retention = retention.keep(&name, version.version());
-            }
-        }
-    }
-    let report = store.plan_prune(&retention).map_err(failed)?;
-    Ok((store, retention, report))
 }
 
 fn unfinished_text(found: &Leftover) -> String {

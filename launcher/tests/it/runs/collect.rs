@@ -1,9 +1,12 @@
 //! `gc`.
 
-use accelerator_track::{Artifact, ArtifactStore, RunSummary};
+use std::io::{Read, Write};
+
+use accelerator_track::{Artifact, ArtifactStore, Run, RunSummary};
 
 use super::{builder, finished, lines};
-use crate::support::Folder;
+use crate::support::{Folder, wait_until};
+use crate::terminal::open_terminal;
 
 fn left(folder: &Folder) -> Vec<String> {
     let entries = std::fs::read_dir(folder.path().join("runs")).unwrap();
@@ -142,4 +145,73 @@ fn gc_removes_artifacts_that_nothing_needs() {
     let text = folder.launch(line).expect(0).text();
     assert_eq!(lines(&text), ["artifact model:v1", "freed 10 B"]);
     assert_eq!(versions(), [2, 3, 4]);
+}
+
+#[test]
+fn gc_keeps_and_names_what_the_run_did_not_write() {
+    let folder = Folder::new();
+    finished(&folder, "a", 0.1);
+    folder.write("runs/a/checkpoint-000001/model.bin", "weights");
+    folder.write("runs/a/notes.new", "mine");
+    let line = ["runs", "gc", "--yes"];
+    assert_eq!(folder.launch(line).expect(0).text(), "nothing to remove\n");
+    folder
+        .launch(["runs", "gc", "--keep-last", "0", "--yes"])
+        .expect(0)
+        .says("runs/a/checkpoint-000001 stays: the run did not write it")
+        .says("runs/a/notes.new stays");
+    assert_eq!(folder.read("runs/a/checkpoint-000001/model.bin"), "weights");
+    assert_eq!(folder.read("runs/a/notes.new"), "mine");
+    assert!(!folder.path().join("runs/a/journal.jsonl").exists());
+    let list = folder.launch(["runs", "list"]).expect(0).text();
+    assert_eq!(list, "no runs in runs\n");
+}
+
+/// Like a user, who answers when something else has happened.
+#[test]
+fn gc_removes_what_it_has_shown_and_nothing_that_came_to_be_needed() {
+    let folder = Folder::new();
+    let builder = |name: &str| builder(&folder, name);
+    let output = |run: &Run, content: &str| {
+        let path = folder.write("model.bin", content);
+        let model = Artifact::create("model").add_file(path).unwrap();
+        run.mark_output(model).unwrap();
+    };
+    let old = builder("old").start().unwrap();
+    ["1", "2"].iter().for_each(|x| output(&old, x));
+    let path = old.folder().to_owned();
+    drop(old);
+    std::fs::remove_dir_all(path).unwrap();
+    drop(builder("goes-on").launch("1").start().unwrap());
+    drop(builder("ended").start().unwrap());
+    let live = builder("live").start().unwrap();
+    output(&live, "3");
+
+    let mut command = folder.launcher();
+    command.args(["runs", "gc", "--artifacts", "--status", "interrupted"]);
+    let (mut user, terminal) = open_terminal();
+    command
+        .stdin(terminal.try_clone().unwrap())
+        .stdout(terminal.try_clone().unwrap())
+        .stderr(terminal);
+    let mut gc = command.spawn().unwrap();
+    drop(command);
+    let (mut shown, mut chunk) = (String::new(), [0; 4096]);
+    // At its end nobody has the terminal open any more, which is an error.
+    while let Ok(count @ 1..) = user.read(&mut chunk) {
+        shown.push_str(std::str::from_utf8(&chunk[..count]).unwrap());
+        if shown.ends_with("[y/N] ") {
+            ["4", "5"].iter().for_each(|x| output(&live, x));
+            drop(builder("goes-on").launch("1").start().unwrap());
+            user.write_all(b"y\n").unwrap();
+        }
+    }
+    let status = wait_until("gc to end", || gc.try_wait().unwrap());
+    assert_eq!(status.code(), Some(1), "{shown}");
+    assert!(shown.contains("goes-on is not removed"), "{shown}");
+    assert_eq!(left(&folder), [".artifacts", "goes-on", "live"]);
+    let versions = ArtifactStore::of_runs(folder.path().join("runs"));
+    let versions = versions.versions("model").unwrap();
+    let versions: Vec<_> = versions.iter().map(|x| x.version()).collect();
+    assert_eq!(versions, [3, 4, 5]);
 }

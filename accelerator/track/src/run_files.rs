@@ -1,0 +1,196 @@
+//! The files that a run has in its folder.
+//!
+//! Others may put files of their own there. They are not the run's, and nothing that removes a run removes them.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use accelerator_manifest::{ContentHash, Folder};
+use tempfile::NamedTempFile;
+
+use crate::error::{Error, Kind, Result};
+use crate::run_id::RunId;
+
+/// The journal, which makes a folder a run.
+pub(crate) const JOURNAL: &str = "journal.jsonl";
+/// Held by the process that writes the run.
+pub(crate) const LOCK: &str = "lock";
+/// What is kept of the run beside its journal.
+pub(crate) const SUMMARY: &str = "summary.json";
+/// The launcher's report of a job that failed.
+pub(crate) const FAILURE: &str = "failure.json";
+/// The table of metrics.
+pub(crate) const TABLE: &str = "metrics.csv";
+/// How far the run was delivered to an MLflow server.
+pub(crate) const MLFLOW: &str = "mlflow.json";
+/// Which files came with an upload.
+pub(crate) const UPLOAD: &str = "upload.json";
+/// The folder of files that are named by their contents.
+pub(crate) const BLOBS: &str = "blobs";
+/// The folder of what the hosts of ranks measured.
+pub(crate) const SYSTEM: &str = "system";
+/// The folder of TensorBoard's files.
+pub(crate) const TENSORBOARD: &str = "tensorboard";
+/// How the names of TensorBoard's files begin.
+pub(crate) const EVENTS: &str = "events.out.tfevents.";
+/// How the hidden names begin of files that are not whole yet.
+pub(crate) const STAGED: &str = ".accel-";
+
+/// What lies in the folder of a run.
+#[derive(Debug, Default)]
+pub(crate) struct RunFiles {
+    /// The run's own.
+    pub(crate) own: Vec<PathBuf>,
+    /// Files and folders of others.
+    pub(crate) foreign: Vec<PathBuf>,
+}
+
+impl RunFiles {
+    /// Lists a run's folder.
+    pub(crate) fn list(folder: &Path) -> Result<Self> {
+        let mut this = Self::default();
+        this.list_in(folder, None)?;
+        this.own.sort();
+        this.foreign.sort();
+        Ok(this)
+    }
+
+    fn list_in(&mut self, folder: &Path, part: Option<&str>) -> Result<()> {
+        let unread = |error| Error::io("read the folder", folder, error);
+        for entry in fs::read_dir(folder).map_err(unread)? {
+            let entry = entry.map_err(unread)?;
+            // Not that of what a link leads to.
+            let is_folder = entry.file_type().map_err(unread)?.is_dir();
+            let (name, path) = (entry.file_name(), entry.path());
+            match (name.to_str(), part) {
+                (Some(name), None) if is_folder && FOLDERS.contains(&name) => {
+                    self.list_in(&path, Some(name))?;
+                }
+                (Some(name), _) if !is_folder && is_own(&path, name, part) => self.own.push(path),
+                _ => self.foreign.push(path),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes a file in a run's folder, or one below it, that gets its own name when it is whole.
+pub(crate) fn staged(folder: &Path) -> io::Result<NamedTempFile> {
+    tempfile::Builder::new().prefix(STAGED).tempfile_in(folder)
+}
+
+/// Whether a name in a run's folder is that of a file that was not written to its end.
+pub(crate) fn is_staged(name: &str) -> bool {
+    name.starts_with(STAGED)
+        || name
+            .strip_suffix(NEW)
+            .is_some_and(|name| [TABLE, MLFLOW].contains(&name))
+}
+
+/// The name of a file until it is whole and replaces another one.
+pub(crate) fn new_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(NEW);
+    name.into()
+}
+
+/// The name of the journal of a rank's host.
+pub(crate) fn rank_journal_name(rank: usize) -> String {
+    format!("{RANK}{rank}{EXTENSION}")
+}
+
+/// The rank that such a name is of.
+pub(crate) fn rank_of(name: &str) -> Option<usize> {
+    let rank = name.strip_prefix(RANK)?.strip_suffix(EXTENSION)?;
+    rank.parse().ok()
+}
+
+/// Removes the run's files, and the folder unless others have something in it. Returns what they have.
+///
+/// Nobody else may write the run meanwhile. The run is gone with the first step; where the rest is cut off,
+/// [`is_cut_off`] tells, and a second call removes it.
+pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
+    let (journal, cut_off) = (folder.join(JOURNAL), folder.join(REMOVED));
+    let lock = folder.join(LOCK);
+    let failed = |error| Error::io("remove", folder, error);
+    let mut files = RunFiles::list(folder)?;
+    if let Some(found) = files.own.iter_mut().find(|path| **path == journal) {
+        fs::rename(&journal, &cut_off).map_err(failed)?;
+        *found = cut_off.clone();
+    }
+    // The mark goes last, and the lock before it.
+    files
+        .own
+        .sort_by_key(|path| (*path == cut_off, *path == lock));
+    for path in &files.own {
+        ignore_missing(fs::remove_file(path)).map_err(|error| Error::io("remove", path, error))?;
+    }
+    for name in FOLDERS {
+        // It is not there, or others have something in it.
+        let _ = fs::remove_dir(folder.join(name));
+    }
+    match fs::remove_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {}
+        removed => ignore_missing(removed).map_err(failed)?,
+    }
+    Ok(files.foreign)
+}
+
+/// Whether the removal of the run in a folder was cut off.
+pub(crate) fn is_cut_off(folder: &Path) -> bool {
+    folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists()
+}
+
+/// Refuses a folder that holds checkpoints.
+pub(crate) fn expect_no_checkpoints(folder: &Path) -> Result<()> {
+    let checkpoints = Folder::open(folder).and_then(|folder| folder.checkpoints());
+    // What cannot be listed is reported where the run is begun.
+    match checkpoints.unwrap_or_default().last() {
+        None => Ok(()),
+        Some(checkpoint) => Err(Error::new(
+            Kind::Misuse,
+            format!(
+                "the run's folder {} holds checkpoints, such as {}: move them to a folder of their own, such as \
+                 `checkpoints/NAME`, and save them there",
+                folder.display(),
+                checkpoint.path().display()
+            ),
+        )),
+    }
+}
+
+fn is_own(path: &Path, name: &str, part: Option<&str>) -> bool {
+    is_staged(name)
+        || match part {
+            None => FILES.contains(&name) || name.ends_with(".lock") && is_lock(path),
+            Some(BLOBS) => name.parse::<ContentHash>().is_ok(),
+            Some(SYSTEM) => rank_of(name).is_some(),
+            _ => {
+                let run = name.rsplit('.').next().map(str::parse::<RunId>);
+                name.starts_with(EVENTS) && matches!(run, Some(Ok(_)))
+            }
+        }
+}
+
+/// Whether the lock of a sink wrote the file: other programs have files of such names, too.
+fn is_lock(path: &Path) -> bool {
+    let is_short = fs::metadata(path).is_ok_and(|file| file.len() < 1024);
+    let text = is_short.then(|| fs::read_to_string(path).ok()).flatten();
+    text.is_some_and(|text| text.starts_with("process ") && text.contains(" on "))
+}
+
+fn ignore_missing(done: io::Result<()>) -> io::Result<()> {
+    match done {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+const FILES: [&str; 7] = [JOURNAL, LOCK, SUMMARY, FAILURE, TABLE, MLFLOW, UPLOAD];
+const FOLDERS: [&str; 3] = [BLOBS, SYSTEM, TENSORBOARD];
+/// The journal's name while the run is removed.
+const REMOVED: &str = ".accel-removed";
+const NEW: &str = ".new";
+const RANK: &str = "rank-";
+const EXTENSION: &str = ".jsonl";
