@@ -26,7 +26,7 @@ use crate::tree;
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// # let path = temporary.path().join("runs/a");
+/// # let path = temporary.path().join("checkpoints/a");
 /// let name: FileName = "model.bin".parse()?;
 /// let mut draft = Folder::create(&path)?.begin(0)?;
 /// draft.write_bytes(&name, Role::Model, b"weights")?;

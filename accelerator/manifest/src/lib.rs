@@ -11,7 +11,7 @@
 //!
 //! # fn main() -> accelerator_manifest::Result<()> {
 //! # let temporary = tempfile::tempdir().unwrap();
-//! # let path = temporary.path().join("runs/a");
+//! # let path = temporary.path().join("checkpoints/a");
 //! let folder = Folder::create(&path)?;
 //! let mut draft = folder.begin(0)?;
 //! draft.write(&"model.bin".parse()?, Role::Model, |file| file.write_all(b"weights"))?;

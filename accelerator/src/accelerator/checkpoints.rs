@@ -114,7 +114,7 @@ impl Accelerator {
     /// let mut state = 0;
     /// if let Err(error) = train(&accelerator, &mut state) {
     ///     if error.is_peer_lost() {
-    ///         accelerator.save_emergency("runs/a", Object(&state))?;
+    ///         accelerator.save_emergency("checkpoints/a", Object(&state))?;
     ///     }
     ///     return Err(error);
     /// }

@@ -54,8 +54,8 @@ impl Accelerator {
     /// As [`save_model`](Self::save_model), in the layout and the sizes that `options` say.
     ///
     /// Where the model does not fit in one file, `path` names the whole: for
-    /// `runs/model.safetensors` there are `runs/model-00001-of-00003.safetensors`, …, and
-    /// `runs/model.safetensors.index.json`. All files are written under other names first; the
+    /// `models/model.safetensors` there are `models/model-00001-of-00003.safetensors`, …, and
+    /// `models/model.safetensors.index.json`. All files are written under other names first; the
     /// index takes its place last. Files of an older save under the same name are then removed. With
     /// [`SaveOptions::with_max_shard_size`], a symbolic link at `path` is replaced, not followed.
     ///

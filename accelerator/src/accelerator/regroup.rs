@@ -104,7 +104,7 @@ impl Accelerator {
     /// #     let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
     ///     // Model, optimizer and loader as ever.
     ///     let parts = accelerator.prepare((model, SgdConfig::new().init(), train))?;
-    ///     let ((mut model, mut optimizer, train), position) = accelerator.resume("runs/a", parts)?;
+    ///     let ((mut model, mut optimizer, train), position) = accelerator.resume("checkpoints/a", parts)?;
     ///     for epoch in position.epoch()..3 {
     ///         for batch in train.epoch(epoch) {
     ///             let batch = batch?;

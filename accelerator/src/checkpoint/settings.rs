@@ -12,8 +12,8 @@ use crate::core::user_message;
 /// ```
 /// use accelerator::checkpoint::Checkpoints;
 ///
-/// let checkpoints = Checkpoints::new("runs/a").with_total_limit(3);
-/// assert_eq!(checkpoints.path(), std::path::Path::new("runs/a"));
+/// let checkpoints = Checkpoints::new("checkpoints/a").with_total_limit(3);
+/// assert_eq!(checkpoints.path(), std::path::Path::new("checkpoints/a"));
 /// ```
 #[derive(Clone)]
 #[must_use]

@@ -9,7 +9,7 @@ use accelerator_collective::Activity;
 use accelerator_manifest::{
     self as manifest, CheckpointKind, FileName, Folder, Metadata, Role, VerifyLevel,
 };
-use accelerator_track::RunMark;
+use accelerator_track::{RunMark, Runs};
 
 use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
@@ -46,6 +46,12 @@ pub(super) fn begin(
     if settings.path().join("manifest.json").exists() {
         return Err(Error::misuse(format!(
             "`{}` is a checkpoint; expected the folder that holds checkpoints",
+            settings.path().display()
+        )));
+    }
+    if Runs::is_run(settings.path()) {
+        return Err(Error::misuse(format!(
+            "`{}` is the folder of a tracked run; save checkpoints to another one, such as `checkpoints/NAME`",
             settings.path().display()
         )));
     }

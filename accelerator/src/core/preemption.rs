@@ -26,9 +26,9 @@ use super::user_message;
 ///     Some(end) => by_signals.with_deadline(end - Duration::from_secs(120)),
 ///     None => by_signals,
 /// };
-/// // `touch runs/a/leave` ends the job, too; of signals, SIGUSR2 alone.
+/// // `touch checkpoints/a/leave` ends the job, too; of signals, SIGUSR2 alone.
 /// let preemption = in_time
-///     .with_file("runs/a/leave")
+///     .with_file("checkpoints/a/leave")
 ///     .with_signals([PreemptionSignal::Usr2]);
 /// # let accelerator = accelerator::Accelerator::new()?;
 /// accelerator.on_preemption(preemption)?;

@@ -306,7 +306,7 @@ mod tests {
     fn reads_sub_commands() {
         let command = |line: &str| parse(line).unwrap().command;
         assert!(matches!(
-            command("checkpoint show runs/a 3 --json"),
+            command("checkpoint show checkpoints/a 3 --json"),
             Some(Subcommands::Checkpoint(_))
         ));
         for line in ["checkpoint", "checkpoint list", "checkpoint show a first"] {

@@ -6,9 +6,10 @@ use std::num::NonZeroUsize;
 use crate::support::Folder;
 use accelerator_manifest::{Checkpoint, CheckpointKind, LoaderState, Metadata, Role};
 
-/// `runs/a` with three checkpoints, the last one an emergency save.
+/// `checkpoints/a` with three checkpoints, the last one an emergency save.
 fn runs(folder: &Folder) -> Vec<Checkpoint> {
-    let checkpoints = accelerator_manifest::Folder::create(folder.path().join("runs/a")).unwrap();
+    let checkpoints =
+        accelerator_manifest::Folder::create(folder.path().join("checkpoints/a")).unwrap();
     let save = |step: u64| {
         let mut draft = checkpoints.begin(0).unwrap();
         draft
@@ -67,12 +68,12 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
     fs::write(saved[1].path().join("model.safetensors"), "short").unwrap();
     fs::remove_file(saved[0].path().join("manifest.json")).unwrap();
     let draft = folder.write(
-        "runs/a/.checkpoint-000004.partial-00000000-1-0123456789abcdef/x",
+        "checkpoints/a/.checkpoint-000004.partial-00000000-1-0123456789abcdef/x",
         "",
     );
 
     let text = folder
-        .launch(["checkpoint", "list", "runs/a"])
+        .launch(["checkpoint", "list", "checkpoints/a"])
         .expect(0)
         .text();
     let shown = lines(&text);
@@ -104,7 +105,7 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
     );
 
     let text = folder
-        .launch(["checkpoint", "list", "runs/a", "--json"])
+        .launch(["checkpoint", "list", "checkpoints/a", "--json"])
         .expect(0)
         .text();
     let list: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -119,7 +120,7 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
 
     // One checkpoint is a list as well.
     let one = folder
-        .launch(["checkpoint", "list", "runs/a/checkpoint-000003"])
+        .launch(["checkpoint", "list", "checkpoints/a/checkpoint-000003"])
         .expect(0)
         .text();
     assert_eq!(lines(&one).len(), 2);
@@ -130,11 +131,11 @@ fn show_tells_what_a_checkpoint_says() {
     let folder = Folder::new();
     let saved = runs(&folder);
     for (arguments, step) in [
-        (&["runs/a"][..], 300),
-        (&["runs/a", "latest"], 300),
-        (&["runs/a", "2"], 200),
-        (&["runs/a", "checkpoint-000002"], 200),
-        (&["runs/a/checkpoint-000001"], 100),
+        (&["checkpoints/a"][..], 300),
+        (&["checkpoints/a", "latest"], 300),
+        (&["checkpoints/a", "2"], 200),
+        (&["checkpoints/a", "checkpoint-000002"], 200),
+        (&["checkpoints/a/checkpoint-000001"], 100),
     ] {
         let line = [&["checkpoint", "show"], arguments].concat();
         let text = folder.launch(line.clone()).expect(0).text();
@@ -167,17 +168,17 @@ fn show_tells_what_a_checkpoint_says() {
     // The newest that is whole; and of a broken one, what can still be told.
     fs::write(saved[2].path().join("model.safetensors"), "short").unwrap();
     let text = folder
-        .launch(["checkpoint", "show", "runs/a"])
+        .launch(["checkpoint", "show", "checkpoints/a"])
         .expect(0)
         .text();
     assert!(lines(&text).contains(&"number 2".to_owned()), "{text}");
     fs::write(saved[2].path().join("manifest.json"), "{}").unwrap();
     folder
-        .launch(["checkpoint", "show", "runs/a", "3"])
+        .launch(["checkpoint", "show", "checkpoints/a", "3"])
         .expect(1)
         .says("seal");
     folder
-        .launch(["checkpoint", "show", "runs/a", "9"])
+        .launch(["checkpoint", "show", "checkpoints/a", "9"])
         .expect(2)
         .says("no checkpoint 9");
 }
@@ -187,7 +188,7 @@ fn verify_names_every_defect() {
     let folder = Folder::new();
     let saved = runs(&folder);
     let text = folder
-        .launch(["checkpoint", "verify", "runs/a"])
+        .launch(["checkpoint", "verify", "checkpoints/a"])
         .expect(0)
         .text();
     assert_eq!(
@@ -201,13 +202,13 @@ fn verify_names_every_defect() {
     fs::write(saved[0].path().join("notes"), "").unwrap();
     // What `list` cannot see.
     let listed = folder
-        .launch(["checkpoint", "list", "runs/a/checkpoint-000003"])
+        .launch(["checkpoint", "list", "checkpoints/a/checkpoint-000003"])
         .expect(0)
         .text();
     assert!(listed.contains("sizes ok"), "{listed}");
 
     let text = folder
-        .launch(["checkpoint", "verify", "runs/a"])
+        .launch(["checkpoint", "verify", "checkpoints/a"])
         .expect(1)
         .text();
     assert_eq!(text.matches(": good").count(), 2, "{text}");
@@ -223,7 +224,7 @@ fn verify_names_every_defect() {
     assert!(text.contains("  notes: not in the manifest"), "{text}");
 
     let text = folder
-        .launch(["checkpoint", "verify", "runs/a", "--json"])
+        .launch(["checkpoint", "verify", "checkpoints/a", "--json"])
         .expect(1)
         .text();
     let report: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -235,10 +236,10 @@ fn verify_names_every_defect() {
     assert_eq!(report["checkpoints"][2]["good"], true);
 
     folder
-        .launch(["checkpoint", "verify", "runs/a/checkpoint-000003"])
+        .launch(["checkpoint", "verify", "checkpoints/a/checkpoint-000003"])
         .expect(0);
     folder
-        .launch(["checkpoint", "verify", "runs/a/checkpoint-000002"])
+        .launch(["checkpoint", "verify", "checkpoints/a/checkpoint-000002"])
         .expect(1);
 }
 
@@ -268,7 +269,7 @@ fn wrong_places_are_told() {
         .says("seal");
     runs(&folder);
     fs::rename(
-        folder.path().join("runs/a"),
+        folder.path().join("checkpoints/a"),
         folder.path().join("checkpoint-000009"),
     )
     .unwrap();

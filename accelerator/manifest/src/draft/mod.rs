@@ -31,7 +31,7 @@ mod writer;
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// let folder = Folder::create(temporary.path().join("checkpoints/a"))?;
 /// let mut draft = folder.begin(0)?;
 /// draft.write(&"model.bin".parse()?, Role::Model, |file| file.write_all(b"weights"))?;
 ///
@@ -52,7 +52,7 @@ mod writer;
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// let folder = Folder::create(temporary.path().join("checkpoints/a"))?;
 /// let mut draft = folder.begin(0)?;
 /// assert_eq!(draft.number(), 1);
 /// let entry = draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;

@@ -32,7 +32,7 @@ mod tests;
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// let folder = Folder::create(temporary.path().join("checkpoints/a"))?;
 /// assert!(folder.latest_good()?.found.is_none());
 /// for step in [100, 200, 300] {
 ///     folder.begin(0)?.commit(Metadata { step, ..Metadata::new(NonZeroUsize::MIN) })?;
@@ -51,7 +51,7 @@ mod tests;
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path().join("runs/a"))?;
+/// let folder = Folder::create(temporary.path().join("checkpoints/a"))?;
 /// for step in [100, 200] {
 ///     folder.begin(0)?.commit(Metadata { step, ..Metadata::new(NonZeroUsize::MIN) })?;
 /// }

@@ -210,7 +210,7 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
         let mut is_done = false;
         for seed in 0..3 {
             let temporary = folder_in_memory();
-            let path = temporary.path().join("runs/a");
+            let path = temporary.path().join("checkpoints/a");
             let (vfs, machine) = Machine::vfs(steps, seed);
             let made = Folder::create_on(vfs, path.clone());
             let told = made.as_ref().map_or(0, |folder| job(folder).unwrap());
@@ -257,7 +257,7 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
 fn a_folder_whose_name_may_be_lost_is_not_left() {
     for failing in 0.. {
         let temporary = tempfile::tempdir().unwrap();
-        let path = temporary.path().join("runs/a");
+        let path = temporary.path().join("checkpoints/a");
         let made = Folder::create_on(failing_once(failing), path.clone());
         match made {
             Ok(_) => {

@@ -19,7 +19,7 @@ fn spoil(checkpoint: &Checkpoint) {
 #[test]
 fn an_empty_folder_has_nothing_and_starts_with_one() {
     let temporary = tempfile::tempdir().unwrap();
-    let folder = Folder::create(temporary.path().join("runs/a")).unwrap();
+    let folder = Folder::create(temporary.path().join("checkpoints/a")).unwrap();
     assert_eq!(latest(&folder), (None, 0));
     assert_eq!(folder.next_number().unwrap(), 1);
     assert_eq!(folder.latest_hint(), None);
