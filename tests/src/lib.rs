@@ -16,6 +16,7 @@ pub mod fixtures;
 pub mod learner;
 pub mod matrix;
 pub mod operator;
+pub mod ports;
 pub mod problems;
 pub mod processes;
 pub mod resumable;

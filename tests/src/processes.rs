@@ -1,8 +1,6 @@
 //! Ranks as processes: started with plain variables, watched, and ended by a deadline.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Read;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{PoisonError, RwLock};
@@ -120,22 +118,6 @@ fn wait_for(mut running: Vec<Running>) -> Vec<Ended> {
     }
     running.into_iter().map(Running::end).collect()
 }
-
-/// A port that was free a moment ago. It is below those that the system gives to outgoing connections and to who asks for
-/// any, so that nobody else gets it before a rank listens there, which may be seconds later.
-///
-/// # Panics
-///
-/// When loopback has none.
-pub fn free_port() -> u16 {
-    let begin = RandomState::new().build_hasher().finish();
-    let ports = (0..PORTS).map(|next| FIRST_PORT + ((begin % PORTS + next) % PORTS) as u16);
-    let mut free = ports.filter(|&port| TcpListener::bind(("127.0.0.1", port)).is_ok());
-    free.next().expect("a free port on loopback")
-}
-
-const FIRST_PORT: u16 = 12_000;
-const PORTS: u64 = 20_000;
 
 /// The launcher that was built beside the tests, or that of `LAUNCHER_UNDER_TEST`.
 ///

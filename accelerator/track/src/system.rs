@@ -313,7 +313,8 @@ mod tests {
         assert_eq!(values("memory").len(), 4);
         assert!(values("memory").iter().all(|&x| x > 1e6), "{system:?}");
         assert_eq!(values("cpu").len(), 2);
-        assert!(values("cpu").iter().all(|&x| x > 0.1), "{system:?}");
+        // How much depends on what else runs.
+        assert!(values("cpu").iter().all(|&x| x > 0.0), "{system:?}");
         assert!(
             values("host_cpu").iter().all(|x| (0.0..=1.0).contains(x)),
             "{system:?}"

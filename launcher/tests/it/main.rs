@@ -19,6 +19,8 @@ mod failure;
 mod gpus;
 mod hosts;
 mod output;
+#[path = "../../../tests/src/ports.rs"]
+mod ports;
 mod preemption;
 mod ranks;
 mod restarts;

@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::process::Stdio;
 
+use crate::ports::free_port;
 use crate::support::{Folder, Run};
 
 #[test]
@@ -205,8 +206,9 @@ fn the_store_listens_while_ranks_run() {
 fn a_port_can_be_chosen_and_a_taken_one_is_an_error() {
     let folder = Folder::new();
     folder.script("show.sh", "echo $MASTER_PORT >> ran");
-    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let port = listener.local_addr().unwrap().port().to_string();
+    let port = free_port();
+    let listener = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let port = port.to_string();
     folder
         .launch(["-n", "2", "--master-port", &port, "show.sh"])
         .expect(1)

@@ -247,9 +247,7 @@ fn a_range_without_restarts_is_refused() {
 #[test]
 fn a_fixed_port_is_free_again_for_the_restart() {
     let folder = Folder::new();
-    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let port = listener.local_addr().unwrap().port().to_string();
-    drop(listener);
+    let port = crate::ports::free_port().to_string();
     folder.script(
         "job.sh",
         "echo $MASTER_PORT >> ports; [ $ACCEL_RESTART = 2 ]",

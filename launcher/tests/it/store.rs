@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::hosts::free_port;
+use crate::ports::free_port;
 use crate::support::{DEADLINE, Ended, Folder, Run};
 use accelerator_collective::rendezvous::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};

@@ -98,12 +98,7 @@ fn ranks(ended: &Output) -> usize {
 
 #[test]
 fn processes_that_mpirun_has_started_are_the_ranks() {
-    let port = std::net::TcpListener::bind(("127.0.0.1", 0))
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port()
-        .to_string();
+    let port = accelerator_tests::ports::free_port().to_string();
     let processes = ["0", "1"].map(|rank| {
         let place = [
             ("OMPI_COMM_WORLD_RANK", rank),

@@ -24,6 +24,8 @@ mod netns;
 #[cfg(target_os = "linux")]
 mod networks;
 mod oracle;
+#[path = "../../../../tests/src/ports.rs"]
+mod ports;
 #[cfg(target_os = "linux")]
 mod processes;
 mod rendezvous;

@@ -157,10 +157,7 @@ fn a_rank_that_waits_says_whom_for() {
 /// A fault strikes a rank that knows all others and is connected to none; rank 0 hosts the store.
 #[cfg(feature = "faults")]
 fn while_connecting(rank: usize, action: &str, causes: &[&str]) {
-    let port = {
-        let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        listener.local_addr().unwrap().port()
-    };
+    let port = crate::ports::free_port();
     let plan = format!("rank={rank} connect {action}");
     let start = |rank| Process::start(rank, 3, port, &[("ACCEL_FAULTS", &plan)]);
     let started = Instant::now();

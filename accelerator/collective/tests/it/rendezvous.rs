@@ -14,6 +14,8 @@ use accelerator_collective::{
     rendezvous::{StoreOptions, StoreServer, Token},
 };
 
+use crate::ports::{RefusingAddress, free_port};
+
 /// Connects ranks, each on a thread of its own, and gives the outcomes in order; within a
 /// minute.
 fn connect(launches: Vec<Launch>, options: &GroupOptions) -> Vec<Result<ProcessGroup>> {
@@ -74,30 +76,18 @@ fn assert_whole(launches: Vec<Launch>) {
 const SHORT: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(50);
 
-/// Outcomes of a job whose rank 0 hosts the store itself. A free port may be taken by somebody
-/// else in between: then with another one.
+/// Outcomes of a job whose rank 0 hosts the store itself.
 fn hosted_by_rank_0(
     ranks: &[usize],
     world_size: usize,
     timeout: Duration,
 ) -> Vec<Result<ProcessGroup>> {
     let options = GroupOptions::new().with_connect_timeout(timeout);
-    for attempt in 0.. {
-        let port = {
-            let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-            listener.local_addr().unwrap().port()
-        };
-        let rendezvous = Rendezvous::new("localhost", port);
-        let launches = ranks
-            .iter()
-            .map(|rank| launch(*rank, world_size, &rendezvous));
-        let outcomes = connect(launches.collect(), &options);
-        match &outcomes[0] {
-            Err(error) if error.is_address_in_use() && attempt < 5 => {}
-            _ => return outcomes,
-        }
-    }
-    unreachable!("the last attempt returns");
+    let rendezvous = Rendezvous::new("localhost", free_port());
+    let launches = ranks
+        .iter()
+        .map(|rank| launch(*rank, world_size, &rendezvous));
+    connect(launches.collect(), &options)
 }
 
 #[test]
@@ -231,10 +221,8 @@ fn a_taken_port_is_named() {
 
 #[test]
 fn a_store_that_is_not_there_is_named() {
-    let port = {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        listener.local_addr().unwrap().port()
-    };
+    let nobody = RefusingAddress::take();
+    let port = nobody.address().port();
     let rendezvous = Rendezvous::new("127.0.0.1", port);
     let error = &errors(vec![launch(1, 2, &rendezvous)], Duration::from_millis(300))[0];
     assert!(error.is_rendezvous(), "{error}");

@@ -1,8 +1,10 @@
 //! Where no logs are collected, standard error tells what a rank waits for.
 
-use std::{net::TcpListener, process::Command, time::Duration};
+use std::{process::Command, time::Duration};
 
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
+
+use crate::ports::RefusingAddress;
 
 /// What the test below runs as a process of its own.
 #[test]
@@ -22,12 +24,8 @@ fn a_rank() {
 
 #[test]
 fn a_store_that_is_not_there_is_told_before_the_rank_gives_up() {
-    // Nobody listens where somebody did a moment ago.
-    let port = TcpListener::bind(("127.0.0.1", 0))
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
+    let nobody = RefusingAddress::take();
+    let port = nobody.address().port();
     let rank = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "stderr_fallback::a_rank", "--nocapture"])
         .envs([("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")])

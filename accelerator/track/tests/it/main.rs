@@ -5,5 +5,8 @@
 mod kills;
 #[cfg(feature = "mlflow")]
 mod mlflow;
+#[cfg(feature = "mlflow")]
+#[path = "../../../../tests/src/ports.rs"]
+mod ports;
 mod tensorboard;
 mod venv;

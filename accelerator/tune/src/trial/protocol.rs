@@ -197,27 +197,32 @@ const HELLO_BYTES: u64 = 4 << 10;
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::net::{SocketAddr, TcpListener};
     use std::time::Instant;
 
     use super::*;
 
     #[test]
     fn a_search_that_is_not_reached_is_no_failure_of_the_trial() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let silent = std::thread::spawn(move || drop(listener.accept()));
-        for expected in ["does not answer at", "is not reached at"] {
-            let error = connect(&address, "token", 0, 0).unwrap_err();
+        let is_not_reached = |address: SocketAddr, expected: &str| {
+            let error = connect(&address.to_string(), "token", 0, 0).unwrap_err();
             assert!(error.is_io() && !error.is_trial(), "{error:?}");
             assert!(
                 error.to_string().contains(&format!("{expected} {address}")),
                 "{error}"
             );
-            while !silent.is_finished() {
-                std::thread::yield_now();
-            }
-        }
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let silent = std::thread::spawn(move || {
+            drop(listener.accept());
+            listener
+        });
+        is_not_reached(address, "does not answer at");
+        let _far = silent.join().unwrap();
+        // Nobody can listen at the near end of a connection.
+        let near = TcpStream::connect(address).unwrap();
+        is_not_reached(near.local_addr().unwrap(), "is not reached at");
     }
 
     #[test]

@@ -4,6 +4,8 @@
 #![cfg(feature = "image")]
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
+#[path = "../../../../tests/src/ports.rs"]
+mod ports;
 mod registry;
 
 use std::fs;

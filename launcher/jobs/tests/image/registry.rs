@@ -33,7 +33,7 @@ impl Registry {
             return None;
         }
         let folder = tempfile::tempdir().unwrap();
-        let address = free_address();
+        let address = format!("127.0.0.1:{}", crate::ports::free_port());
         let path = |name: &str| folder.path().join(name).display().to_string();
         fs::write(path("users"), users).unwrap();
         let auth = match users {
@@ -231,11 +231,6 @@ fn is_there(program: &str, package: &str) -> bool {
         eprintln!("SKIPPED: {program} is not there; install Debian's package {package}");
     }
     is_there
-}
-
-fn free_address() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().to_string()
 }
 
 fn wait_for(server: &str, is_up: impl Fn() -> bool) {

@@ -4,7 +4,8 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use super::{Hosts, codes, end, free_port};
+use super::{Hosts, codes, end};
+use crate::ports::free_port;
 use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until};
 use accelerator_collective::rendezvous::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};

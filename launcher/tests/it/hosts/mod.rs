@@ -6,10 +6,9 @@ mod meeting;
 mod restarts;
 mod ssh;
 
-use std::net::TcpListener;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU16, Ordering};
 
+use crate::ports::free_port;
 use crate::support::{Ended, Folder, Run};
 use accelerator_collective::rendezvous::Token;
 use serde_json::Value;
@@ -94,16 +93,4 @@ fn end(runs: Vec<Run>) -> Vec<Ended> {
 
 fn codes(ended: &[Ended]) -> Vec<i32> {
     ended.iter().map(Ended::code).collect()
-}
-
-/// A port that is free, and that the system gives to no connection of another test meanwhile.
-pub(crate) fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = std::process::id() as u16 % 10_000;
-    loop {
-        let port = 20_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
 }

@@ -228,10 +228,8 @@ fn an_upload_is_a_run_of_the_other_folder() {
 fn a_server_that_is_not_there_is_told() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
-    // Nobody listens on a port that was just given back.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let place = format!("mlflow:http://{}", free.local_addr().unwrap());
-    drop(free);
+    let nobody = crate::ports::RefusingAddress::take();
+    let place = format!("mlflow:http://{}", nobody.address());
     folder
         .launch(["runs", "sync", "a", "--to", &place])
         .expect(1)

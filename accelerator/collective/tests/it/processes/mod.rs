@@ -4,11 +4,10 @@
 use std::{
     env,
     io::Read,
-    net::TcpListener,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
         Arc,
-        atomic::{AtomicU16, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant, SystemTime},
@@ -18,6 +17,8 @@ use accelerator_collective::{
     DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp, ShardLayout,
 };
 use rustix::process::{Pid, Signal, getpid, kill_process};
+
+use crate::ports::free_port;
 
 /// What a rank that belongs to a job does. Without the variables of a job it does nothing.
 #[test]
@@ -274,18 +275,6 @@ impl ProcessJob<'_> {
         Running {
             child: command.spawn().unwrap(),
             until: Instant::now() + Duration::from_secs(60),
-        }
-    }
-}
-
-/// A port that is free, and that the system gives to no connection of another test meanwhile.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = std::process::id() as u16 % 10_000;
-    loop {
-        let port = 20_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
         }
     }
 }

@@ -1,7 +1,6 @@
 //! A real MLflow server.
 
 use std::fs::{self, File};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -27,9 +26,7 @@ impl Server {
         let venv = venv::find("mlflow")?;
         let folder = tempfile::tempdir().unwrap();
         fs::copy(venv.join("m.db"), folder.path().join("m.db")).unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        drop(listener);
+        let port = crate::ports::free_port();
         let process = spawn(&venv, folder.path(), port);
         let server = Self {
             address: format!("http://127.0.0.1:{port}"),
