@@ -49,7 +49,7 @@ enum RunsCommand {
     /// Remove runs, and what is left that nothing needs.
     ///
     /// Runs are removed that all of the options select; without one, none is. Never removed are runs that are being
-    /// written, and those with the tag `keep`.
+    /// written, those with the tag `keep`, and files in a run's folder that the run did not write.
     Gc(gc::GcArgs),
     /// Start the program of a run again, and tell whether the results have the same bits.
     ///
