@@ -5,12 +5,14 @@ use std::fs;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
-/// A process, told from a later one with the same number by the time of its start.
+/// A process, told from others with the same number by the time of its start, and by when its machine was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::engine) struct ProcessIdentity {
     pub(in crate::engine) pid: i32,
     /// Clock ticks since the machine was started.
     start_time: u64,
+    /// The beginning of the random number that Linux gives to each start of a machine.
+    boot: u64,
 }
 
 impl ProcessIdentity {
@@ -20,7 +22,11 @@ impl ProcessIdentity {
         // The name, the second field, is in parentheses and may have blanks; the start time is field 22.
         let (_, rest) = stat.rsplit_once(')')?;
         let start_time = rest.split_whitespace().nth(19)?.parse().ok()?;
-        Some(Self { pid, start_time })
+        Some(Self {
+            pid,
+            start_time,
+            boot: boot(),
+        })
     }
 
     /// Whether it has not ended.
@@ -36,5 +42,29 @@ impl ProcessIdentity {
             // It may have ended meanwhile.
             let _ = kill_process(pid, signal);
         }
+    }
+}
+
+/// 0 if the system does not say.
+fn boot() -> u64 {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = id.chars().filter(|c| *c != '-').take(16).collect();
+    u64::from_str_radix(&digits, 16).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_of_another_start_of_the_machine_is_another() {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        let this = ProcessIdentity::of(pid).unwrap();
+        assert!(this.is_alive());
+        let before = ProcessIdentity {
+            boot: this.boot.wrapping_add(1),
+            ..this
+        };
+        assert!(!before.is_alive());
     }
 }

@@ -11,6 +11,8 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use rustix::process::Signal;
 
 use crate::engine::process::ProcessIdentity;
@@ -65,13 +67,14 @@ impl LocalRay {
     /// When it runs already, or does not start.
     pub(crate) fn start(&self, words: &[String]) -> Result<String> {
         let failed = |error: io::Error| Error::system("Ray cannot be started").with_source(error);
+        fs::create_dir_all(&self.folder).map_err(failed)?;
+        let _lock = self.lock()?;
         if let Some(process) = self.process().filter(|process| process.is_alive()) {
             return Err(Error::refused(format!(
                 "Ray runs on this host already (process {}); end it by `accel-launch jobs ray stop`",
                 process.pid
             )));
         }
-        fs::create_dir_all(&self.folder).map_err(failed)?;
         let log = File::create(self.file("log")).map_err(failed)?;
         let mut command = Command::new(&words[0]);
         command
@@ -130,6 +133,7 @@ impl LocalRay {
                 "`accel-launch jobs ray start` has started no Ray on this host",
             ));
         };
+        let _lock = self.lock()?;
         let deadline = Instant::now() + STOP_LIMIT;
         process.signal(Signal::TERM);
         while process.is_alive() {
@@ -146,6 +150,21 @@ impl LocalRay {
             Error::system("the record of Ray cannot be removed").with_source(error)
         })?;
         Ok("Ray stopped\n".to_owned())
+    }
+
+    /// Held while a command starts or stops it, so that none loses the process that another has written.
+    fn lock(&self) -> Result<File> {
+        let failed = |error: io::Error| Error::system("Ray cannot be locked").with_source(error);
+        let path = self.file("lock");
+        let options = File::options().create(true).append(true).open(path);
+        let file = options.map_err(failed)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(file),
+            Err(Errno::WOULDBLOCK) => Err(Error::refused(
+                "another command starts or stops Ray on this host at this moment; try again when it has ended",
+            )),
+            Err(error) => Err(failed(error.into())),
+        }
     }
 
     /// The process that holds it, where one was started.
@@ -196,6 +215,17 @@ mod tests {
             worker,
             "ray start --block --log-color=false --address=h:6379 --num-cpus=2"
         );
+    }
+
+    #[test]
+    fn one_command_at_a_time_starts_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let ray = LocalRay::of(folder.path().to_owned());
+        let start = || ray.start(&["false".to_owned()]).unwrap_err().to_string();
+        let lock = ray.lock().unwrap();
+        assert!(start().contains("another command starts"), "{}", start());
+        drop(lock);
+        assert!(start().contains("has not started"), "{}", start());
     }
 
     #[test]
