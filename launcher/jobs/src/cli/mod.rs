@@ -160,35 +160,39 @@ fn check_submitted(record: &JobRecord) -> Result<()> {
     )))
 }
 
-/// What is known of a job now; where its engine has forgotten it, what was known before.
+/// What is known of a job now; if its engine has forgotten it, what was known before.
 fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Result<JobDetails> {
     if let Some(ended) = record.ended() {
         return Ok(ended.clone());
     }
     let folder = records.job_folder(&record.spec.name);
-    let details = match engine.get(record, &folder) {
-        Err(error) if error.is_not_found() => {
-            // Whoever has stopped the job meanwhile has written how it ended.
-            *record = records.read(&record.spec.name)?;
-            let Some(mut last) = record.last.clone() else {
-                return Err(error);
-            };
-            if !last.status.is_final() {
+    let answer = match engine.get(record, &folder) {
+        Err(error) if !error.is_not_found() => return Err(error),
+        answer => answer,
+    };
+    let tell = |record: &mut JobRecord| match &answer {
+        Ok(details) => record.last = Some(details.clone()),
+        Err(error) => {
+            if let Some(last) = &mut record.last {
                 last.status = JobStatus::Unknown;
                 last.reason = Some(error.to_string());
             }
-            last
         }
-        found => found?,
     };
-    if record.last.as_ref() != Some(&details) {
-        record.last = Some(details.clone());
+    // Whoever has stopped the job meanwhile has written how it ended, and that stays.
+    match records.update(record, tell) {
+        Ok(updated) => *record = updated,
+        Err(error) if error.is_not_found() => return Err(error),
         // Whoever asks is told all the same.
-        if let Err(error) = records.write(record) {
+        Err(error) => {
             warn(&chain(&error));
+            tell(record);
         }
     }
-    Ok(details)
+    match record.last.clone() {
+        Some(last) => Ok(last),
+        None => answer,
+    }
 }
 
 #[cfg(test)]

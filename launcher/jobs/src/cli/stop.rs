@@ -7,6 +7,7 @@ use clap::Args;
 use super::{JobsLocation, details};
 use crate::engine::local::may_run;
 use crate::error::{Result, chain};
+use crate::job::{JobDetails, JobStatus};
 use crate::output::{now, print, warn};
 use crate::spec::JobName;
 
@@ -44,21 +45,39 @@ pub(super) fn run(arguments: &StopArgs, location: &JobsLocation) -> Result<ExitC
 
 /// Ends a job, and says so in its record.
 fn stop(name: &JobName, location: &JobsLocation) -> Result<String> {
+    let record = location.records()?.read(name)?;
+    if let Some(ended) = record.ended().filter(|_| record.is_over()) {
+        return Ok(had_ended(ended));
+    }
     let (records, mut record, engine) = location.job(name)?;
     let before = details(&records, &mut record, engine.as_ref());
     engine.stop(&record, &records.job_folder(name))?;
-    if let Ok(mut last) = before {
-        if last.status.is_final() {
-            return Ok(format!(
-                "had ended as {} before; nothing of it is left",
-                last.status
-            ));
+    let stopped = records.update(&record, |record| {
+        record.removed = true;
+        if let Some(last) = &mut record.last {
+            last.stop(now());
         }
-        last.stop(now());
-        record.last = Some(last);
-        records.write(&record)?;
+    });
+    match stopped {
+        // Another command has forgotten it meanwhile.
+        Err(error) if !error.is_not_found() => return Err(error),
+        _ => {}
     }
-    Ok("stopped".to_owned())
+    Ok(match before {
+        Ok(before) if before.status.is_final() => had_ended(&before),
+        Ok(before) if before.status == JobStatus::Unknown => {
+            format!("is gone: {}", before.reason.unwrap_or_default())
+        }
+        Err(error) if error.is_not_found() => format!("is gone: {}", chain(&error)),
+        _ => "stopped".to_owned(),
+    })
+}
+
+fn had_ended(details: &JobDetails) -> String {
+    format!(
+        "had ended as {} before; nothing of it is left",
+        details.status
+    )
 }
 
 /// Ends a job, and removes its record. What was never submitted whole is removed here alone.
@@ -68,18 +87,20 @@ fn forget(name: &JobName, location: &JobsLocation) -> Result<String> {
     match records.read(name) {
         // Another's job may have its name, so nothing is removed from the engine.
         Ok(record) if record.is_half_submitted() => {
-            records.remove(name)?;
+            records.remove(&record)?;
             Ok("forgotten".to_owned())
         }
-        Ok(_) => {
-            let (records, record, engine) = location.job(name)?;
-            engine.stop(&record, &folder)?;
-            records.remove(name)?;
+        Ok(record) => {
+            if !record.is_over() {
+                let (_, record, engine) = location.job(name)?;
+                engine.stop(&record, &folder)?;
+            }
+            records.remove(&record)?;
             Ok("stopped".to_owned())
         }
         Err(error) if !folder.is_dir() || may_run(&folder) => Err(error),
         Err(_) => {
-            records.remove(name)?;
+            records.remove_unread(name)?;
             Ok("forgotten".to_owned())
         }
     }

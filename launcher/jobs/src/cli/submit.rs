@@ -9,7 +9,8 @@ use std::time::Duration;
 use clap::Args;
 
 use super::JobsLocation;
-use crate::error::Result;
+use crate::engine::token;
+use crate::error::{Error, Result};
 use crate::job::JobRecord;
 use crate::output::{now, print, warn};
 use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
@@ -91,7 +92,7 @@ pub(super) struct SubmitArgs {
 const MOST_NODES: usize = 65_536;
 
 pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
-    let spec = arguments.spec(location);
+    let spec = arguments.spec(location)?;
     let ignored = spec.ignored_options();
     if !ignored.is_empty() {
         warn(&format!(
@@ -105,37 +106,37 @@ pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<Exi
         return print(&engine.render(&spec)?);
     }
     let records = location.records()?;
-    let folder = records.create(&spec.name)?;
-    let submit = || {
-        let mut record = JobRecord {
-            spec: spec.clone(),
-            id: String::new(),
-            submitted: now(),
-            last: None,
-        };
-        records.write(&record)?;
-        let submitted = engine.submit(&spec, &folder)?;
-        record.id = submitted.id;
-        // A job without a record could not be stopped by its name.
-        records.write(&record).inspect_err(|_| {
-            let _ = engine.stop(&record, &folder);
-        })?;
-        Ok(submitted.created)
+    let mut record = JobRecord {
+        spec,
+        id: String::new(),
+        submitted: now(),
+        last: None,
+        removed: false,
     };
-    let created = submit().inspect_err(|_| {
+    let folder = records.create(&record)?;
+    let spec = &record.spec;
+    let submitted = engine.submit(spec, &folder).inspect_err(|_| {
         // The error of the submission counts.
-        let _ = records.remove(&spec.name);
+        let _ = records.remove(&record);
     })?;
+    // A job without a record could not be stopped by its name.
+    let kept = records.update(&record, |record| record.id.clone_from(&submitted.id));
+    if let Err(error) = kept {
+        record.id = submitted.id;
+        let _ = engine.stop(&record, &folder);
+        let _ = records.remove(&record);
+        return Err(error);
+    }
     let mut text = String::new();
-    for line in created {
+    for line in submitted.created {
         text.push_str(&format!("{line}\n"));
     }
-    text.push_str(&format!("The job {0} has been submitted\nYou can run `accel-launch jobs get {0}` to check its status\n", spec.name));
+    text.push_str(&format!("The job {0} has been submitted\nYou can run `accel-launch jobs get {0}` to check its status\n", record.spec.name));
     print(&text)
 }
 
 impl SubmitArgs {
-    fn spec(&self, location: &JobsLocation) -> JobSpec {
+    fn spec(&self, location: &JobsLocation) -> Result<JobSpec> {
         let program = match &self.program[..] {
             [command] if command.contains(char::is_whitespace) => {
                 vec!["sh".to_owned(), "-c".to_owned(), command.clone()]
@@ -143,8 +144,11 @@ impl SubmitArgs {
             words => words.to_vec(),
         };
         let one_a_gpu = || self.gpus.max(1).to_string();
-        JobSpec {
+        let nonce = token::nonce()
+            .map_err(|error| Error::system("there are no random bytes").with_source(error))?;
+        Ok(JobSpec {
             name: self.name.clone(),
+            nonce,
             engine: self.engine,
             nodes: self.nodes,
             nproc_per_node: self.nproc_per_node.clone().unwrap_or_else(one_a_gpu),
@@ -163,7 +167,7 @@ impl SubmitArgs {
             program,
             address: location.address.of(self.engine),
             options: self.options.clone(),
-        }
+        })
     }
 }
 

@@ -11,7 +11,7 @@ mod process;
 pub(crate) mod ray;
 #[cfg(feature = "slurm")]
 pub(crate) mod slurm;
-mod token;
+pub(crate) mod token;
 
 use std::io::Write;
 use std::path::Path;
@@ -59,7 +59,8 @@ pub(crate) trait Engine {
     /// What the engine knows of a job.
     ///
     /// # Errors
-    /// [`Error::is_not_found`] when the engine has forgotten it; otherwise when it does not answer.
+    /// [`Error::is_not_found`] when the engine has forgotten it, or has another job of its name or number; otherwise when it
+    /// does not answer.
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails>;
 
     /// Writes the output of an instance.
@@ -74,7 +75,8 @@ pub(crate) trait Engine {
         output: &mut dyn Write,
     ) -> Result<()>;
 
-    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is no error.
+    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is no error; another job that has
+    /// its name or number is left alone.
     ///
     /// # Errors
     /// When the engine refuses it or does not answer.

@@ -1,4 +1,4 @@
-//! The secret of a job, which agents and ranks prove to one another.
+//! What is drawn at random for a job: the secret that agents and ranks prove to one another, and what tells it from others.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -10,13 +10,23 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// The name of its file in the folder of a job.
 pub(super) const FILE: &str = "token";
 
-const BYTES: usize = 32;
-
 /// A new secret, in hexadecimal digits.
 ///
 /// # Errors
 /// When the system has no random bytes.
 pub(super) fn new() -> io::Result<String> {
+    hexadecimal::<32>()
+}
+
+/// A new nonce, in hexadecimal digits. Labels of Kubernetes have no room for a longer one.
+///
+/// # Errors
+/// When the system has no random bytes.
+pub(crate) fn nonce() -> io::Result<String> {
+    hexadecimal::<16>()
+}
+
+fn hexadecimal<const BYTES: usize>() -> io::Result<String> {
     let mut bytes = [0; BYTES];
     getrandom(&mut bytes, GetRandomFlags::empty())?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())

@@ -1,12 +1,14 @@
-//! The records of jobs on this machine: one folder a job, so that a name outlives an engine that forgets.
+//! The records of jobs on this machine: one folder per job, so that a name outlives an engine that forgets.
 
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::JobDetails;
@@ -14,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::spec::{EngineKind, JobName, JobSpec};
 
 /// What is known of a job here.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobRecord {
     pub(crate) spec: JobSpec,
     /// What the engine calls the job: Slurm's number, Ray's submission id, `NAMESPACE/NAME` of Kubernetes.
@@ -23,6 +25,8 @@ pub(crate) struct JobRecord {
     pub(crate) submitted: u64,
     /// What the engine said when it was asked last.
     pub(crate) last: Option<JobDetails>,
+    /// Whether the engine has nothing of the job any more.
+    pub(crate) removed: bool,
 }
 
 impl JobRecord {
@@ -31,10 +35,21 @@ impl JobRecord {
         self.id.is_empty() && self.spec.engine != EngineKind::Local
     }
 
-    /// How the job has ended, where that is known. It does not change any more, so no engine needs to be asked; and one that
+    /// How the job has ended, if that is known. It does not change any more, so no engine needs to be asked; and one that
     /// forgets may have given the id to another job.
     pub(crate) fn ended(&self) -> Option<&JobDetails> {
         self.last.as_ref().filter(|last| last.status.is_final())
+    }
+
+    /// Whether the job has ended, and the engine has nothing of it that `stop` would have to remove.
+    pub(crate) fn is_over(&self) -> bool {
+        let has_nothing = self.removed || !self.spec.engine.leaves_remains();
+        !self.is_half_submitted() && self.ended().is_some() && has_nothing
+    }
+
+    /// Whether `other` is a record of the same job, and not of another one that got its name later.
+    fn is_of(&self, other: &Self) -> bool {
+        self.spec.nonce == other.spec.nonce
     }
 }
 
@@ -45,6 +60,9 @@ pub(crate) struct Records {
 }
 
 const FILE: &str = "job.json";
+/// Held by whoever changes or removes a record. It stands beside the folders of jobs, whose removal an open file in them
+/// would hinder on NFS; no job can have its name.
+const LOCK: &str = "_lock";
 /// How often the removal of a folder is tried that others write into, and how long between.
 const REMOVAL_TRIES: u32 = 10;
 const PAUSE: Duration = Duration::from_millis(50);
@@ -87,33 +105,88 @@ impl Records {
         self.folder.join(format!("_{engine}"))
     }
 
-    /// Makes the folder of a new job.
+    /// Makes the folder of a new job, with its first record in it.
     ///
     /// # Errors
-    /// When there is a job of that name already, or the folder cannot be made.
-    pub(crate) fn create(&self, name: &JobName) -> Result<PathBuf> {
+    /// When there is a job of that name already, or the folder or the record cannot be written.
+    pub(crate) fn create(&self, record: &JobRecord) -> Result<PathBuf> {
+        let name = &record.spec.name;
         let folder = self.job_folder(name);
-        let mut builder = DirBuilder::new();
-        builder.mode(0o700);
-        let made = DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&self.folder);
-        match made.and_then(|()| builder.create(&folder)) {
-            Ok(()) => Ok(folder),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Err(Error::refused(format!(
-                "there is a job {name} already; `accel-launch jobs get {name}` shows it, and `accel-launch jobs stop {name} --forget` \
-                 frees its name"
+        let builder = |recursive| {
+            let mut builder = DirBuilder::new();
+            builder.mode(0o700).recursive(recursive);
+            builder
+        };
+        builder(true)
+            .create(&self.folder)
+            .map_err(|error| cannot("made", &self.folder, error))?;
+        let _lock = self.lock()?;
+        match builder(false).create(&folder) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                return Err(Error::refused(format!(
+                    "there is a job {name} already; `accel-launch jobs get {name}` shows it, and `accel-launch jobs stop {name} --forget` \
+                     frees its name"
+                )));
+            }
+            Err(error) => return Err(cannot("made", &folder, error)),
+        }
+        self.write(record).inspect_err(|_| {
+            // That the record cannot be written counts.
+            let _ = self.remove_folder(name);
+        })?;
+        Ok(folder)
+    }
+
+    /// Changes the record of `job` as it is now, and returns the record after that. Several commands may do so at a time:
+    /// each change sees the one before, and how a job has ended stays as it was written first.
+    ///
+    /// # Errors
+    /// When there is no record of this very job any more ([`Error::is_not_found`]), or it cannot be read or written.
+    pub(crate) fn update(
+        &self,
+        job: &JobRecord,
+        change: impl FnOnce(&mut JobRecord),
+    ) -> Result<JobRecord> {
+        let _lock = self.lock()?;
+        let before = self.same(job)?;
+        let mut after = before.clone();
+        change(&mut after);
+        if before.ended().is_some() {
+            after.last.clone_from(&before.last);
+        }
+        if after != before {
+            self.write(&after)?;
+        }
+        Ok(after)
+    }
+
+    /// The record of `job` as it is now.
+    fn same(&self, job: &JobRecord) -> Result<JobRecord> {
+        let name = &job.spec.name;
+        let found = self.read(name)?;
+        match found.is_of(job) {
+            true => Ok(found),
+            false => Err(Error::not_found(format!(
+                "job {name} was forgotten meanwhile, and another one has its name"
             ))),
-            Err(error) => Err(cannot("made", &folder, error)),
         }
     }
 
-    /// Writes a record whole, in place of the one before.
-    ///
-    /// # Errors
-    /// When it cannot be written.
-    pub(crate) fn write(&self, record: &JobRecord) -> Result<()> {
+    fn lock(&self) -> Result<File> {
+        let path = self.folder.join(LOCK);
+        let lock = || -> io::Result<File> {
+            let file = File::options().create(true).append(true).open(&path)?;
+            match rustix::fs::flock(&file, FlockOperation::LockExclusive) {
+                // A file system without locks: commands at the same time may overwrite one another's changes.
+                Ok(()) | Err(Errno::NOSYS | Errno::NOTSUP | Errno::NOLCK) => Ok(file),
+                Err(error) => Err(error.into()),
+            }
+        };
+        lock().map_err(|error| cannot("locked", &path, error))
+    }
+
+    fn write(&self, record: &JobRecord) -> Result<()> {
         let folder = self.job_folder(&record.spec.name);
         let write = || -> io::Result<()> {
             let mut file = tempfile::NamedTempFile::new_in(&folder)?;
@@ -200,11 +273,35 @@ impl Records {
         Ok((records, unread))
     }
 
-    /// Removes the folder of a job, and all in it.
+    /// Removes the folder of `job` and all in it, unless another job has its name by now.
     ///
     /// # Errors
     /// When it cannot be removed.
-    pub(crate) fn remove(&self, name: &JobName) -> Result<()> {
+    pub(crate) fn remove(&self, job: &JobRecord) -> Result<()> {
+        let _lock = self.lock()?;
+        match self.same(job) {
+            Err(error) if error.is_not_found() => Ok(()),
+            Err(error) => Err(error),
+            Ok(_) => self.remove_folder(&job.spec.name),
+        }
+    }
+
+    /// Removes the folder of a job that has no record, or none that this version reads.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub(crate) fn remove_unread(&self, name: &JobName) -> Result<()> {
+        let _lock = self.lock()?;
+        match self.read(name) {
+            // It was made meanwhile.
+            Ok(_) => Err(Error::refused(format!(
+                "job {name} has been submitted just now; try again"
+            ))),
+            Err(_) => self.remove_folder(name),
+        }
+    }
+
+    fn remove_folder(&self, name: &JobName) -> Result<()> {
         let folder = self.job_folder(name);
         let mut tries = 1;
         loop {
@@ -216,7 +313,6 @@ impl Records {
                     tries += 1;
                     thread::sleep(PAUSE);
                 }
-                // Another command has removed it.
                 Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
                 removed => return removed.map_err(|error| cannot("removed", &folder, error)),
             }

@@ -26,6 +26,20 @@ pub(crate) enum EngineKind {
 }
 
 impl EngineKind {
+    /// Whether something may be left of a job that has ended, until `stop` removes it: objects of Kubernetes, an entry of
+    /// Ray, local agents whose supervisor was killed.
+    pub(crate) fn leaves_remains(self) -> bool {
+        match self {
+            Self::Local => true,
+            #[cfg(feature = "slurm")]
+            Self::Slurm => false,
+            #[cfg(feature = "kubernetes")]
+            Self::Kubernetes => true,
+            #[cfg(feature = "ray")]
+            Self::Ray => true,
+        }
+    }
+
     /// The engine's own command that shows a job of this name, for a sentence that may end without one.
     pub(crate) fn how_to_look(self, name: &JobName) -> String {
         // Not every engine's command has it.
@@ -63,7 +77,7 @@ pub(crate) struct EngineAddress {
 }
 
 /// The options of single engines, as `submit` takes them.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 pub(crate) struct EngineOptions {
     #[cfg(feature = "slurm")]
     #[command(flatten)]

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 /// What only Kubernetes understands.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct KubernetesOptions {
     /// Kubernetes: the object that runs the job.

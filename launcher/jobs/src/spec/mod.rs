@@ -34,9 +34,11 @@ pub(crate) use ray::RayPlacement;
 use crate::error::{Error, Result};
 
 /// A job as it is submitted, and kept in its record.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobSpec {
     pub(crate) name: JobName,
+    /// Random digits that engines keep with the job and show of it. They tell it from another job of its name.
+    pub(crate) nonce: String,
     pub(crate) engine: EngineKind,
     /// How many nodes run the job; one agent runs on each.
     pub(crate) nodes: NonZeroUsize,
@@ -66,7 +68,7 @@ pub(crate) struct JobSpec {
 }
 
 /// What each node gives to the job.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Resources {
     /// Cores.
     pub(crate) cpus: Option<NonZeroUsize>,

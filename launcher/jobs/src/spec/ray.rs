@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 /// What only Ray understands.
-#[derive(Clone, Debug, Default, clap::Args, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct RayOptions {
     /// Ray: a file or folder that the job gets beside its program, in the folder that it starts in; can be repeated.

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod local;
+#[cfg(feature = "ray")]
+mod ray;
 #[cfg(feature = "slurm")]
 mod slurm;
 mod support;

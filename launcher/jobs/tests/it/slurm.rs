@@ -164,7 +164,11 @@ fn a_number_that_slurm_gave_to_another_job_is_not_touched() {
         found.stderr.contains("given the number 7 to another job"),
         "{found:?}"
     );
-    assert_eq!(run(&["stop", "a"]).stdout, "job a stopped\n");
+    let stopped = run(&["stop", "a"]).stdout;
+    assert!(
+        stopped.contains("is gone: Slurm has given the number 7 to another job"),
+        "{stopped}"
+    );
     assert!(
         !commands
             .calls()
@@ -215,4 +219,77 @@ fn a_job_is_known_by_the_folder_of_its_output() {
         let said = found.stdout + &found.stderr;
         assert!(said.contains(shown), "{folder}, {name}: {said}");
     }
+}
+
+/// A question to Slurm that takes longer than what other commands do meanwhile.
+struct SlowQuestion {
+    jobs: Jobs,
+    commands: Commands,
+}
+
+impl SlowQuestion {
+    /// Submits job `a`, asks Slurm about it, runs `meanwhile`, and then lets Slurm say that the job runs.
+    fn ask(question: &[&str], meanwhile: impl FnOnce(&Self)) -> Self {
+        let jobs = Jobs::new();
+        let folder = jobs.folder().display();
+        let running = format!(
+            "printf 'JobId=7 JobName=a\\n JobState=RUNNING Restarts=0 ExitCode=0:0\\n StdOut={folder}/a/slurm.log\\n'"
+        );
+        let slow = format!(
+            "touch {folder}/_asked; for _ in $(seq 1000); do [ -e {folder}/_answer ] && break; sleep 0.05; done; {running}"
+        );
+        let cancelled = format!(
+            "[ -e {folder}/_cancelled ] && echo 'Invalid job id specified' >&2 && exit 1; {running}"
+        );
+        let scancel = format!("touch {folder}/_cancelled");
+        let sbatch = ("sbatch", "cat >/dev/null; echo 7");
+        let commands = Commands::new(&[sbatch, ("scontrol", &cancelled), ("scancel", &scancel)]);
+        let slow = Commands::new(&[sbatch, ("scontrol", &slow)]);
+        let this = Self { jobs, commands };
+        assert_eq!(submit(&this.jobs, &this.commands, "a", &[]).code, Some(0));
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| this.jobs.run_with_path(question, &slow.path()));
+            while !this.jobs.folder().join("_asked").exists() {
+                assert!(!asked.is_finished(), "{:?}", asked.join());
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+            meanwhile(&this);
+            fs::write(this.jobs.folder().join("_answer"), "").unwrap();
+        });
+        this
+    }
+
+    fn run(&self, words: &[&str]) -> crate::support::Printed {
+        self.jobs.run_with_path(words, &self.commands.path())
+    }
+
+    fn record(&self) -> serde_json::Value {
+        serde_json::from_slice(&fs::read(self.jobs.folder().join("a/job.json")).unwrap()).unwrap()
+    }
+}
+
+#[test]
+fn how_a_job_ended_is_not_overwritten_by_an_older_answer() {
+    for question in [&["get", "a"][..], &["list"], &["wait", "a"]] {
+        let slow = SlowQuestion::ask(question, |slow| {
+            let stopped = slow.run(&["stop", "a"]);
+            assert_eq!(stopped.stdout, "job a stopped\n", "{stopped:?}");
+        });
+        assert_eq!(slow.record()["last"]["status"], "STOPPED", "{question:?}");
+    }
+}
+
+#[test]
+fn an_older_answer_is_not_written_into_the_record_of_another_job() {
+    let slow = SlowQuestion::ask(&["get", "a"], |slow| {
+        slow.run(&["stop", "--forget", "a"]);
+        let again = [("sbatch", "cat >/dev/null; echo 8")];
+        let submitted = submit(&slow.jobs, &Commands::new(&again), "a", &[]);
+        assert_eq!(submitted.code, Some(0), "{submitted:?}");
+    });
+    let record = slow.record();
+    assert_eq!(
+        (&record["id"], &record["last"]),
+        (&"8".into(), &serde_json::Value::Null)
+    );
 }

@@ -48,7 +48,12 @@ impl Jobs {
 
     /// The same, with another PATH.
     pub(crate) fn run_with_path(&self, words: &[&str], path: &str) -> Printed {
-        self.run_by(Command::new(JOBS).env("PATH", path), words)
+        self.run_with(words, &[("PATH", path)])
+    }
+
+    /// The same, with these variables.
+    pub(crate) fn run_with(&self, words: &[&str], variables: &[(&str, &str)]) -> Printed {
+        self.run_by(Command::new(JOBS).envs(variables.iter().copied()), words)
     }
 
     /// The same, as this command starts it.

@@ -9,9 +9,9 @@ use kube::api::{ApiResource, WatchEvent, WatchParams};
 use tokio::time::{sleep, timeout};
 
 use super::cluster::Cluster;
-use super::objects::JOB_LABEL;
+use super::objects::selector;
 use super::owner::owner_resource;
-use crate::spec::ObjectKind;
+use crate::spec::JobSpec;
 
 /// Watches of the pods and the owners of a job.
 ///
@@ -34,12 +34,13 @@ struct WatchEnded;
 const WITHOUT: Duration = Duration::from_secs(1);
 
 impl Changes {
-    /// Of a job of that kind. Nothing is watched yet.
-    pub(super) fn of(cluster: &Cluster, kind: ObjectKind, job: &str) -> Self {
+    /// Of a job. Nothing is watched yet.
+    pub(super) fn of(cluster: &Cluster, spec: &JobSpec) -> Self {
+        let kind = spec.options.kubernetes.kind;
         Self {
             cluster: cluster.clone(),
             resources: [ApiResource::erase::<Pod>(&()), owner_resource(kind)],
-            params: WatchParams::default().labels(&format!("{JOB_LABEL}={job}")),
+            params: WatchParams::default().labels(&selector(spec)),
             watches: None,
         }
     }
@@ -102,6 +103,7 @@ mod tests {
     use kube::client::Body;
 
     use super::*;
+    use crate::engine::kubernetes::objects::tests::spec;
 
     const ADDED: &str = r#"{"type":"ADDED","object":{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1","metadata":{"name":"m-0"}}}"#;
     const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","status":"Failure","code":410,"reason":"Expired","message":"too old resource version"}}"#;
@@ -131,7 +133,7 @@ mod tests {
             namespace: "team".to_owned(),
             url: "https://cluster".to_owned(),
         };
-        (Changes::of(&cluster, ObjectKind::Job, "m"), asked)
+        (Changes::of(&cluster, &spec()), asked)
     }
 
     #[tokio::test]

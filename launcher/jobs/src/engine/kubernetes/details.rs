@@ -14,11 +14,10 @@ use crate::spec::{JobSpec, ObjectKind};
 /// When it has forgotten the job, or does not answer.
 pub(super) async fn details(cluster: &Cluster, job: &JobRecord) -> Result<JobDetails> {
     let spec = &job.spec;
-    let name = spec.name.as_str();
-    let owners = Owners::find(cluster, spec.options.kubernetes.kind, name).await?;
-    let mut pods = NodePods::find(cluster, name).await?;
+    let owners = Owners::find(cluster, spec).await?;
+    let mut pods = NodePods::find(cluster, spec).await?;
     if owners.state == OwnerState::Active {
-        pods = pods.with_warnings(cluster, &owners.names).await;
+        pods = pods.with_warnings(cluster, &owners.uids).await;
     }
     let mut details = of(spec, job.submitted, &cluster.namespace, &owners, &pods);
     // Pods that others took the place of are removed in time.
@@ -36,7 +35,7 @@ fn of(
 ) -> JobDetails {
     let name = spec.name.as_str();
     let instances: Vec<_> = (0..spec.nodes.get())
-        .map(|node| pods.instance(name, node, &owners.names))
+        .map(|node| pods.instance(name, node, &owners.uids))
         .collect();
     let status = status(&owners.state, &instances);
     let held = instances

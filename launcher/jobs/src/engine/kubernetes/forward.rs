@@ -9,11 +9,12 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 
 use super::cluster::Cluster;
-use super::objects::{AGENT, JOB_LABEL, PART_LABEL, TENSORBOARD, TENSORBOARD_PORT};
+use super::objects::{AGENT, PART_LABEL, TENSORBOARD, TENSORBOARD_PORT, selector};
 use super::pods::{self, NodePods};
 use crate::engine::PortPair;
 use crate::error::{Error, Result};
 use crate::output::warn;
+use crate::spec::JobSpec;
 
 /// Forwards connections to `ports.local` until this process is ended. TensorBoard's port is that of its pod, any other that
 /// of node 0.
@@ -22,7 +23,7 @@ use crate::output::warn;
 /// When no such pod runs, the port is taken here, or the server refuses it.
 pub(super) async fn forward(
     cluster: &Cluster,
-    job: &str,
+    job: &JobSpec,
     ports: PortPair,
     output: &mut dyn Write,
 ) -> Result<()> {
@@ -68,8 +69,8 @@ pub(super) async fn forward(
 }
 
 /// The pod of that part of the job that runs.
-async fn target(cluster: &Cluster, job: &str, part: &str) -> Result<String> {
-    let selector = format!("{JOB_LABEL}={job},{PART_LABEL}={part}");
+async fn target(cluster: &Cluster, job: &JobSpec, part: &str) -> Result<String> {
+    let selector = format!("{},{PART_LABEL}={part}", selector(job));
     let found = cluster
         .labelled("pods", &cluster.api::<Pod>(), &selector)
         .await?;
@@ -85,7 +86,8 @@ async fn target(cluster: &Cluster, job: &str, part: &str) -> Result<String> {
     };
     pod.map(|pod| pod.name_any()).ok_or_else(|| {
         Error::refused(format!(
-            "no pod of job {job} runs that has this port; `accel-launch jobs get {job}` says more"
+            "no pod of job {0} runs that has this port; `accel-launch jobs get {0}` says more",
+            job.name
         ))
     })
 }

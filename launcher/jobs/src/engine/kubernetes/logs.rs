@@ -19,6 +19,7 @@ use crate::engine::{LogsMode, LogsRequest};
 use crate::error::{Error, Result, chain};
 use crate::job::JobRecord;
 use crate::output::warn;
+use crate::spec::JobSpec;
 
 /// After so long without output it is looked whether there is another pod.
 const SILENCE: Duration = Duration::from_secs(1);
@@ -41,7 +42,7 @@ pub(super) async fn logs(
     let mut shown = Shown::default();
     let mut tail = request.tail;
     let mut has_warned = false;
-    let mut changes = Changes::of(cluster, job.spec.options.kubernetes.kind, name);
+    let mut changes = Changes::of(cluster, &job.spec);
     loop {
         // Asked before the pods are, so that the last of them is shown whole.
         let is_over = match request.mode {
@@ -59,7 +60,7 @@ pub(super) async fn logs(
                 Err(error) => return Err(error),
             },
         };
-        let found = match NodePods::find(cluster, name).await {
+        let found = match NodePods::find(cluster, &job.spec).await {
             Err(error) if error.is_unreachable() && !is_over => {
                 sleep(SILENCE).await;
                 continue;
@@ -77,18 +78,12 @@ pub(super) async fn logs(
                 continue;
             }
             let follow = request.mode == LogsMode::Follow && !is_over;
-            let replaced = follow.then_some(&mut changes);
-            match show(
-                cluster,
+            let successors = follow.then_some(Successors {
+                job: &job.spec,
                 node,
-                pod,
-                replaced,
-                tail.take(),
-                &mut shown,
-                output,
-            )
-            .await?
-            {
+                changes: &mut changes,
+            });
+            match show(cluster, pod, successors, tail.take(), &mut shown, output).await? {
                 StreamEnd::Complete if !pods::runs(pod) => shown.complete(pod),
                 StreamEnd::Complete | StreamEnd::Broken => {}
                 StreamEnd::Closed => return Ok(()),
@@ -155,12 +150,11 @@ impl Shown {
     }
 }
 
-/// Writes the output of a pod: what there is, or with `changes` until its end, or until another pod is in its place.
+/// Writes the output of a pod: what there is, or with `successors` until its end, or until one has taken its place.
 async fn show(
     cluster: &Cluster,
-    node: usize,
     pod: &Pod,
-    mut changes: Option<&mut Changes>,
+    mut successors: Option<Successors<'_>>,
     tail: Option<usize>,
     shown: &mut Shown,
     output: &mut dyn Write,
@@ -169,7 +163,7 @@ async fn show(
     shown.begin(&name);
     let parameters = LogParams {
         container: pods::container_name(pod),
-        follow: changes.is_some(),
+        follow: successors.is_some(),
         since_time: shown.before,
         tail_lines: tail.and_then(|lines| i64::try_from(lines).ok()),
         // They say where to go on when a stream breaks.
@@ -184,7 +178,7 @@ async fn show(
             if matches!(error, ApiError::TimedOut(_))
                 || matches!(error.code(), Some(400 | 404 | 500..)) =>
         {
-            if changes.is_none() {
+            if successors.is_none() {
                 warn(&format!(
                     "the output of pod {name} is not to be had: its node does not answer"
                 ));
@@ -201,9 +195,8 @@ async fn show(
             Ok(read) => read,
             // What was read stays in `line`. A node that is lost says nothing any more.
             Err(_) => {
-                if let Some(changes) = &mut changes
-                    && changes.next(Duration::ZERO).await
-                    && is_replaced(cluster, node, pod).await
+                if let Some(successors) = &mut successors
+                    && successors.have_come(cluster, pod).await
                 {
                     return Ok(StreamEnd::Broken);
                 }
@@ -231,18 +224,25 @@ async fn show(
     }
 }
 
-/// Whether another pod has come in this one's place.
-async fn is_replaced(cluster: &Cluster, node: usize, pod: &Pod) -> bool {
-    let Some(job) = pod.labels().get(super::objects::JOB_LABEL) else {
-        return false;
-    };
-    let found = NodePods::find(cluster, job).await;
-    found.is_ok_and(|found| {
-        let others = found.of_node(node);
-        others
-            .last()
-            .is_none_or(|last| last.name_any() != pod.name_any())
-    })
+/// The pods that take the place of one another on a node of a job.
+struct Successors<'a> {
+    job: &'a JobSpec,
+    node: usize,
+    changes: &'a mut Changes,
+}
+
+impl Successors<'_> {
+    /// Whether another pod has come in this one's place.
+    async fn have_come(&mut self, cluster: &Cluster, pod: &Pod) -> bool {
+        if !self.changes.next(Duration::ZERO).await {
+            return false;
+        }
+        let found = NodePods::find(cluster, self.job).await;
+        found.is_ok_and(|found| {
+            let pods = found.of_node(self.node);
+            pods.last().is_none_or(|last| last.uid() != pod.uid())
+        })
+    }
 }
 
 /// The time before a line, and the line.

@@ -1,7 +1,8 @@
 //! The engine Kubernetes, by its API.
 //!
 //! `job_image` says which image runs, `objects` what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
-//! how far it is. All of it is known by the label of the job, and nothing is kept here but the cluster's address.
+//! how far it is. All of it is known by the labels of the job, its name and its nonce, and nothing is kept here but the
+//! cluster's address.
 
 mod api_error;
 mod changes;
@@ -125,7 +126,7 @@ impl Engine for KubernetesEngine {
         let mut created = job_image.push()?;
         created.extend(
             self.runtime
-                .block_on(submission::make(cluster, &objects, name))?,
+                .block_on(submission::make(cluster, &objects, spec))?,
         );
         Ok(Submitted {
             id: format!("{}/{name}", cluster.namespace),
@@ -152,8 +153,7 @@ impl Engine for KubernetesEngine {
 
     fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {
         let cluster = self.of_job(job, folder)?;
-        self.runtime
-            .block_on(removal::remove(&cluster, job.spec.name.as_str()))
+        self.runtime.block_on(removal::remove(&cluster, &job.spec))
     }
 
     fn forward(
@@ -164,9 +164,8 @@ impl Engine for KubernetesEngine {
         output: &mut dyn Write,
     ) -> Result<()> {
         let cluster = self.of_job(job, folder)?;
-        let name = job.spec.name.as_str();
         self.runtime
-            .block_on(forward::forward(&cluster, name, ports, output))
+            .block_on(forward::forward(&cluster, &job.spec, ports, output))
     }
 
     fn pause(&self, job: &JobRecord) {
@@ -176,7 +175,7 @@ impl Engine for KubernetesEngine {
             Some((known, changes)) if *known == name => changes,
             watched => {
                 let cluster = self.in_namespace_of(job);
-                let changes = Changes::of(&cluster, job.spec.options.kubernetes.kind, &name);
+                let changes = Changes::of(&cluster, &job.spec);
                 &mut watched.insert((name, changes)).1
             }
         };

@@ -8,10 +8,10 @@ use kube::core::DynamicObject;
 use serde::Deserialize;
 
 use super::cluster::Cluster;
-use super::objects::{JOB_LABEL, pytorch_job, train_job};
+use super::objects::{pytorch_job, selector, train_job};
 use crate::error::{Error, Result};
 use crate::output::now;
-use crate::spec::ObjectKind;
+use crate::spec::{JobSpec, ObjectKind};
 
 /// The state of the objects of one job, taken together.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,8 +33,8 @@ pub(super) struct Owners {
     /// Seconds since 1970.
     pub(super) started: Option<u64>,
     pub(super) ended: Option<u64>,
-    /// Their names.
-    pub(super) names: Vec<String>,
+    /// By which the cluster tells them from all others.
+    pub(super) uids: Vec<String>,
 }
 
 /// How long the other Jobs of a job have to end when one has failed.
@@ -74,15 +74,16 @@ impl Owners {
     ///
     /// # Errors
     /// When there are none, or it does not answer.
-    pub(super) async fn find(cluster: &Cluster, kind: ObjectKind, job: &str) -> Result<Self> {
-        let resource = owner_resource(kind);
-        let selector = format!("{JOB_LABEL}={job}");
+    pub(super) async fn find(cluster: &Cluster, spec: &JobSpec) -> Result<Self> {
+        let resource = owner_resource(spec.options.kubernetes.kind);
         let api = cluster.dynamic(&resource);
-        let found = cluster.labelled(&resource.plural, &api, &selector).await?;
+        let found = cluster
+            .labelled(&resource.plural, &api, &selector(spec))
+            .await?;
         Self::of(&found, now()).ok_or_else(|| {
             Error::not_found(format!(
-                "Kubernetes at {} has no {} {job} in namespace {}: it was removed there",
-                cluster.url, resource.kind, cluster.namespace
+                "Kubernetes at {} has no {} {} that was submitted from here in namespace {}: it was removed there",
+                cluster.url, resource.kind, spec.name, cluster.namespace
             ))
         })
     }
@@ -122,9 +123,9 @@ impl Owners {
                 .iter()
                 .filter_map(|status| status.start_time.as_ref().map(seconds))
                 .min(),
-            names: objects
+            uids: objects
                 .iter()
-                .filter_map(|object| object.meta().name.clone())
+                .filter_map(|object| object.meta().uid.clone())
                 .collect(),
         })
     }

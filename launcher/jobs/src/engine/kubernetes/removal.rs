@@ -1,19 +1,20 @@
-//! Removing all that has a job's label.
+//! Removing all objects of a job.
 
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Pod, Secret, Service};
-use kube::api::{ApiResource, DeleteParams};
+use kube::api::{ApiResource, DeleteParams, Preconditions};
 use kube::core::DynamicObject;
 use kube::{Resource, ResourceExt};
 use tokio::time::{Instant, sleep};
 
 use super::cluster::Cluster;
-use super::objects::{JOB_LABEL, pytorch_job, train_job};
+use super::objects::{pytorch_job, selector, train_job};
 use crate::error::{Error, Result};
 use crate::output::{now, warn};
+use crate::spec::JobSpec;
 
 /// How often it is looked whether anything is left.
 const POLL: Duration = Duration::from_millis(500);
@@ -26,8 +27,8 @@ const GIVEN_UP_SECONDS: u64 = 5;
 ///
 /// # Errors
 /// When the server refuses it, or something is still there after two minutes; the message names it.
-pub(super) async fn remove(cluster: &Cluster, job: &str) -> Result<()> {
-    let selector = format!("{JOB_LABEL}={job}");
+pub(super) async fn remove(cluster: &Cluster, spec: &JobSpec) -> Result<()> {
+    let selector = selector(spec);
     // Owners first: a Job that is still there would make its pods anew.
     let resources = [
         pytorch_job(),
@@ -41,7 +42,7 @@ pub(super) async fn remove(cluster: &Cluster, job: &str) -> Result<()> {
     for resource in resources {
         let objects = find(cluster, &resource, &selector).await?;
         for object in &objects {
-            delete(cluster, &resource, object, &DeleteParams::foreground()).await?;
+            delete(cluster, &resource, object, DeleteParams::foreground()).await?;
         }
         if !objects.is_empty() {
             there.push(resource);
@@ -65,7 +66,8 @@ pub(super) async fn remove(cluster: &Cluster, job: &str) -> Result<()> {
         }
         if Instant::now() > deadline {
             return Err(Error::refused(format!(
-                "job {job} is still there after {} s: {}; `kubectl describe -n {}` says what holds them",
+                "job {} is still there after {} s: {}; `kubectl describe -n {}` says what holds them",
+                spec.name,
                 LIMIT.as_secs(),
                 left.join(", "),
                 cluster.namespace
@@ -97,16 +99,21 @@ fn is_optional(resource: &ApiResource) -> bool {
     kinds.contains(&resource.kind.as_str())
 }
 
+/// Deletes this very object. One that is gone is no error, even if another has its name by now.
 async fn delete(
     cluster: &Cluster,
     resource: &ApiResource,
     object: &DynamicObject,
-    parameters: &DeleteParams,
+    parameters: DeleteParams,
 ) -> Result<()> {
     let (api, name) = (cluster.dynamic(resource), object.name_any());
-    match cluster.try_ask(|| api.delete(&name, parameters)).await {
+    let parameters = parameters.preconditions(Preconditions {
+        uid: object.uid(),
+        resource_version: None,
+    });
+    match cluster.try_ask(|| api.delete(&name, &parameters)).await {
         Ok(_) => Ok(()),
-        Err(error) if error.code() == Some(404) => Ok(()),
+        Err(error) if matches!(error.code(), Some(404 | 409)) => Ok(()),
         Err(error) => Err(error.into_error(&format!("{}/{name}", resource.plural), cluster)),
     }
 }
@@ -130,9 +137,87 @@ async fn give_up(cluster: &Cluster, resource: &ApiResource, pods: &[DynamicObjec
             cluster,
             resource,
             pod,
-            &DeleteParams::default().grace_period(0),
+            DeleteParams::default().grace_period(0),
         )
         .await?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::{Arc, Mutex};
+
+    use http::{Method, Request, Response};
+    use kube::Client;
+    use kube::client::Body;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::engine::kubernetes::objects::tests::spec;
+
+    /// What a server was asked.
+    struct Asked {
+        method: Method,
+        path: String,
+        query: String,
+        body: String,
+    }
+
+    /// What a server is asked that has one Job until it is deleted.
+    async fn requests() -> Vec<Asked> {
+        let asked = Arc::new(Mutex::new(Vec::<Asked>::new()));
+        let asks = Arc::clone(&asked);
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let asks = Arc::clone(&asks);
+            async move {
+                let (parts, body) = request.into_parts();
+                let body = body.collect_bytes().await.unwrap();
+                let body = String::from_utf8(body.to_vec()).unwrap();
+                let mut asks = asks.lock().unwrap();
+                let is_deleted = asks.iter().any(|asked| asked.method == Method::DELETE);
+                let is_job = parts.uri.path().ends_with("/jobs") && !is_deleted;
+                let metadata = json!({"name": "mnist", "uid": "u-1"});
+                let items = is_job.then(|| json!([{"metadata": metadata}]));
+                let answer = match &parts.method {
+                    &Method::DELETE => json!({"kind": "Status", "status": "Success"}),
+                    _ => {
+                        json!({"kind": "List", "metadata": {}, "items": items.unwrap_or(json!([]))})
+                    }
+                };
+                asks.push(Asked {
+                    method: parts.method,
+                    path: parts.uri.path().to_owned(),
+                    query: parts.uri.query().unwrap_or_default().to_owned(),
+                    body,
+                });
+                let answer = Response::builder().body(Body::from(answer.to_string().into_bytes()));
+                Ok::<_, Infallible>(answer.unwrap())
+            }
+        });
+        let cluster = Cluster {
+            client: Client::new(service, "team"),
+            namespace: "team".to_owned(),
+            url: "https://cluster".to_owned(),
+        };
+        remove(&cluster, &spec()).await.unwrap();
+        std::mem::take(&mut *asked.lock().unwrap())
+    }
+
+    #[tokio::test]
+    async fn only_the_very_objects_of_the_job_are_removed() {
+        let mut deleted = Vec::new();
+        for asked in requests().await {
+            if asked.method == Method::DELETE {
+                let body: Value = serde_json::from_str(&asked.body).unwrap();
+                deleted.push((asked.path, body["preconditions"]["uid"].clone()));
+            } else {
+                let nonce = "accel-jobs%2Fjob%3Dmnist%2Caccel-jobs%2Fnonce%3D89abcdef";
+                assert!(asked.query.contains(nonce), "{}", asked.query);
+            }
+        }
+        let path = "/apis/batch/v1/namespaces/team/jobs/mnist".to_owned();
+        assert_eq!(deleted, [(path, json!("u-1"))]);
+    }
 }

@@ -10,6 +10,7 @@ use super::cluster::Cluster;
 use super::objects::{Object, Objects};
 use super::removal;
 use crate::error::{Error, Result};
+use crate::spec::JobSpec;
 
 /// Asks the server whether it would take the objects. Nothing is made.
 ///
@@ -27,7 +28,11 @@ pub(super) async fn check(cluster: &Cluster, objects: &Objects) -> Result<()> {
 ///
 /// # Errors
 /// When the server refuses one; then none is left.
-pub(super) async fn make(cluster: &Cluster, objects: &Objects, job: &str) -> Result<Vec<String>> {
+pub(super) async fn make(
+    cluster: &Cluster,
+    objects: &Objects,
+    spec: &JobSpec,
+) -> Result<Vec<String>> {
     let made = match create(cluster, &objects.owner, RunMode::Real).await {
         Ok(owner) => owned(cluster, objects, &owner).await,
         // A server that did not answer may have made it.
@@ -36,7 +41,7 @@ pub(super) async fn make(cluster: &Cluster, objects: &Objects, job: &str) -> Res
     };
     if let Err(error) = made {
         // The first error counts; what is said of the removal is added to it.
-        return Err(match removal::remove(cluster, job).await {
+        return Err(match removal::remove(cluster, spec).await {
             Ok(()) => error,
             Err(left) => Error::refused(format!("{error}; what was made may be left: {left}")),
         });

@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use serde_json::Value;
+
+use crate::spec::JobSpec;
 
 /// A job of Ray's Jobs API.
 #[derive(Clone, Debug, Deserialize)]
@@ -15,6 +18,26 @@ pub(super) struct RayJob {
     pub(super) end_time: Option<u64>,
     /// The node on which the driver runs.
     pub(super) driver_node_id: Option<String>,
+    /// What whoever submitted it has attached.
+    #[serde(default)]
+    metadata: Option<BTreeMap<String, Value>>,
+    entrypoint: Option<String>,
+}
+
+/// Where a job's metadata has its nonce.
+pub(super) const NONCE: &str = "accel-jobs/nonce";
+
+impl RayJob {
+    /// Whether it is the job of this specification, and not another one of its name.
+    pub(super) fn is_of(&self, spec: &JobSpec) -> bool {
+        let nonce = self.metadata.as_ref().and_then(|all| all.get(NONCE));
+        nonce.and_then(Value::as_str) == Some(&spec.nonce)
+    }
+
+    /// Whether it is the entry that Ray makes of a job which it watches, and of which it does not find one any more.
+    pub(super) fn is_made_of_nothing(&self) -> bool {
+        self.metadata.is_none() && self.entrypoint.as_deref() == Some("Entrypoint not found.")
+    }
 }
 
 /// How far Ray says that a job is, which is how far its driver is.
@@ -126,6 +149,12 @@ mod tests {
         let job: RayJob = serde_json::from_str(job).unwrap();
         assert_eq!(job.status, RayStatus::Succeeded);
         assert_eq!(job.driver_node_id.as_deref(), Some("e7517e"));
+        assert!(!job.is_made_of_nothing());
+        let left = r#"{"type": "SUBMISSION", "job_id": null, "submission_id": "t1", "driver_info": null, "status": "FAILED",
+            "entrypoint": "Entrypoint not found.", "message": "Unexpected error occurred", "error_type": null, "start_time":
+            null, "end_time": 1795648075891, "metadata": null, "runtime_env": null, "driver_node_id": null}"#;
+        let left: RayJob = serde_json::from_str(left).unwrap();
+        assert!(left.is_made_of_nothing());
 
         let nodes = r#"{"result": true, "msg": "", "data": {"result": {"total": 1, "num_after_truncation": 1, "num_filtered":
             1, "result": [{"node_id": "cad2", "node_ip": "10.77.0.2", "is_head_node": false, "state": "ALIVE",

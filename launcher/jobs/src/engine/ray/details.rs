@@ -101,6 +101,8 @@ fn last_lines(message: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::super::tests::spec;
     use super::*;
 
@@ -111,17 +113,14 @@ mod tests {
             id: "mnist".to_owned(),
             submitted: 1,
             last: None,
+            removed: false,
         };
-        let answer = |status, message: &str| RayJob {
-            job_id: None,
-            status,
-            message: Some(message.to_owned()),
-            end_time: None,
-            driver_node_id: None,
+        let answer = |status: &str, message: &str| -> RayJob {
+            serde_json::from_value(json!({"status": status, "message": message})).unwrap()
         };
         let shown = details(
             &record,
-            &answer(RayStatus::Pending, "It may be waiting.\nFor long."),
+            &answer("PENDING", "It may be waiting.\nFor long."),
             None,
         );
         assert_eq!(shown.status, JobStatus::Pending);
@@ -129,7 +128,7 @@ mod tests {
         assert_eq!(shown.instances[1].name, "mnist-worker-0");
         let shown = details(
             &record,
-            &answer(RayStatus::Failed, "It failed:\nsh: python: not found"),
+            &answer("FAILED", "It failed:\nsh: python: not found"),
             None,
         );
         let failure = shown.failure.unwrap();

@@ -44,14 +44,15 @@ class Agent:
 
     def start(self, job, node, endpoint, token):
         environment = dict(os.environ)
-        if "OMP_NUM_THREADS" not in (ray.get_runtime_context().runtime_env.get("env_vars") or {}):
-            # Ray's own number is that of one process; the agent has several.
-            environment.pop("OMP_NUM_THREADS", None)
+        # Ray's own number is that of one process; the agent has several.
+        environment.pop("OMP_NUM_THREADS", None)
+        environment.update({name: value.encode() for name, value in job["env"].items()})
         environment.update(PET_NODE_RANK=str(node), PET_RDZV_ENDPOINT=endpoint)
-        command = list(job["command"])
-        for at in (0, command.index("--") + 1):
+        # As bytes, whatever encoding this node's locale has.
+        command = [word.encode() for word in job["command"]]
+        for at in (0, command.index(b"--") + 1):
             # A file of the package, which is the folder that Ray starts actors in.
-            if command[at].startswith("./"):
+            if command[at].startswith(b"./"):
                 command[at] = os.path.abspath(command[at])
         self.log_dir = None
         if node == 0:
@@ -352,7 +353,7 @@ def amounts(names, resources):
 
 
 def main():
-    job = json.loads(sys.argv[1])
+    job = json.loads(os.fsencode(sys.argv[1]))
     ray.init(log_to_driver=False, logging_level="ERROR")
     # A job of the same name may have been before: Ray goes on with its log.
     job_id = ray.get_runtime_context().get_job_id()

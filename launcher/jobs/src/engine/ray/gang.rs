@@ -1,5 +1,7 @@
 //! What the driver of a job is told, and what it says: the other side of `gang.py`.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::answers::RayJob;
@@ -17,6 +19,8 @@ pub(super) struct GangJob<'a> {
     nodes: usize,
     /// The agent of a node. What begins with `./` is in the package.
     command: Vec<String>,
+    /// The variables of the ranks.
+    env: &'a BTreeMap<String, String>,
     /// What each node gives.
     bundle: Bundle,
     strategy: RayPlacement,
@@ -54,6 +58,7 @@ impl<'a> GangJob<'a> {
             name: spec.name.as_str(),
             nodes: spec.nodes.get(),
             command,
+            env: &spec.env,
             bundle: Bundle {
                 cpus,
                 gpus: Some(resources.gpus).filter(|gpus| *gpus > 0),

@@ -12,6 +12,7 @@ mod job_log;
 pub(crate) mod local_ray;
 mod package;
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 use std::thread;
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
 use crate::output::shell_line;
 use crate::spec::{EngineAddress, JobSpec};
+use answers::{NONCE, RayJob};
 use client::RayClient;
 use details::details;
 use gang::{GangJob, GangState};
@@ -40,6 +42,8 @@ const STOP_WAIT: u64 = 60;
 /// How long the end of a job is waited for.
 const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
 const POLL: Duration = Duration::from_millis(500);
+/// Linux starts no program with a longer word, and Ray gives the entrypoint to a shell as one.
+const LONGEST_ENTRYPOINT: usize = (128 << 10) - 1;
 /// In which Ray has noticed the end of a job.
 const WATCH: Duration = Duration::from_millis(2500);
 
@@ -62,51 +66,73 @@ impl RayEngine {
         let job = GangJob::new(spec, &package.launcher, &package.program);
         let job = serde_json::to_string(&job)
             .map_err(|error| Error::system("cannot write JSON").with_source(error))?;
-        let mut env = spec.env.clone();
+        let entrypoint = shell_line(&["python", "gang.py", &job]);
+        if entrypoint.len() > LONGEST_ENTRYPOINT {
+            return Err(Error::usage(format!(
+                "the program's arguments and variables are too long for Ray, which starts a job by one word of {} KiB at most; \
+                 put them into a file, and bring it along by --ray-include",
+                LONGEST_ENTRYPOINT >> 10
+            )));
+        }
+        // The driver hands the variables on: Ray replaces `$NAME` in those of `env_vars`. Its own have to be there.
+        let mut env: BTreeMap<_, _> = spec.env.clone();
+        env.retain(|name, _| name.starts_with("RAY_"));
         env.entry("RAY_JOB_STOP_WAIT_TIME_S".to_owned())
             .or_insert_with(|| STOP_WAIT.to_string());
         Ok(json!({
-            "entrypoint": shell_line(&["python", "gang.py", &job]),
+            "entrypoint": entrypoint,
             "submission_id": spec.name,
+            "metadata": {NONCE: spec.nonce},
             "runtime_env": {"working_dir": package.uri(), "env_vars": env},
         }))
     }
 
-    /// Ends a job of which it is not known whether it was taken.
-    fn forget(&self, id: &str) {
-        // Ray does not answer, so it may not answer now.
-        if self.client.stop(id).is_ok() {
-            let _ = self.wait_for_end(id).and_then(|()| self.remove(id));
+    /// This very job. Its name is its id at Ray, where another user may have a job of that name.
+    fn job(&self, spec: &JobSpec) -> Result<RayJob> {
+        let name = &spec.name;
+        let answer = self.client.job(name.as_str())?;
+        match answer.is_of(spec) {
+            true => Ok(answer),
+            false => Err(Error::not_found(format!(
+                "Ray at {} has another job of the name {name}, and not this one any more",
+                self.client.address()
+            ))),
         }
+    }
+
+    /// Ends a job, if it is there.
+    fn end(&self, spec: &JobSpec) -> Result<()> {
+        let name = spec.name.as_str();
+        if !self.job(spec)?.status.is_final() {
+            self.client.stop(name)?;
+            self.wait_for_end(spec)?;
+        }
+        self.remove(spec)
     }
 
     /// Makes Ray forget a job that has ended.
     ///
     /// Ray watches each job once a second. Where it finds no entry before it has noticed the end, it makes one of a job
     /// that failed.
-    fn remove(&self, id: &str) -> Result<()> {
+    fn remove(&self, spec: &JobSpec) -> Result<()> {
+        let name = spec.name.as_str();
         loop {
-            match self.client.delete(id) {
-                // Another command has removed it.
-                Err(error) if error.is_not_found() => return Ok(()),
-                deleted => deleted?,
-            }
+            self.client.delete(name)?;
             thread::sleep(WATCH);
-            match self.client.job(id) {
-                Ok(answer) if answer.status.is_final() => {}
-                Ok(_) => return Ok(()),
-                Err(error) if error.is_not_found() => return Ok(()),
-                Err(error) => return Err(error),
+            let answer = self.client.job(name)?;
+            if !answer.is_of(spec) && !answer.is_made_of_nothing() {
+                return Ok(());
             }
         }
     }
 
-    fn wait_for_end(&self, id: &str) -> Result<()> {
+    fn wait_for_end(&self, spec: &JobSpec) -> Result<()> {
         let deadline = Instant::now() + STOP_LIMIT;
-        while !self.client.job(id)?.status.is_final() {
+        while !self.job(spec)?.status.is_final() {
             if Instant::now() > deadline {
                 return Err(Error::unreachable(format!(
-                    "job {id} does not end; Ray at {} shows why",
+                    "job {} does not end; Ray at {} shows why",
+                    spec.name,
                     self.client.address()
                 )));
             }
@@ -157,7 +183,8 @@ impl Engine for RayEngine {
         }
         self.client.submit(&request).inspect_err(|error| {
             if error.is_unreachable() {
-                self.forget(id);
+                // It may have taken the job; but it did not answer, so it may not answer now.
+                let _ = self.end(spec);
             }
         })?;
         created.push(format!("job/{id} created"));
@@ -168,9 +195,8 @@ impl Engine for RayEngine {
     }
 
     fn get(&self, job: &JobRecord, _folder: &Path) -> Result<JobDetails> {
-        let id = job.spec.name.as_str();
-        let answer = self.client.job(id)?;
-        let state = GangState::read(&self.client, id, &answer);
+        let answer = self.job(&job.spec)?;
+        let state = GangState::read(&self.client, job.spec.name.as_str(), &answer);
         Ok(details(job, &answer, state))
     }
 
@@ -189,7 +215,7 @@ impl Engine for RayEngine {
         let mut shown = None;
         loop {
             let asked = Instant::now();
-            let answer = self.client.job(name)?;
+            let answer = self.job(&job.spec)?;
             let is_final = answer.status.is_final();
             let log = self.client.logs(name)?;
             let text = match job_log::output_of(&log, answer.job_id.as_deref(), instance) {
@@ -219,15 +245,8 @@ impl Engine for RayEngine {
     }
 
     fn stop(&self, job: &JobRecord, _folder: &Path) -> Result<()> {
-        let id = job.spec.name.as_str();
-        let stop = || {
-            if !self.client.job(id)?.status.is_final() {
-                self.client.stop(id)?;
-                self.wait_for_end(id)?;
-            }
-            self.remove(id)
-        };
-        match stop() {
+        match self.end(&job.spec) {
+            // It is gone, or another command has removed it.
             Err(error) if !error.is_not_found() => Err(error),
             _ => Ok(()),
         }
@@ -273,13 +292,11 @@ impl Engine for RayEngine {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
 
     pub(super) fn spec() -> JobSpec {
         serde_json::from_value(json!({
-            "name": "mnist", "engine": "ray", "nodes": 2, "nproc_per_node": "2",
+            "name": "mnist", "nonce": "77", "engine": "ray", "nodes": 2, "nproc_per_node": "2",
             "resources": {"cpus": null, "gpus": 1, "memory": 1 << 30}, "time_limit": {"secs": 90, "nanos": 0},
             "env": {"A": "b c"}, "working_dir": null, "max_restarts": 3, "priority": null, "tensorboard": false,
             "logdir": "/training_logs", "program": ["./mnist", "--text", "it's"], "address": {},
@@ -303,16 +320,17 @@ mod tests {
         let request = RayEngine::request(&spec(), &package()).unwrap();
         let job = r#"{"name":"mnist","nodes":2,"command":["./accel-launch","--nnodes","2","--nproc-per-node","2","#
             .to_owned()
-            + r#""--max-restarts","3","--","./mnist","--text","it'\''s"],"bundle":{"CPU":2,"GPU":1,"memory":1073741824},"#
+            + r#""--max-restarts","3","--","./mnist","--text","it'\''s"],"env":{"A":"b c"},"bundle":{"CPU":2,"GPU":1,"memory":1073741824},"#
             + r#""strategy":"STRICT_SPREAD","max_restarts":3,"time_limit":90,"working_dir":null,"logdir":null}"#;
         assert_eq!(
             request,
             json!({
                 "entrypoint": format!("python gang.py '{job}'"),
                 "submission_id": "mnist",
+                "metadata": {"accel-jobs/nonce": "77"},
                 "runtime_env": {
                     "working_dir": "gcs://_ray_pkg_0.zip",
-                    "env_vars": {"A": "b c", "RAY_JOB_STOP_WAIT_TIME_S": "60"},
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
                 },
             })
         );
@@ -321,5 +339,11 @@ mod tests {
             ..spec()
         };
         assert!(RayEngine::request(&urgent, &package()).is_err());
+        let mut long = spec();
+        long.env.insert("LONG".to_owned(), "x".repeat(100 << 10));
+        assert!(RayEngine::request(&long, &package()).is_ok());
+        long.program.push("x".repeat(30 << 10));
+        let error = RayEngine::request(&long, &package()).unwrap_err();
+        assert!(error.to_string().contains("too long for Ray"), "{error}");
     }
 }

@@ -303,6 +303,7 @@ mod tests {
     fn spec(program: &[&str]) -> JobSpec {
         JobSpec {
             name: "mnist".parse().unwrap(),
+            nonce: String::new(),
             engine: EngineKind::Slurm,
             nodes: NonZeroUsize::new(2).unwrap(),
             nproc_per_node: "4".to_owned(),

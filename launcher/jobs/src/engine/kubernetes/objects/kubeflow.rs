@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::job::limit;
-use super::{AGENT, Object, PART_LABEL, agent, labels, metadata, pod};
+use super::{AGENT, Object, PART_LABEL, agent, command, labels, metadata, pod};
 use crate::error::{Error, Result};
 use crate::spec::JobSpec;
 
@@ -66,7 +66,7 @@ pub(super) fn of_trainer(spec: &JobSpec) -> Result<Object> {
     let options = &spec.options.kubernetes;
     let mut trainer = json!({
         "image": options.image,
-        "command": words,
+        "command": command(words),
         "numNodes": spec.nodes.get(),
         "resourcesPerNode": written(&pod::resources(spec))?,
         "env": written(&pod::environment(spec))?,
@@ -94,7 +94,7 @@ pub(super) fn of_trainer(spec: &JobSpec) -> Result<Object> {
     if let Some(account) = &options.service_account {
         set("serviceAccountName", json!(account));
     }
-    let mut pod_labels = labels(spec.name.as_str());
+    let mut pod_labels = labels(spec);
     pod_labels.insert(PART_LABEL.to_owned(), AGENT.to_owned());
     let template = json!({"metadata": {"labels": pod_labels}, "spec": pod_spec});
     let jobs = json!([{"name": NODE, "template": {"spec": {"template": template}}}]);

@@ -23,8 +23,10 @@ pub(super) use tensorboard::{
     NAME_SUFFIX as TENSORBOARD_SUFFIX, PART as TENSORBOARD, PORT as TENSORBOARD_PORT,
 };
 
-/// The label of every object of a job.
+/// The label of every object of a job: its name.
 pub(super) const JOB_LABEL: &str = "accel-jobs/job";
+/// The label that tells the objects of a job from those of another of its name.
+const NONCE_LABEL: &str = "accel-jobs/nonce";
 /// The label that tells pods of the job from others of its pods.
 pub(super) const PART_LABEL: &str = "accel-jobs/part";
 /// The part that trains.
@@ -121,14 +123,31 @@ impl Object {
     }
 }
 
+/// Selects the objects of this very job.
+pub(super) fn selector(spec: &JobSpec) -> String {
+    format!("{JOB_LABEL}={},{NONCE_LABEL}={}", spec.name, spec.nonce)
+}
+
 /// The labels of every object of a job.
-pub(super) fn labels(job: &str) -> BTreeMap<String, String> {
+fn labels(spec: &JobSpec) -> BTreeMap<String, String> {
     [
-        (JOB_LABEL, job),
+        (JOB_LABEL, spec.name.as_str()),
+        (NONCE_LABEL, spec.nonce.as_str()),
         ("app.kubernetes.io/managed-by", "accel-jobs"),
     ]
     .map(|(key, value)| (key.to_owned(), value.to_owned()))
     .into()
+}
+
+/// A word that a container gets as it stands. Kubernetes replaces `$(NAME)` in commands and in values of variables, and
+/// makes `$` of `$$`.
+fn literal(word: impl AsRef<str>) -> String {
+    word.as_ref().replace('$', "$$")
+}
+
+/// The command of a container, whose words it gets as they stand.
+fn command<S: AsRef<str>>(words: impl IntoIterator<Item = S>) -> Vec<String> {
+    words.into_iter().map(literal).collect()
 }
 
 /// The agent of every pod. In an image of ours it is where we put it, which the base's PATH may lack.
@@ -143,14 +162,14 @@ fn agent(spec: &JobSpec) -> AgentCommand<'_> {
 fn metadata(name: impl Into<String>, spec: &JobSpec) -> ObjectMeta {
     ObjectMeta {
         name: Some(name.into()),
-        labels: Some(labels(spec.name.as_str())),
+        labels: Some(labels(spec)),
         ..ObjectMeta::default()
     }
 }
 
 /// The Service by which pods find that of node 0. It has no address of its own.
 fn service(spec: &JobSpec) -> Result<Object> {
-    let mut selector = labels(spec.name.as_str());
+    let mut selector = labels(spec);
     selector.insert(PART_LABEL.to_owned(), AGENT.to_owned());
     Object::of(&Service {
         metadata: metadata(spec.name.as_str(), spec),
@@ -221,4 +240,4 @@ fn check(spec: &JobSpec) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -12,8 +12,8 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
 use super::{
-    AGENT, GIT_CREDENTIALS, JOB_LABEL, PART_LABEL, git_secret, labels, needs_git_secret,
-    token_secret,
+    AGENT, GIT_CREDENTIALS, JOB_LABEL, PART_LABEL, command, git_secret, labels, literal,
+    needs_git_secret, token_secret,
 };
 use crate::error::{Error, Result};
 use crate::spec::{DataMount, JobSpec, SyncMode, Taint};
@@ -28,12 +28,12 @@ const GRACE_SECONDS: i64 = 60;
 /// The template of the pods of a job, whose container `name` runs `words`.
 pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result<PodTemplateSpec> {
     let options = &spec.options.kubernetes;
-    let mut pod_labels = labels(spec.name.as_str());
+    let mut pod_labels = labels(spec);
     pod_labels.insert(PART_LABEL.to_owned(), AGENT.to_owned());
     let container = Container {
         name: name.to_owned(),
         image: options.image.clone(),
-        command: Some(words),
+        command: Some(command(words)),
         working_dir: working_dir(spec),
         env: Some(environment(spec)),
         resources: Some(resources(spec)),
@@ -71,7 +71,7 @@ pub(super) fn environment(spec: &JobSpec) -> Vec<EnvVar> {
     let is_secret = |name: &str| GIT_CREDENTIALS.contains(&name);
     let variable = |name: &str, value: &str| EnvVar {
         name: name.to_owned(),
-        value: Some(value.to_owned()),
+        value: Some(literal(value)),
         ..EnvVar::default()
     };
     let given = spec.env.iter().filter(|(name, _)| !is_secret(name));
@@ -329,7 +329,7 @@ fn sync(spec: &JobSpec) -> Result<Option<Container>> {
     Ok(Some(Container {
         name: "sync".to_owned(),
         image: Some(image),
-        command: Some(words),
+        command: Some(command(words)),
         env: needs_git_secret(spec).then(|| GIT_CREDENTIALS.map(credential).to_vec()),
         termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
         volume_mounts: Some(vec![mount("code", folder)]),

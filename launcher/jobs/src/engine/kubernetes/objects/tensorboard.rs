@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
 use super::pod::{data_mounts, data_volumes, node_selector, pull_secrets, tolerations};
-use super::{Object, PART_LABEL, labels, metadata};
+use super::{Object, PART_LABEL, command, labels, metadata};
 use crate::error::Result;
 use crate::spec::JobSpec;
 
@@ -21,23 +21,21 @@ pub(in super::super) const PORT: i32 = 6006;
 /// Its Deployment and its Service. It sees the job's data, and goes on when the job has ended, until that is removed.
 pub(super) fn objects(spec: &JobSpec) -> Result<[Object; 2]> {
     let name = format!("{}{NAME_SUFFIX}", spec.name);
-    let mut own_labels = labels(spec.name.as_str());
+    let mut own_labels = labels(spec);
     own_labels.insert(PART_LABEL.to_owned(), PART.to_owned());
     let image = spec.options.kubernetes.tensorboard_image.clone();
-    let command = [
+    let words = [
         "tensorboard",
         "--logdir",
         &spec.logdir.to_string_lossy(),
         "--bind_all",
         "--port",
         &PORT.to_string(),
-    ]
-    .map(str::to_owned)
-    .to_vec();
+    ];
     let container = Container {
         name: "tensorboard".to_owned(),
         image: image.or_else(|| Some("tensorflow/tensorflow".to_owned())),
-        command: Some(command),
+        command: Some(command(words)),
         ports: Some(vec![ContainerPort {
             container_port: PORT,
             ..ContainerPort::default()

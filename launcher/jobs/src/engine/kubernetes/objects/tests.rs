@@ -9,11 +9,12 @@ use crate::spec::{EngineAddress, EngineKind, EngineOptions, Resources, SyncMode}
 
 const TOKEN: &str = "0123456789abcdef";
 
-fn spec() -> JobSpec {
+pub(in crate::engine::kubernetes) fn spec() -> JobSpec {
     let mut options = EngineOptions::default();
     options.kubernetes.image = Some("registry/mnist:1".to_owned());
     JobSpec {
         name: "mnist".parse().unwrap(),
+        nonce: "89abcdef".to_owned(),
         engine: EngineKind::Kubernetes,
         nodes: NonZeroUsize::new(2).unwrap(),
         nproc_per_node: "4".to_owned(),

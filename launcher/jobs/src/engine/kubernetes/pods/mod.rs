@@ -9,10 +9,11 @@ use kube::ResourceExt;
 use kube::api::ListParams;
 
 use super::cluster::Cluster;
-use super::objects::{AGENT, JOB_LABEL, PART_LABEL};
+use super::objects::{AGENT, PART_LABEL, selector};
 use super::owner::seconds;
 use crate::error::Result;
 use crate::job::{Instance, JobStatus, Role};
+use crate::spec::JobSpec;
 use pod::{agent, failure, is_running, node_of, phase, rank, terminated, with_words};
 
 pub(super) use pod::{container_name, has_output, runs};
@@ -24,7 +25,7 @@ pub(super) struct NodePods {
     warnings: Warnings,
 }
 
-/// What the engine warns of, by the name of the object.
+/// What the engine warns of, by the uid of the object.
 #[derive(Debug, Default)]
 pub(super) struct Warnings(Vec<(String, String)>);
 
@@ -42,8 +43,8 @@ impl NodePods {
     ///
     /// # Errors
     /// When it refuses it or does not answer.
-    pub(super) async fn find(cluster: &Cluster, job: &str) -> Result<Self> {
-        let selector = format!("{JOB_LABEL}={job},{PART_LABEL}={AGENT}");
+    pub(super) async fn find(cluster: &Cluster, spec: &JobSpec) -> Result<Self> {
+        let selector = format!("{},{PART_LABEL}={AGENT}", selector(spec));
         let pods = cluster
             .labelled("pods", &cluster.api::<Pod>(), &selector)
             .await?;
@@ -52,16 +53,16 @@ impl NodePods {
 
     /// With what the engine warns of them and of `owners`, as far as this user may see that.
     pub(super) async fn with_warnings(mut self, cluster: &Cluster, owners: &[String]) -> Self {
-        let names: Vec<_> = self
+        let uids: Vec<_> = self
             .all()
-            .map(ResourceExt::name_any)
+            .filter_map(ResourceExt::uid)
             .chain(owners.iter().cloned())
             .collect();
         let api = cluster.api::<Event>();
         let parameters = ListParams::default().fields("type=Warning");
         // Without them there are fewer words.
         if let Ok(events) = cluster.try_ask(|| api.list(&parameters)).await {
-            self.warnings = Warnings::of(events.items, &names);
+            self.warnings = Warnings::of(events.items, &uids);
         }
         self
     }
@@ -199,7 +200,7 @@ impl NodePods {
         let says_so = status.and_then(|status| status.reason.as_deref()) == Some("NodeLost")
             || self
                 .warnings
-                .of_object(&pod.name_any())
+                .of_pod(pod)
                 .is_some_and(|text| text.contains("NodeNotReady"))
             || pod.metadata.deletion_timestamp.is_some();
         phase(pod) == Some("Running")
@@ -251,7 +252,7 @@ impl NodePods {
                 }
             }
         }
-        let warning = self.warnings.of_object(&pod.name_any());
+        let warning = self.warnings.of_pod(pod);
         warning
             .filter(|text| text.starts_with("Failed"))
             .map(str::to_owned)
@@ -259,24 +260,25 @@ impl NodePods {
 }
 
 impl Warnings {
-    /// Those of the named objects.
-    pub(super) fn of(events: Vec<Event>, names: &[String]) -> Self {
+    /// The warnings of the objects with these uids. An object that had the name of one of them before has another uid.
+    pub(super) fn of(events: Vec<Event>, uids: &[String]) -> Self {
         let warning = |event: Event| {
-            let name = event
-                .involved_object
-                .name
-                .filter(|name| names.contains(name))?;
+            let uid = event.involved_object.uid.filter(|uid| uids.contains(uid))?;
             Some((
-                name,
+                uid,
                 with_words(&event.reason.unwrap_or_default(), event.message.as_deref()),
             ))
         };
         Self(events.into_iter().filter_map(warning).collect())
     }
 
-    fn of_object(&self, name: &str) -> Option<&str> {
-        let found = self.0.iter().rev().find(|(of, _)| of == name);
+    fn of_object(&self, uid: &str) -> Option<&str> {
+        let found = self.0.iter().rev().find(|(of, _)| of == uid);
         found.map(|(_, text)| text.as_str())
+    }
+
+    fn of_pod(&self, pod: &Pod) -> Option<&str> {
+        self.of_object(pod.metadata.uid.as_deref()?)
     }
 }
 
