@@ -55,7 +55,7 @@ engine_tests() {
     local test
     # This one takes a minute or two: the others run meanwhile.
     expect submitted jobs submit --engine slurm --name slurm-limit --time 30s -- sleep 600 || return 0
-    for test in ${SLURM_TESTS:-refused pending said_by_hand environment broadcast board first_node no_restart preempted \
+    for test in ${SLURM_TESTS:-refused options pending said_by_hand environment broadcast board first_node no_restart preempted \
         cancelled forgotten documented silent}; do
         "slurm_$test" || fail "$test"
     done
@@ -88,6 +88,24 @@ slurm_refused() {
     [ -z "$(here squeue -h -n slurm-refused)" ] || fail 'a submission that is refused leaves a job'
 }
 
+# The command line counts more than the environment, and nothing hides a job.
+slurm_options() {
+    here env SBATCH_PARTITION=nowhere SBATCH_TIMELIMIT=1 SBATCH_JOB_NAME=other SBATCH_NO_REQUEUE=1 SBATCH_MEM_PER_CPU=9999999 \
+        "$JOBS" submit --engine slurm --name slurm-options --partition all --time 3h --memory 64Mi --max-restarts 1 -- sleep 600 >/dev/null ||
+        fail 'the environment counts more than options'
+    until_shown '^STATUS: RUNNING' jobs get slurm-options
+    local shown word
+    shown=$(here scontrol show job "$(job_id slurm-options)")
+    for word in JobName=slurm-options Partition=all TimeLimit=03:00:00 Requeue=1 MinMemoryNode=64M; do
+        grep -q "$word" <<<"$shown" || fail "no $word in: $shown"
+    done
+    refuse 'known by the file of its output' plain slurm-hidden --sbatch-arg=--output=/tmp/x -- sleep 1
+    refuse 'SLURM_CLUSTERS is set' here env SLURM_CLUSTERS=other "$JOBS" submit --engine slurm --name slurm-hidden -- sleep 1
+    # Of the cluster that it was submitted to, whatever the environment says now.
+    expect stopped here env SLURM_CLUSTERS=other "$JOBS" stop slurm-options
+    gone slurm-options
+}
+
 slurm_pending() {
     plain slurm-many --nodes 9 -- sleep 1 >/dev/null
     plain slurm-later --sbatch-arg=--begin=now+1hour -- sleep 1 >/dev/null
@@ -101,12 +119,12 @@ slurm_pending() {
     gone slurm-many slurm-later slurm-busy
 }
 
-# The script that --dry-run prints is the one that Slurm runs.
+# The script that --dry-run prints, behind the options, is the one that Slurm runs.
 slurm_said_by_hand() {
     plain slurm-script --env 'A=it'"'"'s' -- sleep 100 >/dev/null
     local dry
     dry=$(plain slurm-other --env 'A=it'"'"'s' --dry-run -- sleep 100 |
-        sed "s,JOB_DIR,$XDG_STATE_HOME/accel-jobs/slurm-script,; s,slurm-other,slurm-script,")
+        sed "1d; \$d; s,JOB_DIR,$XDG_STATE_HOME/accel-jobs/slurm-script,; s,slurm-other,slurm-script,")
     [ "$(here scontrol write batch_script "$(job_id slurm-script)" -)" = "$dry" ] || fail 'another script than --dry-run shows'
     gone slurm-script
 }
@@ -117,6 +135,11 @@ slurm_environment() {
     plain slurm-env --env "ODD=$odd" --env code=5 --env folder=/nowhere -- bash -c 'printf %s "$ODD" >"$1"' sh "$ENGINE_DIR/odd" >/dev/null
     jobs wait slurm-env --timeout "${LIMIT}s" || fail 'a job with odd variables'
     [ "$(cat "$ENGINE_DIR/odd")" = "$odd" ] || fail 'a variable is not what was given'
+    gone slurm-env
+    # shellcheck disable=SC2016 # a program's own words
+    plain slurm-env --env folder=mine --env code=5 -- bash -c 'echo "$folder $code" >"$1"' sh "$ENGINE_DIR/own" >/dev/null
+    jobs wait slurm-env --timeout "${LIMIT}s" || fail 'a job with variables of the names of ours'
+    [ "$(cat "$ENGINE_DIR/own")" = 'mine 5' ] || fail 'the script overwrites a variable'
     gone slurm-env
     expect submitted jobs --jobs-dir "$ENGINE_DIR/100% 'odd' %j" submit --engine slurm --name slurm-odd -- echo here
     jobs --jobs-dir "$ENGINE_DIR/100% 'odd' %j" wait slurm-odd --timeout "${LIMIT}s" || fail 'a job with an odd folder'

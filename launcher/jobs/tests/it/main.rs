@@ -9,3 +9,5 @@ mod ray;
 mod slurm;
 mod support;
 mod usage;
+#[cfg(all(feature = "kubernetes", feature = "ray", feature = "slurm"))]
+mod values;

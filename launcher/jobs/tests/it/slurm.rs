@@ -9,14 +9,14 @@ use tempfile::TempDir;
 use crate::support::{Jobs, launcher};
 
 /// A folder with commands of Slurm's, each a script that writes down its call first.
-struct Commands {
+pub(crate) struct Commands {
     folder: TempDir,
 }
 
 const BUSY: &str = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1";
 
 impl Commands {
-    fn new(commands: &[(&str, &str)]) -> Self {
+    pub(crate) fn new(commands: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         for (name, script) in commands {
             let path = folder.path().join(name);
@@ -31,7 +31,7 @@ impl Commands {
         Self { folder }
     }
 
-    fn path(&self) -> String {
+    pub(crate) fn path(&self) -> String {
         format!(
             "{}:{}",
             self.folder.path().display(),
@@ -219,6 +219,93 @@ fn a_job_is_known_by_the_folder_of_its_output() {
         let said = found.stdout + &found.stderr;
         assert!(said.contains(shown), "{folder}, {name}: {said}");
     }
+}
+
+/// A stand-in for sbatch that resolves options as the real one does: its command line before the environment, and that
+/// before the script.
+const SBATCH: &str = r#"script=$(cat)
+for name in partition account qos time constraint requeue; do
+    case $name in time) variable=SBATCH_TIMELIMIT ;; *) variable=SBATCH_$(echo $name | tr a-z A-Z) ;; esac
+    value=$(printf '%s\n' "$script" | sed -n "s/^#SBATCH \"*--$name=\([^\"]*\).*/\1/p" | tail -n 1)
+    eval "value=\${$variable:-\$value}"
+    for word; do case $word in --$name=*) value=${word#*=} ;; esac; done
+    echo "$name=$value" >>"$RESOLVED"
+done
+echo 7"#;
+
+#[test]
+fn options_count_more_than_the_environment() {
+    let jobs = Jobs::new();
+    let commands = Commands::new(&[("sbatch", SBATCH)]);
+    let resolved = jobs.folder().join("_resolved");
+    let words = [
+        "submit",
+        "--engine",
+        "slurm",
+        "--name",
+        "a",
+        "--partition",
+        "p",
+        "--account",
+        "a",
+        "--priority",
+        "q",
+        "--time",
+        "1h",
+        "--",
+        "true",
+    ];
+    let printed = jobs.run_with(
+        &words,
+        &[
+            ("PATH", &commands.path()),
+            ("RESOLVED", resolved.to_str().unwrap()),
+            ("SBATCH_PARTITION", "other"),
+            ("SBATCH_ACCOUNT", "other"),
+            ("SBATCH_QOS", "other"),
+            ("SBATCH_TIMELIMIT", "1"),
+            ("SBATCH_CONSTRAINT", "site"),
+        ],
+    );
+    assert_eq!(printed.code, Some(0), "{printed:?}");
+    assert_eq!(
+        fs::read_to_string(resolved).unwrap(),
+        "partition=p\naccount=a\nqos=q\ntime=01:00:00\nconstraint=site\nrequeue=\n"
+    );
+}
+
+#[test]
+fn what_would_hide_a_job_is_refused() {
+    let jobs = Jobs::new();
+    let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7")]);
+    for option in ["--output=/tmp/x", "-o/tmp/x", "--clusters=b", "-Mb"] {
+        let option = format!("--sbatch-arg={option}");
+        let submitted = submit(&jobs, &commands, "a", &[&option]);
+        assert_eq!(submitted.code, Some(2), "{submitted:?}");
+        assert!(submitted.stderr.contains(&option[2..12]), "{submitted:?}");
+    }
+    for variable in ["SBATCH_ARRAY_INX", "SBATCH_WAIT", "SLURM_CLUSTERS"] {
+        let words = ["submit", "--engine", "slurm", "--name", "a", "--", "true"];
+        let submitted = jobs.run_with(&words, &[("PATH", &commands.path()), (variable, "1")]);
+        assert_eq!(submitted.code, Some(2), "{submitted:?}");
+        assert!(submitted.stderr.contains(variable), "{submitted:?}");
+    }
+    assert_eq!(commands.calls(), [""; 0]);
+    assert!(!jobs.folder().join("a").exists());
+}
+
+/// A number that cannot be read is no reason to leave the job running.
+#[test]
+fn a_job_whose_number_sbatch_does_not_say_is_cancelled() {
+    let jobs = Jobs::new();
+    let squeue = format!("echo '7|{}/a/slurm.log|'", jobs.folder().display());
+    let commands = Commands::new(&[
+        ("sbatch", "cat >/dev/null"),
+        ("squeue", &squeue),
+        ("scancel", ""),
+    ]);
+    assert_eq!(submit(&jobs, &commands, "a", &[]).code, Some(1));
+    assert_eq!(commands.calls().last().unwrap(), "scancel 7");
 }
 
 /// A question to Slurm that takes longer than what other commands do meanwhile.

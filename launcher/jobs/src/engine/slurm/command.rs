@@ -128,12 +128,12 @@ pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
     said(program, Command::new(program).args(arguments), "")
 }
 
-/// Gives `script` to sbatch, and gives back what it prints.
+/// Gives `script` to sbatch with these options, and returns what it prints.
 ///
 /// # Errors
 /// The same.
-pub(super) fn sbatch(script: &str) -> Result<String> {
-    said("sbatch", Command::new("sbatch").arg("--parsable"), script)
+pub(super) fn sbatch(options: &[String], script: &str) -> Result<String> {
+    said("sbatch", Command::new("sbatch").args(options), script)
 }
 
 fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
@@ -159,6 +159,8 @@ fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
 fn output(command: &mut Command, input: &str, limit: Duration) -> io::Result<Output> {
     command
         .env("SLURM_TIME_FORMAT", "%s")
+        // A job is asked of the cluster that it was submitted to, which is that of the login node.
+        .env_remove("SLURM_CLUSTERS")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());

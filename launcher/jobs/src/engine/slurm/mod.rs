@@ -5,6 +5,7 @@
 
 mod command;
 mod details;
+mod options;
 mod quote;
 mod run;
 mod script;
@@ -25,7 +26,7 @@ use crate::tail::{copy_tail, follow};
 use command::{sbatch, slurm};
 use details::details;
 use run::{Run, RunEnd};
-use script::AgentFiles;
+use script::{AgentFiles, Submission};
 use state::{SlurmJob, is_output_of};
 
 /// Jobs of Slurm.
@@ -54,12 +55,15 @@ impl SlurmEngine {
 
 impl Engine for SlurmEngine {
     fn render(&self, spec: &JobSpec) -> Result<String> {
-        script::render(spec, Path::new("JOB_DIR"), &AgentFiles::here(spec)?)
+        options::check_environment()?;
+        let files = AgentFiles::here(spec)?;
+        Ok(Submission::of(spec, Path::new("JOB_DIR"), &files)?.shown())
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
+        options::check_environment()?;
         let files = AgentFiles::here(spec)?;
-        let script = script::render(spec, folder, &files)?;
+        let submission = Submission::of(spec, folder, &files)?;
         let failed = |error: io::Error| {
             Error::system(format!("{} cannot be written", folder.display())).with_source(error)
         };
@@ -72,17 +76,20 @@ impl Engine for SlurmEngine {
                 fs::copy(&from, folder.join(to)).map_err(failed)?;
             }
         }
-        let said = sbatch(&script).map_err(|error| match error.is_unreachable() {
-            true => withdraw(spec, folder, error),
+        let said = sbatch(&submission.options, &submission.script).map_err(|error| match error
+            .is_unreachable()
+        {
+            true => withdraw(folder, error),
             false => error,
         })?;
         // `ID`, or `ID;CLUSTER`.
         let id = said.trim().split(';').next().unwrap_or_default().to_owned();
         if id.parse::<u64>().is_err() {
-            return Err(Error::refused(format!(
+            let error = Error::refused(format!(
                 "expected the number of a job from sbatch, found {:?}",
                 said.trim()
-            )));
+            ));
+            return Err(withdraw(folder, error));
         }
         Ok(Submitted {
             created: vec![format!("job {id} of Slurm created")],
@@ -92,7 +99,7 @@ impl Engine for SlurmEngine {
 
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails> {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
-        let known = match SlurmJob::find_in(&job.id, folder) {
+        let known = match SlurmJob::of(job, folder) {
             Ok(known) => known,
             // It is over, and Slurm has forgotten it: how it ended, its script has written.
             Err(error) if error.is_not_found() => match (&run, end) {
@@ -118,7 +125,7 @@ impl Engine for SlurmEngine {
                 return false;
             }
             asked.set(Some(Instant::now()));
-            match SlurmJob::find_in(&job.id, folder) {
+            match SlurmJob::of(job, folder) {
                 Ok(known) => known.status().is_final(),
                 // Slurm may answer again.
                 Err(error) => !error.is_unreachable(),
@@ -135,7 +142,7 @@ impl Engine for SlurmEngine {
         let deadline = Instant::now() + STOP_LIMIT;
         let mut cancelled = false;
         loop {
-            let known = match SlurmJob::find_in(&job.id, folder) {
+            let known = match SlurmJob::of(job, folder) {
                 Ok(known) if known.status().is_final() => return Ok(()),
                 Err(error) if error.is_not_found() => return Ok(()),
                 known => known?,
@@ -161,21 +168,11 @@ impl Engine for SlurmEngine {
     }
 }
 
-/// Cancels what Slurm may have taken though sbatch did not say so. Gives back the error, which says where that fails, too.
-fn withdraw(spec: &JobSpec, folder: &Path, error: Error) -> Error {
-    let taken = slurm(
-        "squeue",
-        &[
-            "--me",
-            "--noheader",
-            "--name",
-            spec.name.as_str(),
-            "--Format",
-            "JobID:|,STDOUT:|",
-        ],
-    );
-    let cancelled = taken.and_then(|lines| {
-        // The name may be that of another job; the folder is this one's alone.
+/// Cancels what Slurm may have taken though sbatch did not say so. Returns the error, to which it adds that this failed, too.
+fn withdraw(folder: &Path, error: Error) -> Error {
+    let fields = ["--me", "--noheader", "--Format", "JobID:|,STDOUT:|"];
+    let cancelled = slurm("squeue", &fields).and_then(|lines| {
+        // The folder is this job's alone.
         let ids = lines.lines().filter_map(|line| {
             let (id, output) = line.trim_end_matches('|').split_once('|')?;
             is_output_of(output, folder).then(|| id.trim().to_owned())
@@ -186,8 +183,7 @@ fn withdraw(spec: &JobSpec, folder: &Path, error: Error) -> Error {
     match cancelled {
         Ok(()) => error,
         Err(_) => Error::unreachable(format!(
-            "{error}; Slurm may have taken the job all the same: see `squeue --me --name {}`, and end it by scancel",
-            spec.name
+            "{error}; Slurm may have taken the job all the same: see `squeue --me`, and end it by scancel"
         )),
     }
 }

@@ -6,29 +6,31 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::output::shell_word;
 
-/// A line that holds an option of sbatch.
+/// Refuses an option of sbatch that would change how what Slurm prints of the job is read.
 ///
 /// # Errors
-/// When it has a character that would not stay within it.
-pub(super) fn directive(option: &str) -> Result<String> {
-    if option.contains(['"', '\\']) || option.contains(char::is_control) {
-        return Err(Error::usage(format!(
-            "{option:?} cannot stand in a script of Slurm's: it has a quotation mark, a backslash or a control character"
-        )));
+/// When it has a control character.
+pub(super) fn check_option(option: &str) -> Result<()> {
+    match option.contains(char::is_control) {
+        true => Err(Error::usage(format!(
+            "{option:?} cannot stand among the options of sbatch: it has a control character"
+        ))),
+        false => Ok(()),
     }
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
-    Ok(match option.chars().all(is_plain) {
-        true => format!("#SBATCH {option}\n"),
-        false => format!("#SBATCH \"{option}\"\n"),
-    })
 }
 
 /// A path in which Slurm replaces nothing.
 ///
 /// # Errors
-/// When it is not text.
+/// When it is not text, or has a backslash, which Slurm would remove.
 pub(super) fn pattern(path: &Path) -> Result<String> {
-    Ok(path_text(path)?.replace('%', "%%"))
+    let text = path_text(path)?;
+    match text.contains('\\') {
+        true => Err(Error::usage(format!(
+            "{text} has a backslash, which Slurm removes from names of files; give another folder by --jobs-dir"
+        ))),
+        false => Ok(text.replace('%', "%%")),
+    }
 }
 
 /// A word of bash. One with control characters stands in `$'…'`, since Slurm refuses scripts with carriage returns.

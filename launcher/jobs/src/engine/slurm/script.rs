@@ -1,24 +1,24 @@
-//! The batch script of a job.
+//! The batch script of a job, and the options that sbatch gets with it.
 //!
-//! It runs on the first node: it starts an agent on each by srun, writes what it knows into the folder of the job
-//! (`run.rs` reads it), and asks for another start where the agents do.
+//! The script runs on the first node: it starts an agent on each by srun, writes what it knows into the folder of the job
+//! (`run.rs` reads it), and asks for another start where the agents do. Its variables begin with `accel_`, so that none of
+//! them hides one of the program's.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use super::quote::{bash_word, clock, directive, path_text, path_word, pattern};
-use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG, batch_log};
+use super::options::{NOTICE, NOTICED_FROM, cpus, is_chdir, options};
+use super::quote::{bash_word, path_text, path_word, pattern};
+use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG};
 use crate::engine::token;
 use crate::error::{Error, Result};
+use crate::output::shell_line;
 use crate::spec::{JobSpec, launcher_here};
 
 /// How long agents wait for one another. All start at once, and only a new start of the job brings a lost one back.
 const JOIN_TIMEOUT: u64 = 120;
 /// How long srun waits for the other agents once one has ended: longer than agents wait for one another.
 const SRUN_WAIT: u64 = JOIN_TIMEOUT + 30;
-/// So many seconds before the end of its time a job is told, where its time is long enough; Slurm may be a minute early.
-const NOTICE: u64 = 60;
-const NOTICED_FROM: u64 = 600;
 /// How long ranks have to save. Where Slurm leaves them less (`KillWait`), it kills them itself.
 const GRACE: u64 = NOTICE - 10;
 
@@ -29,6 +29,43 @@ const BROADCAST_TIMEOUT: u64 = 60;
 /// Where the copies of accel-launch and of the program are that `--broadcast` sends, within the folder of the job.
 pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
 pub(super) const COPIED_PROGRAM: &str = "program";
+
+/// Variables that bash has for itself, and does not pass on as they are given.
+const OF_BASH: [&str; 33] = [
+    "_",
+    "BASH",
+    "BASHOPTS",
+    "BASHPID",
+    "BASH_ARGV0",
+    "BASH_COMMAND",
+    "BASH_SUBSHELL",
+    "BASH_VERSINFO",
+    "BASH_VERSION",
+    "COMP_WORDBREAKS",
+    "DIRSTACK",
+    "EPOCHREALTIME",
+    "EPOCHSECONDS",
+    "EUID",
+    "FUNCNAME",
+    "GROUPS",
+    "HISTCMD",
+    "IFS",
+    "LINENO",
+    "OLDPWD",
+    "OPTERR",
+    "OPTIND",
+    "PIPESTATUS",
+    "PPID",
+    "PS1",
+    "PS4",
+    "PWD",
+    "RANDOM",
+    "SECONDS",
+    "SHELLOPTS",
+    "SHLVL",
+    "SRANDOM",
+    "UID",
+];
 
 /// The two files that every node runs.
 #[derive(Clone, Debug)]
@@ -50,40 +87,62 @@ impl AgentFiles {
     }
 }
 
-/// The script, for a job whose folder this is.
-///
-/// # Errors
-/// When a value cannot stand in an option of Slurm's.
-pub(super) fn render(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
-    let mut script = "#!/bin/bash\n".to_owned();
-    let mut given = spec.options.slurm.sbatch_arg.iter();
-    if let Some(option) = given.find(|option| is_refused(option)) {
+/// What a job is submitted with.
+#[derive(Clone, Debug)]
+pub(super) struct Submission {
+    /// On the command line of sbatch, where they count more than the variables `SBATCH_…` of the environment.
+    pub(super) options: Vec<String>,
+    pub(super) script: String,
+}
+
+impl Submission {
+    /// Of a job whose folder this is.
+    ///
+    /// # Errors
+    /// When Slurm cannot be given such a job; the message names the option.
+    pub(super) fn of(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<Self> {
+        Ok(Self {
+            options: options(spec, folder)?,
+            script: script(spec, folder, files)?,
+        })
+    }
+
+    /// As a command of the shell.
+    pub(super) fn shown(&self) -> String {
+        let options = shell_line(&self.options);
+        format!("sbatch {options} <<'SCRIPT'\n{}SCRIPT\n", self.script)
+    }
+}
+
+fn script(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
+    if let Some(name) = spec
+        .env
+        .keys()
+        .find(|name| OF_BASH.contains(&name.as_str()))
+    {
         return Err(Error::usage(format!(
-            "--sbatch-arg {option}: a job is submitted as one, and at once; `accel-launch jobs wait {}` waits for its end",
-            spec.name
+            "--env {name}: the shell that starts the agents on Slurm has a variable {name} of its own; set it in the program"
         )));
     }
-    for option in options(spec, folder)?
-        .iter()
-        .chain(&spec.options.slurm.sbatch_arg)
-    {
-        script.push_str(&directive(option)?);
-    }
+    let mut script = "#!/bin/bash\n".to_owned();
     // Writing to a string does not fail.
     let _ = write!(
         script,
         r#"
-folder={folder}
-restarts=${{SLURM_RESTART_COUNT:-0}}
-put() {{ printf '%s\n' "$2" >"$folder/$1.new" && mv "$folder/$1.new" "$folder/$1"; }}
-finish() {{ put {END} "{{\"code\":$1,\"ended\":$(date +%s),\"signalled\":$signalled,\"timed_out\":$timed_out}}"; exit "$1"; }}
+accel_folder={folder}
+accel_restarts=${{SLURM_RESTART_COUNT:-0}}
+accel_put() {{ printf '%s\n' "$2" >"$accel_folder/$1.new" && mv "$accel_folder/$1.new" "$accel_folder/$1"; }}
+accel_finish() {{
+    accel_put {END} "{{\"code\":$1,\"ended\":$(date +%s),\"signalled\":$accel_signalled,\"timed_out\":$accel_timed_out}}"
+    exit "$1"
+}}
 
-signalled=false timed_out=false
-trap 'signalled=true' TERM
-rm -f "$folder"/{AGENT_EXIT}* "$folder/{END}" "$folder/{TENSORBOARD_LOG}"
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-echo "{START_MARK}$restarts of job $SLURM_JOB_ID, on ${{nodes//$'\n'/ }}"
-put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{nodes//$'\n'/\",\"}}\"]}}"
+SECONDS=0 accel_signalled=false accel_timed_out=false
+trap 'accel_signalled=true' TERM
+rm -f "$accel_folder"/{AGENT_EXIT}* "$accel_folder/{END}" "$accel_folder/{TENSORBOARD_LOG}"
+accel_nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+echo "{START_MARK}$accel_restarts of job $SLURM_JOB_ID, on ${{accel_nodes//$'\n'/ }}"
+accel_put {RUN} "{{\"restarts\":$accel_restarts,\"started\":$(date +%s),\"nodes\":[\"${{accel_nodes//$'\n'/\",\"}}\"]}}"
 "#,
         folder = path_word(folder)?,
     );
@@ -91,16 +150,16 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
         let _ = write!(
             script,
             "# Slurm starts a job again that has lost a node; the last time it does not.\n\
-             [ \"$restarts\" -lt {} ] || scontrol update JobId=\"$SLURM_JOB_ID\" Requeue=0\n",
+             [ \"$accel_restarts\" -lt {} ] || scontrol update JobId=\"$SLURM_JOB_ID\" Requeue=0\n",
             spec.max_restarts
         );
     }
     if spec.tensorboard {
         let _ = write!(
             script,
-            "tensorboard --host \"$SLURMD_NODENAME\" --port 0 --logdir {} >\"$folder/{TENSORBOARD_LOG}\" 2>&1 &\n\
-             tensorboard=$!\n\
-             trap 'kill \"$tensorboard\" 2>/dev/null' EXIT\n",
+            "tensorboard --host \"$SLURMD_NODENAME\" --port 0 --logdir {} >\"$accel_folder/{TENSORBOARD_LOG}\" 2>&1 &\n\
+             accel_tensorboard=$!\n\
+             trap 'kill \"$accel_tensorboard\" 2>/dev/null' EXIT\n",
             path_word(&spec.logdir)?
         );
     }
@@ -109,78 +168,13 @@ put {RUN} "{{\"restarts\":$restarts,\"started\":$(date +%s),\"nodes\":[\"${{node
     Ok(script)
 }
 
-/// Whether sbatch would wait with that option, or submit several jobs, or none.
-fn is_refused(option: &str) -> bool {
-    let name = option.split('=').next().unwrap_or_default();
-    ["--wait", "--array", "--test-only"].contains(&name)
-        || ["-W", "-a"].iter().any(|short| option.starts_with(short))
-}
-
-/// Whether it is sbatch's own option for the folder of the job.
-fn is_chdir(option: &str) -> bool {
-    option.starts_with("--chdir=") || option.starts_with("-D")
-}
-
-/// The options of sbatch that follow from the vocabulary of all engines.
-fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<String>> {
-    let slurm = &spec.options.slurm;
-    let resources = &spec.resources;
-    let mut options = Vec::new();
-    let mut option = |name: &str, value: Option<String>| {
-        options.extend(value.map(|value| format!("--{name}={value}")));
-    };
-    option("job-name", Some(spec.name.to_string()));
-    option("nodes", Some(spec.nodes.to_string()));
-    option("ntasks-per-node", Some("1".to_owned()));
-    option("cpus-per-task", cpus(spec));
-    let gpus = (resources.gpus > 0).then(|| resources.gpus.to_string());
-    option("gpus-per-node", gpus);
-    let memory = resources.memory;
-    option(
-        "mem",
-        memory.map(|memory| format!("{}M", memory.mebibytes())),
-    );
-    let limit = spec.time_limit.map(|limit| limit.as_secs());
-    option("time", limit.map(clock));
-    let notice = limit.is_none_or(|limit| limit >= NOTICED_FROM);
-    option("signal", notice.then(|| format!("TERM@{NOTICE}")));
-    option("qos", spec.priority.clone());
-    option("partition", slurm.partition.clone());
-    option("account", slurm.account.clone());
-    option("constraint", slurm.constraint.clone());
-    let working_dir = spec
-        .working_dir
-        .as_deref()
-        .map(crate::spec::absolute)
-        .transpose()?;
-    option("chdir", working_dir.as_deref().map(path_text).transpose()?);
-    option("output", Some(pattern(&batch_log(folder))?));
-    option("open-mode", Some("append".to_owned()));
-    let requeue = if spec.max_restarts > 0 {
-        "--requeue"
-    } else {
-        "--no-requeue"
-    };
-    options.push(requeue.to_owned());
-    Ok(options)
-}
-
-/// Cores of each node: one a rank where nothing is said.
-fn cpus(spec: &JobSpec) -> Option<String> {
-    let asked = spec.resources.cpus.map(|cpus| cpus.to_string());
-    asked.or_else(|| {
-        let ranks = spec.nproc_per_node.clone();
-        ranks.parse::<usize>().is_ok().then_some(ranks)
-    })
-}
-
-/// Starts the agents; their srun is `$agents`.
+/// Starts the agents; their srun is `$accel_agents`.
 fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let broadcast = &spec.options.slurm.broadcast;
     let (launcher, program) = match broadcast {
         Some(_) => (
-            format!("\"$copy-{COPIED_LAUNCHER}\""),
-            format!("\"$copy-{COPIED_PROGRAM}\""),
+            format!("\"$accel_copy-{COPIED_LAUNCHER}\""),
+            format!("\"$accel_copy-{COPIED_PROGRAM}\""),
         ),
         None => (path_word(&files.launcher)?, path_word(&files.program)?),
     };
@@ -207,17 +201,18 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
         let place = path_word(place)?;
         let _ = write!(
             script,
-            r#"copy={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID"
-for file in {COPIED_LAUNCHER} {COPIED_PROGRAM}; do
-    sbcast --force --preserve --size={BROADCAST_BLOCK} --timeout={BROADCAST_TIMEOUT} "$folder/$file" "$copy-$file" && continue
-    srun rm -f "$copy-{COPIED_LAUNCHER}" "$copy-{COPIED_PROGRAM}"
-    finish 1
+            r#"accel_copy={place}/"$SLURM_JOB_NAME-$SLURM_JOB_ID"
+for accel_file in {COPIED_LAUNCHER} {COPIED_PROGRAM}; do
+    sbcast --force --preserve --size={BROADCAST_BLOCK} --timeout={BROADCAST_TIMEOUT} \
+        "$accel_folder/$accel_file" "$accel_copy-$accel_file" && continue
+    srun rm -f "$accel_copy-{COPIED_LAUNCHER}" "$accel_copy-{COPIED_PROGRAM}"
+    accel_finish 1
 done
 "#
         );
         let _ = write!(
             clear,
-            r#"rm -f "$2" "${{2%{COPIED_LAUNCHER}}}{COPIED_PROGRAM}"; "#
+            r#"/bin/rm -f "$2" "${{2%{COPIED_LAUNCHER}}}{COPIED_PROGRAM}"; "#
         );
     }
     let nodes = spec.nodes;
@@ -235,11 +230,11 @@ done
     };
     let _ = write!(
         script,
-        r#"export ACCEL_TOKEN_FILE="$folder/{token}"
+        r#"export ACCEL_TOKEN_FILE="$accel_folder/{token}"
 set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} \
     --export=ALL --input=none --output={logs} --open-mode=append --kill-on-bad-exit=0 --wait={SRUN_WAIT} \
-    /bin/bash -c 'trap : TERM; folder=$1; shift; cd "$folder" && "$@"; set -- $? "$1"; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' \
-    "$folder" {working_dir} {}
+    /bin/bash -c 'trap : TERM; cd "$1" && "${{@:2}}"; set -- $? "$2"; {clear}echo "$1" >"$0/{AGENT_EXIT}$SLURM_NODEID"; exit "$1"' \
+    "$accel_folder" {working_dir} {}
 (
 "#,
         words.join(" ")
@@ -247,7 +242,7 @@ set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cp
     for (name, value) in &spec.env {
         let _ = writeln!(script, "export {name}={}", bash_word(value));
     }
-    script.push_str("exec \"$@\"\n) &\nagents=$!\n");
+    script.push_str("exec \"$@\"\n) &\naccel_agents=$!\n");
     Ok(script)
 }
 
@@ -255,15 +250,15 @@ set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cp
 fn wait(spec: &JobSpec) -> String {
     let mut script = format!(
         r#"
-code=
-until [ -n "$code" ]; do
-    wait "$agents"
-    ended=$?
-    kill -0 "$agents" 2>/dev/null || code=$ended
+accel_code=
+until [ -n "$accel_code" ]; do
+    wait "$accel_agents"
+    accel_ended=$?
+    kill -0 "$accel_agents" 2>/dev/null || accel_code=$accel_ended
 done
 # An agent that asks for another start tells more than one that was killed, and the first node's more than srun.
-if grep -qsx {again} "$folder"/{AGENT_EXIT}*; then code={again}
-elif [ -s "$folder/{AGENT_EXIT}0" ]; then code=$(<"$folder/{AGENT_EXIT}0"); fi
+if grep -qsx {again} "$accel_folder"/{AGENT_EXIT}*; then accel_code={again}
+elif [ -s "$accel_folder/{AGENT_EXIT}0" ]; then accel_code=$(<"$accel_folder/{AGENT_EXIT}0"); fi
 "#,
         again = accelerator_env::PREEMPTED_EXIT_CODE
     );
@@ -272,14 +267,14 @@ elif [ -s "$folder/{AGENT_EXIT}0" ]; then code=$(<"$folder/{AGENT_EXIT}0"); fi
     {
         let _ = writeln!(
             script,
-            r#"if [ "$code" != 0 ] && [ "$SECONDS" -ge {} ]; then timed_out=true; fi"#,
+            r#"if [ "$accel_code" != 0 ] && [ "$SECONDS" -ge {} ]; then accel_timed_out=true; fi"#,
             limit.saturating_sub(2 * NOTICE)
         );
     }
     if spec.max_restarts > 0 {
         let _ = write!(
             script,
-            r#"if [ "$code" = {again} ] && ! "$signalled" && ! "$timed_out" && [ "$restarts" -lt {} ]; then
+            r#"if [ "$accel_code" = {again} ] && ! "$accel_signalled" && ! "$accel_timed_out" && [ "$accel_restarts" -lt {} ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit {again}
 fi
 "#,
@@ -287,7 +282,7 @@ fi
             again = accelerator_env::PREEMPTED_EXIT_CODE
         );
     }
-    script.push_str("finish \"$code\"\n");
+    script.push_str("accel_finish \"$accel_code\"\n");
     script
 }
 
@@ -321,17 +316,17 @@ mod tests {
         }
     }
 
-    fn script(spec: &JobSpec, folder: &str) -> Result<String> {
+    fn shown(spec: &JobSpec, folder: &str) -> Result<String> {
         let files = AgentFiles {
             launcher: "/opt/accel/accel-launch".into(),
             program: "/home/user/train".into(),
         };
-        render(spec, Path::new(folder), &files)
+        Ok(Submission::of(spec, Path::new(folder), &files)?.shown())
     }
 
     #[test]
     fn the_plainest_job() {
-        let text = script(
+        let text = shown(
             &spec(&["./train", "--epochs", "2"]),
             "/home/user/jobs/mnist",
         )
@@ -343,8 +338,11 @@ mod tests {
     fn a_folder_that_is_given_to_sbatch_is_that_of_the_agents() {
         let mut spec = spec(&["./train"]);
         spec.options.slurm.sbatch_arg = vec!["--chdir=/scratch".to_owned()];
-        let text = script(&spec, "/home/user/jobs/mnist").unwrap();
-        assert!(text.contains(r#""$folder" "$PWD" /opt/accel"#), "{text}");
+        let text = shown(&spec, "/home/user/jobs/mnist").unwrap();
+        assert!(
+            text.contains(r#""$accel_folder" "$PWD" /opt/accel"#),
+            "{text}"
+        );
     }
 
     #[test]
@@ -373,24 +371,25 @@ mod tests {
         slurm.constraint = Some("rack1|rack2".to_owned());
         slurm.sbatch_arg = vec!["--exclusive".to_owned(), "--comment=two words".to_owned()];
         slurm.broadcast = Some("/tmp".into());
-        let text = script(&spec, "/home/user/100% mine/mnist").unwrap();
+        let text = shown(&spec, "/home/user/100% mine/mnist").unwrap();
         assert_eq!(text, include_str!("fixtures/all.sh"));
     }
 
     #[test]
-    fn an_option_cannot_add_another() {
+    fn what_slurm_would_read_otherwise_is_refused() {
         let mut bad = spec(&["./train"]);
-        for value in ["a\n#SBATCH --uid=0", "a\"b", "a\\b", "a\rb"] {
-            bad.options.slurm.partition = Some(value.to_owned());
-            assert!(script(&bad, "/jobs").is_err(), "{value}");
+        bad.options.slurm.partition = Some("a\nJobState=RUNNING".to_owned());
+        assert!(shown(&bad, "/jobs").is_err());
+        for folder in ["/jobs/a\nb", "/jobs/a\\b"] {
+            assert!(shown(&spec(&["./train"]), folder).is_err(), "{folder}");
         }
-        assert!(script(&spec(&["./train"]), "/jobs/a\nb").is_err());
-        let mut waiting = spec(&["./train"]);
-        waiting.options.slurm.sbatch_arg = vec!["--wait-all-nodes=1".to_owned()];
-        assert!(script(&waiting, "/jobs/a").is_ok());
-        for option in ["--wait", "-W", "--array=1-3", "-a1-3", "--test-only"] {
-            waiting.options.slurm.sbatch_arg = vec![option.to_owned()];
-            assert!(script(&waiting, "/jobs/a").is_err(), "{option}");
-        }
+        let mut given = spec(&["./train"]);
+        given.env.insert("UID".to_owned(), "5".to_owned());
+        assert!(
+            shown(&given, "/jobs")
+                .unwrap_err()
+                .to_string()
+                .contains("--env UID")
+        );
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::command::slurm;
 use crate::error::{Error, Result};
-use crate::job::{JobStatus, NodeUsage};
+use crate::job::{JobRecord, JobStatus, NodeUsage};
 
 /// The status of a node that works.
 pub(super) const READY: &str = "ready";
@@ -38,30 +38,25 @@ pub(super) struct SlurmJob {
 }
 
 impl SlurmJob {
-    /// Asks Slurm, and its accounting for what Slurm has forgotten.
+    /// Asks Slurm for the job whose folder this is, and its accounting for what Slurm has forgotten. A controller that lost
+    /// its state gives numbers again.
     ///
     /// # Errors
-    /// When Slurm does not answer; [`Error::is_not_found`](crate::error::Error::is_not_found) when it has forgotten the job.
-    pub(super) fn find(id: &str) -> Result<Self> {
-        match slurm("scontrol", &["show", "job", id]) {
-            Ok(text) => Ok(Self::of_scontrol(&text)),
+    /// When Slurm does not answer; [`Error::is_not_found`] when it has forgotten the job, or has given its number to another.
+    pub(super) fn of(job: &JobRecord, folder: &Path) -> Result<Self> {
+        let id = &job.id;
+        let found = match slurm("scontrol", &["show", "job", id]) {
+            Ok(text) => Self::of_scontrol(&text),
             Err(error) if error.is_not_found() => {
                 let fields = "--format=State,ExitCode,Start,End,QOS";
-                let arguments = ["-X", "-n", "--parsable2", fields, "-j", id];
+                let name = format!("--name={}", job.spec.name);
+                let arguments = ["-X", "-n", "--parsable2", fields, &name, "-j", id];
                 // Few sites go without accounting, and sacct fails at those.
                 let accounted = slurm("sacct", &arguments).ok();
-                accounted.as_deref().and_then(Self::of_sacct).ok_or(error)
+                return accounted.as_deref().and_then(Self::of_sacct).ok_or(error);
             }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The job of that number whose folder this is. A controller that lost its state gives numbers again.
-    ///
-    /// # Errors
-    /// The same, and [`Error::is_not_found`](crate::error::Error::is_not_found) when the number is another job's.
-    pub(super) fn find_in(id: &str, folder: &Path) -> Result<Self> {
-        let found = Self::find(id)?;
+            Err(error) => return Err(error),
+        };
         // `scontrol` replaces what follows a `%`, even behind another: such a folder cannot be told from others.
         let can_tell = !folder.to_string_lossy().contains('%');
         match &found.output {
