@@ -53,6 +53,7 @@ mod target_features;
 mod topology;
 mod transport;
 mod transport_kind;
+mod usable_cores;
 mod wire;
 
 pub use backoff::limit_backoff;
@@ -76,3 +77,4 @@ pub use stderr_fallback::stderr_fallback;
 pub use target_features::TargetFeatures;
 pub use topology::Topology;
 pub use transport_kind::TransportKind;
+pub use usable_cores::UsableCores;

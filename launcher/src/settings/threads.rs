@@ -1,7 +1,8 @@
 //! How many threads a rank's own thread pools should have.
 
 use std::num::NonZeroUsize;
-use std::thread;
+
+use accelerator_collective::UsableCores;
 
 /// The variables that thread pools read.
 pub(crate) const POOL_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
@@ -56,7 +57,7 @@ pub(crate) fn share(cores: NonZeroUsize, ranks: NonZeroUsize) -> NonZeroUsize {
 
 /// The cores that this process may use, by its affinity and its control group.
 pub(crate) fn cores() -> NonZeroUsize {
-    thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
+    UsableCores::of_this_process().count()
 }
 
 #[cfg(test)]

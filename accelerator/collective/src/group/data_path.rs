@@ -276,8 +276,9 @@ mod linux {
         error::{Error, Kind, Result},
         group::rank_state::RankState,
         rendezvous::{boot_id, random},
-        shm::{Arena, ArenaId, Hosts, ShmPeers, Spin, cores},
+        shm::{Arena, ArenaId, Hosts, ShmPeers, Spin},
         transport::{DataPath, Peer, PeerLocation, TransportKind},
+        usable_cores::UsableCores,
     };
 
     pub(super) fn arrange(
@@ -344,7 +345,8 @@ mod linux {
             Err(error) => return Err(Error::new(Kind::Protocol, error)),
         };
         let processes = infos[ranks_here.clone()].iter().map(|x| x.pid);
-        let spin = Spin::for_ranks(arenas.len(), cores(processes));
+        let cores = UsableCores::of_this_process().count_with(processes);
+        let spin = Spin::for_ranks(arenas.len(), cores);
         let world = ShmPeers::new(
             rank - ranks_here.start,
             arenas.into(),

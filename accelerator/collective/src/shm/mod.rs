@@ -17,4 +17,4 @@ pub(crate) use header::HeaderDigest;
 pub(crate) use hosts::Hosts;
 pub(crate) use memory::MemoryRange;
 pub(crate) use peers::ShmPeers;
-pub(crate) use seq_counter::{Spin, cores};
+pub(crate) use seq_counter::Spin;

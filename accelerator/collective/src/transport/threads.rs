@@ -5,7 +5,8 @@ use std::{io, sync::Arc, time::Instant};
 use super::{ControlPlane, DataPath, FinalMessage, Inbox, Peer, PeerLocation, Transport};
 use crate::{
     error::{Error, Result},
-    shm::{Arena, ShmPeers, Spin, cores},
+    shm::{Arena, ShmPeers, Spin},
+    usable_cores::UsableCores,
 };
 
 /// The control plane of one rank among the threads of a process, which share its memory.
@@ -39,7 +40,8 @@ impl Threads {
         let arenas = arenas
             .map_err(|error| Error::io("there is no memory that threads can share", error))?;
         let (inboxes, peers) = (inboxes(world_size), peers(world_size));
-        let spin = Spin::for_ranks(world_size, cores([]));
+        let cores = UsableCores::of_this_process().count().get();
+        let spin = Spin::for_ranks(world_size, cores);
         let ranks = (0..world_size).map(|rank| {
             let control = Self {
                 rank,

@@ -112,47 +112,6 @@ impl Spin {
     }
 }
 
-/// The cores that this process and those named may run on, together; at most as many as this
-/// process's control group grants.
-///
-/// A process that cannot be asked (it is gone, or the system has no such question) is taken to run
-/// where this one does.
-pub(crate) fn cores(processes: impl IntoIterator<Item = u32>) -> usize {
-    let own = std::thread::available_parallelism().map_or(1, usize::from);
-    affinity::together(own, processes)
-}
-
-#[cfg(target_os = "linux")]
-mod affinity {
-    use rustix::thread::{CpuSet, Pid, sched_getaffinity};
-
-    pub(super) fn together(own: usize, processes: impl IntoIterator<Item = u32>) -> usize {
-        let Ok(mut union) = sched_getaffinity(None) else {
-            return own;
-        };
-        // Fewer than the mask allows: a quota, which holds however many cores there are.
-        let quota = (own < union.count() as usize).then_some(own);
-        for process in processes {
-            let pid = i32::try_from(process).ok().and_then(Pid::from_raw);
-            let Some(Ok(cores)) = pid.map(|pid| sched_getaffinity(Some(pid))) else {
-                continue;
-            };
-            for core in (0..CpuSet::MAX_CPU).filter(|core| cores.is_set(*core)) {
-                union.set(core);
-            }
-        }
-        let union = union.count() as usize;
-        quota.map_or(union, |quota| quota.min(union)).max(1)
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-mod affinity {
-    pub(super) fn together(own: usize, _processes: impl IntoIterator<Item = u32>) -> usize {
-        own
-    }
-}
-
 /// Somebody sleeps until the word changes.
 const ASLEEP: u32 = 1;
 

@@ -55,12 +55,3 @@ fn sleepers_are_woken_long_before_the_slice_is_over() {
         assert!(began.elapsed() < LONG);
     }
 }
-
-#[test]
-fn a_process_counts_its_cores() {
-    let own = thread::available_parallelism().map_or(1, usize::from);
-    assert_eq!(cores([]), own);
-    assert_eq!(cores([std::process::id()]), own);
-    // No process has this number.
-    assert_eq!(cores([u32::MAX]), own);
-}

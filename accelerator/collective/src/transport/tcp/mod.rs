@@ -21,9 +21,9 @@ use super::{ControlPlane, Inbox, Peer, PeerLocation, Transport, waker::Waker};
 use crate::{
     error::{Error, Result},
     rendezvous::{MAX_WAIT, Meeting},
-    shm::cores,
     sync::Mutex,
     topology::Topology,
+    usable_cores::UsableCores,
 };
 use link::Link;
 use reader_handoff::ReaderHandoff;
@@ -139,7 +139,8 @@ fn busy(peers: &[Peer], rank: usize) -> Duration {
         _ => None,
     };
     let ranks = peers.iter().filter_map(here).count();
-    match ranks <= cores(peers.iter().filter_map(here)) {
+    let cores = UsableCores::of_this_process().count_with(peers.iter().filter_map(here));
+    match ranks <= cores {
         true => SPIN_TIME,
         false => Duration::ZERO,
     }

@@ -1,0 +1,111 @@
+//! The cores that a process may use.
+
+use std::num::NonZeroUsize;
+use std::thread;
+
+/// The cores that this process may use, by its affinity and by the CPU quota of its control group.
+///
+/// ```
+/// use accelerator_collective::UsableCores;
+///
+/// let cores = UsableCores::of_this_process();
+/// println!("{} threads compute at a time", cores.count());
+/// assert!(cores.numbers().is_empty() || cores.numbers().len() == cores.count().get());
+/// ```
+#[derive(Clone, Debug)]
+pub struct UsableCores {
+    count: NonZeroUsize,
+    numbers: Vec<usize>,
+}
+
+impl UsableCores {
+    /// Asks the system.
+    pub fn of_this_process() -> Self {
+        let count = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+        let numbers = affinity::of(None).filter(|numbers| numbers.len() == count.get());
+        Self {
+            count,
+            numbers: numbers.unwrap_or_default(),
+        }
+    }
+
+    /// How many threads may compute at a time.
+    pub fn count(&self) -> NonZeroUsize {
+        self.count
+    }
+
+    /// The system's numbers of the cores, to which threads may be bound.
+    ///
+    /// There are none where a quota grants fewer cores than the affinity allows: threads of other processes, with
+    /// quotas of their own, run on the same cores, so the system has to choose. Nor are there any where the system
+    /// knows no affinity.
+    pub fn numbers(&self) -> &[usize] {
+        &self.numbers
+    }
+
+    /// How many cores this process and those named may use together: at most the quota of this process.
+    ///
+    /// A process that cannot be asked (it is gone, or the system has no such question) is taken to run where this one does.
+    pub(crate) fn count_with(mut self, processes: impl IntoIterator<Item = u32>) -> usize {
+        if self.numbers.is_empty() {
+            return self.count.get();
+        }
+        for process in processes {
+            self.numbers
+                .extend(affinity::of(Some(process)).into_iter().flatten());
+        }
+        self.numbers.sort_unstable();
+        self.numbers.dedup();
+        self.numbers.len()
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod affinity {
+    use rustix::thread::{CpuSet, Pid, sched_getaffinity};
+
+    /// The cores that a process, or this one, may run on.
+    pub(super) fn of(process: Option<u32>) -> Option<Vec<usize>> {
+        let pid = match process {
+            Some(process) => Some(Pid::from_raw(process.try_into().ok()?)?),
+            None => None,
+        };
+        let set = sched_getaffinity(pid).ok()?;
+        Some(
+            (0..CpuSet::MAX_CPU)
+                .filter(|core| set.is_set(*core))
+                .collect(),
+        )
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod affinity {
+    pub(super) fn of(_process: Option<u32>) -> Option<Vec<usize>> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_counts_its_cores() {
+        let own = UsableCores::of_this_process();
+        let count = own.count().get();
+        assert_eq!(own.clone().count_with([]), count);
+        assert_eq!(own.clone().count_with([std::process::id()]), count);
+        // No process has this number.
+        assert_eq!(own.count_with([u32::MAX]), count);
+    }
+
+    #[test]
+    fn a_quota_is_not_exceeded_by_the_cores_of_others() {
+        let granted = UsableCores {
+            count: NonZeroUsize::MIN,
+            numbers: Vec::new(),
+        };
+        assert_eq!(granted.count_with([std::process::id()]), 1);
+    }
+}
