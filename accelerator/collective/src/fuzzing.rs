@@ -149,7 +149,7 @@ fn join(rank: usize, wire: FuzzWire) -> Result<ProcessGroup> {
     let wire = Arc::new(wire);
     let control: Arc<dyn ControlPlane> = wire.clone();
     let transport = Transport::new(peers, inbox, control, Some(wire));
-    ProcessGroup::join(topology, &options, transport, None)
+    ProcessGroup::join(topology, &options, transport, None, None)
 }
 
 /// The frames that rank 1 sends when all goes well.

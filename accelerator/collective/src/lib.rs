@@ -68,6 +68,8 @@ pub use launch::{
     AgentHead, AgentLaunch, AgentProcesses, Launch, LaunchSource, NodeCount, Origin, Setting,
     check_alone, expand_hosts, place_variables, variable,
 };
+#[cfg(target_os = "linux")]
+pub use launch::{inherited, spawn_with_inherited};
 pub use partition::Partition;
 pub use reduce_op::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};

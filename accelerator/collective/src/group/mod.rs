@@ -41,7 +41,7 @@ use crate::{
     launch::Launch,
     purpose::Purpose,
     reduce_op::ReduceOp,
-    rendezvous::StoreClient,
+    rendezvous::{Key, StoreClient, Token},
     sync::Mutex,
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
@@ -156,7 +156,7 @@ impl ProcessGroup {
             .enumerate()
             .map(|(rank, transport)| {
                 let topology = Topology::new(rank, world_size)?;
-                Self::join(topology, options, transport, None)
+                Self::join(topology, options, transport, None, None)
             })
             .collect()
     }
@@ -212,8 +212,9 @@ impl ProcessGroup {
             store.iter().for_each(StoreClient::connected);
             return Ok(Self::alone(options, store));
         }
+        let key = meeting.key.clone();
         let transport = Tcp::connect(&topology, meeting, connect_timeout)?.into_transport();
-        let group = Self::join(topology, options, transport, store)?;
+        let group = Self::join(topology, options, transport, store, Some(key))?;
         data_path::negotiate(&group.0.rank_state, asked, began)?;
         Ok(group)
     }
@@ -241,6 +242,21 @@ impl ProcessGroup {
     /// The transport that connects the ranks.
     pub fn transport(&self) -> TransportKind {
         self.0.rank_state.transport.kind()
+    }
+
+    /// Derives a token for a protocol of the program's own between the ranks of this group from the key of their job, so
+    /// that it is never sent. Each purpose has another one; `None` where this rank is alone or the ranks are threads.
+    ///
+    /// It is as secret as the job's key: where the ranks have met without a token, whoever has read their
+    /// connections knows it, too.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// assert!(ProcessGroup::single().token("my protocol").is_none());
+    /// ```
+    pub fn token(&self, purpose: &str) -> Option<Token> {
+        self.0.key.as_ref().map(|key| key.token(purpose))
     }
 
     /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
@@ -343,6 +359,7 @@ impl ProcessGroup {
             rank_state: Arc::new(rank_state),
             jobs: Mutex::new(None),
             slots: SlotPool::default(),
+            key: None,
         });
         Self(handle, Purpose::NONE)
     }
@@ -352,6 +369,7 @@ impl ProcessGroup {
         options: &GroupOptions,
         transport: Transport,
         store: Option<StoreClient>,
+        key: Option<Key>,
     ) -> Result<Self> {
         let rank_state = Arc::new(RankState::new(topology, options.clone(), transport, store));
         rank_state.start_failure_detection()?;
@@ -359,6 +377,7 @@ impl ProcessGroup {
             rank_state,
             jobs: Mutex::new(None),
             slots: SlotPool::default(),
+            key,
         });
         Ok(Self(handle, Purpose::NONE))
     }
@@ -400,6 +419,8 @@ struct GroupHandle {
     jobs: Mutex<Option<job_queue::Sender<Job>>>,
     /// What started operations hand their results over in.
     slots: SlotPool,
+    /// By what the ranks know one another, where they are processes.
+    key: Option<Key>,
 }
 
 impl GroupHandle {

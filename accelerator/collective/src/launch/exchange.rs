@@ -165,7 +165,7 @@ impl StoreAddress {
             let token = parts.next().filter(|token| !token.is_empty());
             let addresses: Vec<IpAddr> = parts.map(str::parse).collect::<Result<_, _>>().ok()?;
             let token = match token {
-                Some(token) => Some(Token::of_text(token)?),
+                Some(token) => Some(Token::from_secret(token.as_bytes())?),
                 None => None,
             };
             (!addresses.is_empty()).then_some(Self {

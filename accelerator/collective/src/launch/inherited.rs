@@ -1,4 +1,4 @@
-//! Descriptors that a launcher has left to this process.
+//! Descriptors that a process inherits from the one that has started it.
 
 #![expect(
     unsafe_code,
@@ -9,7 +9,16 @@ use std::{
     fs,
     os::fd::{FromRawFd, OwnedFd, RawFd},
 };
+#[cfg(target_os = "linux")]
+use std::{
+    io::{self, Write},
+    os::fd::{AsRawFd, BorrowedFd},
+    os::unix::process::CommandExt,
+    process::{Child, Command},
+};
 
+#[cfg(target_os = "linux")]
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::reader::invalid;
@@ -42,9 +51,114 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
     }
 }
 
+/// Starts a command that finds `content` by [`inherited`], and nobody else does: it is in a file in memory, whose
+/// descriptor the process inherits, and whose number is in the variable.
+///
+/// Processes that the command starts inherit it, too, until one has asked for it; those of one that has do not. So it
+/// tells, for instance, the ranks that `accel-launch` starts from what these ranks start.
+///
+/// # Errors
+///
+/// Those of [`Command::spawn`]; an error of the system where it has no room for the file.
+#[cfg(target_os = "linux")]
+pub fn spawn_with_inherited(
+    mut command: Command,
+    variable: &str,
+    content: &[u8],
+) -> io::Result<Child> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = fs::File::from(memfd_create("inherited", flags)?);
+    file.write_all(content)?;
+    fcntl_add_seals(&file, SEALS)?;
+    command.env(variable, file.as_raw_fd().to_string());
+    let keep = move || Ok(fcntl_setfd(&file, FdFlags::empty())?);
+    // SAFETY: the closure runs in the child between fork and exec, where only async-signal-safe work is allowed: it
+    // makes one system call, allocates nothing and takes no lock.
+    unsafe {
+        command.pre_exec(keep);
+    }
+    command.spawn()
+}
+
+/// Returns what the process that has started this one has [left for it](spawn_with_inherited) under the name of a
+/// variable; from then on, no process that this one starts inherits it.
+///
+/// It is `None` in a process that has merely got the variable, such as one that was started by a process that has asked.
+///
+/// ```
+/// assert!(accelerator_collective::inherited("NO_SUCH_VARIABLE").is_none());
+/// ```
+#[cfg(target_os = "linux")]
+pub fn inherited(variable: &str) -> Option<Vec<u8>> {
+    let number = accelerator_env::variable(variable)?;
+    let number: RawFd = number.to_str()?.parse().ok().filter(|number| *number > 2)?;
+    // SAFETY: the number is only used to ask the system, which says where no file is open there.
+    let file = unsafe { BorrowedFd::borrow_raw(number) };
+    // Another file that is open there has other seals, or cannot have any.
+    if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) {
+        return None;
+    }
+    fcntl_setfd(file, FdFlags::CLOEXEC).ok()?;
+    let length = rustix::fs::fstat(file).ok()?.st_size.try_into().ok()?;
+    let mut content = vec![0; length];
+    let mut read = 0;
+    // Ranks of one launcher share the file's position, so it is not used.
+    while read < length {
+        match rustix::io::pread(file, &mut content[read..], read as u64) {
+            Ok(0) => return None,
+            Ok(count) => read += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return None,
+        }
+    }
+    Some(content)
+}
+
+/// Nobody changes the file.
+#[cfg(target_os = "linux")]
+const SEALS: SealFlags = SealFlags::SEAL
+    .union(SealFlags::WRITE)
+    .union(SealFlags::GROW)
+    .union(SealFlags::SHRINK);
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The process that has asked starts another: that has the variable, and finds nothing.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_process_inherits_what_was_left_for_it_and_those_that_it_starts_do_not() {
+        const NAME: &str = "INHERITED_BY_A_TEST";
+        const OF_ONE_THAT_HAS_ASKED: &str = "STARTED_BY_A_TEST_THAT_HAS_ASKED";
+        const TEST: &str = "launch::inherited::tests::a_process_inherits_what_was_left_for_it_and_those_that_it_starts_do_not";
+        let again = || {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", TEST, "--nocapture"]);
+            command
+        };
+        match (inherited(NAME), std::env::var_os(OF_ONE_THAT_HAS_ASKED)) {
+            (found, Some(_)) => assert!(found.is_none() && std::env::var_os(NAME).is_some()),
+            (Some(content), None) => {
+                assert_eq!(content, b"from the first");
+                let mut command = again();
+                command.env(OF_ONE_THAT_HAS_ASKED, "1");
+                assert!(command.status().unwrap().success());
+            }
+            (None, None) => {
+                assert!(std::env::var_os(NAME).is_none(), "it was left for this one");
+                // A process between the two that does not ask, as a launcher of ranks.
+                let mut between = Command::new("sh");
+                between.args(["-c", "\"$@\"", "sh"]);
+                let test = again();
+                between.arg(test.get_program()).args(test.get_args());
+                for command in [again(), between] {
+                    let child = spawn_with_inherited(command, NAME, b"from the first");
+                    assert!(child.unwrap().wait().unwrap().success());
+                }
+            }
+        }
+    }
 
     #[test]
     fn what_is_no_socket_is_refused() {

@@ -24,6 +24,8 @@ pub use accelerator_env::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
 pub use hostlist::expand_hosts;
+#[cfg(target_os = "linux")]
+pub use inherited::{inherited, spawn_with_inherited};
 pub use place_variables::place_variables;
 pub use setting::{LaunchSource, Origin, Setting};
 

@@ -26,6 +26,7 @@ mod token;
 
 use std::{fmt, net::IpAddr, path::PathBuf};
 
+pub use pending_handshakes::{PendingHandshake, PendingHandshakes};
 pub use report::{FailureReport, Report};
 pub use server::StoreServer;
 pub use store_options::StoreOptions;
@@ -35,7 +36,6 @@ pub use token::Token;
 pub(crate) use address::reachable;
 pub(crate) use locality::{boot_id, resolve_local_rank};
 pub(crate) use meeting::Meeting;
-pub(crate) use pending_handshakes::{PendingHandshake, PendingHandshakes};
 pub(crate) use store_client::StoreClient;
 pub(crate) use store_place::StorePlace;
 pub(crate) use token::{Key, random};

@@ -11,18 +11,37 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// Connections whose handshake is not over. Their number is bounded: when one more comes, the
 /// oldest is evicted: ranks complete the handshake at once, idle connections never do.
+///
+/// ```
+/// use std::net::{TcpListener, TcpStream};
+/// use std::sync::Arc;
+///
+/// use accelerator_collective::rendezvous::PendingHandshakes;
+///
+/// # fn main() -> std::io::Result<()> {
+/// let pending = PendingHandshakes::new(64);
+/// let listener = TcpListener::bind(("127.0.0.1", 0))?;
+/// let _other = TcpStream::connect(listener.local_addr()?)?;
+/// let stream = Arc::new(listener.accept()?.0);
+/// stream.set_read_timeout(Some(PendingHandshakes::TIMEOUT))?;
+/// let handshake = pending.enter(&stream);
+/// // Here the other end proves who it is.
+/// assert!(handshake.leave());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
-pub(crate) struct PendingHandshakes {
+pub struct PendingHandshakes {
     limit: usize,
     map: Mutex<PendingMap>,
 }
 
 impl PendingHandshakes {
     /// How long a handshake may take to say who it is.
-    pub(crate) const TIMEOUT: Duration = Duration::from_secs(10);
+    pub const TIMEOUT: Duration = Duration::from_secs(10);
 
     /// Room for so many connections, at least one.
-    pub(crate) fn new(limit: usize) -> Arc<Self> {
+    pub fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self {
             limit: limit.max(1),
             map: Mutex::default(),
@@ -30,7 +49,7 @@ impl PendingHandshakes {
     }
 
     /// Lets a connection in, at the cost of the oldest one where there is no room.
-    pub(crate) fn enter(self: &Arc<Self>, stream: &Arc<TcpStream>) -> PendingHandshake {
+    pub fn enter(self: &Arc<Self>, stream: &Arc<TcpStream>) -> PendingHandshake {
         let mut map = self.map();
         while map.present.len() >= self.limit
             && let Some((_, oldest)) = map.present.pop_first()
@@ -62,14 +81,14 @@ impl PendingHandshakes {
 
 /// A place in the pending, given up when dropped.
 #[derive(Debug)]
-pub(crate) struct PendingHandshake {
+pub struct PendingHandshake {
     pending: Arc<PendingHandshakes>,
     number: u64,
 }
 
 impl PendingHandshake {
     /// Leaves for the inside; false where the handshake had to make room before.
-    pub(crate) fn leave(self) -> bool {
+    pub fn leave(self) -> bool {
         self.pending.map().present.remove(&self.number).is_some()
     }
 }

@@ -179,11 +179,23 @@ impl Token {
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 
-    /// A token from its text.
-    pub(crate) fn of_text(text: &str) -> Option<Self> {
+    /// Takes the [secret](Self::secret) of a token that was handed on; `None` for fewer than 16 bytes or more than
+    /// 4096.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::Token;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let token = Token::generate()?;
+    /// let same = Token::from_secret(token.secret()).unwrap();
+    /// assert!(same.accepts("server", &[b"nonce"], &token.prove("server", &[b"nonce"])));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn from_secret(secret: &[u8]) -> Option<Self> {
         (MIN_TOKEN_BYTES..=MAX_TOKEN_BYTES)
-            .contains(&text.len())
-            .then(|| Self(text.into()))
+            .contains(&secret.len())
+            .then(|| Self(secret.into()))
     }
 
     pub(crate) fn key(&self) -> Key {
@@ -206,6 +218,11 @@ impl Key {
     pub(crate) fn of_job(secret: &[u8; 32], token: Option<&Self>) -> Self {
         let token = token.map_or(&[][..], |key| &key.0);
         Self(blake3::derive_key(JOB_KEY, &[secret, token].concat()))
+    }
+
+    /// A token that only holders of this key can derive.
+    pub(crate) fn token(&self, purpose: &str) -> Token {
+        Token(hex(&self.prove("token", &[purpose.as_bytes()])).into_bytes())
     }
 
     /// The proof that the holder of this key said these parts, in this order, in this role.
