@@ -46,6 +46,14 @@ pub const PREFIX: &str = "ACCEL_";
 /// ```
 pub const PREEMPTED_EXIT_CODE: u8 = 75;
 
+/// The variable, with its value, by which Python writes what a program prints at once instead of in blocks. Ranks and
+/// trials get it where it is not set: their output is read while they run, through pipes.
+///
+/// ```
+/// assert_eq!(accelerator_env::PYTHON_UNBUFFERED, ("PYTHONUNBUFFERED", "1"));
+/// ```
+pub const PYTHON_UNBUFFERED: (&str, &str) = ("PYTHONUNBUFFERED", "1");
+
 /// The value of an environment variable. An empty one counts as not set, as in `NAME= program`.
 ///
 /// ```

@@ -15,7 +15,7 @@ use crate::cargo;
 use crate::error::{Error, Result, chain};
 use crate::gpu::inventory::{self, Gpu};
 use crate::gpu::visible::{VISIBLE, Visible, shown};
-use crate::settings::allocator;
+use crate::settings::defaults;
 use crate::settings::threads;
 use crate::text::{columns, print};
 use crate::variables::{self, Scope};
@@ -345,7 +345,7 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     ];
     let mut entries: Vec<_> = OTHERS
         .into_iter()
-        .chain(allocator::DEFAULTS)
+        .chain(defaults::DEFAULTS.map(|(name, value, _)| (name, value)))
         .map(|(name, default)| SettingEntry::variable(name, variable(name), default))
         .collect();
     // It alone has a meaning where it is empty.

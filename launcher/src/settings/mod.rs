@@ -1,6 +1,6 @@
 //! The settings of a launch, and where each comes from.
 
-pub(crate) mod allocator;
+pub(crate) mod defaults;
 pub(crate) mod gpus;
 pub(crate) mod hosts;
 pub(crate) mod layout;
@@ -199,10 +199,10 @@ impl Settings {
             (name, threads)
         });
 
-        for (name, value) in allocator::DEFAULTS {
+        for (name, value, why) in defaults::DEFAULTS {
             match lookup(name) {
                 Some(own) => table.add(name, own, "environment"),
-                None => table.add(name, value, "default: ranks keep memory that they freed"),
+                None => table.add(name, value, why),
             }
         }
 

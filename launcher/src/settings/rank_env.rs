@@ -8,7 +8,7 @@ use std::process::Command;
 use accelerator_env as env;
 use accelerator_track::mask_arguments;
 
-use crate::settings::allocator;
+use crate::settings::defaults;
 use crate::settings::threads::Threads;
 use crate::settings::{Elastic, Settings};
 use crate::variables;
@@ -70,7 +70,7 @@ impl RankEnv {
         let ours = common.iter().map(|(name, _)| *name);
         let ours: Vec<_> = ours.filter(|name| variables::is_ours(name)).collect();
         common.push((env::SET_BY_LAUNCHER.name, ours.join(",").into()));
-        common.extend(allocator::settings(|name| std::env::var_os(name).is_some()));
+        common.extend(defaults::settings(|name| std::env::var_os(name).is_some()));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
             common,

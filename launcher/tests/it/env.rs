@@ -174,7 +174,7 @@ fn variables_that_are_not_set_are_listed_with_their_defaults() {
 }
 
 #[test]
-fn a_dry_run_lists_what_ranks_get_for_their_allocator() {
+fn a_dry_run_lists_what_ranks_get_by_default() {
     let folder = Folder::new();
     folder.script("run.sh", "true");
     let mut command = folder.launcher();
@@ -191,6 +191,7 @@ fn a_dry_run_lists_what_ranks_get_for_their_allocator() {
     assert_eq!(row("ACCEL_OVERLAP"), "ACCEL_OVERLAP off environment");
     assert!(row("GLIBC_TUNABLES").contains("glibc.malloc.hugetlb=1 default"));
     assert!(row("MALLOC_TRIM_THRESHOLD_").contains("4294967296 default"));
+    assert!(row("PYTHONUNBUFFERED").contains("1 default"));
 }
 
 #[test]

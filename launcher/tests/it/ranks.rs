@@ -299,6 +299,24 @@ fn thread_counts_share_the_cores() {
 }
 
 #[test]
+fn python_is_told_to_write_at_once_where_the_user_does_not_say_otherwise() {
+    let folder = Folder::new();
+    folder.script(
+        "show.sh",
+        "echo \"unbuffered: ${PYTHONUNBUFFERED-not set}\"",
+    );
+    let shown = |own: Option<&str>| {
+        let mut command = folder.launcher();
+        command.args(["-n", "1", "show.sh"]);
+        command.envs(own.map(|value| ("PYTHONUNBUFFERED", value)));
+        Run::start(command).end().expect(0).text()
+    };
+    assert_eq!(shown(None), "unbuffered: 1\n");
+    // So Python buffers, as it does by default.
+    assert_eq!(shown(Some("")), "unbuffered: \n");
+}
+
+#[test]
 fn rank_0_reads_standard_input() {
     let folder = Folder::new();
     folder.script("show.sh", "read line && echo got $line; exit 0");
