@@ -1,6 +1,6 @@
 use std::path::{Path, PathBuf};
 
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 
 use super::lock::SearchLock;
 use super::run::read;
@@ -86,14 +86,7 @@ impl SearchFolder {
     /// # Errors
     /// [`Error::is_io`] where this user may not.
     pub fn interrupt(&self) -> Result<bool> {
-        let process = self
-            .process()
-            .and_then(|pid| Pid::from_raw(pid.cast_signed()));
-        let Some(process) = process else {
-            return Ok(false);
-        };
-        let signaled = rustix::process::kill_process(process, Signal::INT);
-        signaled.map_err(|error| Error::io("interrupt the search in", &self.path, error.into()))?;
-        Ok(true)
+        let signaled = SearchLock::signal(&self.path, Signal::INT);
+        signaled.map_err(|error| Error::io("interrupt the search in", &self.path, error))
     }
 }

@@ -3,6 +3,11 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::error::{Error, Kind, Result};
 
@@ -26,7 +31,15 @@ impl SearchLock {
             .truncate(false)
             .open(&path);
         let mut file = file.map_err(|error| Error::io("write", &path, error))?;
-        match file.try_lock() {
+        let mut locked = file.try_lock();
+        // Who asks for the holder shares it for a moment; a holder does not.
+        while matches!(locked, Err(TryLockError::WouldBlock)) && file.try_lock_shared().is_ok() {
+            file.unlock()
+                .map_err(|error| Error::io("unlock", &path, error))?;
+            thread::sleep(PAUSE);
+            locked = file.try_lock();
+        }
+        match locked {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let owner = owner(&mut file).unwrap_or_else(|| "another process".to_owned());
@@ -67,16 +80,39 @@ impl SearchLock {
         let here = rustix::system::uname();
         (here.nodename().to_string_lossy() == host).then_some(pid.parse().ok()?)
     }
+
+    /// Sends a signal to the process on this host that holds the lock of a folder; returns whether there is one.
+    pub(crate) fn signal(folder: &Path, signal: Signal) -> std::io::Result<bool> {
+        let holder = Self::holder(folder);
+        let Some(pid) = holder.and_then(|pid| Pid::from_raw(pid.cast_signed())) else {
+            return Ok(false);
+        };
+        let process = match pidfd_open(pid, PidfdFlags::empty()) {
+            Err(Errno::SRCH) => return Ok(false),
+            process => process?,
+        };
+        // The number may have become another process's before it was opened: then the lock is free.
+        if Self::holder(folder) != holder {
+            return Ok(false);
+        }
+        match pidfd_send_signal(process, signal) {
+            Err(Errno::SRCH) => Ok(false),
+            sent => Ok(sent.map(|()| true)?),
+        }
+    }
 }
 
 impl Drop for SearchLock {
     fn drop(&mut self) {
+        // The next holder is not to be taken for this process, before it has written its own number.
+        let _ = self.file.set_len(0);
         // Closing is not enough: a process that is being started has the file open, too.
         let _ = self.file.unlock();
     }
 }
 
 const LOCK: &str = "search.lock";
+const PAUSE: Duration = Duration::from_millis(1);
 
 fn owner(file: &mut File) -> Option<String> {
     let mut text = String::new();
@@ -100,5 +136,43 @@ mod tests {
         drop(lock);
         assert_eq!(SearchLock::holder(folder.path()), None);
         SearchLock::acquire(folder.path()).unwrap();
+    }
+
+    #[test]
+    fn who_asks_for_the_holder_keeps_no_search_from_beginning() {
+        let folder = tempfile::tempdir().unwrap();
+        drop(SearchLock::acquire(folder.path()).unwrap());
+        let asking = File::open(folder.path().join(LOCK)).unwrap();
+        asking.lock_shared().unwrap();
+        let asked = thread::spawn(move || {
+            thread::sleep(PAUSE * 20);
+            drop(asking);
+        });
+        SearchLock::acquire(folder.path()).unwrap();
+        asked.join().unwrap();
+    }
+
+    /// What a search that was killed has left names a process that may be any by now.
+    #[test]
+    fn a_process_that_does_not_hold_the_lock_gets_no_signal() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut stranger = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        let host = rustix::system::uname();
+        let owner = format!(
+            "process {} on {}\n",
+            stranger.id(),
+            host.nodename().to_string_lossy()
+        );
+        std::fs::write(folder.path().join(LOCK), &owner).unwrap();
+        assert!(!SearchLock::signal(folder.path(), Signal::KILL).unwrap());
+        assert!(stranger.try_wait().unwrap().is_none());
+        // It holds the lock, and gets the signal.
+        let lock = File::open(folder.path().join(LOCK)).unwrap();
+        lock.lock().unwrap();
+        assert!(SearchLock::signal(folder.path(), Signal::KILL).unwrap());
+        assert!(!stranger.wait().unwrap().success());
     }
 }
