@@ -78,6 +78,6 @@ variables! {
         "which steps are traced";
     TRANSPORT, Ranks, OneOf(&["auto", "hierarchical", "shm", "tcp", "threads"]), default "auto", code "transport":
         "how ranks exchange data; auto: shm on one host, hierarchical where a host has several ranks, else tcp";
-    TUNE_WORKER, SetByLauncher, Text("a JSON object"), default "none", code "":
-        "where a trial of a hyperparameter search finds the search that has started it";
+    TUNE_WORKER, SetByLauncher, Number, default "none", code "":
+        "the descriptor by which a trial of a hyperparameter search finds the search that has started it";
 }

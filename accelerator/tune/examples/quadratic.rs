@@ -5,7 +5,7 @@
 //! ```
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use accelerator_tune::{
@@ -45,6 +45,13 @@ fn main() -> Result<ExitCode, BoxError> {
         && std::env::var_os("ACCEL_TUNE_WORKER").is_some()
     {
         std::thread::sleep(Duration::from_secs(3600));
+    }
+    if args.value("--fault") == Some("late") && std::env::var_os("ACCEL_TUNE_WORKER").is_some() {
+        let out: PathBuf = args.parse("--out", PathBuf::new())?;
+        std::fs::write(out.join("late"), "")?;
+        while !out.join("go").exists() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
     let max_t = args.parse("--max-iterations", 16)?;
     let space = match args.value("--space") {
@@ -149,6 +156,13 @@ fn main() -> Result<ExitCode, BoxError> {
                         "exit" => {
                             eprintln!("out of luck");
                             std::process::exit(7);
+                        }
+                        "nested" if trial.iteration() == 1 => {
+                            let mut nested = Command::new(std::env::current_exe()?);
+                            nested.args(["--quiet", "--num-samples", "1", "--out", "nested"]);
+                            if !nested.current_dir(trial.folder()).status()?.success() {
+                                return Err("the search of its own has failed".into());
+                            }
                         }
                         "end" if trial.iteration() == 3 => return Ok(()),
                         "hang" if trial.iteration() == 2 => loop {

@@ -20,7 +20,9 @@ use crate::trial_id::TrialId;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Resources {
-    /// Cores. The trial's threads are bound to them, and there are as many of them. Less than 1 shares a core.
+    /// Cores. The trial is bound to them, and so is what it starts: its `RAYON_NUM_THREADS` and `OMP_NUM_THREADS` are
+    /// as many, where they are not set. Less than 1 shares a core. Where a CPU quota grants the search fewer cores than its
+    /// affinity, there are as many slots as it grants, and trials are not bound: the system chooses the cores.
     #[serde(alias = "cpu")]
     pub cpus: f64,
     /// GPUs, which `CUDA_VISIBLE_DEVICES` names; 0 hides them all. A fraction shares one with other trials, whose memory is
@@ -54,6 +56,9 @@ pub(crate) struct Slots {
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
     pub(crate) host: usize,
+    /// How many threads may compute at a time.
+    pub(crate) threads: usize,
+    /// The cores that trials are bound to; none where the system has to choose.
     pub(crate) cores: Vec<usize>,
     pub(crate) gpus: Vec<String>,
     /// The one that computes.
@@ -88,7 +93,7 @@ impl Slots {
             return Err(Error::misuse("`slots` is 0; it is at least 1"));
         }
         let fits = |host: &HostResources| {
-            let by_cores = whole(host.cores.len(), cpus).max(1);
+            let by_cores = whole(host.cores, cpus).max(1);
             match gpus > 0.0 {
                 true => by_cores.min(whole(host.gpus.len(), gpus)),
                 false => by_cores,
@@ -103,7 +108,7 @@ impl Slots {
                 most(|host| host.gpus.len()).unwrap_or(0)
             )));
         }
-        let cores = most(|host| host.cores.len()).unwrap_or(0);
+        let cores = most(|host| host.cores).unwrap_or(0);
         if whole(cores, cpus) == 0 && count.is_none() {
             tracing::warn!(
                 "a trial takes {cpus} cores, and this process has {cores}: one trial runs at a time, on all of them"
@@ -122,7 +127,8 @@ impl Slots {
         let slots = hosts.iter().enumerate().flat_map(|(number, host)| {
             (0..dealt(number)).map(move |slot| Slot {
                 host: number,
-                cores: share(&host.cores, slot, cpus),
+                threads: whole_number(cpus).min(host.cores).max(1),
+                cores: share(&host.core_numbers, slot, cpus),
                 gpus: share(&host.gpus, slot, gpus),
                 ..Slot::default()
             })
@@ -130,7 +136,7 @@ impl Slots {
         Ok(Self {
             slots: slots.collect(),
             resources: resources.clone(),
-            cores: hosts.iter().map(|host| host.cores.len()).sum(),
+            cores: hosts.iter().map(|host| host.cores).sum(),
             gpus: hosts.iter().map(|host| host.gpus.len()).sum(),
         })
     }
@@ -195,6 +201,16 @@ fn whole(all: usize, each: f64) -> usize {
     (all as f64 / each + 1e-9).floor() as usize
 }
 
+/// How many cores or GPUs one takes that takes a part of the last.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "numbers of cores and GPUs"
+)]
+fn whole_number(each: f64) -> usize {
+    each.ceil() as usize
+}
+
 /// What a slot has of all, where each has so much; slots share where there are too many.
 #[expect(
     clippy::cast_precision_loss,
@@ -207,7 +223,7 @@ fn share<T: Clone>(all: &[T], slot: usize, each: f64) -> Vec<T> {
         return Vec::new();
     }
     let first = (slot as f64 * each + 1e-9).floor() as usize;
-    let count = (each.ceil() as usize).min(all.len());
+    let count = whole_number(each).min(all.len());
     let indices = (first..first + count).map(|index| index % all.len());
     indices.map(|index| all[index].clone()).collect()
 }
@@ -232,8 +248,8 @@ mod tests {
     #[test]
     fn resources_that_cannot_be_are_refused() {
         let host = HostResources {
-            cores: vec![0, 1],
-            gpus: Vec::new(),
+            cores: 2,
+            ..HostResources::default()
         };
         for (cpus, gpus, processes) in [
             (0.0, 0.0, 1),
@@ -254,9 +270,28 @@ mod tests {
     }
 
     #[test]
+    fn slots_are_as_many_as_a_quota_grants_and_the_system_chooses_their_cores() {
+        let host = HostResources {
+            cores: 4,
+            ..HostResources::default()
+        };
+        for (cpus, expected) in [(1.0, [1; 4].as_slice()), (2.0, &[2; 2]), (9.0, &[4])] {
+            let resources = Resources {
+                cpus,
+                ..Resources::default()
+            };
+            let slots = Slots::new(&resources, None, &[&host]).unwrap().slots;
+            let threads: Vec<_> = slots.iter().map(|slot| slot.threads).collect();
+            assert_eq!(threads, expected);
+            assert!(slots.iter().all(|slot| slot.cores.is_empty()));
+        }
+    }
+
+    #[test]
     fn slots_are_on_hosts_by_what_they_have() {
         let hosts = [4, 2].map(|cores| HostResources {
-            cores: (0..cores).collect(),
+            cores,
+            core_numbers: (0..cores).collect(),
             gpus: Vec::new(),
         });
         let hosts: Vec<_> = hosts.iter().collect();

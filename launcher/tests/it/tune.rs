@@ -291,6 +291,35 @@ fn a_search_without_a_report_says_what_one_is() {
     );
 }
 
+/// Its output goes through a pipe, which Python by itself writes to in blocks: the report would come at the end.
+#[test]
+fn a_program_of_python_is_read_while_it_runs() {
+    let folder = Folder::new();
+    folder.write("spec.toml", "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\n[space]\nx = 1\n[stop]\ntraining_iteration = 1\n");
+    folder.write(
+        "train.py",
+        "import os, time\nprint('{\"loss\": 1}')\nwhile not os.path.exists('late'): time.sleep(0.05)\n",
+    );
+    let mut command = folder.launcher();
+    command.args([
+        "tune",
+        "spec.toml",
+        "--folder",
+        "s",
+        "--",
+        "python3",
+        "train.py",
+    ]);
+    let run = Run::start(command);
+    wait_until("the report", || {
+        let journal = fs::read_to_string(folder.path().join("s/journal.jsonl")).ok()?;
+        journal.contains("reported").then_some(())
+    });
+    // It was stopped, or ends by this.
+    folder.write("late", "");
+    run.end().expect(0);
+}
+
 #[test]
 fn a_misspelt_metric_ends_the_search_at_the_first_object_without_it() {
     let folder = Folder::new();

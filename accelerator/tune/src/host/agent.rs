@@ -10,17 +10,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::rendezvous::Token;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::message::{EndSignal, FromAgent, Invitation, ToAgent};
 use super::{HostResources, LocalProcess, Output, ProcessSpec};
 use crate::error::{Error, Result};
-use crate::trial::protocol::{connect, receive, send};
+use crate::trial::protocol::{PeerRole, connect, receive, send};
 
 /// Starts and ends processes as the search asks, until it ends. Then this process exits.
-pub(super) fn serve(invitation: &Invitation, rank: usize, resources: HostResources) -> ! {
-    let code = match Agent::join(invitation, rank, resources).and_then(Agent::run) {
+pub(super) fn serve(
+    invitation: &Invitation,
+    token: &Token,
+    rank: usize,
+    resources: HostResources,
+) -> ! {
+    let code = match Agent::join(invitation, token, rank, resources).and_then(Agent::run) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("Error: {error}");
@@ -42,16 +48,22 @@ struct Agent {
 struct Shared {
     stream: Arc<Mutex<TcpStream>>,
     processes: Arc<Mutex<BTreeMap<u32, LocalProcess>>>,
+    token: Token,
 }
 
 impl Agent {
-    fn join(invitation: &Invitation, rank: usize, resources: HostResources) -> Result<Self> {
+    fn join(
+        invitation: &Invitation,
+        token: &Token,
+        rank: usize,
+        resources: HostResources,
+    ) -> Result<Self> {
         // The search decides what a signal means, which the launcher sends to all ranks.
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [SIGHUP, SIGINT, SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
         }
-        let (reader, stream) = connect(&invitation.address, &invitation.token, 0, rank)?;
+        let (reader, stream) = connect(&invitation.address, token, PeerRole::Agent, rank)?;
         if !is_seen(&invitation.mark) {
             let folder = invitation.mark.parent().unwrap_or(&invitation.mark);
             let message = format!(
@@ -71,6 +83,7 @@ impl Agent {
             shared: Shared {
                 stream: Arc::new(Mutex::new(stream)),
                 processes: Arc::default(),
+                token: token.clone(),
             },
             reader,
             interrupted,
@@ -122,7 +135,7 @@ impl Agent {
 impl Shared {
     fn start(&self, number: u32, spec: &ProcessSpec) -> Result<u32> {
         let mut processes = lock(&self.processes);
-        let mut process = LocalProcess::spawn(spec)?;
+        let mut process = LocalProcess::spawn(spec, &self.token)?;
         let output = process.take_output();
         let reading = match output {
             Some(output) => Some(self.clone().forward(number, Box::new(output))?),

@@ -9,12 +9,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use accelerator_collective::rendezvous::{PendingHandshakes, Token};
 use rustix::process::Signal;
 
 use super::message::{EndSignal, FromAgent, ToAgent};
 use super::{HostResources, Output, Process, ProcessProgram, ProcessSpec};
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::{greet, receive, send};
+use crate::trial::protocol::{PeerRole, greet, receive, send};
 
 /// The search's connection to the agent of another host.
 #[derive(Debug)]
@@ -39,16 +40,25 @@ pub(super) struct RemoteProcess {
 
 impl AgentLink {
     /// Lets an agent join; `None` is no agent of this search.
-    pub(super) fn greet(stream: TcpStream, token: &str) -> Result<Option<Self>> {
-        let Some((mut reader, hello)) = greet(&stream, token) else {
+    pub(super) fn greet(
+        stream: TcpStream,
+        token: &Token,
+        pending: &Arc<PendingHandshakes>,
+    ) -> Result<Option<Self>> {
+        let stream = Arc::new(stream);
+        let handshake = pending.enter(&stream);
+        let Some((mut reader, peer)) = greet(&stream, token) else {
             return Ok(None);
         };
+        if peer.role != PeerRole::Agent || !handshake.leave() {
+            return Ok(None);
+        }
         let (name, resources) = match receive(&mut reader) {
-            Some(FromAgent::Joined { resources }) => (hello.host, resources),
+            Some(FromAgent::Joined { resources }) => (peer.host, resources),
             Some(FromAgent::NotStarted { message }) => {
-                return Err(Error::misuse(format!("{}: {message}", hello.host)));
+                return Err(Error::misuse(format!("{}: {message}", peer.host)));
             }
-            _ => return Err(lost(&hello.host)),
+            _ => return Err(lost(&peer.host)),
         };
         let (to_replies, replies) = channel();
         let processes = Processes::default();
@@ -63,10 +73,10 @@ impl AgentLink {
                 known.lock().clear();
             })?;
         Ok(Some(Self {
-            rank: hello.rank,
+            rank: peer.rank,
             name,
             resources,
-            stream: Arc::new(stream),
+            stream,
             replies,
             processes,
             is_lost,

@@ -10,7 +10,6 @@ use super::{HostResources, ProcessSpec};
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Invitation {
     pub(super) address: String,
-    pub(super) token: String,
     /// A file in the search's folder.
     pub(super) mark: PathBuf,
 }

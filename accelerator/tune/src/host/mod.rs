@@ -5,13 +5,17 @@ use std::io::{ErrorKind, Read};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::rendezvous::{PendingHandshakes, Token};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 use rustix::process::Signal;
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::{host_name, random};
+use crate::trial::protocol::host_name;
 use agent_link::AgentLink;
 use message::Invitation;
 use process::{LocalProcess, ProcessLog};
@@ -30,6 +34,8 @@ pub(crate) struct Hosts {
     name: String,
     resources: HostResources,
     agents: Vec<AgentLink>,
+    /// By which processes of the search know one another.
+    token: Token,
     /// Where processes of other hosts reach this one.
     address: Option<String>,
 }
@@ -69,11 +75,17 @@ impl Hosts {
                 name,
                 resources: HostResources::of_this_process(0, 1),
                 agents: Vec::new(),
+                token: Token::generate().map_err(of_job)?,
                 address: None,
             });
         }
         let group = ProcessGroup::connect(&launch, &GroupOptions::new()).map_err(of_job)?;
         let place = group.topology();
+        let token = match group.token(PURPOSE) {
+            Some(token) => token,
+            // The job has become one of a single rank.
+            None => Token::generate().map_err(of_job)?,
+        };
         let resources =
             HostResources::of_this_process(place.local_rank(), place.local_world_size());
         if !place.is_main() {
@@ -81,7 +93,7 @@ impl Hosts {
                 .broadcast_object::<Invitation>(None, 0)
                 .map_err(of_job)?;
             group.close().map_err(of_job)?;
-            agent::serve(&invitation, place.rank(), resources);
+            agent::serve(&invitation, &token, place.rank(), resources);
         }
         let address = match &launch.rendezvous {
             Some(store) => store.host().to_owned(),
@@ -91,7 +103,6 @@ impl Hosts {
         let mark = SharedMark::make(folder)?;
         let invitation = Invitation {
             address: at_port(&address, listener.local_addr()?.port()),
-            token: random(),
             mark: mark.0.clone(),
         };
         group
@@ -102,7 +113,8 @@ impl Hosts {
         Ok(Self {
             name,
             resources,
-            agents: accept(&listener, &invitation.token, count)?,
+            agents: accept(&listener, &token, count)?,
+            token,
             address: Some(address),
         })
     }
@@ -116,6 +128,11 @@ impl Hosts {
     /// Where workers of other hosts reach this one; `None` where there are none.
     pub(crate) fn address(&self) -> Option<&str> {
         self.address.as_deref()
+    }
+
+    /// The secret of the search, which workers know.
+    pub(crate) fn token(&self) -> &Token {
+        &self.token
     }
 
     pub(crate) fn name(&self, host: usize) -> &str {
@@ -139,7 +156,7 @@ impl Hosts {
             let process = Box::new(process);
             return Ok((TrialProcess { process, log }, output));
         }
-        let mut process = LocalProcess::spawn(spec)?;
+        let mut process = LocalProcess::spawn(spec, &self.token)?;
         process.watch(exited)?;
         let output = process.take_output();
         let output = output.map(|output| Box::new(output) as Output);
@@ -193,16 +210,29 @@ impl TrialProcess {
     }
 }
 
-/// Waits for the agents of all other ranks.
-fn accept(listener: &TcpListener, token: &str, count: usize) -> Result<Vec<AgentLink>> {
+/// Waits for the agents of all other ranks. Each connection has a thread, so that others keep no agent waiting.
+fn accept(listener: &TcpListener, token: &Token, count: usize) -> Result<Vec<AgentLink>> {
     listener.set_nonblocking(true)?;
     let until = Instant::now() + JOIN;
+    let pending = PendingHandshakes::new(count + 64);
+    let (joined, arrivals) = channel();
     let mut agents = Vec::new();
     while agents.len() < count {
+        for agent in arrivals.try_iter() {
+            agents.extend(agent?);
+        }
         match listener.accept() {
             Ok((stream, _)) => {
                 stream.set_nonblocking(false)?;
-                agents.extend(AgentLink::greet(stream, token)?);
+                let (token, joined) = (token.clone(), joined.clone());
+                let pending = Arc::clone(&pending);
+                let greet = move || {
+                    // Nobody listens once all have joined.
+                    let _ = joined.send(AgentLink::greet(stream, &token, &pending));
+                };
+                thread::Builder::new()
+                    .name("agent".to_owned())
+                    .spawn(greet)?;
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
                 if Instant::now() > until {
@@ -216,7 +246,7 @@ fn accept(listener: &TcpListener, token: &str, count: usize) -> Result<Vec<Agent
                         ),
                     ));
                 }
-                std::thread::sleep(Duration::from_millis(2));
+                thread::sleep(Duration::from_millis(2));
             }
             Err(error) => return Err(error.into()),
         }
@@ -232,7 +262,12 @@ impl SharedMark {
     fn make(folder: &Path) -> Result<Self> {
         let folder = std::path::absolute(folder)?;
         fs::create_dir_all(&folder).map_err(|error| Error::io("make", &folder, error))?;
-        let path = folder.join(format!("hosts-{}", random()));
+        let random = Token::nonce().map_err(of_job)?;
+        let random: String = random[..16]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let path = folder.join(format!("hosts-{random}"));
         fs::write(&path, "").map_err(|error| Error::io("write", &path, error))?;
         Ok(Self(path))
     }
@@ -280,5 +315,58 @@ impl Process for LocalProcess {
     }
 }
 
+/// What the token of a search is derived for.
+const PURPOSE: &str = "hyperparameter search";
+
 /// How long agents have to connect, once their ranks have met the search's.
 const JOIN: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use std::io::BufRead;
+    use std::net::TcpStream;
+
+    use super::message::FromAgent;
+    use super::*;
+    use crate::trial::protocol::{PeerRole, WorkerPlace, connect, send};
+
+    #[test]
+    fn idle_connections_keep_no_agent_out_and_no_message_holds_the_token() {
+        let token = Token::generate().unwrap();
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let idle: Vec<_> = (0..100)
+            .map(|_| TcpStream::connect(&address).unwrap())
+            .collect();
+        let place = WorkerPlace {
+            address: address.clone(),
+            worker: 3,
+        };
+        let known = token.clone();
+        let agent = thread::spawn(move || {
+            let (mut reader, stream) = connect(&address, &known, PeerRole::Agent, 1).unwrap();
+            let resources = HostResources::default();
+            send(&stream, &FromAgent::Joined { resources }).unwrap();
+            let mut line = String::new();
+            reader.read_line(&mut line).unwrap();
+            send(&stream, &FromAgent::Started { pid: 1 }).unwrap();
+            line
+        });
+        let agents = accept(&listener, &token, 1).unwrap();
+        let spec = ProcessSpec {
+            program: ProcessProgram::Worker(place),
+            ranks: 1,
+            threads: 1,
+            cores: Vec::new(),
+            gpus: Vec::new(),
+            log: "log".into(),
+        };
+        agents[0].start(0, &spec, Box::new(|| {})).unwrap();
+        let line = agent.join().unwrap();
+        let secret = std::str::from_utf8(token.secret()).unwrap();
+        let bytes = serde_json::to_string(token.secret()).unwrap();
+        assert!(line.contains("\"worker\":3"), "{line}");
+        assert!(!line.contains(secret) && !line.contains(&bytes), "{line}");
+        drop(idle);
+    }
+}

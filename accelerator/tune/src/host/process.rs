@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 
+use accelerator_collective::rendezvous::Token;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::WorkerEnv;
+use crate::trial::protocol::WorkerPlace;
 
 /// What is started.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -19,7 +20,9 @@ pub(crate) struct ProcessSpec {
     pub(crate) program: ProcessProgram,
     /// More than one are started by `accel-launch`.
     pub(crate) ranks: usize,
-    /// Those that the process is meant for.
+    /// How many threads may compute at a time, in all ranks.
+    pub(crate) threads: usize,
+    /// The cores that it is bound to; to none in particular where there are none.
     pub(crate) cores: Vec<usize>,
     /// What it sees, as `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,
@@ -30,7 +33,7 @@ pub(crate) struct ProcessSpec {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) enum ProcessProgram {
     /// This program, as a worker.
-    Worker(WorkerEnv),
+    Worker(WorkerPlace),
     /// Any program. Its standard output is read.
     Command(Vec<String>),
 }
@@ -45,9 +48,10 @@ pub(super) struct LocalProcess {
 }
 
 impl LocalProcess {
-    pub(super) fn spawn(spec: &ProcessSpec) -> Result<Self> {
+    /// `token` is the search's, which a worker has to know.
+    pub(super) fn spawn(spec: &ProcessSpec, token: &Token) -> Result<Self> {
         let mut command = match &spec.program {
-            ProcessProgram::Worker(worker_env) => worker(worker_env, spec.ranks)?,
+            ProcessProgram::Worker(_) => worker(spec.ranks)?,
             ProcessProgram::Command(words) => {
                 let mut command = of_ranks(Path::new(&words[0]), spec.ranks)?;
                 command.args(&words[1..]);
@@ -60,7 +64,6 @@ impl LocalProcess {
             ProcessProgram::Worker(_) => None,
             ProcessProgram::Command(_) => guard(),
         };
-        let threads = (spec.cores.len() / spec.ranks).max(1).to_string();
         command
             .env("CUDA_VISIBLE_DEVICES", spec.gpus.join(","))
             .stdin(Stdio::null())
@@ -70,15 +73,31 @@ impl LocalProcess {
             })
             .stderr(output)
             .process_group(guard.as_ref().map_or(0, |guard| guard.id().cast_signed()));
-        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
+        let threads = (spec.threads / spec.ranks).max(1).to_string();
+        let defaults = [
+            ("RAYON_NUM_THREADS", &*threads),
+            ("OMP_NUM_THREADS", &*threads),
+            accelerator_env::PYTHON_UNBUFFERED,
+        ];
+        for (name, value) in defaults {
             if env::var_os(name).is_none() {
-                command.env(name, &threads);
+                command.env(name, value);
             }
         }
         let program = Path::new(command.get_program()).to_owned();
-        let child = accelerator_env::prepare_child(&mut command)
-            .spawn()
-            .map_err(|error| Error::io("start", &program, error))?;
+        accelerator_env::prepare_child(&mut command);
+        let inherited = match &spec.program {
+            ProcessProgram::Worker(place) => Some(place.to_inherit(token)?),
+            ProcessProgram::Command(_) => None,
+        };
+        let child = bound_to(&spec.cores, || match inherited {
+            Some(content) => {
+                let variable = accelerator_env::TUNE_WORKER.name;
+                accelerator_collective::spawn_with_inherited(command, variable, &content)
+            }
+            None => command.spawn(),
+        });
+        let child = child.map_err(|error| Error::io("start", &program, error))?;
         Ok(Self {
             child,
             guard,
@@ -192,28 +211,50 @@ impl ProcessLog {
 const TAIL_BYTES: u64 = 8 << 10;
 const TAIL_LINES: usize = 10;
 
-/// This program again, which finds its place in the environment. It may have been built anew meanwhile: trials are of the
+/// Starts a process whose threads run on these cores, and on any where there are none: it inherits the affinity of the
+/// thread that starts it.
+#[cfg(target_os = "linux")]
+fn bound_to<T>(cores: &[usize], start: impl FnOnce() -> T) -> T {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let mut set = CpuSet::new();
+    cores.iter().for_each(|core| set.set(*core));
+    let before = match cores.is_empty() {
+        true => None,
+        false => sched_getaffinity(None).ok(),
+    };
+    if before.is_some()
+        && let Err(error) = sched_setaffinity(None, &set)
+    {
+        tracing::warn!("the trial cannot be bound to the cores {cores:?}: {error}");
+    }
+    let started = start();
+    // These are cores that it has had.
+    let _ = before.map(|before| sched_setaffinity(None, &before));
+    started
+}
+
+#[cfg(not(target_os = "linux"))]
+fn bound_to<T>(_cores: &[usize], start: impl FnOnce() -> T) -> T {
+    start()
+}
+
+/// This program again, which finds its place in what it inherits. It may have been built anew meanwhile: trials are of the
 /// same version.
-fn worker(worker_env: &WorkerEnv, ranks: usize) -> Result<Command> {
+fn worker(ranks: usize) -> Result<Command> {
     let program = env::current_exe()?;
     let running = format!("/proc/{}/exe", std::process::id());
-    let mut command = match cfg!(target_os = "linux") && (ranks == 1 || !program.exists()) {
-        true => of_ranks(Path::new(&running), ranks)?,
-        false => of_ranks(&program, ranks)?,
+    let mut command = match ranks {
+        // The process that is about to become it has this one's program.
+        1 if cfg!(target_os = "linux") => of_ranks(Path::new("/proc/self/exe"), 1)?,
+        _ if cfg!(target_os = "linux") && !program.exists() => {
+            of_ranks(Path::new(&running), ranks)?
+        }
+        _ => of_ranks(&program, ranks)?,
     };
     if ranks == 1 {
         command.arg0(program);
     }
-    let worker_env = WorkerEnv {
-        // Ranks are children of the launcher.
-        parent: (ranks == 1).then(std::process::id),
-        ..worker_env.clone()
-    };
-    let worker_env = serde_json::to_string(&worker_env)
-        .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
-    command
-        .args(env::args_os().skip(1))
-        .env(accelerator_env::TUNE_WORKER.name, worker_env);
+    command.args(env::args_os().skip(1));
     Ok(command)
 }
 

@@ -1,11 +1,16 @@
+use std::ops::Range;
 use std::path::Path;
 
+use accelerator_collective::UsableCores;
 use serde::{Deserialize, Serialize};
 
 /// What a host has for trials.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct HostResources {
-    pub(crate) cores: Vec<usize>,
+    /// How many threads may compute at a time, by affinity and quota.
+    pub(crate) cores: usize,
+    /// The numbers of the cores, to which trials are bound; none where the system has to choose.
+    pub(crate) core_numbers: Vec<usize>,
     /// As `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,
 }
@@ -13,31 +18,21 @@ pub(crate) struct HostResources {
 impl HostResources {
     /// What this process may use, and its share of that where a host has several of the job's ranks.
     pub(crate) fn of_this_process(local_rank: usize, local_world_size: usize) -> Self {
+        let cores = UsableCores::of_this_process();
         Self {
-            cores: share(&usable_cores(), local_rank, local_world_size),
+            cores: share_of(cores.count().get(), local_rank, local_world_size).len(),
+            core_numbers: share(cores.numbers(), local_rank, local_world_size),
             gpus: share(&visible_gpus(), local_rank, local_world_size),
         }
     }
 }
 
 fn share<T: Clone>(all: &[T], of: usize, among: usize) -> Vec<T> {
-    all[all.len() * of / among..all.len() * (of + 1) / among].to_vec()
+    all[share_of(all.len(), of, among)].to_vec()
 }
 
-#[cfg(target_os = "linux")]
-fn usable_cores() -> Vec<usize> {
-    match rustix::thread::sched_getaffinity(None) {
-        Ok(set) => (0..rustix::thread::CpuSet::MAX_CPU)
-            .filter(|core| set.is_set(*core))
-            .collect(),
-        Err(_) => Vec::new(),
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn usable_cores() -> Vec<usize> {
-    let count = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
-    (0..count).collect()
+fn share_of(all: usize, of: usize, among: usize) -> Range<usize> {
+    all * of / among..all * (of + 1) / among
 }
 
 /// Those of `CUDA_VISIBLE_DEVICES`, or all of the machine.

@@ -1,18 +1,20 @@
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::Duration;
 
+use accelerator_collective::rendezvous::{PendingHandshakes, Token};
+
 use super::events::PoolEvent;
 use crate::error::Result;
 use crate::host::{at_port, bind_everywhere};
-use crate::trial::protocol::{WorkerEnv, greet, random, receive};
+use crate::trial::protocol::{PeerRole, WorkerPlace, greet, receive};
 
 /// Where workers connect.
 #[derive(Debug)]
 pub(super) struct Listener {
     address: String,
-    token: String,
 }
 
 /// A rank of a worker has connected, and knows the token.
@@ -22,19 +24,24 @@ pub(super) struct Connection {
     pub(super) rank: usize,
     pub(super) host: String,
     pub(super) pid: u32,
-    pub(super) stream: TcpStream,
+    pub(super) stream: Arc<TcpStream>,
 }
 
 impl Listener {
-    /// Workers of other hosts reach it at `host`, and there are none otherwise.
-    pub(super) fn bind(host: Option<&str>, events: Sender<PoolEvent>) -> Result<Self> {
+    /// Workers of other hosts reach it at `host`, and there are none otherwise. There are `most` at a time.
+    pub(super) fn bind(
+        host: Option<&str>,
+        token: &Token,
+        most: usize,
+        events: Sender<PoolEvent>,
+    ) -> Result<Self> {
         let listener = match host {
             None => TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?,
             Some(_) => bind_everywhere()?,
         };
         let port = listener.local_addr()?.port();
-        let token = random();
-        let known = token.clone();
+        let token = token.clone();
+        let pending = PendingHandshakes::new(most.saturating_add(64));
         thread::Builder::new()
             .name("workers".to_owned())
             .spawn(move || {
@@ -44,8 +51,9 @@ impl Listener {
                         thread::sleep(REFUSED);
                         continue;
                     };
-                    let (events, token) = (events.clone(), known.clone());
-                    let serve = move || serve(stream, &token, &events);
+                    let (events, token) = (events.clone(), token.clone());
+                    let pending = Arc::clone(&pending);
+                    let serve = move || serve(stream, &token, &pending, &events);
                     if let Err(error) = thread::Builder::new()
                         .name("worker".to_owned())
                         .spawn(serve)
@@ -56,18 +64,14 @@ impl Listener {
             })?;
         Ok(Self {
             address: at_port(host.unwrap_or("127.0.0.1"), port),
-            token,
         })
     }
 
-    /// The environment of a worker that is about to be started.
-    pub(super) fn worker_env(&self, worker: u32, cores: Vec<usize>) -> WorkerEnv {
-        WorkerEnv {
+    /// Where a worker that is about to be started finds the search.
+    pub(super) fn place(&self, worker: u32) -> WorkerPlace {
+        WorkerPlace {
             address: self.address.clone(),
-            token: self.token.clone(),
             worker,
-            parent: None,
-            cores,
         }
     }
 }
@@ -76,18 +80,31 @@ impl Listener {
 const REFUSED: Duration = Duration::from_millis(100);
 
 /// Passes on the messages of a worker, until it closes the connection.
-fn serve(stream: TcpStream, token: &str, events: &Sender<PoolEvent>) {
-    let Some((mut reader, hello)) = greet(&stream, token) else {
+fn serve(
+    stream: TcpStream,
+    token: &Token,
+    pending: &Arc<PendingHandshakes>,
+    events: &Sender<PoolEvent>,
+) {
+    let stream = Arc::new(stream);
+    let handshake = pending.enter(&stream);
+    let Some((mut reader, peer)) = greet(&stream, token) else {
         return;
     };
+    let PeerRole::Worker(worker) = peer.role else {
+        return;
+    };
+    if !handshake.leave() {
+        return;
+    }
     let connection = Connection {
-        worker: hello.worker,
-        rank: hello.rank,
-        host: hello.host,
-        pid: hello.pid,
+        worker,
+        rank: peer.rank,
+        host: peer.host,
+        pid: peer.pid,
         stream,
     };
-    let (worker, rank) = (connection.worker, connection.rank);
+    let rank = connection.rank;
     let mut is_open = events.send(PoolEvent::Connected(connection)).is_ok();
     while is_open {
         let Some(message) = receive(&mut reader) else {

@@ -76,12 +76,13 @@ impl Pool {
         let logs = folder.join("logs");
         fs::create_dir_all(&logs).map_err(|error| Error::io("make", &logs, error))?;
         let slots = Slots::new(resources, slots, &hosts.resources())?;
+        let most = slots.len().saturating_mul(resources.processes);
         Ok(Self {
             placements: Placements::new(slots),
             ranks: resources.processes,
             reuse,
             logs,
-            listener: Listener::bind(hosts.address(), sender.clone())?,
+            listener: Listener::bind(hosts.address(), hosts.token(), most, sender.clone())?,
             hosts,
             workers: BTreeMap::new(),
             next_worker: 0,
@@ -133,11 +134,16 @@ impl Pool {
         let number = self.next_worker;
         self.next_worker += 1;
         let Slot {
-            host, cores, gpus, ..
+            host,
+            threads,
+            cores,
+            gpus,
+            ..
         } = &self.placements.slots()[slot];
         let spec = ProcessSpec {
-            program: ProcessProgram::Worker(self.listener.worker_env(number, cores.clone())),
+            program: ProcessProgram::Worker(self.listener.place(number)),
             ranks: self.ranks,
+            threads: *threads,
             cores: cores.clone(),
             gpus: gpus.clone(),
             log: self.logs.join(match self.hosts.address() {

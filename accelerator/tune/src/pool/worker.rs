@@ -1,5 +1,6 @@
 use std::net::TcpStream;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::joint::JointMessages;
@@ -16,7 +17,7 @@ pub(super) struct Worker {
     pub(super) process: TrialProcess,
     pub(super) slot: usize,
     /// Connections, by rank.
-    pub(super) links: Vec<Option<TcpStream>>,
+    pub(super) links: Vec<Option<Arc<TcpStream>>>,
     pub(super) location: Option<Location>,
     /// What it carries out, or is about to.
     pub(super) start: Option<TrialStart>,

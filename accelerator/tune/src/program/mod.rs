@@ -99,11 +99,16 @@ impl Programs {
         self.next_attempt += 1;
         let log = start.folder.join("output.log");
         let Slot {
-            host, cores, gpus, ..
+            host,
+            threads,
+            cores,
+            gpus,
+            ..
         } = &self.slots[slot];
         let spec = ProcessSpec {
             program: ProcessProgram::Command(self.template.fill(&start)?),
             ranks: self.processes,
+            threads: *threads,
             cores: cores.clone(),
             gpus: gpus.clone(),
             log: log.clone(),

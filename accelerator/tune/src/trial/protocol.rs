@@ -2,8 +2,9 @@
 //!
 //! ```text
 //! worker                    search
-//!   ◄──────────── Greeting ──  a nonce
-//!   ── Hello ───────────────►  its proof that it knows the token
+//!   ── Hello ───────────────►  a nonce
+//!   ◄─────────── Challenge ──  another one, and the proof that it knows the token
+//!   ── Introduction ────────►  who it is, and its proof
 //!   ◄────────────── Start ───
 //!   ── Started ─────────────►
 //!   ── Reported ────────────►
@@ -12,12 +13,16 @@
 //!   ── Stopped ────────────────►  after Pause and Stop; another Start, or Exit, follows
 //!   ── Ended, Failed, Refused ►
 //! ```
+//!
+//! Both prove that they know the search's token, by its keyed hash of both nonces; nobody sends it.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use accelerator_collective::rendezvous::{PendingHandshakes, Token};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -27,29 +32,44 @@ use crate::metrics::Metrics;
 use crate::runner::{Offer, Restore};
 use crate::trial_id::TrialId;
 
-/// The first line of a connection, from the search.
+/// The first line of a connection, from a worker or agent.
 #[derive(Debug, Deserialize, Serialize)]
-pub(crate) struct Greeting {
-    pub(crate) nonce: String,
+struct Hello {
+    nonce: Nonce,
 }
 
-/// The second line, from the worker.
+/// The second line, from the search.
 #[derive(Debug, Deserialize, Serialize)]
-pub(crate) struct Hello {
-    pub(crate) proof: String,
-    pub(crate) worker: u32,
+struct Challenge {
+    nonce: Nonce,
+    proof: Nonce,
+}
+
+/// The third line, from the worker or agent: a [`Peer`], as it is proved.
+#[derive(Debug, Deserialize, Serialize)]
+struct Introduction {
+    peer: String,
+    proof: Nonce,
+}
+
+type Nonce = [u8; 32];
+
+/// Who connects to the search.
+#[derive(Debug, Deserialize, Serialize)]
+pub(crate) struct Peer {
+    pub(crate) role: PeerRole,
     pub(crate) rank: usize,
     pub(crate) host: String,
     pub(crate) pid: u32,
 }
 
-impl Hello {
-    /// What only those can compute that know the token.
-    pub(crate) fn proof(token: &str, nonce: &str, worker: u32, rank: usize) -> String {
-        let key = blake3::hash(token.as_bytes());
-        let text = format!("{nonce} {worker} {rank}");
-        blake3::keyed_hash(key.as_bytes(), text.as_bytes()).to_string()
-    }
+/// As what a process connects to the search.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) enum PeerRole {
+    /// The agent of another host.
+    Agent,
+    /// The worker of a number.
+    Worker(u32),
 }
 
 /// What a worker is told.
@@ -97,80 +117,121 @@ pub(crate) enum FromWorker {
     Refused,
 }
 
-/// What a process that is started as a worker finds in its environment.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-pub(crate) struct WorkerEnv {
+/// Where a worker finds the search, and as which it is expected there.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct WorkerPlace {
     pub(crate) address: String,
-    pub(crate) token: String,
     pub(crate) worker: u32,
-    /// The process that has started it, where that is the search.
-    pub(crate) parent: Option<u32>,
-    /// The cores that it is to run on.
-    pub(crate) cores: Vec<usize>,
 }
 
-/// Makes a process that has connected prove that it knows the token; `None` where it does not.
-pub(crate) fn greet(stream: &TcpStream, token: &str) -> Option<(BufReader<TcpStream>, Hello)> {
+impl WorkerPlace {
+    /// What a worker inherits, so that it knows its place and the search's token.
+    pub(crate) fn to_inherit(&self, token: &Token) -> Result<Vec<u8>> {
+        let bytes = serde_json::to_vec(&(self, token.secret()));
+        bytes.map_err(|error| Error::connection(error.to_string()).with_source(error))
+    }
+
+    /// That of this process, where it is a worker.
+    pub(crate) fn inherited() -> Option<(Self, Token)> {
+        let bytes = accelerator_collective::inherited(accelerator_env::TUNE_WORKER.name)?;
+        let (place, secret): (_, Vec<u8>) = serde_json::from_slice(&bytes).ok()?;
+        Some((place, Token::from_secret(&secret)?))
+    }
+}
+
+/// Lets a process that has connected prove that it knows the token; `None` where it does not.
+pub(crate) fn greet(stream: &TcpStream, token: &Token) -> Option<(BufReader<TcpStream>, Peer)> {
     stream.set_nodelay(true).ok()?;
-    stream.set_read_timeout(Some(HANDSHAKE)).ok()?;
-    let nonce = random();
-    let greeting = Greeting {
-        nonce: nonce.clone(),
-    };
-    send(stream, &greeting).ok()?;
+    stream
+        .set_read_timeout(Some(PendingHandshakes::TIMEOUT))
+        .ok()?;
     let mut reader = BufReader::new(stream.try_clone().ok()?);
     // Whoever it is: not much is read before it has proved that it knows the token.
-    let hello: Hello = receive(&mut reader.by_ref().take(HELLO_BYTES))?;
-    if hello.proof != Hello::proof(token, &nonce, hello.worker, hello.rank) {
+    let mut unproved = reader.by_ref().take(UNPROVED_BYTES);
+    let Hello { nonce } = receive(&mut unproved)?;
+    let own = Token::nonce().ok()?;
+    let challenge = Challenge {
+        nonce: own,
+        proof: token.prove(SEARCH, &[&nonce, &own]),
+    };
+    send(stream, &challenge).ok()?;
+    let Introduction { peer, proof } = receive(&mut unproved)?;
+    if !token.accepts(PEER, &[&own, &nonce, peer.as_bytes()], &proof) {
         tracing::warn!("a process connected that does not know the search's token; it is ignored");
         return None;
     }
     stream.set_read_timeout(None).ok()?;
-    Some((reader, hello))
+    Some((reader, serde_json::from_str(&peer).ok()?))
 }
 
 /// Connects to the search, and proves that this process is its.
 pub(crate) fn connect(
     address: &str,
-    token: &str,
-    worker: u32,
+    token: &Token,
+    role: PeerRole,
     rank: usize,
 ) -> Result<(BufReader<TcpStream>, TcpStream)> {
-    let stream = TcpStream::connect(address).map_err(|error| {
-        Error::connection(format!("the search is not reached at {address}: {error}"))
-            .with_source(error)
-    })?;
+    let until = Instant::now() + PendingHandshakes::TIMEOUT;
+    loop {
+        let stream = TcpStream::connect(address).map_err(|error| {
+            Error::connection(format!("the search is not reached at {address}: {error}"))
+                .with_source(error)
+        })?;
+        match introduce(&stream, token, role, rank)? {
+            Some(reader) => return Ok((reader, stream)),
+            // Others that connect at the same time may have made it give up this connection.
+            None if Instant::now() < until => thread::sleep(RETRY),
+            None => {
+                return Err(Error::connection(format!(
+                    "the search does not answer at {address}"
+                )));
+            }
+        }
+    }
+}
+
+/// `None` where the other end closes the connection before it has proved anything.
+fn introduce(
+    stream: &TcpStream,
+    token: &Token,
+    role: PeerRole,
+    rank: usize,
+) -> Result<Option<BufReader<TcpStream>>> {
     stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(SEARCH_PATIENCE))?;
+    let nonce =
+        Token::nonce().map_err(|error| Error::connection(error.to_string()).with_source(error))?;
     let mut reader = BufReader::new(stream.try_clone()?);
-    let Some(Greeting { nonce }) = receive(&mut reader) else {
-        return Err(Error::connection(format!(
-            "the search does not answer at {address}"
-        )));
+    if send(stream, &Hello { nonce }).is_err() {
+        return Ok(None);
+    }
+    let challenge = receive(&mut reader.by_ref().take(UNPROVED_BYTES));
+    let Some(Challenge { nonce: own, proof }) = challenge else {
+        return Ok(None);
     };
-    let hello = Hello {
-        proof: Hello::proof(token, &nonce, worker, rank),
-        worker,
+    if !token.accepts(SEARCH, &[&nonce, &own], &proof) {
+        return Err(Error::connection(
+            "what answers at the search's address does not know its token: another process has taken its port",
+        ));
+    }
+    let peer = Peer {
+        role,
         rank,
         host: host_name(),
         pid: std::process::id(),
     };
-    send(&stream, &hello)?;
-    Ok((reader, stream))
+    let peer = serde_json::to_string(&peer)
+        .map_err(|error| Error::connection(error.to_string()).with_source(error))?;
+    let proof = token.prove(PEER, &[&own, &nonce, peer.as_bytes()]);
+    send(stream, &Introduction { peer, proof })?;
+    stream.set_read_timeout(None)?;
+    Ok(Some(reader))
 }
 
 /// What this host calls itself.
 pub(crate) fn host_name() -> String {
     let system = rustix::system::uname();
     system.nodename().to_string_lossy().into_owned()
-}
-
-/// 128 bits that nobody can guess.
-pub(crate) fn random() -> String {
-    let mut bytes = [0; 16];
-    // It fails on no system that this runs on: it waits until there is randomness.
-    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    debug_assert_eq!(filled, Ok(bytes.len()));
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Sends a value as a line.
@@ -190,55 +251,127 @@ pub(crate) fn receive<T: DeserializeOwned>(reader: &mut impl BufRead) -> Option<
     }
 }
 
-/// How long a connection may take to say who it is.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long what it says may be.
-const HELLO_BYTES: u64 = 4 << 10;
+/// Roles in which the token is proved.
+const SEARCH: &str = "tune search";
+const PEER: &str = "tune peer";
+
+/// How much is read of who has not proved anything.
+const UNPROVED_BYTES: u64 = 4 << 10;
+
+/// How long a worker waits for a search that has its connection: it may be stopped for a while.
+const SEARCH_PATIENCE: Duration = Duration::from_secs(600);
+
+const RETRY: Duration = Duration::from_millis(50);
 
 #[cfg(test)]
 mod tests {
-    use std::net::{SocketAddr, TcpListener};
-    use std::time::Instant;
+    use std::net::TcpListener;
 
     use super::*;
 
+    /// Answers one connection as the search of that token.
+    fn search(token: Token) -> (String, thread::JoinHandle<Option<Peer>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let greeted = move || {
+            let (stream, _) = listener.accept().unwrap();
+            greet(&stream, &token).map(|(_, peer)| peer)
+        };
+        (address, thread::spawn(greeted))
+    }
+
+    #[test]
+    fn both_sides_prove_that_they_know_the_token() {
+        let token = Token::generate().unwrap();
+        let (address, greeted) = search(token.clone());
+        connect(&address, &token, PeerRole::Worker(3), 1).unwrap();
+        let peer = greeted.join().unwrap().unwrap();
+        assert_eq!((peer.role, peer.rank), (PeerRole::Worker(3), 1));
+
+        // Whoever listens at the port of a search that has ended is not told what to do.
+        let (address, greeted) = search(Token::generate().unwrap());
+        let error = connect(&address, &token, PeerRole::Agent, 1).unwrap_err();
+        assert!(
+            error.to_string().contains("does not know its token"),
+            "{error}"
+        );
+        assert!(greeted.join().unwrap().is_none());
+    }
+
+    #[test]
+    fn what_was_recorded_opens_nothing_and_holds_no_secret() {
+        let token = Token::generate().unwrap();
+        let (address, greeted) = search(token.clone());
+        // Between the two, somebody records.
+        let tap = TcpListener::bind("127.0.0.1:0").unwrap();
+        let tapped = tap.local_addr().unwrap().to_string();
+        let recorder = thread::spawn(move || {
+            let (worker, _) = tap.accept().unwrap();
+            let search = TcpStream::connect(address).unwrap();
+            let lines = |stream: &TcpStream| BufReader::new(stream.try_clone().unwrap());
+            let (mut from_worker, mut from_search) = (lines(&worker), lines(&search));
+            let pass = |from: &mut BufReader<TcpStream>, mut to: &TcpStream| {
+                let mut line = String::new();
+                from.read_line(&mut line).unwrap();
+                to.write_all(line.as_bytes()).unwrap();
+                line
+            };
+            [
+                pass(&mut from_worker, &search),
+                pass(&mut from_search, &worker),
+                pass(&mut from_worker, &search),
+            ]
+        });
+        connect(&tapped, &token, PeerRole::Worker(0), 0).unwrap();
+        assert!(greeted.join().unwrap().is_some());
+        let [hello, challenge, introduction] = recorder.join().unwrap();
+        let recorded = [&*hello, &*challenge, &*introduction].concat();
+        let secret = std::str::from_utf8(token.secret()).unwrap();
+        let bytes = serde_json::to_string(token.secret()).unwrap();
+        assert!(!recorded.contains(secret) && !recorded.contains(&bytes));
+
+        let (address, greeted) = search(token);
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(hello.as_bytes()).unwrap();
+        stream.write_all(introduction.as_bytes()).unwrap();
+        assert!(greeted.join().unwrap().is_none());
+    }
+
     #[test]
     fn a_search_that_is_not_reached_is_no_failure_of_the_trial() {
-        let is_not_reached = |address: SocketAddr, expected: &str| {
-            let error = connect(&address.to_string(), "token", 0, 0).unwrap_err();
-            assert!(error.is_io() && !error.is_trial(), "{error:?}");
-            assert!(
-                error.to_string().contains(&format!("{expected} {address}")),
-                "{error}"
-            );
-        };
+        // Nobody can listen at port 0.
+        let address = "127.0.0.1:0";
+        let token = Token::generate().unwrap();
+        let error = connect(address, &token, PeerRole::Agent, 0).unwrap_err();
+        assert!(error.is_io() && !error.is_trial(), "{error:?}");
+        let expected = format!("is not reached at {address}");
+        assert!(error.to_string().contains(&expected), "{error}");
+    }
+
+    #[test]
+    fn a_connection_that_was_given_up_is_tried_again() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let silent = std::thread::spawn(move || {
+        let address = listener.local_addr().unwrap().to_string();
+        let token = Token::generate().unwrap();
+        let known = token.clone();
+        let greeted = thread::spawn(move || {
             drop(listener.accept());
-            listener
+            let (stream, _) = listener.accept().unwrap();
+            greet(&stream, &known).is_some()
         });
-        is_not_reached(address, "does not answer at");
-        let _far = silent.join().unwrap();
-        // Nobody can listen at the near end of a connection.
-        let near = TcpStream::connect(address).unwrap();
-        is_not_reached(near.local_addr().unwrap(), "is not reached at");
+        connect(&address, &token, PeerRole::Agent, 0).unwrap();
+        assert!(greeted.join().unwrap());
     }
 
     #[test]
     fn a_connection_that_says_much_and_proves_nothing_is_closed() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
+        let (address, greeted) = search(Token::generate().unwrap());
         let begun = Instant::now();
-        let greeted = std::thread::spawn(move || {
-            let (stream, _) = listener.accept().unwrap();
-            greet(&stream, "token").is_some()
-        });
         let mut stream = TcpStream::connect(address).unwrap();
         let megabyte = vec![b'x'; 1 << 20];
         let sent = (0..200).take_while(|_| stream.write_all(&megabyte).is_ok());
         assert!(sent.count() < 200);
-        assert!(begun.elapsed() < HANDSHAKE);
-        assert!(!greeted.join().unwrap());
+        assert!(begun.elapsed() < PendingHandshakes::TIMEOUT);
+        assert!(greeted.join().unwrap().is_none());
     }
 }

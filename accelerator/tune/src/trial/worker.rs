@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-use rustix::process::{Pid, Signal};
+use accelerator_collective::rendezvous::Token;
+use rustix::process::Signal;
 
-use super::protocol::{self, FromWorker, ToWorker, WorkerEnv, connect, receive};
+use super::protocol::{self, FromWorker, PeerRole, ToWorker, WorkerPlace, connect, receive};
 use super::session::{TrialContext, TrialSession};
 use super::trainable::{BoxError, ClassTrainable, FunctionTrainable, Outcome, RunTrial, Trainable};
 use crate::config::Config;
@@ -27,10 +28,11 @@ pub(crate) fn serve_function(
 }
 
 fn serve(mut trainable: impl RunTrial) {
-    let Some(env) = worker_env() else {
+    // What a worker starts does not inherit it, and may be a search of its own.
+    let Some((place, token)) = WorkerPlace::inherited() else {
         return;
     };
-    let code = match carry_out(&env, &mut trainable) {
+    let code = match carry_out(&place, &token, &mut trainable) {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("Error: {error}");
@@ -66,55 +68,18 @@ impl Link {
     }
 }
 
-/// Where this process is a worker of a search: not in one that a worker has started.
-///
-/// Where the search has ended meanwhile, this process ends: it must not take itself for a search.
-fn worker_env() -> Option<WorkerEnv> {
-    let env = accelerator_env::variable(accelerator_env::TUNE_WORKER.name)?;
-    let env: WorkerEnv = serde_json::from_str(env.to_str()?).ok()?;
-    let Some(search) = env.parent.and_then(|pid| Pid::from_raw(pid.cast_signed())) else {
-        return Some(env);
-    };
-    if rustix::process::getppid() == Some(search) {
-        return Some(env);
+fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) -> Result<()> {
+    // A help only: a search that ends before is not reached, and one that ends later closes the connection.
+    if let Err(error) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL)) {
+        tracing::warn!("the system does not end this trial with what has started it: {error}");
     }
-    if has_ended(search) {
-        std::process::exit(1);
-    }
-    None
-}
-
-/// Whether a process has ended, though its parent may not know it yet.
-fn has_ended(process: Pid) -> bool {
-    if rustix::process::test_kill_process(process) == Err(rustix::io::Errno::SRCH) {
-        return true;
-    }
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid()));
-    let stat = stat.unwrap_or_default();
-    // The state follows the name, which is in parentheses.
-    let state = stat
-        .rsplit_once(')')
-        .and_then(|(_, rest)| rest.trim_start().chars().next());
-    matches!(state, Some('Z' | 'X'))
-}
-
-fn carry_out(env: &WorkerEnv, trainable: &mut impl RunTrial) -> Result<()> {
-    if let Some(search) = env.parent {
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-            .map_err(std::io::Error::from)?;
-        // It may have ended before the signal was asked for.
-        if rustix::process::getppid() != Pid::from_raw(search.cast_signed()) {
-            return Err(Error::connection("the search has ended"));
-        }
-    }
-    pin(&env.cores);
     let number = |name| {
         let value = accelerator_env::variable(name)?;
         value.to_str()?.parse::<usize>().ok()
     };
     let rank = number("RANK").unwrap_or(0);
     let world_size = number("WORLD_SIZE").unwrap_or(1);
-    let link = join(env, rank)?;
+    let link = join(place, token, rank)?;
     loop {
         let ToWorker::Start {
             trial,
@@ -154,8 +119,9 @@ fn carry_out(env: &WorkerEnv, trainable: &mut impl RunTrial) -> Result<()> {
     }
 }
 
-fn join(env: &WorkerEnv, rank: usize) -> Result<Link> {
-    let (mut reader, stream) = connect(&env.address, &env.token, env.worker, rank)?;
+fn join(place: &WorkerPlace, token: &Token, rank: usize) -> Result<Link> {
+    let role = PeerRole::Worker(place.worker);
+    let (mut reader, stream) = connect(&place.address, token, role, rank)?;
     let (to_trial, messages) = channel();
     thread::Builder::new()
         .name("search".to_owned())
@@ -173,23 +139,6 @@ fn join(env: &WorkerEnv, rank: usize) -> Result<Link> {
         messages: messages.into(),
     })))
 }
-
-/// Threads that are started from here on run on these cores.
-#[cfg(target_os = "linux")]
-fn pin(cores: &[usize]) {
-    let mut set = rustix::thread::CpuSet::new();
-    for core in cores {
-        set.set(*core);
-    }
-    if !cores.is_empty()
-        && let Err(error) = rustix::thread::sched_setaffinity(None, &set)
-    {
-        tracing::warn!("the trial cannot be bound to the cores {cores:?}: {error}");
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn pin(_cores: &[usize]) {}
 
 fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();

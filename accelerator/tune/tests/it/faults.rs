@@ -4,7 +4,10 @@ use std::time::{Duration, Instant};
 use accelerator_tune::{SearchFolder, TrialStatus};
 use rustix::process::{Pid, Signal};
 
-use crate::support::{assert_nothing_left, decisions, ended, processes, run, search, succeed};
+use crate::support::{
+    DEADLINE, assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, run,
+    search, succeed,
+};
 
 #[test]
 fn a_trial_that_fails_says_why() {
@@ -135,6 +138,54 @@ fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     let statuses = left.results().trials().iter().map(|trial| trial.status);
     assert_eq!(statuses.collect::<Vec<_>>(), [TrialStatus::Paused; 2]);
     assert_nothing_left(folder.path());
+}
+
+/// The worker is started, has not come to the search yet, and finds a stranger that has the search's process id.
+#[test]
+fn a_worker_whose_search_is_dead_does_not_become_a_search() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"
+        "$SEARCH" --quiet --num-samples 1 --slots 1 --fault late --out "$OUT" &
+        search=$!
+        while ! [ -e "$OUT/late" ]; do sleep 0.05; done
+        kill -KILL $search
+        wait $search
+        echo $((search - 1)) > /proc/sys/kernel/ns_last_pid
+        sleep 300 &
+        [ $! = $search ] && touch "$OUT/go"
+        wait"#;
+    let Some(mut namespace) = in_namespaces("sh") else {
+        return;
+    };
+    namespace
+        .args(["-c", script])
+        .env("SEARCH", quadratic())
+        .env("OUT", folder.path());
+    let mut namespace = namespace.spawn().unwrap();
+    let until = Instant::now() + DEADLINE;
+    while !folder.path().join("go").exists() {
+        assert!(Instant::now() < until, "the search is not killed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_nothing_left(folder.path());
+    namespace.kill().unwrap();
+    namespace.wait().unwrap();
+    let log = fs::read_to_string(folder.path().join("logs/worker-00000.log")).unwrap();
+    assert!(log.contains("the search is not reached at"), "{log}");
+    let journal = fs::read_to_string(folder.path().join("journal.jsonl")).unwrap();
+    assert!(!journal.contains("reported"), "{journal}");
+}
+
+#[test]
+fn a_program_that_a_worker_starts_may_be_a_search_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = "--num-samples 1 --max-iterations 2 --fault nested";
+    succeed(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    let search = SearchFolder::open(folder.path()).unwrap();
+    let trial = &search.results().trials()[0];
+    assert_eq!(trial.status, TrialStatus::Terminated, "{:?}", trial.error);
+    let nested = SearchFolder::open(trial.folder.join("nested")).unwrap();
+    assert_eq!(nested.results().trials()[0].status, TrialStatus::Terminated);
 }
 
 #[test]

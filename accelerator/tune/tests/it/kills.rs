@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal};
 
 use crate::support::{
-    assert_nothing_left, decisions, ended, processes, quadratic, search, succeed,
+    assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, search, succeed,
 };
 
 /// What is killed.
@@ -82,7 +82,7 @@ fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
         let arguments = [&arguments[..], &["--slots", slots]].concat();
         let mut seed = 7 + slots.len() as u64;
         for kill in 0..10 {
-            let victims = match has_namespaces() {
+            let victims = match in_namespaces(quadratic()).is_some() {
                 true => [Victim::Search, Victim::Trial, Victim::Machine],
                 false => [Victim::Search, Victim::Trial, Victim::Search],
             };
@@ -113,17 +113,8 @@ fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
 fn kill_after(folder: &Path, arguments: &[&str], victim: Victim, wait: Duration) {
     let mut command = match victim {
         Victim::Machine => {
-            let mut command = Command::new("unshare");
+            let mut command = in_namespaces(quadratic()).unwrap();
             command
-                .args([
-                    "--user",
-                    "--map-current-user",
-                    "--pid",
-                    "--fork",
-                    "--kill-child",
-                    "--mount-proc",
-                ])
-                .arg(quadratic())
                 .args(["--quiet", "--out"])
                 .arg(folder)
                 .args(arguments)
@@ -148,26 +139,6 @@ fn kill_after(folder: &Path, arguments: &[&str], victim: Victim, wait: Duration)
     child.kill().unwrap();
     ended(child);
     assert_nothing_left(folder);
-}
-
-fn has_namespaces() -> bool {
-    let made = Command::new("unshare")
-        .args([
-            "--user",
-            "--map-current-user",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "true",
-        ])
-        .stderr(Stdio::null())
-        .status();
-    let has = made.is_ok_and(|status| status.success());
-    if !has {
-        eprintln!("SKIPPED: kills of a PID namespace, which this user may not make");
-    }
-    has
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::UsableCores;
 use accelerator_tune::{
     Asha, CheckpointSettings, Display, Mode, Objective, Results, Search, SearchEnd, SearchFolder,
     Searcher, Space, Stop, Suggestion, TrialId, TrialStatus, grid_search,
@@ -53,6 +54,24 @@ fn what_a_program_leaves_behind_does_not_hold_its_trial() {
             rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
         }
     }
+}
+
+#[test]
+fn a_program_is_bound_to_the_cores_of_its_slot_and_the_search_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let before = UsableCores::of_this_process();
+    let script = r#"sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status > "$2/cores"
+                    printf '{{"loss": %s}}\n' "$OMP_NUM_THREADS""#;
+    let results = run(programs(folder.path(), 2), folder.path(), script);
+    for trial in results.trials() {
+        let cores = fs::read_to_string(trial.folder.join("cores")).unwrap();
+        let core: Option<usize> = cores.trim().parse().ok();
+        // Where a quota grants fewer cores than there are, the system chooses.
+        let is_bound = core.is_some_and(|core| before.numbers().contains(&core));
+        assert!(is_bound || before.numbers().is_empty(), "{cores}");
+    }
+    let after = UsableCores::of_this_process();
+    assert_eq!(after.numbers(), before.numbers());
 }
 
 #[test]

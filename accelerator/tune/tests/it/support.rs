@@ -1,3 +1,4 @@
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -74,6 +75,35 @@ pub(crate) fn processes(folder: &Path) -> Vec<i32> {
         String::from_utf8_lossy(&line).contains(&folder)
     });
     of_search.collect()
+}
+
+/// A program in a PID namespace of its own, which is killed with everything in it when the command is. `None` where this
+/// user may not make one.
+pub(crate) fn in_namespaces(program: impl AsRef<OsStr>) -> Option<Command> {
+    let unshare = || {
+        let mut command = Command::new("unshare");
+        command.args([
+            "--user",
+            "--map-root-user",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]);
+        command
+    };
+    let made = unshare().arg("true").stderr(Stdio::null()).status();
+    if !made.is_ok_and(|status| status.success()) {
+        // Not `eprintln`, of which nothing is seen where a test passes.
+        let _ = writeln!(
+            io::stderr(),
+            "SKIPPED: this user may not make PID namespaces"
+        );
+        return None;
+    }
+    let mut command = unshare();
+    command.arg(program.as_ref());
+    Some(command)
 }
 
 /// Waits until no process of a search is left.
