@@ -78,7 +78,7 @@ impl Stop {
         self
     }
 
-    /// Where a closure says so. It depends on nothing but its arguments: it is called again when a search resumes.
+    /// Where a closure says so. A search that is resumed knows what it has said, and asks it about new results alone.
     #[must_use]
     pub fn when(
         mut self,
@@ -95,18 +95,24 @@ impl Stop {
         thresholds.chain(plateau)
     }
 
+    /// Fails where it cannot be written to a journal.
+    pub(crate) fn check(&self) -> Result<()> {
+        let std = self.plateau.as_ref().map(|plateau| plateau.std);
+        match std.filter(|std| !std.is_finite()) {
+            None => Ok(()),
+            Some(std) => Err(Error::misuse(format!(
+                "`stop.plateau.std` is {std}; it is a finite number"
+            ))),
+        }
+    }
+
     /// How many results of a trial it looks at.
     pub(crate) fn window(&self) -> usize {
         self.plateau.as_ref().map_or(0, |plateau| plateau.results)
     }
 
-    /// Whether the trial ends. `recent` holds its results up to the window, the newest last.
-    pub(crate) fn is_due(
-        &self,
-        objective: &Objective,
-        trial: TrialId,
-        recent: &[TrialResult],
-    ) -> bool {
+    /// Whether the trial ends, closures aside. `recent` holds its results up to the window, the newest last.
+    pub(crate) fn is_due(&self, objective: &Objective, recent: &[TrialResult]) -> bool {
         let Some(result) = recent.last() else {
             return false;
         };
@@ -130,7 +136,7 @@ impl Stop {
             let plateau = self.plateau.as_ref();
             plateau.is_some_and(|plateau| plateau.holds(recent))
         };
-        reached || is_flat() || self.closures_say(trial, result)
+        reached || is_flat()
     }
 
     /// Whether the trial ends by what a closure says.
@@ -229,17 +235,23 @@ impl TryFrom<Map<String, Value>> for Stop {
                 stop.plateau = Some(plateau);
                 continue;
             }
-            let threshold = match &value {
-                Value::Number(number) => number.as_f64().map(Threshold::Plain),
-                Value::String(text) => parse_threshold(text),
-                _ => None,
+            let values = match &value {
+                Value::Array(values) => values.as_slice(),
+                value => std::slice::from_ref(value),
             };
-            let threshold = threshold.ok_or_else(|| {
-                Error::misuse(format!(
-                    "`{metric}` is {value}; it is a number, or a text such as \">= 0.99\" or \"<= 0.1\""
-                ))
-            })?;
-            stop.thresholds.push((metric, threshold));
+            for value in values {
+                let threshold = match value {
+                    Value::Number(number) => number.as_f64().map(Threshold::Plain),
+                    Value::String(text) => parse_threshold(text),
+                    _ => None,
+                };
+                let threshold = threshold.ok_or_else(|| {
+                    Error::misuse(format!(
+                        "`{metric}` is {value}; it is a number, a text such as \">= 0.99\" or \"<= 0.1\", or a list of these"
+                    ))
+                })?;
+                stop.thresholds.push((metric.clone(), threshold));
+            }
         }
         Ok(stop)
     }
@@ -254,7 +266,14 @@ impl From<Stop> for Map<String, Value> {
                 Threshold::AtLeast(at) => format!(">= {at}").into(),
                 Threshold::AtMost(at) => format!("<= {at}").into(),
             };
-            table.insert(metric, value);
+            // Of one metric there may be several.
+            match table.get_mut(&metric) {
+                None => {
+                    table.insert(metric, value);
+                }
+                Some(Value::Array(values)) => values.push(value),
+                Some(first) => *first = Value::Array(vec![first.take(), value]),
+            }
         }
         if let Some(plateau) = stop.plateau
             && let Ok(plateau) = serde_json::to_value(plateau)
@@ -285,4 +304,25 @@ fn default_results() -> usize {
 
 fn default_grace() -> u64 {
     4
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conditions_of_one_metric_are_all_written() {
+        let stop = Stop::new()
+            .iterations(9)
+            .at_least("loss", 1e9)
+            .at_most("loss", 0.1)
+            .at_least("acc", f64::INFINITY);
+        let written = serde_json::to_value(stop).unwrap();
+        let expected = serde_json::json!({
+            "training_iteration": ">= 9", "loss": [">= 1000000000", "<= 0.1"], "acc": ">= inf",
+        });
+        assert_eq!(written, expected);
+        let again: Stop = serde_json::from_value(written).unwrap();
+        assert_eq!(serde_json::to_value(again).unwrap(), expected);
+    }
 }

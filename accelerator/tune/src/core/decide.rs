@@ -27,7 +27,7 @@ impl Core {
         let state = &mut self.trials[trial.index()];
         let is_told = std::mem::take(&mut state.is_told_to_stop);
         let recent = state.recent.make_contiguous();
-        if is_told || self.rules.stop.is_due(&self.rules.objective, trial, recent) {
+        if is_told || self.rules.stop.is_due(&self.rules.objective, recent) {
             self.end(trial, EndReason::StopRule);
             return;
         }

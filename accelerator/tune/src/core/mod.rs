@@ -50,6 +50,8 @@ pub(crate) struct Core {
     /// Virtual time: that of the newest decision.
     now: u64,
     is_asking: bool,
+    /// A trial that begins with results of another, until closures have judged these.
+    sharing: Option<(TrialId, Vec<TrialResult>)>,
     is_exhausted: bool,
     is_finished: bool,
     checkpoints: BTreeMap<CheckpointKey, u64>,
@@ -74,6 +76,7 @@ impl Core {
             workers,
             now: 0,
             is_asking: false,
+            sharing: None,
             is_exhausted: false,
             is_finished: false,
             checkpoints: BTreeMap::new(),
@@ -83,6 +86,13 @@ impl Core {
 
     /// Takes an event. An event that cannot be, such as a report of a trial that has ended, changes nothing.
     pub(crate) fn step(&mut self, event: Event) -> Vec<Action> {
+        if !matches!(event, Event::Shared { .. }) {
+            // A journal of an earlier version has no judgements.
+            while self.sharing.is_some() {
+                self.share(None);
+                self.advance();
+            }
+        }
         match event {
             Event::Opened { slots } => {
                 if self.rules.order == SearchOrder::Eager {
@@ -102,6 +112,15 @@ impl Core {
                 }) {
                     self.trial_mut(trial).is_told_to_stop = stop;
                     self.arrive(trial, TrialUpdate::Reported(result));
+                }
+            }
+            Event::Shared { trial, stop } => {
+                if self
+                    .sharing
+                    .as_ref()
+                    .is_some_and(|(next, _)| *next == trial)
+                {
+                    self.share(stop);
                 }
             }
             Event::Ended { trial } => {
@@ -149,6 +168,17 @@ impl Core {
     /// Whether a closure of the search ends a trial with this result.
     pub(crate) fn closures_stop(&self, trial: TrialId, result: &TrialResult) -> bool {
         self.rules.stop.closures_say(trial, result)
+    }
+
+    /// The next event, where that is how closures judge results which a trial shares.
+    pub(crate) fn shared(&self) -> Option<Event> {
+        let (trial, results) = self.sharing.as_ref()?;
+        let mut results = results.iter();
+        let stop = results.find(|result| self.closures_stop(*trial, result));
+        Some(Event::Shared {
+            trial: *trial,
+            stop: stop.map(|result| result.training_iteration),
+        })
     }
 
     /// The metric of the objective.
@@ -214,7 +244,7 @@ impl Core {
 
     /// Starts what can start, and decides about what has arrived.
     fn advance(&mut self) {
-        while !self.is_asking && !self.is_finished {
+        while !self.is_asking && self.sharing.is_none() && !self.is_finished {
             if self.start_next() {
                 continue;
             }
@@ -226,7 +256,8 @@ impl Core {
             };
             self.decide(trial);
         }
-        if self.is_asking || self.is_finished || !self.running.is_empty() || self.workers == 0 {
+        let awaits_event = self.is_asking || self.sharing.is_some();
+        if awaits_event || self.is_finished || !self.running.is_empty() || self.workers == 0 {
             return;
         }
         // Nothing runs, and nothing could begin.
@@ -316,15 +347,25 @@ impl Core {
         };
         let parent = &self.trials[origin.trial.index()];
         let from = parent.branch();
-        let shared: Vec<_> = parent.recent.iter().cloned().collect();
+        let results = parent.recent.iter();
+        let shared = results.take_while(|result| result.training_iteration <= origin.iteration);
+        self.sharing = Some((trial, shared.cloned().collect()));
         self.trial_mut(trial).branch_state_mut().origin = Some((from, origin));
+    }
+
+    /// Begins the trial that shares results: they count as reported by it, too.
+    fn share(&mut self, stop: Option<u64>) {
+        let Some((trial, results)) = self.sharing.take() else {
+            return;
+        };
         self.run(trial);
-        // What is shared counts as reported by this trial too.
-        for result in shared {
-            if result.training_iteration > origin.iteration || !self.running.contains(&trial) {
+        for result in results {
+            if !self.running.contains(&trial) {
                 break;
             }
-            self.trial_mut(trial).update = Some(TrialUpdate::Reported(result));
+            let state = self.trial_mut(trial);
+            state.is_told_to_stop = stop == Some(result.training_iteration);
+            state.update = Some(TrialUpdate::Reported(result));
             self.decide(trial);
         }
         let now = self.now;

@@ -78,6 +78,7 @@ pub(super) fn simulate(
                         _ => {}
                     }
                 }
+                next = next.or_else(|| core.shared());
             }
         };
     let opened = Event::Opened {
@@ -135,10 +136,11 @@ pub(super) fn simulate(
             let iteration = state.decided + 1;
             let metrics = Metrics::from([("score", score(state.config(), iteration))]);
             let result = TrialResult::next(state.last.as_ref(), iteration, metrics, 1.0, 0);
+            let stop = core.closures_stop(trial, &result);
             Event::Reported {
                 trial,
                 result,
-                stop: false,
+                stop,
             }
         };
         step(&mut core, event, &mut decisions, &mut events);

@@ -10,6 +10,7 @@ use super::{
 use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
+use crate::stop::Stop;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
@@ -193,6 +194,81 @@ fn trials_that_begin_alike_train_what_they_share_once() {
     assert_eq!(origins[&3], Some((0, 2)));
     assert_eq!(origins[&1], Some((0, 4)));
     assert_eq!(origins[&5].map(|(_, iteration)| iteration), Some(4));
+}
+
+/// Whoever reads a journal does not have them.
+#[test]
+fn a_closure_stops_a_trial_at_what_it_shares_and_readers_of_the_journal_know() {
+    let shared = |stop: Stop| super::Rules {
+        shares_prefixes: true,
+        lookahead: usize::MAX,
+        stop,
+        ..rules(SearchOrder::Ordered { workers: 2 }, 6)
+    };
+    let stop = || Stop::new().iterations(6);
+    let fifo = || -> Box<dyn TrialScheduler> { Box::new(GoOn) };
+    let configs = schedules();
+    // Trials 1 and 5 share four iterations with others.
+    let ends = |trial: u32| match trial {
+        0 => 5,
+        1 => 3,
+        5 => 1,
+        _ => u64::MAX,
+    };
+    let of_closure = || {
+        shared(stop().when(move |trial, result| result.training_iteration >= ends(trial.number())))
+    };
+    let chance = Chance {
+        crashes: 60,
+        ..UNDISTURBED
+    };
+    let outcome = simulate(&of_closure, &fifo, &configs, &scheduled_score, chance);
+    check(&outcome);
+    let last = |core: &Core| {
+        let trials = core.trials().iter();
+        trials.map(|trial| trial.decided).collect::<Vec<_>>()
+    };
+    assert_eq!(last(&outcome.core), [5, 3, 6, 6, 6, 1]);
+    let read = |events: &mut dyn Iterator<Item = &Event>| {
+        let mut reader = Core::new(shared(stop()), fifo());
+        for event in events {
+            reader.step(event.clone());
+        }
+        last(&reader)
+    };
+    let events = &outcome.events;
+    assert_eq!(read(&mut events.iter()), last(&outcome.core));
+    let mut others = events
+        .iter()
+        .filter(|event| !matches!(event, Event::Shared { .. }));
+    assert_ne!(read(&mut others), last(&outcome.core));
+}
+
+/// Journals of earlier versions have no such events.
+#[test]
+fn a_journal_without_judgements_of_shared_results_leads_to_the_same() {
+    let shared = || super::Rules {
+        shares_prefixes: true,
+        lookahead: usize::MAX,
+        ..rules(SearchOrder::Ordered { workers: 2 }, 6)
+    };
+    let fifo = || -> Box<dyn TrialScheduler> { Box::new(GoOn) };
+    let outcome = simulate(&shared, &fifo, &schedules(), &scheduled_score, UNDISTURBED);
+    let mut again = Core::new(shared(), fifo());
+    let mut decisions = Vec::new();
+    for event in outcome.events {
+        if !matches!(event, Event::Shared { .. }) {
+            let logged = again
+                .step(event)
+                .into_iter()
+                .filter_map(|action| match action {
+                    super::Action::Log(decision) => Some(decision),
+                    _ => None,
+                });
+            decisions.extend(logged);
+        }
+    }
+    assert_eq!(decisions, outcome.decisions);
 }
 
 #[derive(Debug)]

@@ -398,3 +398,21 @@ fn brackets_are_drawn_as_often_as_ray_draws_them() {
     let first = scheduler.rungs()[0].entries.len() as f64 / 3000.0;
     assert!((first - 0.665).abs() < 0.03, "{first}");
 }
+
+/// Ray 2.60 leaves such means out; earlier versions stopped every trial once there was one.
+#[test]
+fn the_median_of_ray_is_of_means_that_are_numbers() {
+    for (required, own, stops) in [(1, 0.9, false), (1, 0.1, true), (2, 0.1, false)] {
+        let settings = MedianStopping {
+            min_samples_required: required,
+            compatibility: Compatibility::Ray,
+            ..MedianStopping::default()
+        };
+        let mut median = added(settings.build(Mode::Max).unwrap(), 3);
+        report(&mut *median, 0, 1, 0.5);
+        report(&mut *median, 1, 1, f64::NAN);
+        let decision = report(&mut *median, 2, 1, own);
+        let is_stopped = decision == SchedulerDecision::Stop;
+        assert_eq!(is_stopped, stops, "{required} {own}");
+    }
+}

@@ -59,6 +59,9 @@ impl Driver<'_> {
             let config = ask(self.searcher, trial)?;
             self.apply(Event::Suggested { trial, config })?;
         }
+        if let Some(event) = self.core.shared() {
+            self.apply(event)?;
+        }
         let slots = self.runner.slots();
         self.apply(Event::Opened { slots })?;
         let mut ending = SearchEnd::Finished;
@@ -124,11 +127,16 @@ impl Driver<'_> {
                     action => self.act(action)?,
                 }
             }
-            let Some(trial) = asked else {
-                return Ok(());
+            let event = match asked {
+                Some(trial) => {
+                    let config = ask(self.searcher, trial)?;
+                    Event::Suggested { trial, config }
+                }
+                None => match self.core.shared() {
+                    Some(event) => event,
+                    None => return Ok(()),
+                },
             };
-            let config = ask(self.searcher, trial)?;
-            let event = Event::Suggested { trial, config };
             self.journal.append(&event)?;
             actions = self.core.step(event);
         }

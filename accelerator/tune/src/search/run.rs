@@ -199,6 +199,7 @@ fn set_up(
     searcher: Option<Box<dyn Searcher>>,
 ) -> Result<(Box<dyn Searcher>, Asking, Option<usize>)> {
     check_names(spec)?;
+    spec.stop.check()?;
     if spec.num_samples == 0 {
         return Err(Error::misuse("`num_samples` is 0; it is at least 1"));
     }
