@@ -378,3 +378,37 @@ fn a_command_that_could_not_start_may_be_corrected() {
         "{said}"
     );
 }
+
+/// Each rank prints its lines.
+#[test]
+fn of_a_trial_of_several_processes_rank_0_reports() {
+    let folder = Folder::new();
+    let spec = "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\n[space]\nx = 1\n[resources_per_trial]\nprocesses = 2\n";
+    folder.write("spec.toml", spec);
+    let tune = |name: &str, program: &str| {
+        let mut command = folder.launcher();
+        command.args(["tune", "spec.toml", "--folder", name, "--slots", "1", "--"]);
+        command.args(["sh", "-c", program]).output().unwrap()
+    };
+    let rows = |name: &str| {
+        let mut command = folder.launcher();
+        let output = command.args(["tune", "show", name, "--json"]).output();
+        serde_json::from_slice::<serde_json::Value>(&output.unwrap().stdout).unwrap()
+    };
+    let program = "for i in 1 2 3; do echo \"{{\\\"loss\\\": $RANK, \\\"step\\\": $i}}\"; done";
+    let output = tune("both", program);
+    assert!(output.status.success(), "{output:?}");
+    let row = &rows("both")[0];
+    assert_eq!(row["training_iteration"], 3, "{row}");
+    assert_eq!((&row["loss"], &row["step"]), (&0.0.into(), &3.0.into()));
+    // That the reports are lost is no secret.
+    let output = tune("other", "[ $RANK = 0 ] || echo '{{\"loss\": 1}}'");
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let row = &rows("other")[0];
+    assert_eq!(row["status"], "ERROR", "{row}");
+    let error = fs::read_to_string(&glob(&folder.path().join("other"), "error.txt")[0]).unwrap();
+    assert!(
+        error.starts_with("rank 1 printed reports, and rank 0 none"),
+        "{error}"
+    );
+}

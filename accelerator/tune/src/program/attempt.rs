@@ -38,6 +38,9 @@ pub(super) struct ProgramAttempt {
     pub(super) stopping: Option<Instant>,
     /// Why it was, where it has done what it may not.
     pub(super) failure: Option<String>,
+    pub(super) has_reported: bool,
+    /// One that has printed reports, and is not rank 0.
+    pub(super) other_rank: Option<usize>,
 }
 
 #[derive(Debug)]
@@ -115,7 +118,15 @@ impl ProgramAttempt {
         }
         match (self.stopping, status) {
             (Some(_), _) => RunnerEvent::Stopped { trial },
-            (None, Some(status)) if status.success() => RunnerEvent::Ended { trial },
+            (None, Some(status)) if status.success() => match self.other_rank {
+                Some(rank) if !self.has_reported => RunnerEvent::Failed {
+                    trial,
+                    message: format!(
+                        "rank {rank} printed reports, and rank 0 none: reports are those of rank 0, so print them there"
+                    ),
+                },
+                _ => RunnerEvent::Ended { trial },
+            },
             (None, status) => RunnerEvent::Failed {
                 trial,
                 message: self.process.failure(status),

@@ -20,6 +20,15 @@ pub(super) struct MetricsLine {
     pub(super) checkpoint: Option<PathBuf>,
 }
 
+/// Whose lines an output has.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum LineSource {
+    /// One process's.
+    Process,
+    /// Those of all ranks, each with its rank in front, as in `[1] {"loss": 0.5}`. Reports are rank 0's.
+    Ranks,
+}
+
 /// A JSON object that a program has printed.
 #[derive(Clone, Debug, PartialEq)]
 enum Printed {
@@ -32,6 +41,7 @@ enum Printed {
 #[derive(Clone, Debug)]
 pub(super) struct ReportSender {
     pub(super) attempt: u32,
+    pub(super) source: LineSource,
     /// The metric that a line has to be a report.
     pub(super) metric: String,
     pub(super) events: Sender<ProgramEvent>,
@@ -52,6 +62,7 @@ pub(super) fn follow(
     let mut copy = log.map(copy).transpose()?;
     let ReportSender {
         attempt,
+        source,
         metric,
         events,
         backlog,
@@ -59,7 +70,7 @@ pub(super) fn follow(
     let follow = move || {
         let mut lines = BufReader::new(output);
         let mut line = Vec::new();
-        let mut is_other_told = false;
+        let (mut is_other_told, mut is_rank_told) = (false, false);
         // A longer line is taken in pieces, which are no reports.
         while (&mut lines)
             .take(LINE_BYTES)
@@ -69,7 +80,16 @@ pub(super) fn follow(
             // A full disk costs the log, and not the trial.
             let _ = copy.as_mut().map(|copy| copy.write_all(&line));
             let text = String::from_utf8_lossy(&line);
+            let rank = match source {
+                LineSource::Process => 0,
+                LineSource::Ranks => rank_of(&text),
+            };
             let is_heard = match parse(&text, &metric) {
+                Some(Printed::Report(_)) if rank != 0 && !is_rank_told => {
+                    is_rank_told = true;
+                    events.send(ProgramEvent::OtherRank(attempt, rank)).is_ok()
+                }
+                _ if rank != 0 => true,
                 Some(Printed::Report(report)) if backlog.send(()).is_ok() => {
                     events.send(ProgramEvent::Line(attempt, report)).is_ok()
                 }
@@ -139,6 +159,14 @@ impl Drop for FileWriter {
 }
 
 const POLL: Duration = Duration::from_millis(20);
+
+/// The rank that a line has in front. One without is taken for rank 0's.
+fn rank_of(line: &str) -> usize {
+    let rank = line
+        .strip_prefix('[')
+        .and_then(|rest| rest.split_once("] "));
+    rank.and_then(|(rank, _)| rank.parse().ok()).unwrap_or(0)
+}
 
 /// A line is a report where it ends in a JSON object with the metric. A prefix, as launchers write before the lines of
 /// ranks, does not matter.
@@ -256,6 +284,7 @@ mod tests {
         let (backlog, _taken) = std::sync::mpsc::sync_channel(1);
         let sender = ReportSender {
             attempt: 0,
+            source: LineSource::Process,
             metric: "loss".to_owned(),
             events,
             backlog,
@@ -265,6 +294,33 @@ mod tests {
         assert!(matches!(report, ProgramEvent::Line(0, _)), "{report:?}");
         assert!(matches!(received.recv().unwrap(), ProgramEvent::Closed(0)));
         assert!(log.metadata().unwrap().len() > 3 * LINE_BYTES);
+    }
+
+    #[test]
+    fn of_ranks_the_first_reports() {
+        let (events, received) = std::sync::mpsc::channel();
+        let lines = "[1] {\"loss\": 1}\n[0] {\"loss\": 0}\n[1] {\"loss\": 1}\n[10] {\"x\": 1}\n[0] {\"x\": 2}\n";
+        let (backlog, _taken) = std::sync::mpsc::sync_channel(9);
+        let sender = ReportSender {
+            attempt: 0,
+            source: LineSource::Ranks,
+            metric: "loss".to_owned(),
+            events,
+            backlog,
+        };
+        follow(std::io::Cursor::new(lines), None, sender).unwrap();
+        let received: Vec<_> = received.iter().collect();
+        let [
+            ProgramEvent::OtherRank(0, 1),
+            ProgramEvent::Line(0, report),
+            ProgramEvent::Other(0, names),
+            ProgramEvent::Closed(0),
+        ] = received.as_slice()
+        else {
+            panic!("{received:?}");
+        };
+        assert_eq!(report.metrics, Metrics::from([("loss", 0.0)]));
+        assert_eq!(names, &["x"]);
     }
 
     #[test]

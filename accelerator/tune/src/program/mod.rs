@@ -14,7 +14,7 @@ use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::slots::{Resources, Slot, Slots};
 use crate::trial_id::TrialId;
 use attempt::ProgramAttempt;
-use lines::{GrowingFile, MetricsLine, ReportSender};
+use lines::{GrowingFile, LineSource, MetricsLine, ReportSender};
 
 pub(crate) use template::Template;
 
@@ -53,6 +53,8 @@ enum ProgramEvent {
     Line(u32, MetricsLine),
     /// It has printed, for the first time, an object with numbers of these names, and not the metric.
     Other(u32, Vec<String>),
+    /// This rank, which is not rank 0, has printed a report, for the first time.
+    OtherRank(u32, usize),
     /// Its standard output is closed.
     Closed(u32),
     Exited(u32),
@@ -129,6 +131,7 @@ impl Programs {
         let (backlog, permits) = sync_channel(MOST_REPORTS);
         let sender = ReportSender {
             attempt: number,
+            source: LineSource::Process,
             metric: self.metric.clone(),
             events: self.sender.clone(),
             backlog,
@@ -139,7 +142,11 @@ impl Programs {
             open += 1;
         }
         if let Some(output) = output {
-            lines::follow(output, Some(&log), sender)?;
+            let source = match self.processes {
+                1 => LineSource::Process,
+                _ => LineSource::Ranks,
+            };
+            lines::follow(output, Some(&log), ReportSender { source, ..sender })?;
             open += 1;
         }
         let location = Location {
@@ -166,6 +173,8 @@ impl Programs {
             exited: None,
             stopping: None,
             failure: None,
+            has_reported: false,
+            other_rank: None,
         };
         self.attempts.insert(number, attempt);
         Ok(())
@@ -181,6 +190,7 @@ impl Programs {
         let number = match &event {
             ProgramEvent::Line(number, _)
             | ProgramEvent::Other(number, _)
+            | ProgramEvent::OtherRank(number, _)
             | ProgramEvent::Closed(number)
             | ProgramEvent::Exited(number) => *number,
         };
@@ -190,6 +200,7 @@ impl Programs {
         match event {
             ProgramEvent::Line(_, line) => {
                 attempt.reports.push_back(line);
+                attempt.has_reported = true;
                 self.others = OtherObjects::Ignored;
                 // What it has written last is still on its way.
                 attempt.exited = attempt.exited.map(|_| Instant::now());
@@ -198,6 +209,7 @@ impl Programs {
                 return Err(without_metric(&self.metric, attempt.trial, &names));
             }
             ProgramEvent::Other(..) => {}
+            ProgramEvent::OtherRank(_, rank) => attempt.other_rank = Some(rank),
             ProgramEvent::Closed(_) => attempt.open = attempt.open.saturating_sub(1),
             ProgramEvent::Exited(_) => {
                 attempt.exited = Some(Instant::now());

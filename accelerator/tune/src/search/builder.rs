@@ -262,7 +262,7 @@ impl Search {
     /// `{params}` for a JSON file with all parameters and `{metrics}` for a file of metrics. A line that the program prints, or
     /// writes to that file, is a report where it is a JSON object with the search's metric. It may have a `checkpoint`, the path
     /// of what the program has saved below `{folder}`, under a new name each time; the search moves that, and a trial that goes
-    /// on from it finds it as `{checkpoint}`. An object with numbers and without the metric, before the first report of the
+    /// on from it finds it as `{checkpoint}`. Of the ranks of a trial of several processes, rank 0 reports. An object with numbers and without the metric, before the first report of the
     /// search, is an error.
     ///
     /// # Errors
