@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::value::{self, IntoValue};
 
 /// What one trial is to try: a tree of JSON values, whose leaves have paths such as `optimizer/lr`.
 ///
@@ -23,7 +24,7 @@ use crate::error::{Error, Result};
 pub struct Config(Map<String, Value>);
 
 impl Config {
-    /// The value at a path, as a type.
+    /// The value at a path, as a type. Where the type has a float, the words of a [`Number`](crate::Number) are floats.
     ///
     /// # Errors
     /// [`Error::is_misuse`] where there is none, or it is of another type.
@@ -38,7 +39,7 @@ impl Config {
                 }
             )));
         };
-        T::deserialize(value).map_err(|error| {
+        value::parse(value).map_err(|error| {
             Error::misuse(format!("`{path}` of the configuration is {value}: {error}"))
                 .with_source(error)
         })
@@ -61,7 +62,7 @@ impl Config {
     /// [`Error::is_misuse`] where it does not have the type's fields.
     pub fn parse_all<T: DeserializeOwned>(&self) -> Result<T> {
         let value = Value::Object(self.0.clone());
-        T::deserialize(value).map_err(|error| {
+        value::parse(&value).map_err(|error| {
             Error::misuse(format!("the configuration: {error}")).with_source(error)
         })
     }
@@ -82,8 +83,8 @@ impl Config {
     }
 
     /// Sets the value at the top of the tree.
-    pub fn insert(&mut self, name: impl Into<String>, value: impl Into<Value>) {
-        self.0.insert(name.into(), value.into());
+    pub fn insert(&mut self, name: impl Into<String>, value: impl IntoValue) {
+        self.0.insert(name.into(), value.into_value());
     }
 
     /// Sets the value at a path, whose tables and lists are there.
@@ -108,11 +109,8 @@ impl Config {
     /// Every value that is no table or list, with its path, by path.
     #[must_use]
     pub fn leaves(&self) -> Vec<(String, &Value)> {
-        let mut found = Vec::new();
-        for (name, value) in &self.0 {
-            add_leaves(name.clone(), value, &mut found);
-        }
-        found
+        let below = |(name, value): (&String, _)| leaves_below(name.clone(), value);
+        self.0.iter().flat_map(below).collect()
     }
 
     /// The tree itself.
@@ -134,6 +132,13 @@ impl fmt::Display for Config {
         let text = serde_json::to_string(&self.0).map_err(|_| fmt::Error)?;
         formatter.write_str(&text)
     }
+}
+
+/// The leaves of a value that is at a path.
+pub(crate) fn leaves_below(path: String, value: &Value) -> Vec<(String, &Value)> {
+    let mut found = Vec::new();
+    add_leaves(path, value, &mut found);
+    found
 }
 
 fn add_leaves<'a>(path: String, value: &'a Value, found: &mut Vec<(String, &'a Value)>) {

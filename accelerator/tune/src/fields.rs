@@ -5,6 +5,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::value::json_number;
 
 /// Reads a value.
 ///
@@ -39,10 +40,10 @@ pub(crate) fn of_type(mut table: Map<String, Value>, types: &[&str]) -> Result<(
 #[serde(deny_unknown_fields)]
 pub(crate) struct NoFields {}
 
-/// A TOML document as JSON.
+/// A TOML document as JSON. Numbers that are not finite are words in configurations.
 ///
 /// # Errors
-/// [`Error::is_misuse`] with the path of what JSON does not have: dates, and numbers that are not finite.
+/// [`Error::is_misuse`] with the path of what JSON does not have: dates, and such numbers elsewhere.
 pub(crate) fn to_json(path: &str, value: toml::Value) -> Result<Value> {
     let below = |name: &str| match path {
         "" => name.to_owned(),
@@ -51,7 +52,9 @@ pub(crate) fn to_json(path: &str, value: toml::Value) -> Result<Value> {
     Ok(match value {
         toml::Value::String(text) => text.into(),
         toml::Value::Integer(number) => number.into(),
-        toml::Value::Float(number) if number.is_finite() => number.into(),
+        toml::Value::Float(number) if number.is_finite() || is_of_configurations(path) => {
+            json_number(number)
+        }
         toml::Value::Float(number) => {
             return Err(Error::misuse(format!(
                 "`{path}` is {number}; it is a finite number, or left out"
@@ -76,6 +79,17 @@ pub(crate) fn to_json(path: &str, value: toml::Value) -> Result<Value> {
             Value::Object(fields.collect::<Result<_>>()?)
         }
     })
+}
+
+fn is_of_configurations(path: &str) -> bool {
+    let places = [
+        "space",
+        "config",
+        "points_to_evaluate",
+        "scheduler.hyperparam_mutations",
+    ];
+    let rests = places.iter().filter_map(|place| path.strip_prefix(place));
+    rests.into_iter().any(|rest| rest.starts_with(['.', '[']))
 }
 
 #[cfg(test)]
@@ -158,15 +172,11 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_not_finite_is_refused() {
+    fn a_number_that_is_not_finite_is_refused_as_a_setting() {
         for (text, expected) in [
             ("time_budget_s = nan", "`time_budget_s` is NaN"),
             ("report_timeout_s = inf", "`report_timeout_s` is inf"),
             ("[stop]\nloss = -inf", "`stop.loss` is -inf"),
-            (
-                "points_to_evaluate = [{ lr = nan }]",
-                "`points_to_evaluate[0].lr` is NaN",
-            ),
             ("seed = 2026-01-01", "`seed` is the date 2026-01-01"),
         ] {
             let said = refusal("spec.toml", &format!("{SPEC}{text}"));

@@ -19,6 +19,7 @@ pub use space::{
 pub use stop::{Plateau, Stop};
 pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
 pub use trial_id::TrialId;
+pub use value::{IntoValue, Number};
 pub use view::{Rung, Trial, TrialResult, TrialStatus};
 
 mod checkpoint_folder;
@@ -43,4 +44,5 @@ mod space;
 mod stop;
 mod trial;
 mod trial_id;
+mod value;
 mod view;

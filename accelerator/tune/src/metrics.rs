@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map;
 
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use serde_json::Value;
+use serde::{Deserialize, Serialize};
+
+use crate::value::Number;
 
 /// Named numbers that a trial reports after an iteration.
 ///
-/// In JSON, NaN and the infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+/// In JSON, each is a [`Number`](crate::Number).
 ///
 /// ```
 /// use accelerator_tune::Metrics;
@@ -65,52 +65,5 @@ impl IntoIterator for Metrics {
 
     fn into_iter(self) -> Self::IntoIter {
         self.0.into_iter().map(|(name, number)| (name, number.0))
-    }
-}
-
-/// A number in JSON: a word where JSON has none.
-pub(crate) fn json_number(value: f64) -> Value {
-    match value.is_finite() {
-        true => value.into(),
-        false if value.is_nan() => "NaN".into(),
-        false if value > 0.0 => "Infinity".into(),
-        false => "-Infinity".into(),
-    }
-}
-
-/// A number that JSON can hold, whatever it is.
-#[derive(Clone, Copy, Debug)]
-pub struct Number(f64);
-
-impl PartialEq for Number {
-    /// NaN equals itself: two reports of the same bits are the same.
-    fn eq(&self, other: &Self) -> bool {
-        self.0.to_bits() == other.0.to_bits()
-    }
-}
-
-impl Serialize for Number {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        json_number(self.0).serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for Number {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Written {
-            Number(f64),
-            Word(String),
-        }
-        Ok(Self(match Written::deserialize(deserializer)? {
-            Written::Number(value) => value,
-            Written::Word(word) => match &*word {
-                "NaN" => f64::NAN,
-                "Infinity" => f64::INFINITY,
-                "-Infinity" => f64::NEG_INFINITY,
-                _ => return Err(D::Error::custom(format!("`{word}` is no number"))),
-            },
-        }))
     }
 }

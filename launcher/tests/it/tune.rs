@@ -412,3 +412,47 @@ fn of_a_trial_of_several_processes_rank_0_reports() {
         "{error}"
     );
 }
+
+#[test]
+fn infinite_parameters_and_values_are_shown_as_json_can_hold_them() {
+    let folder = Folder::new();
+    let spec = "name = \"s\"\nmetric = \"loss\"\nmode = \"max\"\n[space]\nclip = inf\nlow = nan\n";
+    folder.write("spec.toml", spec);
+    let mut command = folder.launcher();
+    command.args([
+        "tune",
+        "spec.toml",
+        "--folder",
+        "all/s",
+        "--slots",
+        "1",
+        "--",
+    ]);
+    command.args(["echo", "{low}", r#"{{"loss": {clip}}}"#]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let config = r#"{"clip":"Infinity","low":"NaN"}"#;
+    assert!(
+        said.contains(&format!("Best config is: {config}")),
+        "{said}"
+    );
+    let show = |args: &[&str]| {
+        let output = folder.launcher().arg("tune").args(args).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    };
+    let best = show(&["best", "all/s", "--json"]);
+    assert_eq!(best["config"].to_string(), config);
+    assert_eq!(best["value"], "Infinity");
+    assert_eq!(show(&["list", "all", "--json"])[0]["best"], "Infinity");
+    let row = &show(&["show", "all/s", "--json"])[0];
+    for (name, expected) in [
+        ("loss", "Infinity"),
+        ("best_loss", "Infinity"),
+        ("config/clip", "Infinity"),
+        ("config/low", "NaN"),
+    ] {
+        assert_eq!(row[name], expected, "{name}");
+    }
+}

@@ -8,9 +8,9 @@ use super::table::{Rows, status};
 use super::trial_folder::{read_results, read_rows, write};
 use crate::config::Config;
 use crate::error::Result;
-use crate::metrics::json_number;
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
+use crate::value::json_number;
 use crate::view::{Rung, SearchView, Trial, TrialResult};
 
 /// What a search has come to: Ray Tune's `ExperimentAnalysis`.

@@ -8,8 +8,9 @@ use serde_json::{Map, Value, json};
 use super::csv;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::metrics::{Metrics, json_number};
+use crate::metrics::Metrics;
 use crate::trial_id::TrialId;
+use crate::value::json_number;
 use crate::view::TrialResult;
 
 /// Such as `MnistTrainable_358bb_00006`.

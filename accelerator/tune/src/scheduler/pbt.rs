@@ -82,6 +82,18 @@ impl Pbt {
             let found = self.perturbation_interval;
             return wrong(format!("`perturbation_interval` is {found}; it is above 0"));
         }
+        if !self.burn_in_period.is_finite() {
+            let found = self.burn_in_period;
+            return wrong(format!(
+                "`burn_in_period` is {found}; it is a finite number"
+            ));
+        }
+        let (up, down) = self.perturbation_factors;
+        if !(up.is_finite() && down.is_finite()) {
+            return wrong(format!(
+                "`perturbation_factors` are {up} and {down}; they are finite numbers"
+            ));
+        }
         if !(0.0..=0.5).contains(&self.quantile_fraction) {
             let found = self.quantile_fraction;
             return wrong(format!(

@@ -14,10 +14,10 @@ use serde_json::{Map, Value, json};
 use super::optuna_space::OptunaSpace;
 use super::{Searcher, Suggestion, TrialEnd};
 use crate::error::{Error, Kind, Result};
-use crate::metrics::json_number;
 use crate::objective::{Mode, Objective};
 use crate::space::Space;
 use crate::trial_id::TrialId;
+use crate::value::json_number;
 
 /// Optuna 5 suggests configurations, in a Python process that the search starts; install it by
 /// `pip install 'optuna>=5,<6'`, and `cmaes` for `CmaEsSampler`.

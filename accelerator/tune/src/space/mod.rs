@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::value::IntoValue;
 
 pub use domain::Domain;
 pub(crate) use draw::Draw;
@@ -185,9 +186,9 @@ impl Node {
     }
 }
 
-impl<T: Into<Value>> From<T> for Parameter {
+impl<T: IntoValue> From<T> for Parameter {
     fn from(value: T) -> Self {
-        Self(Node::Constant(value.into()))
+        Self(Node::Constant(value.into_value()))
     }
 }
 

@@ -9,3 +9,4 @@ mod programs;
 mod support;
 mod tensorboard;
 mod trials;
+mod values;

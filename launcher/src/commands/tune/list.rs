@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_tune::{SearchEnd, SearchFolder, TrialStatus};
+use accelerator_tune::{Number, SearchEnd, SearchFolder, TrialStatus};
 use clap::Args;
 use serde::Serialize;
 
@@ -31,7 +31,7 @@ struct ListedSearch {
     ended: usize,
     failed: usize,
     metric: String,
-    best: Option<f64>,
+    best: Option<Number>,
 }
 
 pub(super) fn run(arguments: &ListSearchesArgs) -> Result<ExitCode> {
@@ -73,7 +73,7 @@ pub(super) fn run(arguments: &ListSearchesArgs) -> Result<ExitCode> {
             plain(&search.metric),
             search
                 .best
-                .map_or_else(|| "-".to_owned(), |best| best.to_string()),
+                .map_or_else(|| "-".to_owned(), |best| best.0.to_string()),
         ]
     }));
     print(&columns(&rows))
@@ -102,6 +102,6 @@ fn listed(path: &Path) -> accelerator_tune::Result<ListedSearch> {
         ended: count(&[TrialStatus::Terminated, TrialStatus::Error]),
         failed: count(&[TrialStatus::Error]),
         metric: objective.metric.clone(),
-        best: best.map(|(_, best)| best),
+        best: best.map(|(_, best)| Number(best)),
     })
 }

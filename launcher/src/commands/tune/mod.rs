@@ -7,7 +7,7 @@ mod show;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_tune::{Config, Mode, SearchFolder};
+use accelerator_tune::{Config, Mode, Number, SearchFolder};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
@@ -72,7 +72,7 @@ struct BestArgs {
 struct BestResult<'a> {
     metric: &'a str,
     mode: Mode,
-    value: Option<f64>,
+    value: Option<Number>,
     trial: &'a str,
     training_iteration: u64,
     config: Config,
@@ -126,7 +126,7 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
     let best = BestResult {
         metric,
         mode,
-        value: result.value(metric),
+        value: result.value(metric).map(Number),
         trial: &trial.name,
         training_iteration: result.training_iteration,
         config,
@@ -136,7 +136,7 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
         return print(&json(&best)?);
     }
     let row = |name: &str, text: String| [name.to_owned(), plain(&text)];
-    let value = best.value.map(|value| value.to_string());
+    let value = best.value.map(|value| value.0.to_string());
     let checkpoint = best.checkpoint.map(|path| path.display().to_string());
     print(&columns(&[
         row(metric, value.unwrap_or_default()),

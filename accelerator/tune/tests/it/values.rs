@@ -1,0 +1,148 @@
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+use accelerator_tune::{
+    Display, IntoValue, Mode, Objective, Pbt, Results, Search, SearchFolder,
+    SearchSpec, Space, Stop, choice, grid_search, uniform,
+};
+use serde_json::{Value, json};
+
+fn search(space: Value, folder: &Path) -> Search {
+    Search::new("values", Objective::new("loss", Mode::Min))
+        .space(serde_json::from_value(space).unwrap())
+        .folder(folder)
+        .slots(2)
+        .display(Display::Quiet)
+        .interrupted_by(Arc::new(AtomicU32::new(0)))
+}
+
+/// What its trials tried, as floats.
+fn clips(results: &Results) -> Vec<f64> {
+    let trials = results.trials().iter();
+    trials
+        .map(|trial| trial.config.parse("clip").unwrap())
+        .collect()
+}
+
+#[test]
+fn floats_that_json_has_not_are_kept_everywhere() {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join("code");
+    let space = || {
+        let clip = grid_search([f64::INFINITY.into(), f64::NEG_INFINITY.into(), 2.5.into()]);
+        let low = choice([f64::NAN.into()]);
+        Space::new([
+            ("clip", clip),
+            ("low", low),
+            ("bounds", vec![0.0, f64::INFINITY].into()),
+        ])
+    };
+    let run = || {
+        let search = search(json!({}), &folder)
+            .space(space())
+            .stop(Stop::new().iterations(1));
+        search
+            .run_programs(["echo", "{clip}", "{low}", r#"{{"loss": {clip}}}"#])
+            .unwrap()
+    };
+    let results = run();
+    let expected = [f64::INFINITY, f64::NEG_INFINITY, 2.5];
+    assert_eq!(clips(&results), expected);
+    let first = &results.trials()[0];
+    assert!(first.config.parse::<f64>("low").unwrap().is_nan());
+    assert_eq!(
+        first.config.parse::<Vec<f64>>("bounds").unwrap(),
+        [0.0, f64::INFINITY]
+    );
+    assert_eq!(
+        first.last.as_ref().unwrap().value("loss"),
+        Some(f64::INFINITY)
+    );
+    let read = |path: &Path| std::fs::read_to_string(path).unwrap();
+    let params = read(&first.folder.join("params.json"));
+    assert_eq!(
+        params,
+        "{\"bounds\":[0.0,\"Infinity\"],\"clip\":\"Infinity\",\"low\":\"NaN\"}\n"
+    );
+    let output = read(&first.folder.join("output.log"));
+    assert!(output.starts_with("Infinity NaN "), "{output}");
+    let table = read(&folder.join("results.csv"));
+    assert!(table.contains("-Infinity"), "{table}");
+    for name in ["journal.jsonl", "decisions.jsonl", "results.csv"] {
+        let text = read(&folder.join(name));
+        assert!(
+            !text.contains("\"clip\":null") && text.contains("Infinity"),
+            "{name}: {text}"
+        );
+    }
+    let best = results.best_config("loss", Mode::Min).unwrap();
+    assert_eq!(best.parse::<f64>("clip").unwrap(), f64::NEG_INFINITY);
+    let opened = SearchFolder::open(&folder).unwrap();
+    assert_eq!(clips(opened.results()), expected);
+    assert_eq!(clips(&run()), expected, "it is the same search");
+    assert_eq!(f64::NAN.into_value(), json!("NaN"));
+}
+
+#[test]
+fn a_file_may_have_floats_that_json_has_not_in_its_space_and_points() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("spec.toml");
+    let text = "name = 's'\nmetric = 'loss'\nmode = 'min'\nnum_samples = 2\npoints_to_evaluate = [{ clip = -inf }]\n\
+                [space]\nclip = { choice = [inf, -inf] }\nlow = nan\n[scheduler]\ntype = 'pbt'\n\
+                perturbation_interval = 1\nhyperparam_mutations = { clip = [inf, -inf] }\n";
+    std::fs::write(&path, text).unwrap();
+    let search = Search::from(SearchSpec::from_file(&path).unwrap())
+        .folder(root.path().join("search"))
+        .display(Display::Quiet)
+        .interrupted_by(Arc::new(AtomicU32::new(0)));
+    let results = search.run_programs(["echo", r#"{{"loss": 1}}"#]).unwrap();
+    assert_eq!(clips(&results)[0], f64::NEG_INFINITY);
+    assert!(
+        results.trials()[1]
+            .config
+            .parse::<f64>("low")
+            .unwrap()
+            .is_nan()
+    );
+}
+
+/// They could not be read from its journal again.
+#[test]
+fn settings_that_json_has_not_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let plateau = accelerator_tune::Plateau {
+        metric: "loss".into(),
+        std: f64::INFINITY,
+        results: 4,
+        grace_period: 4,
+    };
+    let space = || Space::new([("lr", uniform(0.1, 1.0))]);
+    let of_pbt = |change: fn(&mut Pbt)| {
+        let mut pbt = Pbt::new(1.0, space());
+        change(&mut pbt);
+        search(json!({}), folder.path())
+            .space(space())
+            .scheduler(pbt)
+    };
+    for (search, expected) in [
+        (
+            search(json!({}), folder.path()).stop(Stop::new().plateau(plateau)),
+            "`stop.plateau.std` is inf",
+        ),
+        (
+            of_pbt(|pbt| pbt.burn_in_period = f64::NAN),
+            "`burn_in_period` is NaN",
+        ),
+        (
+            of_pbt(|pbt| pbt.perturbation_factors.1 = f64::INFINITY),
+            "`perturbation_factors` are 1.2 and inf",
+        ),
+    ] {
+        let error = search.run_programs(["true"]).unwrap_err();
+        assert!(
+            error.is_misuse() && error.to_string().contains(expected),
+            "{error}"
+        );
+    }
+}
