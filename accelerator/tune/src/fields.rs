@@ -126,6 +126,10 @@ mod tests {
                 "`order.ordered.workers`: invalid value: integer `-1`, expected usize",
             ),
             (
+                "order = { ordered = { workers = 1, worker = 2 } }",
+                "`order.ordered.worker`: unknown field `worker`, expected `workers`",
+            ),
+            (
                 "checkpoints = { frequency = 0.5 }",
                 "`checkpoints.frequency`: invalid type: floating point `0.5`, expected u64",
             ),

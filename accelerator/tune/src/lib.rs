@@ -30,6 +30,7 @@ mod fields;
 mod host;
 mod journal;
 mod metrics;
+mod names;
 mod number;
 mod objective;
 mod output;

@@ -170,7 +170,7 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
         ),
         (
             SPEC.replace("num_samples = 6", "points_to_evaluate = [{ rate = 0.1 }]"),
-            "`points_to_evaluate` has \"rate\"",
+            "`points_to_evaluate[0]`: `rate` is no parameter",
         ),
         (
             SPEC.replace("num_samples = 6", "num_samples = six"),

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::names;
 use crate::objective::Objective;
 use crate::stop::Stop;
 use crate::trial_id::TrialId;
@@ -16,7 +17,7 @@ use crate::view::TrialResult;
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SearchOrder {
     /// As they arrive: no slot waits for another, and another run may decide otherwise.
     #[default]
@@ -70,13 +71,16 @@ impl Rules {
             return Ok(());
         };
         let reported: Vec<_> = result.metrics.iter().map(|(name, _)| name).collect();
+        let meant = names::nearest(metric, reported.iter().copied());
+        let meant = meant.map(|name| format!("; did you mean `{name}`?"));
         Err(Error::misuse(format!(
-            "`{place}` names the metric `{metric}`, and trial {trial} has reported without it: {}; correct the name, report it \
+            "`{place}` names the metric `{metric}`, and trial {trial} has reported without it: {}{} Correct the name, report it \
              from the first iteration on, or, where trials measure it later, set `disable_strict_metric_checking`",
             match reported.is_empty() {
                 true => "nothing".to_owned(),
                 false => reported.join(", "),
-            }
+            },
+            meant.as_deref().unwrap_or(".")
         )))
     }
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::host::{Hosts, ProcessProgram, ProcessSpec};
 use crate::metrics::Metrics;
+use crate::names;
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::slots::{Resources, Slot, Slots};
 use crate::trial_id::TrialId;
@@ -356,9 +357,7 @@ impl Drop for Programs {
 }
 
 fn without_metric(metric: &str, trial: TrialId, names: &[String]) -> Error {
-    let nearness = |name: &&String| strsim::damerau_levenshtein(metric, name);
-    let nearest = names.iter().min_by_key(nearness);
-    let nearest = nearest.filter(|name| nearness(name) <= 2);
+    let nearest = names::nearest(metric, names.iter().map(String::as_str));
     let meant = nearest.map(|name| format!("; did you mean `{name}`?"));
     Error::misuse(format!(
         "`metric` is `{metric}`, and trial {trial} has printed a JSON object without it: {}{} Correct the name, or, where \

@@ -1,19 +1,19 @@
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::names;
 use crate::runner::TrialStart;
-use crate::space::Space;
+use crate::space::{Keys, Place, Space};
 
 /// A command with placeholders.
 ///
 /// `{lr}` is the value of a parameter by its path; `{trial}` the trial's number, `{folder}` its folder, `{params}` a JSON file
 /// with all parameters, `{metrics}` a file for its metrics, `{checkpoint}` what a checkpoint holds to go on from, or nothing.
 /// `{{` is a brace.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Template {
     words: Vec<String>,
-    /// The paths that some configuration has, if not each.
-    paths: Vec<String>,
+    keys: Keys,
 }
 
 impl Template {
@@ -31,8 +31,22 @@ impl Template {
         }
         Ok(Self {
             words,
-            paths: space.parameters(),
+            keys: space.keys(),
         })
+    }
+
+    /// Fails if a placeholder is neither one of ours nor a parameter of the space.
+    pub(crate) fn check_parameters(&self) -> Result<()> {
+        let parts = self.words.iter().flat_map(|word| parts(word));
+        for part in parts {
+            if let Part::Placeholder(name) = part
+                && !OTHERS.contains(&name)
+                && self.keys.place(name) == Place::Nothing
+            {
+                return Err(unknown(name, &self.keys.instead_of(name)));
+            }
+        }
+        Ok(())
     }
 
     /// Whether the program writes its metrics to a file.
@@ -42,8 +56,44 @@ impl Template {
 
     /// The command of a trial.
     pub(super) fn fill(&self, start: &TrialStart) -> Result<Vec<String>> {
-        let words = self.words.iter();
-        words.map(|word| fill(word, start, &self.paths)).collect()
+        let fill = |word: &String| {
+            let parts = parts(word).into_iter().map(|part| match part {
+                Part::Text(text) => Ok(text.to_owned()),
+                Part::Placeholder(name) => self.value(name, start),
+            });
+            parts.collect()
+        };
+        self.words.iter().map(fill).collect()
+    }
+
+    fn value(&self, name: &str, start: &TrialStart) -> Result<String> {
+        let folder = &start.folder;
+        Ok(match name {
+            "trial" => start.trial.to_string(),
+            "folder" => folder.display().to_string(),
+            "params" => folder.join("params.json").display().to_string(),
+            "metrics" => folder.join(METRICS).display().to_string(),
+            "checkpoint" => {
+                let folder = start
+                    .restore
+                    .as_ref()
+                    .map(|restore| restore.folder.as_path());
+                // What the program has named lies alone in the checkpoint's folder.
+                let entry = folder.and_then(|folder| folder.read_dir().ok()?.next()?.ok());
+                entry.map_or_else(String::new, |entry| entry.path().display().to_string())
+            }
+            path => match start.config.value(path) {
+                Some(Value::String(text)) => text.clone(),
+                Some(value) => value.to_string(),
+                // Of another option of a choice.
+                None if self.keys.place(path) != Place::Nothing => String::new(),
+                None => {
+                    let leaves = start.config.leaves();
+                    let known = leaves.iter().map(|(path, _)| path.as_str());
+                    return Err(unknown(path, &names::instead(path, known)));
+                }
+            },
+        })
     }
 }
 
@@ -53,67 +103,42 @@ const OTHERS: [&str; 5] = ["trial", "folder", "params", "metrics", "checkpoint"]
 /// Where a program writes its metrics, in the trial's folder.
 pub(super) const METRICS: &str = "metrics.jsonl";
 
-fn fill(word: &str, start: &TrialStart, paths: &[String]) -> Result<String> {
-    let mut text = String::new();
+enum Part<'a> {
+    Text(&'a str),
+    /// Its name, without the braces.
+    Placeholder(&'a str),
+}
+
+fn parts(word: &str) -> Vec<Part<'_>> {
+    let mut parts = Vec::new();
     let mut rest = word;
     while let Some(at) = rest.find(['{', '}']) {
-        text.push_str(&rest[..at]);
+        parts.push(Part::Text(&rest[..at]));
         let (brace, after) = rest[at..].split_at(1);
         if let Some(escaped) = after.strip_prefix(brace) {
-            text.push_str(brace);
+            parts.push(Part::Text(brace));
             rest = escaped;
             continue;
         }
         let end = after.find('}').filter(|_| brace == "{");
         let Some(end) = end else {
             // A brace of its own, as in a JSON argument without placeholders, stays.
-            text.push_str(brace);
+            parts.push(Part::Text(brace));
             rest = after;
             continue;
         };
-        text.push_str(&value(&after[..end], start, paths)?);
+        parts.push(Part::Placeholder(&after[..end]));
         rest = &after[end + 1..];
     }
-    text.push_str(rest);
-    Ok(text)
+    parts.push(Part::Text(rest));
+    parts
 }
 
-fn value(name: &str, start: &TrialStart, paths: &[String]) -> Result<String> {
-    let folder = &start.folder;
-    Ok(match name {
-        "trial" => start.trial.to_string(),
-        "folder" => folder.display().to_string(),
-        "params" => folder.join("params.json").display().to_string(),
-        "metrics" => folder.join(METRICS).display().to_string(),
-        "checkpoint" => {
-            let folder = start
-                .restore
-                .as_ref()
-                .map(|restore| restore.folder.as_path());
-            // What the program has named lies alone in the checkpoint's folder.
-            let entry = folder.and_then(|folder| folder.read_dir().ok()?.next()?.ok());
-            entry.map_or_else(String::new, |entry| entry.path().display().to_string())
-        }
-        path => match start.config.value(path) {
-            Some(Value::String(text)) => text.clone(),
-            Some(value) => value.to_string(),
-            // Of another option of a choice.
-            None if paths.iter().any(|known| known == path) => String::new(),
-            None => {
-                let known: Vec<_> = start
-                    .config
-                    .leaves()
-                    .into_iter()
-                    .map(|(path, _)| path)
-                    .collect();
-                return Err(Error::misuse(format!(
-                    "`{{{path}}}` in the program's arguments is no parameter; there are {}, and {{trial}}, {{folder}}, {{params}}, \
-                     {{metrics}} and {{checkpoint}}",
-                    known.join(", ")
-                )));
-            }
-        },
-    })
+fn unknown(name: &str, instead: &str) -> Error {
+    Error::misuse(format!(
+        "`{{{name}}}` in the program's arguments is no parameter{instead}, and {{trial}}, {{folder}}, {{params}}, {{metrics}} \
+         and {{checkpoint}}"
+    ))
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use crate::error::{Error, Result};
 use crate::fields::{self, NoFields};
 use crate::objective::{Mode, Objective};
+use crate::space::Keys;
 use crate::stop::ITERATION;
 
 pub use asha::Asha;
@@ -74,6 +75,14 @@ impl Scheduler {
             Self::MedianStopping(median) => median.build(mode)?,
             Self::Pbt(pbt) => pbt.build(mode, seed)?,
         })
+    }
+
+    /// Fails if it names a parameter that no configuration has.
+    pub(crate) fn check_parameters(&self, keys: &Keys) -> Result<()> {
+        match self {
+            Self::Pbt(pbt) => pbt.check_parameters(keys),
+            Self::Fifo | Self::Asha(_) | Self::AshaPromotion(_) | Self::MedianStopping(_) => Ok(()),
+        }
     }
 
     /// The metric that it looks at.

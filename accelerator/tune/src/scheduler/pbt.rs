@@ -9,7 +9,7 @@ use super::trial_scheduler::{
 use crate::config::Config;
 use crate::error::Result;
 use crate::objective::Mode;
-use crate::space::{Node, Parameter, Random, Space};
+use crate::space::{Keys, Node, Parameter, Place, Random, Space};
 use crate::trial_id::TrialId;
 
 /// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials go on as copies of good ones, with
@@ -40,7 +40,8 @@ pub struct Pbt {
     /// No trial is compared before that time.
     #[serde(default)]
     pub burn_in_period: f64,
-    /// What is changed: a distribution, or a list of values, for each parameter by its path.
+    /// What is changed: a distribution, or a list of values, for each parameter by its path. Some configuration of the space
+    /// has it; what a [`Searcher`](crate::Searcher) of one's own suggests is not known before.
     pub hyperparam_mutations: Space,
     /// The part of the population that is replaced, and the part that it is replaced by.
     #[serde(default = "default_quantile")]
@@ -106,23 +107,45 @@ impl Pbt {
                 "`resample_probability` is {found}; it is from 0 to 1"
             ));
         }
-        self.hyperparam_mutations.check()?;
-        let mut mutations = Vec::new();
-        for (name, parameter) in self.hyperparam_mutations.table() {
-            add_mutations(name, parameter, &mut mutations)?;
-        }
-        if mutations.is_empty() {
-            return wrong("`hyperparam_mutations` is empty; name what is to be changed".to_owned());
-        }
         Ok(Box::new(Population {
             settings: self.clone(),
             mode,
             seed,
-            mutations,
+            mutations: self.mutations()?,
             members: BTreeMap::new(),
             saves: 0,
             exploits: 0,
         }))
+    }
+
+    /// Fails if it changes what no configuration has.
+    pub(super) fn check_parameters(&self, keys: &Keys) -> Result<()> {
+        for (path, mutation) in self.mutations()? {
+            let what = match (keys.place(&path), mutation) {
+                (Place::Value, _) | (Place::Group, Mutation::List(_)) => continue,
+                (Place::Group, Mutation::Domain(_)) => "which is a table or a list of parameters",
+                (Place::Nothing, _) => "which no configuration has",
+            };
+            let instead = keys.instead_of(&path);
+            let what = format!("`hyperparam_mutations` has `{path}`, {what}{instead}");
+            return Err(misuse("pbt", &what));
+        }
+        Ok(())
+    }
+
+    fn mutations(&self) -> Result<Vec<(String, Mutation)>> {
+        let mut mutations = Vec::new();
+        for (name, parameter) in self.hyperparam_mutations.table() {
+            add_mutations(name, parameter, &mut mutations)?;
+        }
+        self.hyperparam_mutations.check()?;
+        if mutations.is_empty() {
+            return Err(misuse(
+                "pbt",
+                "`hyperparam_mutations` is empty; name what is to be changed",
+            ));
+        }
+        Ok(mutations)
     }
 }
 
@@ -162,6 +185,7 @@ impl Population {
     fn explore(&self, config: &Config, random: &mut Random) -> Config {
         let mut config = config.clone();
         for (path, mutation) in &self.mutations {
+            // Of another option of a choice, it is not there.
             let Some(value) = config.value(path).cloned() else {
                 continue;
             };

@@ -99,7 +99,9 @@ impl Search {
         self
     }
 
-    /// Configurations that are tried first. Each is one of the samples.
+    /// Points of the space that are tried first, each of them instead of a sample, and all of them. What a point does not
+    /// name is drawn, and tried at each option of a grid. What is no parameter, or a value that the parameter never has, is
+    /// an error.
     #[must_use]
     pub fn points_to_evaluate(mut self, points: impl IntoIterator<Item = Config>) -> Self {
         self.spec.points_to_evaluate = points.into_iter().collect();
@@ -274,6 +276,9 @@ impl Search {
     ) -> Result<Results> {
         let command: Vec<String> = command.into_iter().map(Into::into).collect();
         let template = Template::new(command.clone(), &self.spec.space)?;
+        if !matches!(self.spec.search_alg, SearchAlgorithm::Custom { .. }) {
+            template.check_parameters()?;
+        }
         self.spec.program = command;
         self.run_on(|hosts, spec, _folder| {
             let programs = Programs::new(

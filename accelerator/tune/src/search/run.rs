@@ -15,7 +15,6 @@ use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
 use super::spec::{SearchAlgorithm, SearchSpec};
-use crate::config::Config;
 use crate::core::{CheckpointKey, Core, Event, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::fields;
@@ -198,10 +197,20 @@ fn set_up(
     spec: &SearchSpec,
     searcher: Option<Box<dyn Searcher>>,
 ) -> Result<(Box<dyn Searcher>, Asking, Option<usize>)> {
-    check_names(spec)?;
+    spec.space.check()?;
     spec.stop.check()?;
     if spec.num_samples == 0 {
         return Err(Error::misuse("`num_samples` is 0; it is at least 1"));
+    }
+    if !spec.points_to_evaluate.is_empty() && !matches!(spec.search_alg, SearchAlgorithm::Variants)
+    {
+        return Err(Error::misuse(
+            "`points_to_evaluate` is for the search algorithm `variants`; others are not given any, so leave them out",
+        ));
+    }
+    // What a searcher of one's own suggests is not known before.
+    if !matches!(spec.search_alg, SearchAlgorithm::Custom { .. }) {
+        spec.scheduler.check_parameters(&spec.space.keys())?;
     }
     let (searcher, expected): (Box<dyn Searcher>, _) = match (searcher, &spec.search_alg) {
         (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
@@ -213,16 +222,11 @@ fn set_up(
         }
         (None, SearchAlgorithm::Variants) => {
             let variants = VariantGenerator::new(&spec.space, spec.num_samples, spec.seed)?
-                .with_points(&spec.points_to_evaluate);
+                .with_points(&spec.points_to_evaluate)?;
             let expected = variants.len();
             (Box::new(variants), Some(expected))
         }
         (None, SearchAlgorithm::Optuna(optuna)) => {
-            if !spec.points_to_evaluate.is_empty() {
-                return Err(Error::misuse(
-                    "`points_to_evaluate` is for the search algorithm `variants`; Optuna is not given any, so leave them out",
-                ));
-            }
             let optuna = optuna.start(&spec.space, &spec.objective(), spec.seed)?;
             (Box::new(optuna), Some(spec.num_samples as usize))
         }
@@ -274,27 +278,6 @@ fn open_journal(
             (before.head, journal, before.events)
         }
     })
-}
-
-/// Names by which parameters are found, and those of points that no parameter has.
-fn check_names(spec: &SearchSpec) -> Result<()> {
-    let known = spec.space.table();
-    if let Some(name) = known.keys().find(|name| name.contains('/')) {
-        return Err(Error::misuse(format!(
-            "the parameter {name:?} has a `/`, which stands between the names of nested ones: rename it"
-        )));
-    }
-    let named = spec.points_to_evaluate.iter().flat_map(Config::leaves);
-    for (path, _) in named {
-        let name = path.split('/').next().unwrap_or_default();
-        if !known.contains_key(name) {
-            return Err(Error::misuse(format!(
-                "`points_to_evaluate` has {path:?}, which is no parameter; there are {}",
-                spec.space.parameters().join(", ")
-            )));
-        }
-    }
-    Ok(())
 }
 
 fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {

@@ -53,7 +53,8 @@ pub struct SearchSpec {
     /// What randomness follows from.
     #[serde(default)]
     pub seed: u64,
-    /// Configurations that are tried first. Each is one of the samples.
+    /// Points of the space that are tried first, each of them instead of a sample, and all of them; see
+    /// [`Search::points_to_evaluate`](crate::Search::points_to_evaluate).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub points_to_evaluate: Vec<Config>,
     /// Who suggests configurations.

@@ -1,3 +1,5 @@
+use std::fmt::Display;
+
 use super::{Searcher, Suggestion};
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -20,13 +22,20 @@ use crate::trial_id::TrialId;
 /// ```
 #[derive(Clone, Debug)]
 pub struct VariantGenerator {
+    /// The part of the space at each point that is tried first.
+    points: Vec<Variants>,
+    rest: Variants,
+    samples: usize,
+    /// How many configurations there are.
+    count: usize,
+    seed: u64,
+}
+
+/// What of a space is tried once per sample.
+#[derive(Clone, Debug)]
+struct Variants {
     space: Space,
     grids: Vec<(String, usize)>,
-    points: Vec<Config>,
-    /// How many configurations the space gives.
-    variants: usize,
-    samples: usize,
-    seed: u64,
 }
 
 impl VariantGenerator {
@@ -36,49 +45,76 @@ impl VariantGenerator {
     /// [`Error::is_misuse`] where something of the space cannot be drawn.
     pub fn new(space: &Space, num_samples: u32, seed: u64) -> Result<Self> {
         space.check()?;
-        let grids = space.grids();
-        let samples = num_samples as usize;
-        let mut sizes = grids.iter().map(|(_, options)| *options);
-        let variants = sizes.try_fold(samples, usize::checked_mul);
-        let variants = variants
-            .filter(|count| u32::try_from(*count).is_ok())
-            .ok_or_else(|| {
-                Error::misuse("the grid has more than 2^32 points; draw some of them with `choice`")
-            })?;
-        Ok(Self {
-            space: space.clone(),
-            grids,
+        let variants = Self {
             points: Vec::new(),
-            variants,
-            samples,
+            rest: Variants::of(space.clone()),
+            samples: num_samples as usize,
+            count: 0,
             seed,
-        })
+        };
+        variants.counted()
     }
 
-    /// Tries these first, each of them instead of a sample. What they do not name is drawn.
-    #[must_use]
-    pub fn with_points(mut self, points: &[Config]) -> Self {
-        let points_to_try = points.len().min(self.samples);
-        let per_sample = self.variants.checked_div(self.samples).unwrap_or(0);
-        self.variants = points_to_try + (self.samples - points_to_try) * per_sample;
-        self.points = points[..points_to_try].to_vec();
-        self
+    /// Tries points of the space first, each of them instead of a sample, and all of them. What a point does not name is
+    /// drawn, and tried at each option of a grid.
+    ///
+    /// # Errors
+    /// [`Error::is_misuse`] if a point names what is no parameter, or a value that the parameter never has.
+    pub fn with_points(mut self, points: &[Config]) -> Result<Self> {
+        let at_point = |(number, point)| match self.rest.space.at_point(point) {
+            Ok(space) => Ok(Variants::of(space)),
+            Err(misfit) => Err(of_point(number, &misfit)),
+        };
+        self.points = points
+            .iter()
+            .enumerate()
+            .map(at_point)
+            .collect::<Result<_>>()?;
+        self.counted()
     }
 
     /// How many configurations there are.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.variants
+        self.count
     }
 
     /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.variants == 0
+        self.count == 0
     }
 
-    fn variant(&self, number: usize) -> Result<Config> {
-        let mut rest = number;
+    fn counted(mut self) -> Result<Self> {
+        let others = self.samples.saturating_sub(self.points.len());
+        let others = self.rest.count().and_then(|each| each.checked_mul(others));
+        let mut of_points = self.points.iter().map(Variants::count);
+        let count = of_points.try_fold(others, |sum, more| Some(sum?.checked_add(more?)));
+        self.count = count
+            .flatten()
+            .filter(|count| u32::try_from(*count).is_ok())
+            .ok_or_else(|| {
+                Error::misuse("the grid has more than 2^32 points; draw some of them with `choice`")
+            })?;
+        Ok(self)
+    }
+}
+
+impl Variants {
+    fn of(space: Space) -> Self {
+        let grids = space.grids();
+        Self { space, grids }
+    }
+
+    /// How many there are.
+    fn count(&self) -> Option<usize> {
+        let mut sizes = self.grids.iter().map(|(_, options)| *options);
+        sizes.try_fold(1, usize::checked_mul)
+    }
+
+    /// The variant of that number, at whichever sample; what is random follows from the number of the draw.
+    fn draw(&self, variant: usize, seed: u64, number: u64) -> Result<Config> {
+        let mut rest = variant;
         let grid = self.grids.iter().map(|(path, options)| {
             let option = rest % options;
             rest /= options;
@@ -86,8 +122,8 @@ impl VariantGenerator {
         });
         let grid: Vec<_> = grid.collect();
         self.space.draw(Draw {
-            seed: self.seed,
-            number: number as u64,
+            seed,
+            number,
             grid: &grid,
         })
     }
@@ -95,27 +131,23 @@ impl VariantGenerator {
 
 impl Searcher for VariantGenerator {
     fn ask(&mut self, trial: TrialId) -> Result<Suggestion> {
-        let number = trial.index();
-        if number >= self.variants {
+        if trial.index() >= self.count {
             return Ok(Suggestion::Exhausted);
         }
-        let Some(point) = self.points.get(number) else {
-            let config = self.variant(number - self.points.len())?;
-            return Ok(Suggestion::Config(config));
-        };
-        let grid: Vec<_> = self
-            .grids
-            .iter()
-            .map(|(path, _)| (path.clone(), 0))
-            .collect();
-        let mut config = self.space.draw(Draw {
-            seed: self.seed,
-            number: u64::MAX - number as u64,
-            grid: &grid,
-        })?;
-        for (name, value) in point.as_map() {
-            config.insert(name.clone(), value.clone());
+        let mut variant = trial.index();
+        for (number, point) in self.points.iter().enumerate() {
+            // What does not fit into memory was refused.
+            let count = point.count().unwrap_or(0);
+            if variant < count {
+                // Away from the numbers of the others.
+                let draw = u64::MAX - trial.index() as u64;
+                let config = point.draw(variant, self.seed, draw);
+                let config = config.map_err(|error| of_point(number, &error))?;
+                return Ok(Suggestion::Config(config));
+            }
+            variant -= count;
         }
+        let config = self.rest.draw(variant, self.seed, variant as u64)?;
         Ok(Suggestion::Config(config))
     }
 
@@ -124,20 +156,26 @@ impl Searcher for VariantGenerator {
     }
 }
 
+fn of_point(number: usize, error: &dyn Display) -> Error {
+    Error::misuse(format!("`points_to_evaluate[{number}]`: {error}"))
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
 
     use super::*;
 
-    fn all(mut variants: VariantGenerator) -> Vec<Config> {
+    fn all(variants: VariantGenerator) -> Vec<Config> {
+        suggested(variants).unwrap()
+    }
+
+    fn suggested(mut variants: VariantGenerator) -> Result<Vec<Config>> {
         let mut configs = Vec::new();
-        while let Suggestion::Config(config) =
-            variants.ask(TrialId::new(configs.len() as u32)).unwrap()
-        {
+        while let Suggestion::Config(config) = variants.ask(TrialId::new(configs.len() as u32))? {
             configs.push(config);
         }
-        configs
+        Ok(configs)
     }
 
     fn grid() -> Space {
@@ -184,10 +222,202 @@ mod tests {
         .unwrap();
         let point: Config = serde_json::from_value(json!({"lr": 0.5})).unwrap();
         let variants = VariantGenerator::new(&space, 3, 0).unwrap();
-        let configs = all(variants.with_points(&[point]));
+        let configs = all(variants.with_points(&[point]).unwrap());
         assert_eq!(configs.len(), 3);
         assert_eq!(configs[0].parse::<f64>("lr").unwrap(), 0.5);
         assert!(configs[0].value("b").is_some());
+    }
+
+    fn of(space: serde_json::Value) -> Space {
+        serde_json::from_value(space).unwrap()
+    }
+
+    fn at(space: &Space, samples: u32, points: serde_json::Value) -> Result<Vec<Config>> {
+        let points: Vec<Config> = serde_json::from_value(points).unwrap();
+        let variants = VariantGenerator::new(space, samples, 0)?;
+        suggested(variants.with_points(&points)?)
+    }
+
+    fn optimizers() -> Space {
+        of(json!({
+            "wd": 0.1,
+            "betas": [0.9, {"uniform": [0.9, 1.0]}],
+            "opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}, "lr": {"uniform": [0.0, 1.0]}},
+                {"name": "adam", "lr": {"uniform": [0.0, 1.0]}}, {"name": "none"}]},
+            "steps": {"randint": [1, 5]},
+            "width": {"sample_from": {"of": "opt/name", "cases": {"sgd": 64}, "otherwise": {"randint": [8, 16]}}},
+        }))
+    }
+
+    #[test]
+    fn what_a_point_does_not_name_is_drawn() {
+        let space = of(json!({
+            "wd": 0.1,
+            "opt": {"lr": {"uniform": [0.1, 0.9]}, "momentum": {"uniform": [0.1, 0.9]}, "layers": {"randint": [1, 5]}},
+        }));
+        let configs = at(&space, 2, json!([{"opt": {"lr": 0.5, "layers": 2.0}}])).unwrap();
+        assert_eq!(configs.len(), 2);
+        let point = &configs[0];
+        assert_eq!(point.parse::<f64>("opt/lr").unwrap(), 0.5);
+        assert_eq!(point.value("opt/layers"), Some(&json!(2)), "of its type");
+        let momentum: f64 = point.parse("opt/momentum").unwrap();
+        assert!((0.1..0.9).contains(&momentum));
+        assert_eq!(point.parse::<f64>("wd").unwrap(), 0.1);
+        // Of a choice, what is named says which; the others are as likely as before.
+        let points: Vec<_> = (0..40).map(|_| json!({"opt": {"lr": 0.5}})).collect();
+        let mut names = std::collections::BTreeSet::new();
+        for config in at(&optimizers(), 40, points.into()).unwrap() {
+            assert_eq!(config.parse::<f64>("opt/lr").unwrap(), 0.5);
+            names.insert(config.parse::<String>("opt/name").unwrap());
+        }
+        assert_eq!(names.into_iter().collect::<Vec<_>>(), ["adam", "sgd"]);
+        let points = json!([{"opt": {"momentum": 0.5}}, {"opt": {"name": "none"}}, {"width": 9}]);
+        let configs = at(&optimizers(), 3, points).unwrap();
+        assert_eq!(configs[0].parse::<String>("opt/name").unwrap(), "sgd");
+        assert_eq!(configs[1].value("opt"), Some(&json!({"name": "none"})));
+        assert_eq!(configs[2].value("width"), Some(&json!(9)));
+    }
+
+    #[test]
+    fn points_cross_the_grids_that_they_do_not_name() {
+        let points = json!([{"lr": 0.5}, {"lr": 0.25, "x": 2}, {"x": 3, "y": "b"}]);
+        let shown = |config: &Config| {
+            let value = |name| config.value(name).unwrap().to_string();
+            format!("{}{}", value("x"), value("y"))
+        };
+        let configs = at(&grid(), 4, points).unwrap();
+        let points: Vec<_> = configs.iter().map(shown).collect();
+        let whole = [
+            "1\"a\"", "2\"a\"", "3\"a\"", "1\"b\"", "2\"b\"", "3\"b\"", "1\"c\"", "2\"c\"",
+            "3\"c\"",
+        ];
+        assert_eq!(points[..9], whole);
+        assert_eq!(points[9..13], ["2\"a\"", "2\"b\"", "2\"c\"", "3\"b\""]);
+        assert_eq!(points[13..], whole, "one sample is left");
+        for config in &configs[..9] {
+            assert_eq!(config.parse::<f64>("lr").unwrap(), 0.5);
+        }
+        // Of tables, those that fit.
+        let space = of(
+            json!({"opt": {"grid_search": [{"name": "sgd", "nesterov": true},
+            {"name": "sgd", "nesterov": false}, {"name": "adam"}]}}),
+        );
+        let configs = at(&space, 1, json!([{"opt": {"name": "sgd"}}])).unwrap();
+        assert_eq!(configs.len(), 2);
+        assert_eq!(configs[1].value("opt/nesterov"), Some(&json!(false)));
+        assert_eq!(
+            at(&space, 1, json!([{"opt": {"name": "adam"}}]))
+                .unwrap()
+                .len(),
+            1
+        );
+    }
+
+    #[test]
+    fn all_points_are_tried_though_there_are_fewer_samples() {
+        let space = of(json!({"lr": {"uniform": [0.0, 1.0]}}));
+        let configs = at(&space, 1, json!([{"lr": 0.5}, {"lr": 0.25}])).unwrap();
+        assert_eq!(configs.len(), 2);
+    }
+
+    #[test]
+    fn what_is_no_point_of_the_space_is_an_error_with_its_place() {
+        let space = of(json!({
+            "lr": {"loguniform": [0.1, 0.9]}, "layers": {"randint": [1, 5]}, "width": {"qrandint": [8, 64, 8]},
+            "drop": {"quniform": [0.0, 0.5, 0.1]}, "act": {"choice": ["relu", "gelu"]}, "depth": {"grid_search": [1, 2]},
+            "noise": {"randn": [0.0, 1.0]}, "wd": 0.1, "betas": [0.9, {"uniform": [0.9, 1.0]}],
+            "opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam"}]},
+            "net": {"head": {"dim": {"randint": [1, 9]}}}, "by": {"sample_from": {"of": "act", "cases": {"relu": {"randint": [1, 5]}}, "otherwise": 3}},
+        }));
+        for (point, expected) in [
+            (
+                json!({"lr": 77.0}),
+                "`lr` is 77.0, where a number from 0.1 to 0.9 is expected",
+            ),
+            (json!({"lr": "0.5"}), "`lr` is \"0.5\", where a number"),
+            (json!({"lr": null}), "`lr` is null, where a number"),
+            (json!({"lr": "NaN"}), "`lr` is \"NaN\", where a number"),
+            (
+                json!({"layers": 2.5}),
+                "`layers` is 2.5, where an integer from 1 to 4 is expected",
+            ),
+            (
+                json!({"layers": 5}),
+                "`layers` is 5, where an integer from 1 to 4",
+            ),
+            (
+                json!({"layers": 1e300}),
+                "`layers` is 1e+300, where an integer",
+            ),
+            (
+                json!({"width": 12}),
+                "`width` is 12, where a multiple of 8 from 8 to 64",
+            ),
+            (
+                json!({"drop": 0.25}),
+                "`drop` is 0.25, where a multiple of 0.1 from 0 to 0.5",
+            ),
+            (
+                json!({"act": "nosuch"}),
+                "`act` is \"nosuch\", where \"relu\" or \"gelu\" is expected",
+            ),
+            (
+                json!({"depth": 3}),
+                "`depth` is 3, where 1 or 2 is expected",
+            ),
+            (
+                json!({"noise": "x"}),
+                "`noise` is \"x\", where a number is expected",
+            ),
+            (json!({"wd": 0.2}), "`wd` is 0.2, where 0.1 is expected"),
+            (
+                json!({"betas": [0.9]}),
+                "`betas` is [0.9], where [0.9,{\"uniform\":[0.9,1.0]}] is expected",
+            ),
+            (
+                json!({"betas": [0.9, 2]}),
+                "`betas/1` is 2, where a number from 0.9 to 1 is expected",
+            ),
+            (
+                json!({"lrr": 0.5}),
+                "`lrr` is no parameter; did you mean `lr`? there are act, betas,",
+            ),
+            (
+                json!({"opt": {"name": "adam", "momentumm": 3}}),
+                "`opt/momentumm` is no parameter; did you mean `opt/momentum`? there are opt/momentum, opt/name",
+            ),
+            (
+                json!({"opt": {"name": "adam", "momentum": 0.5}}),
+                "`opt` is {\"momentum\":0.5,\"name\":\"adam\"}, where {\"momentum\":{\"uniform\":[0.1,0.9]},\"name\":\"sgd\"} or ",
+            ),
+            (json!({"opt": {"momentum": 2}}), "`opt"),
+            (json!({"opt": "adam"}), "`opt` is \"adam\", where {"),
+            (
+                json!({"net": {"head": {"dimm": 3}}}),
+                "`net/head/dimm` is no parameter; did you mean `net/head/dim`?",
+            ),
+            (json!({"net": 3}), "`net` is 3, where {\"head\":"),
+            (
+                json!({"act": "relu", "by": 7}),
+                "`by` is 7, where an integer from 1 to 4 is expected",
+            ),
+        ] {
+            let error = at(&space, 2, json!([{}, point])).unwrap_err();
+            assert!(error.is_misuse(), "{error}");
+            let said = error.to_string();
+            let said = said.strip_prefix("`points_to_evaluate[1]`: ").unwrap();
+            assert!(said.starts_with(expected), "{point}: {said}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn a_configuration_of_the_space_is_the_point_of_itself(seed: u64) {
+            let space = optimizers();
+            let drawn = all(VariantGenerator::new(&space, 20, seed).unwrap());
+            let again = VariantGenerator::new(&space, 20, seed.wrapping_add(1)).unwrap();
+            assert_eq!(all(again.with_points(&drawn).unwrap()), drawn);
+        }
     }
 
     #[test]

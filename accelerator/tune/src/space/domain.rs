@@ -1,3 +1,5 @@
+use std::fmt;
+
 use serde_json::Value;
 
 use super::random::Random;
@@ -125,11 +127,7 @@ impl Domain {
                 if q <= 0.0 || !q.is_finite() {
                     return wrong("the step is above 0");
                 }
-                let is_multiple = |value: f64| {
-                    let steps = value / q;
-                    (steps - steps.round()).abs() < 1e-9 * steps.abs().max(1.0)
-                };
-                if !is_multiple(low) || !is_multiple(high) {
+                if !is_multiple(low, q) || !is_multiple(high, q) {
                     return wrong("the bounds are multiples of the step");
                 }
             }
@@ -174,15 +172,16 @@ impl Domain {
             // As Ray, a step of 1 leaves the upper bound out.
             Self::QRandInt(low, high, 1) => Self::RandInt(low, high).sample(random),
             Self::QRandInt(low, high, q) => {
-                let first = low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0);
-                let last = high.div_euclid(q);
-                let offset = random.below(first.abs_diff(last) + 1);
-                (first.wrapping_add_unsigned(offset) * q).into()
+                let (first, last) = multiples(low, high, q);
+                let offset = random.below((first / q).abs_diff(last / q) + 1);
+                (first / q)
+                    .wrapping_add_unsigned(offset)
+                    .wrapping_mul(q)
+                    .into()
             }
             Self::LogRandInt(low, high) => log_int(random, low, high).into(),
             Self::QLogRandInt(low, high, q) => {
-                let first = (low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0)) * q;
-                let last = high.div_euclid(q) * q;
+                let (first, last) = multiples(low, high, q);
                 #[expect(clippy::cast_precision_loss, reason = "bounds are far below 2^53")]
                 let steps = (log_int(random, low, high) as f64 / q as f64).round_ties_even();
                 #[expect(clippy::cast_possible_truncation, reason = "between the bounds")]
@@ -194,13 +193,18 @@ impl Domain {
         }
     }
 
-    /// The nearest value within the bounds, of the domain's type.
+    /// The nearest value of the domain.
     pub(crate) fn clamp(self, value: f64) -> Value {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "it saturates, and is clamped"
-        )]
-        let int = |low: i64, most: i64| (value.round() as i64).clamp(low, most).into();
+        if let Some((first, last, q)) = self.integers() {
+            #[expect(clippy::cast_precision_loss, reason = "steps are far below 2^53")]
+            let steps = (value / q as f64).round();
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "it saturates, and is clamped"
+            )]
+            let nearest = (steps as i64).saturating_mul(q);
+            return nearest.clamp(first, last.max(first)).into();
+        }
         match self {
             Self::Uniform(low, high) | Self::LogUniform(low, high) => {
                 value.clamp(low, high.next_down()).into()
@@ -208,10 +212,54 @@ impl Domain {
             Self::QUniform(low, high, q) | Self::QLogUniform(low, high, q) => {
                 quantize(value, q).clamp(low, high).into()
             }
-            Self::RandInt(low, high) | Self::LogRandInt(low, high) => int(low, high - 1),
-            Self::QRandInt(low, high, _) | Self::QLogRandInt(low, high, _) => int(low, high),
-            Self::Randn(..) => value.into(),
-            Self::QRandn(_, _, q) => quantize(value, q).into(),
+            Self::QRandn(_, _, q) => quantize(value.clamp(f64::MIN, f64::MAX), q).into(),
+            _ => value.clamp(f64::MIN, f64::MAX).into(),
+        }
+    }
+
+    /// A value that somebody has chosen, of the domain's type; `None` if it is none of the domain. The upper bound of
+    /// floats is one.
+    pub(crate) fn accept(self, value: &Value) -> Option<Value> {
+        if let Some((first, last, q)) = self.integers() {
+            let value = value.as_i64().or_else(|| {
+                let whole = value.as_f64().filter(|value| value.fract() == 0.0)?;
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    reason = "it saturates, and is compared"
+                )]
+                let integer = whole as i64;
+                Some(integer)
+            })?;
+            let is_there = (first..=last).contains(&value) && value % q == 0;
+            return is_there.then(|| value.into());
+        }
+        let value = value.as_f64()?;
+        let is_within = self
+            .bounds()
+            .is_none_or(|(low, high)| (low..=high).contains(&value));
+        let is_there = is_within && self.step().is_none_or(|q| is_multiple(value, q));
+        is_there.then(|| value.into())
+    }
+
+    /// The least and the greatest integer, and the step; `None` for floats.
+    fn integers(self) -> Option<(i64, i64, i64)> {
+        match self {
+            Self::RandInt(low, high)
+            | Self::LogRandInt(low, high)
+            | Self::QRandInt(low, high, 1) => Some((low, high - 1, 1)),
+            Self::QRandInt(low, high, q) | Self::QLogRandInt(low, high, q) => {
+                let (first, last) = multiples(low, high, q);
+                Some((first, last, q))
+            }
+            _ => None,
+        }
+    }
+
+    /// The step of floats.
+    fn step(self) -> Option<f64> {
+        match self {
+            Self::QUniform(_, _, q) | Self::QLogUniform(_, _, q) | Self::QRandn(_, _, q) => Some(q),
+            _ => None,
         }
     }
 
@@ -231,6 +279,26 @@ impl Domain {
     }
 }
 
+/// Its values, in words.
+impl fmt::Display for Domain {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((first, last, q)) = self.integers() {
+            return match q {
+                1 => write!(formatter, "an integer from {first} to {last}"),
+                q => write!(formatter, "a multiple of {q} from {first} to {last}"),
+            };
+        }
+        match self.step() {
+            None => write!(formatter, "a number")?,
+            Some(q) => write!(formatter, "a multiple of {q}")?,
+        }
+        match self.bounds() {
+            None => Ok(()),
+            Some((low, high)) => write!(formatter, " from {low} to {high}"),
+        }
+    }
+}
+
 fn uniform(random: &mut Random, low: f64, high: f64) -> f64 {
     (low + (high - low) * random.unit()).min(high.next_down())
 }
@@ -246,6 +314,17 @@ fn log_int(random: &mut Random, low: i64, high: i64) -> i64 {
     #[expect(clippy::cast_possible_truncation, reason = "between the bounds")]
     let floor = drawn.floor() as i64;
     floor.clamp(low, high - 1)
+}
+
+/// The first and the last multiple of a step within bounds.
+fn multiples(low: i64, high: i64, q: i64) -> (i64, i64) {
+    let first = (low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0)) * q;
+    (first, high.div_euclid(q) * q)
+}
+
+fn is_multiple(value: f64, q: f64) -> bool {
+    let steps = value / q;
+    (steps - steps.round()).abs() < 1e-9 * steps.abs().max(1.0)
 }
 
 fn quantize(value: f64, q: f64) -> f64 {

@@ -2,10 +2,12 @@
 
 use serde_json::{Map, Value};
 
+use super::keys::{Keys, Place, case_name};
 use super::random::Random;
-use super::{Cases, Node, Parameter, Space};
+use super::{Cases, Node, Parameter, SampleFrom, Space};
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::names;
 
 /// Where the parts of a draw come from.
 #[derive(Clone, Copy, Debug)]
@@ -30,8 +32,12 @@ impl Space {
 
     /// Fails where something cannot be drawn; the message has its path.
     pub(crate) fn check(&self) -> Result<()> {
+        let keys = self.keys();
         let mut parameters = self.table().iter();
-        parameters.try_for_each(|(name, parameter)| check(&parameter.0, name))
+        parameters.try_for_each(|(name, parameter)| {
+            check_name(name)?;
+            check(&parameter.0, name, &keys)
+        })
     }
 
     /// A configuration.
@@ -51,7 +57,15 @@ impl Space {
             let mut again = Vec::new();
             for (path, node) in std::mem::take(&mut later) {
                 match resolved(&node, &config) {
-                    Ok(parameter) => {
+                    Ok(mut parameter) => {
+                        if let Node::SampleFrom(SampleFrom {
+                            point: Some(value), ..
+                        }) = &node
+                        {
+                            let fixed = parameter.at_point(&path, value);
+                            parameter =
+                                fixed.map_err(|misfit| Error::misuse(misfit.to_string()))?;
+                        }
                         let mut nested = Vec::new();
                         let value = drawn(&parameter.0, &path, draw, &mut nested)?;
                         again.extend(nested);
@@ -142,13 +156,13 @@ fn drawn(
 
 fn resolved(node: &Node, config: &Config) -> Result<Parameter> {
     match node {
-        Node::SampleFrom(sample) => (sample.0)(config),
+        Node::SampleFrom(sample) => (sample.sample)(config),
         Node::Cases(cases) => case(cases, config),
         other => Ok(Parameter(other.clone())),
     }
 }
 
-fn case(
+pub(super) fn case(
     Cases {
         of,
         cases,
@@ -160,8 +174,7 @@ fn case(
         None | Some(Value::Null) => {
             return Err(Error::misuse(format!("the configuration has no `{of}`")));
         }
-        Some(Value::String(text)) => text.clone(),
-        Some(value) => value.to_string(),
+        Some(value) => case_name(value),
     };
     let found = cases.get(&value).or(otherwise.as_deref());
     found.cloned().ok_or_else(|| {
@@ -190,12 +203,14 @@ fn add_grids(node: &Node, path: &str, grids: &mut Vec<(String, usize)>) {
     }
 }
 
-fn check(node: &Node, path: &str) -> Result<()> {
+fn check(node: &Node, path: &str, keys: &Keys) -> Result<()> {
     let check_all = |options: &[Parameter], name: &str| {
         if options.is_empty() {
             return Err(at(path, &format!("`{name}` has no options")));
         }
-        options.iter().try_for_each(|option| check(&option.0, path))
+        options
+            .iter()
+            .try_for_each(|option| check(&option.0, path, keys))
     };
     match node {
         Node::Domain(domain) => domain.check().map_err(|error| at(path, &error)),
@@ -203,19 +218,56 @@ fn check(node: &Node, path: &str) -> Result<()> {
         Node::Grid(options) => check_all(options, "grid_search"),
         Node::Table(table) => {
             let mut parameters = table.iter();
-            parameters
-                .try_for_each(|(name, parameter)| check(&parameter.0, &format!("{path}/{name}")))
+            parameters.try_for_each(|(name, parameter)| {
+                check_name(name)?;
+                check(&parameter.0, &format!("{path}/{name}"), keys)
+            })
         }
         Node::List(parameters) => {
             let mut parameters = parameters.iter().enumerate();
-            parameters
-                .try_for_each(|(index, parameter)| check(&parameter.0, &format!("{path}/{index}")))
+            parameters.try_for_each(|(index, parameter)| {
+                check(&parameter.0, &format!("{path}/{index}"), keys)
+            })
         }
         Node::Cases(cases) => {
+            check_names(cases, path, keys)?;
             let cases = cases.cases.values().chain(cases.otherwise.as_deref());
-            cases.into_iter().try_for_each(|case| check(&case.0, path))
+            cases
+                .into_iter()
+                .try_for_each(|case| check(&case.0, path, keys))
         }
         Node::Constant(_) | Node::SampleFrom(_) => Ok(()),
+    }
+}
+
+/// Fails if a name could not be told from a path.
+fn check_name(name: &str) -> Result<()> {
+    match name.contains('/') {
+        false => Ok(()),
+        true => Err(Error::misuse(format!(
+            "the parameter {name:?} has a `/`, which stands between the names of nested ones: rename it"
+        ))),
+    }
+}
+
+/// Fails if there is no parameter that decides, or a case of a value that it never has.
+fn check_names(cases: &Cases, path: &str, keys: &Keys) -> Result<()> {
+    let of = &cases.of;
+    if keys.place(of) == Place::Nothing {
+        let instead = keys.instead_of(of);
+        let what = format!("`sample_from` is of `{of}`, which no configuration has{instead}");
+        return Err(at(path, &what));
+    }
+    let Some(values) = keys.values(of) else {
+        return Ok(());
+    };
+    match cases.cases.keys().find(|case| !values.contains(*case)) {
+        None => Ok(()),
+        Some(case) => {
+            let instead = names::instead(case, values.iter().map(String::as_str));
+            let what = format!("`cases` has {case}, a value that `{of}` never has{instead}");
+            Err(at(path, &what))
+        }
     }
 }
 

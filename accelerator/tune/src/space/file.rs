@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Cases, Domain, Node, Parameter};
 use crate::error::{Error, Result};
+use crate::names;
 
 /// Reads a parameter. A table of one entry whose key is the name of a distribution is one; any other is a table.
 pub(super) fn parse(path: &str, value: Value) -> Result<Parameter> {
@@ -143,20 +144,24 @@ fn parse_named(path: &str, name: &str, value: Value) -> Result<Result<Node, Valu
                 "{other} stands where a table with `of` and `cases` is expected"
             ))),
         },
-        _ => match (nearest(name), &value) {
-            (Some(known), Value::Array(_)) => Err(wrong(&format!(
+        _ => match nearest(name, &value) {
+            Some(known) => Err(wrong(&format!(
                 "there is no such distribution; did you mean `{known}`?"
             ))),
-            _ => Ok(Err(value)),
+            None => Ok(Err(value)),
         },
     }
 }
 
-/// A distribution whose name is written almost like that.
-fn nearest(name: &str) -> Option<&'static str> {
-    let names = Domain::NAMES.iter().map(|(name, _)| *name);
-    let mut names = names.chain([CHOICE, GRID, SAMPLE_FROM, "grid"]);
-    names.find(|known| strsim::damerau_levenshtein(name, known) <= 2 && name.len() > 3)
+/// The name that is meant by one that is written almost like it, and has what such a one has.
+fn nearest(name: &str, value: &Value) -> Option<&'static str> {
+    let of_lists = Domain::NAMES.iter().map(|(name, _)| *name);
+    match value {
+        Value::Array(_) if name == "grid" => Some(GRID),
+        Value::Array(_) if name.len() > 3 => names::nearest(name, of_lists.chain([CHOICE, GRID])),
+        Value::Object(map) if map.contains_key("cases") => names::nearest(name, [SAMPLE_FROM]),
+        _ => None,
+    }
 }
 
 fn table(path: &str, map: Map<String, Value>) -> Result<Node> {
@@ -180,7 +185,7 @@ fn list(parameters: Vec<Parameter>) -> Node {
     }
 }
 
-fn below(path: &str, name: &str) -> String {
+pub(super) fn below(path: &str, name: &str) -> String {
     match path {
         "" => name.to_owned(),
         path => format!("{path}/{name}"),

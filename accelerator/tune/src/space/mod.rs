@@ -13,11 +13,14 @@ use crate::value::IntoValue;
 
 pub use domain::Domain;
 pub(crate) use draw::Draw;
+pub(crate) use keys::{Keys, Place};
 pub(crate) use random::Random;
 
 mod domain;
 mod draw;
 mod file;
+mod keys;
+mod point;
 mod random;
 #[cfg(test)]
 mod tests;
@@ -126,7 +129,11 @@ pub(crate) enum Node {
 
 /// A closure that sees what was drawn.
 #[derive(Clone)]
-pub(crate) struct SampleFrom(pub(crate) Arc<SampleFn>);
+pub(crate) struct SampleFrom {
+    sample: Arc<SampleFn>,
+    /// What a point names of the parameter.
+    point: Option<Value>,
+}
 
 type SampleFn = dyn Fn(&Config) -> Result<Parameter> + Send + Sync;
 
@@ -341,7 +348,10 @@ pub fn grid_search(options: impl IntoIterator<Item = Parameter>) -> Parameter {
 pub fn sample_from(
     sample: impl Fn(&Config) -> Result<Parameter> + Send + Sync + 'static,
 ) -> Parameter {
-    Parameter(Node::SampleFrom(SampleFrom(Arc::new(sample))))
+    Parameter(Node::SampleFrom(SampleFrom {
+        sample: Arc::new(sample),
+        point: None,
+    }))
 }
 
 impl TryFrom<Value> for Space {

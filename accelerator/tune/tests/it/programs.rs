@@ -83,22 +83,30 @@ fn a_metric_that_no_trial_reports_is_an_error() {
         ..Asha::default()
     };
     let search = || programs(folder.path(), 2).slots(1);
-    for (search, place, metric) in [
+    for (search, place, metric, meant) in [
         (
             search().scheduler(of_metric("accuracy")),
             "scheduler.metric",
             "accuracy",
+            ".",
         ),
         (
             search().stop(Stop::new().iterations(3).at_least("epoch", 3.0)),
             "stop",
             "epoch",
+            ".",
+        ),
+        (
+            search().stop(Stop::new().iterations(3).at_least("ac", 3.0)),
+            "stop",
+            "ac",
+            "; did you mean `acc`?",
         ),
     ] {
         let error = search.run_programs(reports).unwrap_err();
         assert!(error.is_misuse(), "{error}");
         let said = format!(
-            "`{place}` names the metric `{metric}`, and trial 00000 has reported without it: acc, loss;"
+            "`{place}` names the metric `{metric}`, and trial 00000 has reported without it: acc, loss{meant}"
         );
         assert!(error.to_string().starts_with(&said), "{error}");
     }

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use accelerator_tune::{
-    Display, IntoValue, Mode, Objective, Pbt, Results, Search, SearchFolder,
+    Config, Display, IntoValue, Mode, Objective, Pbt, Results, Search, SearchEnd, SearchFolder,
     SearchSpec, Space, Stop, choice, grid_search, uniform,
 };
 use serde_json::{Value, json};
@@ -15,6 +15,135 @@ fn search(space: Value, folder: &Path) -> Search {
         .slots(2)
         .display(Display::Quiet)
         .interrupted_by(Arc::new(AtomicU32::new(0)))
+}
+
+fn pbt(mutations: Value) -> Pbt {
+    Pbt::new(1.0, serde_json::from_value(mutations).unwrap())
+}
+
+/// A name that is misspelt is no name of something else.
+#[test]
+fn what_names_no_parameter_is_refused_before_anything_is_made() {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join("search");
+    let space = json!({
+        "lr": {"uniform": [0.1, 1.0]},
+        "opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam", "betas": [0.9, 0.99]}]},
+    });
+    let with = |name: &str, value: Value| {
+        let mut space = space.clone();
+        space[name] = value;
+        search(space, &folder)
+    };
+    let whole = || search(space.clone(), &folder);
+    let cases = |of: &str, case: &str| json!({"sample_from": {"of": of, "cases": {case: 3}, "otherwise": 4}});
+    let known = "there are lr, opt/betas/0, opt/betas/1, opt/momentum, opt/name";
+    for (search, program, expected) in [
+        (
+            whole().scheduler(pbt(json!({"lrr": {"uniform": [0.1, 1.0]}}))),
+            "{lr}",
+            format!(
+                "the scheduler `pbt`: `hyperparam_mutations` has `lrr`, which no configuration has; did you mean `lr`? {known}"
+            ),
+        ),
+        (
+            whole().scheduler(pbt(
+                json!({"lr": [0.1, 1.0], "opt": {"momentumm": {"uniform": [0.1, 1.0]}}}),
+            )),
+            "{lr}",
+            "has `opt/momentumm`, which no configuration has; did you mean `opt/momentum`?".to_owned(),
+        ),
+        (
+            whole().scheduler(pbt(json!({"opt": {"uniform": [0.1, 1.0]}}))),
+            "{lr}",
+            "has `opt`, which is a table or a list of parameters; there are".to_owned(),
+        ),
+        (
+            with("width", cases("optt/name", "sgd")),
+            "{lr}",
+            "the parameter `width`: `sample_from` is of `optt/name`, which no configuration has; did you mean `opt/name`?"
+                .to_owned(),
+        ),
+        (
+            with("width", cases("opt/name", "sdg")),
+            "{lr}",
+            "the parameter `width`: `cases` has sdg, a value that `opt/name` never has; did you mean `sgd`? there are adam, sgd"
+                .to_owned(),
+        ),
+        (
+            with("net", json!({"a/b": 3})),
+            "{lr}",
+            "the parameter \"a/b\" has a `/`".to_owned(),
+        ),
+        (
+            whole(),
+            "{opt/momentumm}",
+            format!(
+                "`{{opt/momentumm}}` in the program's arguments is no parameter; did you mean `opt/momentum`? {known}, and {{trial}}"
+            ),
+        ),
+        (
+            whole().points_to_evaluate([config(json!({"opt": {"nam": "sgd"}}))]),
+            "{lr}",
+            "`points_to_evaluate[0]`: `opt/nam` is no parameter; did you mean `opt/name`?".to_owned(),
+        ),
+    ] {
+        let error = search.run_programs(["true", program]).unwrap_err();
+        assert!(error.is_misuse(), "{error}");
+        assert!(error.to_string().contains(&expected), "{error}");
+        assert!(!folder.exists());
+    }
+    // What some configurations have is changed there, and empty elsewhere.
+    let search = whole().num_samples(4).scheduler(pbt(
+        json!({"opt": {"momentum": {"uniform": [0.1, 0.9]}, "betas": [[0.5, 0.6], [0.9, 0.99]]}}),
+    ));
+    let program = ["echo", "{opt/momentum}", r#"{{"loss": 1}}"#];
+    let results = search.run_programs(program).unwrap();
+    assert_eq!(results.ending(), SearchEnd::Finished);
+}
+
+#[test]
+fn a_closure_may_make_what_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = accelerator_tune::sample_from(|_| Ok(Space::new([("depth", 3.into())]).into()));
+    let of_depth = json!({"width": {"sample_from": {"of": "net/depth", "cases": {"3": 9}}}});
+    let of_depth: Space = serde_json::from_value(of_depth).unwrap();
+    let results = search(json!({}), folder.path())
+        .space(Space::new([("net", made), ("by_depth", of_depth.into())]))
+        .points_to_evaluate([config(json!({"net": {"depth": 3}}))])
+        .scheduler(pbt(json!({"net": {"depth": [2, 3]}})))
+        .run_programs(["echo", "{net/depth}", r#"{{"loss": 1}}"#])
+        .unwrap();
+    assert_eq!(
+        results.trials()[0].config.to_string(),
+        r#"{"by_depth":{"width":9},"net":{"depth":3}}"#
+    );
+}
+
+#[test]
+fn a_searcher_of_ones_own_is_not_given_points() {
+    struct Nothing;
+    impl accelerator_tune::Searcher for Nothing {
+        fn ask(
+            &mut self,
+            _trial: accelerator_tune::TrialId,
+        ) -> accelerator_tune::Result<accelerator_tune::Suggestion> {
+            Ok(accelerator_tune::Suggestion::Exhausted)
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let search = search(json!({"lr": 1}), folder.path())
+        .points_to_evaluate([config(json!({"lr": 1}))])
+        .searcher(Nothing);
+    let error = search.run_programs(["true"]).unwrap_err();
+    assert!(
+        error.is_misuse() && error.to_string().contains("`variants`"),
+        "{error}"
+    );
+}
+
+fn config(value: Value) -> Config {
+    serde_json::from_value(value).unwrap()
 }
 
 /// What its trials tried, as floats.
