@@ -10,8 +10,10 @@ use crate::error::{Error, Kind, Result};
 use crate::hash::ContentHash;
 use crate::name::FileName;
 
+use bounds::check_bounds;
 use seal::{check_seal, seal};
 
+mod bounds;
 mod seal;
 #[cfg(test)]
 mod tests;
@@ -46,6 +48,7 @@ mod tests;
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "ManifestFields")]
 pub struct Manifest {
     /// The version of the format, [`Manifest::FORMAT`]; fields that a reader does not know do not
     /// raise it.
@@ -293,6 +296,12 @@ impl Manifest {
     /// The most files that a checkpoint may have, beside the manifest.
     pub const MOST_FILES: usize = 65_536;
 
+    /// The most values that a manifest may have: numbers, texts, lists and maps, those in others included.
+    pub const MOST_VALUES: usize = 1 << 20;
+
+    /// How deep values may be in others.
+    pub const DEEPEST: usize = 64;
+
     /// Reads the content of a `manifest.json`.
     ///
     /// # Errors
@@ -308,6 +317,7 @@ impl Manifest {
             )));
         }
         check_seal(bytes)?;
+        check_bounds(bytes).map_err(corrupt)?;
         #[derive(Deserialize)]
         struct Head {
             format: u32,
@@ -362,6 +372,10 @@ impl Manifest {
             );
             return Err(Error::new(Kind::Misuse, message));
         }
+        check_bounds(&bytes).map_err(|defect| {
+            let message = format!("{defect}; put what is large into files");
+            Error::new(Kind::Misuse, message)
+        })?;
         Ok(bytes)
     }
 
@@ -386,6 +400,51 @@ impl Manifest {
             return Some("files of more than 2^64 bytes together".to_owned());
         }
         None
+    }
+}
+
+/// The fields of a [`Manifest`] as the file has them, side by side: so each is read into its place, and one that is not
+/// known is passed over.
+#[derive(Deserialize)]
+struct ManifestFields {
+    format: u32,
+    number: u64,
+    created: u64,
+    library: String,
+    kind: CheckpointKind,
+    step: u64,
+    epoch: u64,
+    world_size: NonZeroUsize,
+    #[serde(default)]
+    seed: Option<u64>,
+    #[serde(default)]
+    loaders: Vec<LoaderState>,
+    #[serde(default)]
+    parameters: Vec<Parameter>,
+    #[serde(default)]
+    extra: serde_json::Map<String, serde_json::Value>,
+    files: BTreeMap<FileName, FileEntry>,
+}
+
+impl From<ManifestFields> for Manifest {
+    fn from(fields: ManifestFields) -> Self {
+        Self {
+            format: fields.format,
+            number: fields.number,
+            created: fields.created,
+            library: fields.library,
+            metadata: Metadata {
+                kind: fields.kind,
+                step: fields.step,
+                epoch: fields.epoch,
+                world_size: fields.world_size,
+                seed: fields.seed,
+                loaders: fields.loaders,
+                parameters: fields.parameters,
+                extra: fields.extra,
+            },
+            files: fields.files,
+        }
     }
 }
 

@@ -128,6 +128,42 @@ fn what_cannot_be_is_refused_though_it_is_sealed() {
     assert!(many.to_bytes().unwrap_err().is_misuse());
 }
 
+#[test]
+fn more_than_can_be_is_refused_before_memory_is_taken() {
+    let list = |count: usize| vec![json!(0); count].into();
+    let nested = |depth: usize| (0..depth).fold(json!(0), |inner, _| json!([inner]));
+    // What the manifest has beside it.
+    let (others, above) = (100, 2);
+    for (extra, says) in [
+        (list(Manifest::MOST_VALUES), Some("1048576 values")),
+        (nested(Manifest::DEEPEST), Some("64 deep")),
+        (list(Manifest::MOST_VALUES - others), None),
+        (nested(Manifest::DEEPEST - above), None),
+    ] {
+        let parsed = Manifest::parse(&forged(|x| x["extra"]["more"] = extra.clone()));
+        let mut written = manifest();
+        written.metadata.extra.insert("more".to_owned(), extra);
+        let written = written.to_bytes();
+        match says {
+            None => assert_eq!(parsed.unwrap(), Manifest::parse(&written.unwrap()).unwrap()),
+            Some(says) => {
+                let (read, wrote) = (parsed.unwrap_err(), written.unwrap_err());
+                assert!(
+                    read.is_corrupt() && read.to_string().contains(says),
+                    "{read}"
+                );
+                assert!(
+                    wrote.is_misuse() && wrote.to_string().contains(says),
+                    "{wrote}"
+                );
+            }
+        }
+    }
+    // Fields that are not known are passed over, however they are named.
+    let known = Manifest::parse(&forged(|x| x["metadata"] = json!({"step": 7}))).unwrap();
+    assert_eq!(known, manifest());
+}
+
 proptest! {
     #[test]
     fn numbers_come_back_bit_for_bit(rate in any::<f64>(), seed in any::<u64>(), step in any::<u64>()) {
