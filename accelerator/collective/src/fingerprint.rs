@@ -3,6 +3,8 @@
 
 use std::{fmt, panic::Location};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{
     element::DType,
     error::{Error, Kind},
@@ -164,29 +166,64 @@ impl fmt::Display for CollectiveFingerprint {
 }
 
 /// The operations of a process group; the numbers are those of the wire.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum OpKind {
+///
+/// ```
+/// use accelerator_collective::OpKind;
+///
+/// assert_eq!(OpKind::AllToAll.name(), "all_to_all");
+/// assert!(OpKind::ALL.contains(&OpKind::AllReduce));
+/// ```
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
+#[serde(into = "u8", try_from = "u8")]
+#[non_exhaustive]
+pub enum OpKind {
+    /// Values of one length from every rank.
     AllGather = 1,
+    /// An object from every rank.
     AllGatherObject = 2,
-    /// Of buffers.
+    /// Parts of buffers.
     AllGatherParts = 3,
+    /// Values of different lengths.
     AllGatherVaried = 4,
+    /// A reduction that every rank gets.
     AllReduce = 5,
+    /// Ranks wait for one another.
     Barrier = 6,
+    /// Values of one rank.
     Broadcast = 7,
+    /// An object of one rank.
     BroadcastObject = 8,
     /// Objects that ranks exchange while the group connects.
     Connect = 9,
+    /// An object from every rank, for one of them.
     GatherObject = 10,
+    /// A reduction of which every rank gets its part.
     ReduceScatter = 11,
-    /// By a shard layout.
+    /// The same of a buffer, by a shard layout.
     ReduceScatterBuffer = 12,
+    /// Objects of one rank, one for each.
     ScatterObject = 13,
+    /// Values from every rank for every rank.
     AllToAll = 14,
 }
 
+impl From<OpKind> for u8 {
+    fn from(kind: OpKind) -> Self {
+        kind as Self
+    }
+}
+
+impl TryFrom<u8> for OpKind {
+    type Error = String;
+
+    fn try_from(code: u8) -> Result<Self, String> {
+        Self::from_code(code).ok_or_else(|| format!("no operation has the number {code}"))
+    }
+}
+
 impl OpKind {
-    const ALL: [Self; 14] = [
+    /// Every operation.
+    pub const ALL: [Self; 14] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherParts,
@@ -203,7 +240,8 @@ impl OpKind {
         Self::AllToAll,
     ];
 
-    pub(crate) fn name(self) -> &'static str {
+    /// The method that starts it.
+    pub fn name(self) -> &'static str {
         match self {
             Self::AllGather => "all_gather",
             Self::AllGatherObject => "all_gather_object",

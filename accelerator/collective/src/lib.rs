@@ -61,6 +61,7 @@ pub use buffer::Buffer;
 pub use buffer_slice::BufferSlice;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
+pub use fingerprint::OpKind;
 pub use group::{
     Activity, Busy, ExecThread, Forbidden, GroupOptions, NextPlace, OpEvent, Pending, ProcessGroup,
 };

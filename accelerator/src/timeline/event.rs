@@ -1,5 +1,6 @@
 use core::fmt;
 
+use accelerator_collective::OpKind;
 use serde::{Deserialize, Serialize};
 
 /// What the thread that trains is doing.
@@ -40,69 +41,10 @@ pub(super) enum EventKind {
     Data,
     Forward,
     Load,
-    Operation(Operation),
+    Operation(OpKind),
     Optimizer,
     Reduce,
     Step,
-}
-
-/// A collective, called as the method that starts it.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Operation {
-    AllGather,
-    AllGatherObject,
-    AllGatherParts,
-    AllGatherVaried,
-    AllReduce,
-    Barrier,
-    Broadcast,
-    BroadcastObject,
-    GatherObject,
-    Other,
-    ReduceScatter,
-    ReduceScatterBuffer,
-    ScatterObject,
-}
-
-impl Operation {
-    const ALL: [Self; 13] = [
-        Self::AllGather,
-        Self::AllGatherObject,
-        Self::AllGatherParts,
-        Self::AllGatherVaried,
-        Self::AllReduce,
-        Self::Barrier,
-        Self::Broadcast,
-        Self::BroadcastObject,
-        Self::GatherObject,
-        Self::Other,
-        Self::ReduceScatter,
-        Self::ReduceScatterBuffer,
-        Self::ScatterObject,
-    ];
-
-    pub(super) fn of(name: &str) -> Self {
-        let known = Self::ALL.into_iter().find(|known| known.name() == name);
-        known.unwrap_or(Self::Other)
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::AllGather => "all_gather",
-            Self::AllGatherObject => "all_gather_object",
-            Self::AllGatherParts => "all_gather_parts",
-            Self::AllGatherVaried => "all_gather_varied",
-            Self::AllReduce => "all_reduce",
-            Self::Barrier => "barrier",
-            Self::Broadcast => "broadcast",
-            Self::BroadcastObject => "broadcast_object",
-            Self::GatherObject => "gather_object",
-            Self::Other => "collective",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::ReduceScatterBuffer => "reduce_scatter_buffer",
-            Self::ScatterObject => "scatter_object",
-        }
-    }
 }
 
 impl EventKind {

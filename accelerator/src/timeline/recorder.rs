@@ -6,7 +6,7 @@ use std::time::Instant;
 use accelerator_collective::{ExecThread, OpEvent};
 
 use super::clock::ClockSync;
-use super::event::{Detail, Event, EventKind, EventSubject, Operation, Thread};
+use super::event::{Detail, Event, EventKind, EventSubject, Thread};
 use super::open_step::OpenStep;
 use super::ring::RingBuffer;
 use super::step_stats::{StepStats, StepTimes};
@@ -237,7 +237,7 @@ impl Recorder {
             bytes,
             part: EventSubject::Operation(operation.sequence),
         };
-        let kind = EventKind::Operation(Operation::of(operation.name));
+        let kind = EventKind::Operation(operation.kind);
         notes.event(kind, thread, start, end, detail);
     }
 
@@ -315,6 +315,20 @@ mod tests {
         let of = |kind| events.iter().find(|event| event.kind == kind).unwrap();
         let (whole, part) = (of(EventKind::Backward), of(EventKind::Copy));
         assert!(whole.start <= part.start && part.end <= whole.end);
+    }
+
+    #[test]
+    fn an_operation_has_the_name_of_the_method_that_starts_it() {
+        let (sender, seen) = std::sync::mpsc::channel();
+        let group = accelerator_collective::ProcessGroup::single();
+        group
+            .observe(move |operation| drop(sender.send(*operation)))
+            .unwrap();
+        group.all_to_all(&[vec![1_u8]]).unwrap();
+        let recorder = Recorder::new(Recording::Events);
+        recorder.communicated(&seen.recv().unwrap());
+        let (events, _, _) = recorder.events();
+        assert_eq!(events[0].kind.name(), "all_to_all");
     }
 
     #[test]

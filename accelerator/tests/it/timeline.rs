@@ -181,7 +181,7 @@ fn a_trace_shows_all_ranks_and_what_they_did() {
         // At least one for each bucket, of which there are two, and one for the control vector.
         assert!(spans("all_reduce").len() >= 3 * steps);
         // Preparing a model shares its layout and its parameters.
-        assert!(!spans("all_gather_object").is_empty() && spans("collective").is_empty());
+        assert!(!spans("all_gather_object").is_empty());
         let waits = spans("wait for all_reduce");
         let about = |part: &Value| {
             waits

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::fingerprint::{CallSite, CollectiveFingerprint};
+use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
@@ -34,6 +34,8 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint};
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct OpEvent {
+    /// What was done.
+    pub kind: OpKind,
     /// The method that was called, such as `all_reduce`.
     pub name: &'static str,
     /// The number of the operation in the group, from 0, the same on every rank.
@@ -128,6 +130,7 @@ impl<'a> OpTimer<'a> {
 
     pub(super) fn end(self, sequence: u64, fingerprint: &CollectiveFingerprint) {
         (self.callback)(&OpEvent {
+            kind: fingerprint.kind,
             name: fingerprint.kind.name(),
             sequence,
             bytes: fingerprint.bytes(),
@@ -184,7 +187,7 @@ mod tests {
                     let seen = seen.lock().unwrap();
                     let bytes: Vec<_> = seen.iter().map(|observed| observed.bytes).collect();
                     assert_eq!(bytes, [6, 8, 16, 24, 32, 40, 0]);
-                    assert_eq!(seen[6].name, "barrier");
+                    assert_eq!((seen[6].kind, seen[6].name), (OpKind::Barrier, "barrier"));
                     for (number, observed) in seen.iter().enumerate() {
                         assert_eq!(observed.sequence, number as u64);
                         let beside = (1..6).contains(&number);
