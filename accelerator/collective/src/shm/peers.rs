@@ -43,6 +43,12 @@ impl ShmPeers {
         self.first + place
     }
 
+    /// The place here of a rank of the whole group, where it has one.
+    pub(crate) fn place(&self, rank: usize) -> Option<usize> {
+        rank.checked_sub(self.first)
+            .filter(|place| *place < self.size())
+    }
+
     pub(crate) fn spin(&self) -> Spin {
         self.spin
     }

@@ -25,7 +25,7 @@ use crate::{
     kernel::fold,
     reduce_op::ReduceOp,
     shm::{Arena, HeaderDigest, MemoryRange, ShmPeers, Spin},
-    transport::{OpDeadline, Peer, Transport, TransportKind},
+    transport::{LastOp, OpDeadline, Peer, Transport, TransportKind},
 };
 
 /// The way of one operation through steps that all ranks take together.
@@ -285,7 +285,20 @@ impl<'a> ShmOp<'a> {
                 }
             };
             let active = |rank| self.transport.control().last_activity(rank);
-            let slice = self.deadline.tick(missing, active)?.min(SLICE);
+            let all = self.transport.peers();
+            let last = |rank| match peers.place(rank) {
+                Some(place) => peers
+                    .arena(place)
+                    .last_op()
+                    .map(|(sequence, fingerprint)| LastOp {
+                        sequence,
+                        fingerprint,
+                        at: None,
+                    }),
+                None => inbox.last_op(rank),
+            };
+            let slice = self.deadline.tick(missing, active, all, last)?;
+            let slice = slice.min(SLICE);
             let due = Instant::now() + slice;
             counter.wait(step, Spin::NONE, slice);
             self.deadline.compensate(due, Instant::now());

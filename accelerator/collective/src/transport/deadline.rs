@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::Peer;
+use super::{LastOp, Peer};
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
     fingerprint::CollectiveFingerprint,
@@ -18,7 +18,7 @@ use crate::{
 pub(crate) struct OpTimeouts {
     /// After this time the operation fails.
     pub(crate) timeout: Duration,
-    /// After this time a warning is logged.
+    /// After this time a warning is logged, and again as long as it lasts.
     pub(crate) warn_after: Duration,
     pub(crate) limit: TimeoutKind,
 }
@@ -43,7 +43,8 @@ pub(crate) struct OpDeadline {
     began: Instant,
     /// The same, or the last sign of work of those that are waited for, where that came later.
     since: Instant,
-    warned: bool,
+    /// How many warnings of this wait were due.
+    warnings: u32,
     /// Whether this operation can only fail.
     shortened: bool,
 }
@@ -63,7 +64,7 @@ impl OpDeadline {
             timeouts,
             began: now,
             since: now,
-            warned: false,
+            warnings: 0,
             shortened: false,
         }
     }
@@ -73,7 +74,7 @@ impl OpDeadline {
         if self.timeouts.limit == TimeoutKind::Progress {
             self.began = now;
             self.since = now;
-            self.warned = false;
+            self.warnings = 0;
         }
     }
 
@@ -93,8 +94,9 @@ impl OpDeadline {
         self.shortened = true;
     }
 
-    /// How long to wait before asking again; logs the warning when it is due. `active` says when a
-    /// rank showed last that it works, which counts as progress of that rank.
+    /// How long to wait before asking again; logs a warning when one is due. `active` says when a
+    /// rank showed last that it works, which counts as progress of that rank; `peers` and `last` say who
+    /// the ranks are, and what each of them did last.
     ///
     /// # Errors
     ///
@@ -103,44 +105,74 @@ impl OpDeadline {
         &mut self,
         missing: impl Fn(&Self) -> Vec<usize>,
         active: impl Fn(usize) -> Option<Instant>,
+        peers: &[Peer],
+        last: impl Fn(usize) -> Option<LastOp>,
     ) -> Result<Duration> {
         if self.since.elapsed() > self.timeouts.timeout {
             self.since = self.last_sign(missing(self), &active)?;
-            self.warned = false;
+            self.warnings = 0;
         }
         let waited = self.since.elapsed();
-        let left = self.timeouts.timeout.saturating_sub(waited);
-        if self.warned {
-            return Ok(left.max(MIN_SLEEP));
+        if waited >= self.warning_due() {
+            while waited >= self.warning_due() {
+                self.warnings += 1;
+            }
+            self.warn(&missing(self), active, peers, last);
         }
-        match self.timeouts.warn_after.checked_sub(waited) {
-            Some(calm) if !calm.is_zero() => Ok(left.min(calm).max(MIN_SLEEP)),
-            _ => {
-                self.warned = true;
-                let missing = missing(self);
-                let works = |rank: &usize| self.works(active(*rank)).is_some();
-                let working: Vec<usize> = missing.iter().copied().filter(works).collect();
-                let mut text = format!(
-                    "rank {} has waited {} for {} in {self}; it gives up after {}",
-                    self.rank,
-                    Seconds(self.began.elapsed()),
-                    list_ranks(&missing),
-                    Seconds(self.timeouts.timeout),
-                );
-                if !working.is_empty() {
-                    let working = list_ranks(&working);
-                    text.push_str(&format!(" without a sign of work, which {working} gave"));
-                }
-                tracing::warn!(
-                    rank = self.rank,
-                    sequence = self.sequence,
-                    ?missing,
-                    "{text}"
-                );
-                stderr_fallback(&text);
-                Ok(left.max(MIN_SLEEP))
+        let left = self.timeouts.timeout.min(self.warning_due());
+        Ok(left.saturating_sub(waited).max(MIN_SLEEP))
+    }
+
+    /// After how long a wait the next warning is due: after the time that is set, three times and six times that, and every
+    /// six from there on.
+    fn warning_due(&self) -> Duration {
+        let first = self.timeouts.warn_after;
+        let times = match self.warnings {
+            0 => return first,
+            1 => 3,
+            more => 6 * (more - 1),
+        };
+        first.max(MIN_WARN_AFTER).saturating_mul(times)
+    }
+
+    fn warn(
+        &self,
+        missing: &[usize],
+        active: impl Fn(usize) -> Option<Instant>,
+        peers: &[Peer],
+        last: impl Fn(usize) -> Option<LastOp>,
+    ) {
+        let works = |rank: &usize| self.works(active(*rank)).is_some();
+        let working: Vec<usize> = missing.iter().copied().filter(works).collect();
+        let mut text = format!(
+            "rank {} has waited {} for {} in {self}; it gives up after {}",
+            self.rank,
+            Seconds(self.began.elapsed()),
+            list_ranks(missing),
+            Seconds(self.timeouts.timeout),
+        );
+        if !working.is_empty() {
+            let working = list_ranks(&working);
+            text.push_str(&format!(" without a sign of work, which {working} gave"));
+        }
+        for rank in missing.iter().take(MAX_DESCRIBED) {
+            let Some(peer) = peers.get(*rank) else {
+                continue;
+            };
+            text.push_str(&format!("; {peer}"));
+            match last(*rank) {
+                Some(last) if last.sequence == self.sequence => text.push_str(" is in it"),
+                Some(last) => text.push_str(&format!(" was last seen in {last}")),
+                None => {}
             }
         }
+        tracing::warn!(
+            rank = self.rank,
+            sequence = self.sequence,
+            ?missing,
+            "{text}"
+        );
+        stderr_fallback(&text);
     }
 
     /// Notes that this thread slept until `woke` though it wanted to wake at `due`: the time in
@@ -278,6 +310,12 @@ impl fmt::Display for OpDeadline {
 
 const MIN_SLEEP: Duration = Duration::from_millis(1);
 
+/// What further warnings count by at least.
+const MIN_WARN_AFTER: Duration = Duration::from_millis(10);
+
+/// How many of the ranks that are waited for a warning describes.
+const MAX_DESCRIBED: usize = 4;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,13 +335,46 @@ mod tests {
             deadline.on_progress(Instant::now() + Duration::from_secs(3600));
             deadline
         };
-        let tick = |limit| deadline(limit).tick(|_| vec![1], |_| Some(Instant::now()));
+        let tick = |limit| tick(&mut deadline(limit), &[1], |_| Some(Instant::now()));
         assert!(tick(TimeoutKind::Progress).is_ok());
         let error = tick(TimeoutKind::Connect).unwrap_err();
         assert!(error.is_timeout(), "{error}");
         assert_eq!(error.ranks(), [1]);
         let text = error.to_string();
         assert!(text.ends_with("ask for a longer connect timeout"), "{text}");
+    }
+
+    fn tick(
+        deadline: &mut OpDeadline,
+        missing: &[usize],
+        active: impl Fn(usize) -> Option<Instant>,
+    ) -> Result<Duration> {
+        deadline.tick(|_| missing.to_vec(), active, &[], |_| None)
+    }
+
+    #[test]
+    fn warnings_are_repeated_at_growing_intervals() {
+        let seconds = Duration::from_secs;
+        let mut deadline = late();
+        deadline.timeouts.warn_after = seconds(10);
+        let mut due = Vec::new();
+        for _ in 0..6 {
+            due.push(deadline.warning_due());
+            deadline.warnings += 1;
+        }
+        assert_eq!(due, [10, 30, 60, 120, 180, 240].map(seconds));
+        // One that is late is told once.
+        deadline.timeouts.timeout = seconds(1000);
+        deadline.warnings = 0;
+        deadline.since -= seconds(60);
+        let calm = tick(&mut deadline, &[0], |_| None).unwrap();
+        assert_eq!(deadline.warnings, 3);
+        assert!(calm > seconds(40) && calm <= seconds(51), "{calm:?}");
+        deadline.on_progress(Instant::now());
+        assert_eq!(deadline.warning_due(), seconds(10));
+        deadline.timeouts.warn_after = Duration::MAX;
+        deadline.warnings = 9;
+        assert_eq!(deadline.warning_due(), Duration::MAX);
     }
 
     /// A clock of a second that ran out, for ranks 0 and 2, of which the first works.
@@ -325,15 +396,15 @@ mod tests {
         let sign = Instant::now() - Duration::from_millis(500);
         let active = |rank| (rank == 0).then_some(sign);
         let mut deadline = late();
-        let left = deadline.tick(|_| vec![0], active).unwrap();
+        let left = tick(&mut deadline, &[0], active).unwrap();
         assert!(left <= Duration::from_millis(500), "{left:?}");
         assert_eq!(deadline.since(), sign);
-        let error = late().tick(|_| vec![0, 2], active).unwrap_err();
+        let error = tick(&mut late(), &[0, 2], active).unwrap_err();
         assert_eq!(error.ranks(), [2], "{error}");
         // It showed that it works, and then no more.
         let active = |_| Some(Instant::now() - Duration::from_secs(2));
         deadline.since -= Duration::from_secs(1);
-        let error = deadline.tick(|_| vec![0], active).unwrap_err();
+        let error = tick(&mut deadline, &[0], active).unwrap_err();
         assert_eq!(error.ranks(), [0], "{error}");
         assert!(
             error.to_string().contains("without a sign of work"),
@@ -357,9 +428,7 @@ mod tests {
     fn a_disagreement_waits_for_nobody_who_works() {
         let mut deadline = late();
         deadline.shorten();
-        let error = deadline
-            .tick(|_| vec![0], |_| Some(Instant::now()))
-            .unwrap_err();
+        let error = tick(&mut deadline, &[0], |_| Some(Instant::now())).unwrap_err();
         assert_eq!(error.ranks(), [0], "{error}");
     }
 }

@@ -18,7 +18,7 @@ use std::{
 pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
 pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
 pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, RecvChunk};
-pub(crate) use peer::{LeaveKind, Peer, PeerLocation};
+pub(crate) use peer::{LastOp, LeaveKind, Peer, PeerLocation};
 pub(crate) use tcp::Tcp;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tcp::feed;

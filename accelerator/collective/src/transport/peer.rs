@@ -1,8 +1,11 @@
 //! Who the other ranks are.
 
-use std::fmt;
+use std::{fmt, time::Instant};
 
-use crate::error::{Certainty, Culprit};
+use crate::{
+    error::{Certainty, Culprit, Seconds},
+    fingerprint::CollectiveFingerprint,
+};
 
 /// Who a rank is, for messages.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -42,6 +45,25 @@ impl fmt::Display for Peer {
                 write!(f, "rank {} (process {pid} on {host})", self.rank)
             }
             PeerLocation::Thread => write!(f, "rank {} (a thread of this process)", self.rank),
+        }
+    }
+}
+
+/// The collective in which a rank was seen last.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LastOp {
+    pub(crate) sequence: u64,
+    pub(crate) fingerprint: CollectiveFingerprint,
+    /// When it was heard of, if that is known.
+    pub(crate) at: Option<Instant>,
+}
+
+impl fmt::Display for LastOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "collective #{}, {}", self.sequence, self.fingerprint)?;
+        match self.at {
+            Some(at) => write!(f, ", {} ago", Seconds(at.elapsed())),
+            None => Ok(()),
         }
     }
 }

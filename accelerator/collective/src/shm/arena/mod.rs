@@ -22,7 +22,7 @@ use super::{
     memory::{Atomics, MemoryRange, PAGE, RawMemory},
     seq_counter::SeqCounter,
 };
-use crate::sync::Mutex;
+use crate::{fingerprint::CollectiveFingerprint, sync::Mutex};
 use allocator::ArenaAllocator;
 #[cfg(target_os = "linux")]
 use limits::{installed, permitted};
@@ -183,6 +183,18 @@ impl Arena {
     /// The header of a step.
     pub(crate) fn header(&self, step: u32) -> &ShmHeader {
         &self.head().headers[step as usize % SLOTS]
+    }
+
+    /// The latest operation of which its rank has written the header, for messages: the rank may be writing one.
+    pub(crate) fn last_op(&self) -> Option<(u64, CollectiveFingerprint)> {
+        let headers = self.head().headers.iter();
+        let written = headers.filter_map(|header| {
+            let before = header.read()?;
+            let fingerprint = header.fingerprint()?;
+            let is_whole = header.read() == Some(before);
+            is_whole.then_some((before.sequence, fingerprint))
+        });
+        written.max_by_key(|(sequence, _)| *sequence)
     }
 
     /// The slot that belongs to a step.

@@ -18,7 +18,7 @@ pub(crate) use activity_clock::ActivityClock;
 pub(crate) use peer_queue::{MAX_IN_FLIGHT, OpPosition, RecvChunk};
 
 use super::{
-    Abort, LeaveKind, OpDeadline, Peer,
+    Abort, LastOp, LeaveKind, OpDeadline, Peer,
     pool::{Pool, PooledBuffer},
     waker::Waker,
 };
@@ -166,6 +166,11 @@ impl Inbox {
     /// When a peer showed last that it works.
     pub(crate) fn active(&self, rank: usize) -> Option<Instant> {
         self.lock().active(rank)
+    }
+
+    /// The latest operation that a peer has begun, as far as its parts tell.
+    pub(crate) fn last_op(&self, rank: usize) -> Option<LastOp> {
+        self.lock().queues().get(rank)?.last
     }
 
     /// Notes for which rank a peer waits.

@@ -5,7 +5,7 @@ use std::{collections::VecDeque, time::Instant};
 use crate::{
     fingerprint::CollectiveFingerprint,
     kernel::ReduceInput,
-    transport::{CHUNK, Tag, pool::PooledBuffer},
+    transport::{CHUNK, LastOp, Tag, pool::PooledBuffer},
 };
 
 /// Where an operation stands among those of its rank that are under way.
@@ -47,6 +47,8 @@ pub(super) struct PeerQueue {
     pub(super) state: PeerState,
     /// For whom this rank waits, as it said last, and when that came.
     pub(super) awaited: Option<(usize, Instant)>,
+    /// The latest operation that it has begun, as far as its parts tell.
+    pub(super) last: Option<LastOp>,
     /// When this rank showed last that it works outside of operations.
     pub(super) active: Option<Instant>,
     /// Whether another rank says that this one is to blame.

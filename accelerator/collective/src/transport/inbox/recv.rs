@@ -114,7 +114,9 @@ impl Inbox {
             awaited.filter(|peer| *peer != rank && !state.queues()[*peer].holds(sequence));
         self.await_rank(missing.clone().next());
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
-        let pause = deadline.tick(roots, |rank| state.active(rank))?;
+        let active = |rank| state.active(rank);
+        let last = |rank: usize| state.queues().get(rank)?.last;
+        let pause = deadline.tick(roots, active, transport.peers(), last)?;
         let due = Instant::now() + state.pause(pause);
         let version = state.version();
         drop(state);

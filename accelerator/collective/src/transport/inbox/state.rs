@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     error::{Certainty, Result},
-    transport::{Abort, LeaveKind, OpDeadline, Peer},
+    transport::{Abort, LastOp, LeaveKind, OpDeadline, Peer},
 };
 
 #[derive(Debug)]
@@ -96,6 +96,13 @@ impl InboxState {
     /// Puts a chunk into the queue of its sender.
     pub(super) fn push(&mut self, from: usize, chunk: RecvChunk) {
         let queue = &mut self.queues[from];
+        if let Some(fingerprint) = chunk.fingerprint {
+            queue.last = Some(LastOp {
+                sequence: chunk.tag.sequence,
+                fingerprint,
+                at: Some(Instant::now()),
+            });
+        }
         queue.bytes += chunk.weight();
         queue.chunks.push_back(chunk);
     }

@@ -49,9 +49,9 @@ impl DataPlane for Tcp {
                     let check = self.inbox.check(to, &self.peers, deadline);
                     let check = check.and_then(|()| {
                         let roots = |deadline: &OpDeadline| self.inbox.roots(vec![to], deadline);
-                        deadline
-                            .tick(roots, |rank| self.last_activity(rank))
-                            .map(drop)
+                        let active = |rank| self.last_activity(rank);
+                        let last = |rank| self.inbox.last_op(rank);
+                        deadline.tick(roots, active, &self.peers, last).map(drop)
                     });
                     if let Err(error) = check {
                         // Who is lost takes nothing more.
