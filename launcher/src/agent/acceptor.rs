@@ -3,11 +3,11 @@
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::rendezvous::{PendingHandshake, PendingHandshakes, Token};
 
 use super::admission::Admission;
 use super::handshake::{Refusal, answer};
@@ -21,10 +21,7 @@ use crate::settings::nodes::Endpoint;
 use crate::supervisor::signals::Relay;
 use crate::text::host_name;
 
-/// How long an unauthenticated peer may take for each message.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How many pending are listened to at once.
+/// How many connections that have not proved the token are listened to at once.
 const MAX_PENDING_HANDSHAKES: usize = 256;
 
 /// How long to wait where the system takes no connection.
@@ -38,7 +35,7 @@ pub(super) struct Acceptor {
     liveness: Duration,
     relay: Relay,
     sessions: AtomicU64,
-    pending: AtomicUsize,
+    pending: Arc<PendingHandshakes>,
 }
 
 /// What a connection is, once it has been admitted.
@@ -61,7 +58,7 @@ impl Acceptor {
             liveness,
             relay,
             sessions: AtomicU64::new(1),
-            pending: AtomicUsize::new(0),
+            pending: PendingHandshakes::new(MAX_PENDING_HANDSHAKES, note),
         }
     }
 
@@ -86,22 +83,17 @@ impl Acceptor {
                 thread::sleep(PAUSE);
                 continue;
             };
-            if self.pending.fetch_add(1, Ordering::Relaxed) < MAX_PENDING_HANDSHAKES {
-                let acceptor = Arc::clone(&self);
-                let handshake = move || {
-                    acceptor.shake_hands(connection);
-                    acceptor.pending.fetch_sub(1, Ordering::Relaxed);
-                };
-                if spawn("handshake", handshake).is_ok() {
-                    continue;
-                }
-            }
-            // It asks again.
-            self.pending.fetch_sub(1, Ordering::Relaxed);
+            let connection = Arc::new(connection);
+            let pending = self.pending.enter(&connection);
+            let acceptor = Arc::clone(&self);
+            // Where there is no thread for it, it asks again.
+            let _ = spawn("handshake", move || {
+                acceptor.shake_hands(&connection, pending);
+            });
         }
     }
 
-    fn shake_hands(&self, connection: TcpStream) {
+    fn shake_hands(&self, connection: &TcpStream, pending: PendingHandshake) {
         let (Ok(peer), Ok(own)) = (connection.peer_addr(), connection.local_addr()) else {
             return;
         };
@@ -109,7 +101,10 @@ impl Acceptor {
         let addresses = [peer, own].map(|address| address.ip().to_canonical());
         let mut added = None;
         let token = self.token.as_ref();
-        let admitted = answer(&connection, token, HANDSHAKE_TIMEOUT, |entry| {
+        let admitted = answer(connection, token, PendingHandshakes::TIMEOUT, |entry| {
+            if !pending.leave() {
+                return Err(Refusal::Retry("it had to make room for others".to_owned()));
+            }
             self.admission.check(&entry)?;
             let session = self.sessions.fetch_add(1, Ordering::Relaxed);
             let welcome = JoinReply {
@@ -155,7 +150,9 @@ impl Acceptor {
                 .try_clone()
                 .map_err(|error| Error::system(error.to_string()))
                 .and_then(|copy| {
-                    stream_line::receive(connection, Arc::clone(&host), stream)?;
+                    let own = copy.try_clone();
+                    let own = own.map_err(|error| Error::system(error.to_string()))?;
+                    stream_line::receive(own, Arc::clone(&host), stream)?;
                     host.add_output(stream, copy);
                     Ok(())
                 }),

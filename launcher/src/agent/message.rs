@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::output::Stream;
 use crate::process::End;
@@ -43,6 +43,7 @@ pub(super) enum ConnectionKind {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct HostInfo {
     /// Its name.
+    #[serde(deserialize_with = "read_name")]
     pub(super) name: String,
     /// The process id of its launcher.
     pub(super) pid: u32,
@@ -62,7 +63,14 @@ pub(super) struct JoinReply {
     /// Silence for which a host is lost.
     pub(super) liveness: Duration,
     /// The name of the head's host.
+    #[serde(deserialize_with = "read_name")]
     pub(super) name: String,
+}
+
+/// Reads the name of a host, which is shown: where no token is asked for, it may be anybody's words.
+fn read_name<'a, D: Deserializer<'a>>(from: D) -> Result<String, D::Error> {
+    let name = String::deserialize(from)?;
+    Ok(name.chars().filter(|c| !c.is_control()).take(64).collect())
 }
 
 /// What a host says to the head.

@@ -18,8 +18,9 @@ pub(crate) fn token() -> Result<Option<Token>> {
     match given_security()? {
         Security::Waived => Ok(None),
         Security::Required => Err(Error::usage(
-            "several hosts know one another by a token: write the same 16 bytes or more into a file on each, readable by \
-             you alone, and name it in ACCEL_TOKEN_FILE; on a network that you trust, ACCEL_INSECURE=1 does without",
+            "several hosts know one another by a token: write the same random one (`openssl rand -hex 32`) into a file on \
+             each, readable by you alone, and name it in ACCEL_TOKEN_FILE; on a network that you trust, ACCEL_INSECURE=1 \
+             does without",
         )),
     }
 }

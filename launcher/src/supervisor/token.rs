@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 
 use accelerator_collective::rendezvous::Token;
 use accelerator_env::{TOKEN_FILE, variable};
@@ -13,6 +13,7 @@ use accelerator_manifest::StagedFolder;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 
 use crate::error::{Error, Result, chain};
+use crate::text::note;
 use crate::variables;
 
 /// The token of `ACCEL_TOKEN_FILE`.
@@ -30,11 +31,15 @@ pub(crate) struct GivenToken {
 /// When the file cannot be read.
 pub(crate) fn given_token() -> Result<Option<GivenToken>> {
     static PIPED: OnceLock<(Token, MemoryFile)> = OnceLock::new();
+    static GUESSABLE: Once = Once::new();
     let Some(path) = variables::given(TOKEN_FILE.name).map(PathBuf::from) else {
         return Ok(None);
     };
     if PIPED.get().is_none() {
         let token = Token::from_file(&path).map_err(|error| Error::usage(chain(&error)))?;
+        if token.is_guessable() {
+            GUESSABLE.call_once(|| note(Token::GUESSABLE));
+        }
         if !fs::metadata(&path).is_ok_and(|found| found.file_type().is_fifo()) {
             return Ok(Some(GivenToken { token, file: None }));
         }

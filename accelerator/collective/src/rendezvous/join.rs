@@ -146,6 +146,7 @@ impl JoinAttempt<'_> {
                 let _ = self.store_process.set((host, pid));
                 own
             }
+            Message::Refused(refusal) => return Err(self.refused(refusal.kind())),
             other => return Err(self.unexpected(other)),
         };
         let listener = self.listen(&stream).map_err(JoinError::Final)?;
@@ -430,6 +431,31 @@ impl JoinAttempt<'_> {
                 JoinError::Again(error.to_string())
             }
         })
+    }
+
+    /// The error of a rank that was refused by somebody who has proved nothing: only the kind of the refusal counts, and
+    /// the words are this rank's.
+    fn refused(&self, kind: Kind) -> JoinError {
+        let why = match kind {
+            Kind::Rendezvous => format!(
+                "it serves another job, and a rank of the job {:?} must look for its own; do two jobs use one port?",
+                self.rendezvous.job
+            ),
+            Kind::Unauthorized if self.key.is_none() => "it does not let this rank join without a token; set \
+                 ACCEL_TOKEN_FILE for every process to the file that holds the job's token"
+                .to_owned(),
+            Kind::Unauthorized => "it has no token, but this rank has; ACCEL_TOKEN_FILE must be set for every process, \
+                 the launcher included"
+                .to_owned(),
+            _ => "it refused this rank before it proved that it is the store; all ranks and the launcher must be \
+                 built with the same version of this library, and no other program may use the port"
+                .to_owned(),
+        };
+        let kind = match kind {
+            Kind::Rendezvous | Kind::Unauthorized => kind,
+            _ => Kind::Protocol,
+        };
+        JoinError::Final(Error::new(kind, format!("{}: {why}", self.place())))
     }
 
     fn unexpected(&self, message: Message) -> JoinError {

@@ -77,6 +77,13 @@ impl Rendezvous {
             TokenSource::Given(token) => Some(token.clone()),
             TokenSource::None => None,
         };
+        if self.is_hosted_by(topology)
+            && let TokenSource::File(_) = self.token
+            && token.as_ref().is_some_and(Token::is_guessable)
+        {
+            tracing::warn!("{}", Token::GUESSABLE);
+            stderr_fallback(Token::GUESSABLE);
+        }
         let place = place(deadline)?;
         let known = place.addresses.clone();
         let (outward, mut targets) = (known[0], known.clone());

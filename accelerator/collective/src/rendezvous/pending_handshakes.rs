@@ -2,37 +2,41 @@
 
 use std::{
     collections::BTreeMap,
+    fmt,
     net::{Shutdown, TcpStream},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use crate::sync::{Mutex, MutexGuard};
+use crate::{
+    stderr_fallback::stderr_fallback,
+    sync::{Mutex, MutexGuard},
+};
 
 /// Connections whose handshake is not over. Their number is bounded: when one more comes, the
-/// oldest is evicted: ranks complete the handshake at once, idle connections never do.
+/// oldest is evicted: who belongs to the job completes the handshake at once, idle connections never do.
 ///
 /// ```
-/// use std::net::{TcpListener, TcpStream};
-/// use std::sync::Arc;
+/// use std::{net::{TcpListener, TcpStream}, sync::Arc};
 ///
 /// use accelerator_collective::rendezvous::PendingHandshakes;
 ///
 /// # fn main() -> std::io::Result<()> {
-/// let pending = PendingHandshakes::new(64);
-/// let listener = TcpListener::bind(("127.0.0.1", 0))?;
-/// let _other = TcpStream::connect(listener.local_addr()?)?;
-/// let stream = Arc::new(listener.accept()?.0);
-/// stream.set_read_timeout(Some(PendingHandshakes::TIMEOUT))?;
-/// let handshake = pending.enter(&stream);
-/// // Here the other end proves who it is.
-/// assert!(handshake.leave());
+/// let listener = TcpListener::bind("127.0.0.1:0")?;
+/// let pending = PendingHandshakes::new(1, |text| eprintln!("{text}"));
+/// let mut enter = || -> std::io::Result<_> {
+///     let stream = Arc::new(TcpStream::connect(listener.local_addr()?)?);
+///     Ok(pending.enter(&stream))
+/// };
+/// let (first, second) = (enter()?, enter()?);
+/// assert!(!first.leave(), "it had to make room");
+/// assert!(second.leave());
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
 pub struct PendingHandshakes {
     limit: usize,
+    tell: fn(&str),
     map: Mutex<PendingMap>,
 }
 
@@ -40,26 +44,50 @@ impl PendingHandshakes {
     /// How long a handshake may take to say who it is.
     pub const TIMEOUT: Duration = Duration::from_secs(10);
 
-    /// Room for so many connections, at least one.
-    pub fn new(limit: usize) -> Arc<Self> {
+    /// Makes room for so many connections, at least one. `tell` is given a line when connections are evicted, at most one
+    /// a minute.
+    pub fn new(limit: usize, tell: fn(&str)) -> Arc<Self> {
         Arc::new(Self {
             limit: limit.max(1),
+            tell,
             map: Mutex::default(),
         })
     }
 
-    /// Lets a connection in, at the cost of the oldest one where there is no room.
+    /// The same, which logs the line as a warning.
+    pub(crate) fn logged(limit: usize) -> Arc<Self> {
+        Self::new(limit, |text| {
+            tracing::warn!("{text}");
+            stderr_fallback(text);
+        })
+    }
+
+    /// Lets a connection in, at the cost of the oldest one if there is no room.
     pub fn enter(self: &Arc<Self>, stream: &Arc<TcpStream>) -> PendingHandshake {
+        let mut is_full = false;
         let mut map = self.map();
         while map.present.len() >= self.limit
             && let Some((_, oldest)) = map.present.pop_first()
         {
             // Its thread sees the end of the connection.
             let _ = oldest.shutdown(Shutdown::Both);
+            is_full = true;
         }
         let number = map.next;
         map.next += 1;
         map.present.insert(number, Arc::clone(stream));
+        let is_due = is_full && map.told.is_none_or(|at| at.elapsed() >= TELL_EVERY);
+        if is_due {
+            map.told = Some(Instant::now());
+        }
+        drop(map);
+        if is_due {
+            (self.tell)(&format!(
+                "{} connections at once have not said who they are, and the oldest are closed for new ones: something \
+                 scans this port, or keeps it busy",
+                self.limit
+            ));
+        }
         PendingHandshake {
             pending: Arc::clone(self),
             number,
@@ -67,7 +95,7 @@ impl PendingHandshakes {
     }
 
     /// Closes all of them.
-    pub(crate) fn clear(&self) {
+    pub fn clear(&self) {
         for (_, stream) in std::mem::take(&mut self.map().present) {
             // The other end may be gone already.
             let _ = stream.shutdown(Shutdown::Both);
@@ -79,7 +107,15 @@ impl PendingHandshakes {
     }
 }
 
-/// A place in the pending, given up when dropped.
+impl fmt::Debug for PendingHandshakes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PendingHandshakes")
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The place of one connection among [`PendingHandshakes`], which is given up when this is dropped.
 #[derive(Debug)]
 pub struct PendingHandshake {
     pending: Arc<PendingHandshakes>,
@@ -87,7 +123,7 @@ pub struct PendingHandshake {
 }
 
 impl PendingHandshake {
-    /// Leaves for the inside; false where the handshake had to make room before.
+    /// Ends the wait of a connection that has proved who it is; false if it had to make room before.
     pub fn leave(self) -> bool {
         self.pending.map().present.remove(&self.number).is_some()
     }
@@ -102,28 +138,44 @@ impl Drop for PendingHandshake {
 #[derive(Debug, Default)]
 struct PendingMap {
     next: u64,
+    /// When it was told last that connections are evicted.
+    told: Option<Instant>,
     present: BTreeMap<u64, Arc<TcpStream>>,
 }
 
+/// How often evictions are told.
+const TELL_EVERY: Duration = Duration::from_secs(60);
+
 #[cfg(test)]
 mod tests {
-    use std::{io::Read, net::TcpListener};
+    use std::{
+        io::Read,
+        net::TcpListener,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
 
     use super::*;
 
     #[test]
     fn the_oldest_makes_room() {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let pending = PendingHandshakes::new(2);
+        static TOLD: AtomicUsize = AtomicUsize::new(0);
+        let pending = PendingHandshakes::new(2, |text| {
+            assert!(text.starts_with("2 connections at once"), "{text}");
+            TOLD.fetch_add(1, Ordering::Relaxed);
+        });
         let mut visits = Vec::new();
-        for _ in 0..3 {
+        for _ in 0..4 {
             let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let far = Arc::new(listener.accept().unwrap().0);
             visits.push((near, pending.enter(&far)));
         }
-        let (mut oldest, evicted) = visits.remove(0);
-        assert_eq!(oldest.read(&mut [0]).unwrap(), 0, "the connection ended");
-        assert!(!evicted.leave());
+        for _ in 0..2 {
+            let (mut oldest, evicted) = visits.remove(0);
+            assert_eq!(oldest.read(&mut [0]).unwrap(), 0, "the connection ended");
+            assert!(!evicted.leave());
+        }
+        assert_eq!(TOLD.load(Ordering::Relaxed), 1, "one line a minute");
         let (_, second) = visits.remove(0);
         assert!(second.leave());
         pending.clear();

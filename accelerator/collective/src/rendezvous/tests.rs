@@ -20,14 +20,14 @@ use super::{
     interface::{addresses_of, all_names},
 };
 use crate::{
-    error::{Error, Result},
+    error::{Error, Kind, Result},
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
     reduce_op::ReduceOp,
     topology::Topology,
     transport_kind::TransportKind,
     wire::{
-        ReadError,
+        ReadError, WireError,
         message::{self, Message, Proves, RankTable, Registration},
     },
 };
@@ -508,6 +508,53 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
         outcome.unwrap();
     }
     drop((idle, transport.unwrap()));
+}
+
+/// Whoever listens there says what it likes.
+#[test]
+fn the_words_of_a_store_that_has_proved_nothing_are_not_shown() {
+    let hostile = "\u{1b}[2Jall your files are gone\u{7}";
+    let token = super::Token::generate().unwrap();
+    for (kind, token, own) in [
+        (
+            Kind::Misuse,
+            Some(&token),
+            "before it proved that it is the store",
+        ),
+        (
+            Kind::Rendezvous,
+            Some(&token),
+            "it serves another job, and a rank of the job",
+        ),
+        (
+            Kind::Unauthorized,
+            Some(&token),
+            "it has no token, but this rank has",
+        ),
+        (
+            Kind::Unauthorized,
+            None,
+            "set ACCEL_TOKEN_FILE for every process",
+        ),
+    ] {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let mut rendezvous = at(listener.local_addr().unwrap());
+        if let Some(token) = token {
+            rendezvous = rendezvous.with_token(token.clone());
+        }
+        let ranks = Ranks::start(&[1], 2, &rendezvous);
+        let (stream, _) = listener.accept().unwrap();
+        let deadline = Instant::now() + SOON;
+        Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
+        let refusal = Error::about(kind, vec![7], hostile);
+        Message::Refused(WireError::new(&refusal))
+            .send(&stream)
+            .unwrap();
+        let error = ranks.errors().remove(0);
+        let text = error.to_string();
+        assert!(text.contains(own) && !text.contains("files"), "{text}");
+        assert!(error.ranks().is_empty(), "{error:?}");
+    }
 }
 
 #[test]

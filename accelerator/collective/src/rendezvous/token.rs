@@ -99,6 +99,34 @@ impl Token {
         Ok(Self(token.to_vec()))
     }
 
+    /// Whether the token may be guessed: it is a text that is too short to hold 16 random bytes in its letters or digits.
+    /// Whoever records a handshake can try as many texts as they like.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::Token;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// assert!(!Token::generate()?.is_guessable());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn is_guessable(&self) -> bool {
+        const ENOUGH_BITS: usize = 128;
+        let all = |is_of: fn(&u8) -> bool| self.0.iter().all(is_of);
+        let bits_each = match () {
+            () if all(u8::is_ascii_digit) => 3,
+            () if all(u8::is_ascii_hexdigit) => 4,
+            // Those of Base64; others are as rare in what people write.
+            () if all(|byte| byte.is_ascii_graphic() || *byte == b' ') => 6,
+            () => 8,
+        };
+        self.0.len() * bits_each < ENOUGH_BITS
+    }
+
+    /// What to tell whoever uses a [guessable](Self::is_guessable) token.
+    pub const GUESSABLE: &'static str = "the token of ACCEL_TOKEN_FILE may be guessed, as it is a short text: make one of \
+         random bytes, such as by `openssl rand -hex 32`";
+
     /// Writes the token to a new file that only this user may read.
     ///
     /// # Errors
@@ -406,6 +434,23 @@ mod tests {
             .unwrap();
         let error = Token::from_file(&long).unwrap_err();
         assert!(error.to_string().contains("4097 bytes"), "{error}");
+    }
+
+    #[test]
+    fn a_short_text_may_be_guessed() {
+        for (token, expected) in [
+            (&b"correct horse ba"[..], true),
+            (b"0123456789abcdef", true),
+            (b"0123456789012345678901234567890123456789", true),
+            (b"00112233445566778899aabbccddeeff", false),
+            (b"yv66vt6tvu8AESIzRFVmdw==", false),
+            (
+                b"\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\xff",
+                false,
+            ),
+        ] {
+            assert_eq!(Token(token.to_vec()).is_guessable(), expected, "{token:?}");
+        }
     }
 
     #[test]

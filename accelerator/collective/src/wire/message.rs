@@ -9,7 +9,7 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
-    WireError,
+    WireError, read_printable,
     source::{DeadlineReader, ReadError, fill},
 };
 use crate::{
@@ -31,6 +31,7 @@ pub(crate) enum Message {
     Challenge {
         nonce: Nonce,
         proof: Option<[u8; 32]>,
+        #[serde(deserialize_with = "read_printable")]
         host: String,
         pid: u32,
     },
@@ -57,9 +58,17 @@ pub(crate) enum Message {
     /// The rank to the store: it leaves in good order.
     Leave,
     /// The store to the rank: a rank has ended, and how.
-    ExitNotice { rank: usize, text: String },
+    ExitNotice {
+        rank: usize,
+        #[serde(deserialize_with = "read_printable")]
+        text: String,
+    },
     /// The store to the rank: what is known about a rank, should anybody ask.
-    ExitInfo { rank: usize, text: String },
+    ExitInfo {
+        rank: usize,
+        #[serde(deserialize_with = "read_printable")]
+        text: String,
+    },
     /// The store to the rank: the launch variables of its place in the next group, by name; none where it has no place in
     /// it.
     NextPlace { variables: Vec<(String, String)> },
@@ -189,6 +198,7 @@ pub(crate) enum Proves {
 pub(crate) struct Registration {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
+    #[serde(deserialize_with = "read_printable")]
     pub(crate) host: String,
     pub(crate) pid: u32,
     /// Where it listens for the other ranks.
@@ -263,8 +273,18 @@ pub(crate) fn to_bytes(value: &impl Serialize) -> Vec<u8> {
 }
 
 pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadError> {
-    ciborium::from_reader(bytes)
-        .map_err(|error| ReadError::Message(format!("a malformed message, {error}")))
+    ciborium::from_reader(bytes).map_err(|error| {
+        use ciborium::de::Error;
+        // What is said of a value quotes it, and whoever has sent it may have proved nothing.
+        ReadError::Message(match error {
+            Error::Syntax(at) | Error::Semantic(Some(at), _) => {
+                format!("a malformed message, at its byte {at}")
+            }
+            Error::Io(_) | Error::Semantic(None, _) | Error::RecursionLimitExceeded => {
+                "a malformed message".to_owned()
+            }
+        })
+    })
 }
 
 /// How long somebody may take to make room for a few bytes.
@@ -381,6 +401,37 @@ mod tests {
         };
         let older: Older = from_bytes(&to_bytes(&newer)).unwrap();
         assert_eq!((older.rank, &*older.host), (1, "here"));
+    }
+
+    #[test]
+    fn nothing_that_is_shown_commands_a_terminal() {
+        let hostile = "\u{1b}[2Jgone\u{7}\u{9b}31m\r";
+        let culprit = Culprit {
+            rank: 3,
+            host: hostile.to_owned(),
+            pid: Some(17),
+            cause: format!("two\nlines {hostile}"),
+            certainty: Certainty::Guessed,
+        };
+        let error = Error::blaming(Kind::PeerLost, culprit, hostile);
+        let told: WireError = from_bytes(&to_bytes(&WireError::new(&error))).unwrap();
+        let told = told.into_error();
+        let culprit = told.culprit().unwrap();
+        assert_eq!(
+            (&*told.to_string(), culprit.host()),
+            ("[2Jgone31m", "[2Jgone31m")
+        );
+        assert_eq!(culprit.cause(), "two\nlines [2Jgone31m");
+        let notice = to_bytes(&Message::ExitNotice {
+            rank: 1,
+            text: hostile.to_owned(),
+        });
+        let told: Message = from_bytes(&notice).unwrap();
+        assert!(matches!(told, Message::ExitNotice { text, .. } if text == "[2Jgone31m"));
+        // A message of an unknown kind, which an error must not quote.
+        let unknown = to_bytes(&std::collections::BTreeMap::from([(hostile, 1)]));
+        let error = from_bytes::<Message>(&unknown).unwrap_err().to_string();
+        assert!(!error.contains("gone"), "{error}");
     }
 
     #[test]

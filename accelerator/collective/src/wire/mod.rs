@@ -6,4 +6,4 @@ mod source;
 mod wire_error;
 
 pub(crate) use source::ReadError;
-pub(crate) use wire_error::{WireError, shorten};
+pub(crate) use wire_error::{WireError, read_printable, shorten};

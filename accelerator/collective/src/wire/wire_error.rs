@@ -1,6 +1,6 @@
 //! Errors on the wire: in frames between ranks, and in messages with the store.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Culprit, Error, Kind};
 
@@ -45,14 +45,35 @@ impl WireError {
         ciborium::from_reader(bytes).ok()
     }
 
+    pub(crate) fn kind(&self) -> Kind {
+        self.kind
+    }
+
     pub(crate) fn into_error(self) -> Error {
+        let message = printable(&self.message);
         match self.culprit {
             Some(culprit) if self.ranks == [culprit.rank] => {
-                Error::blaming(self.kind, culprit, self.message)
+                let culprit = Culprit {
+                    host: printable(&culprit.host),
+                    cause: printable(&culprit.cause),
+                    ..culprit
+                };
+                Error::blaming(self.kind, culprit, message)
             }
-            _ => Error::about(self.kind, self.ranks, self.message),
+            _ => Error::about(self.kind, self.ranks, message),
         }
     }
+}
+
+/// A text of another process as it may be shown: no character in it moves a cursor or commands a terminal. Lines stay.
+pub(crate) fn printable(text: &str) -> String {
+    let is_shown = |letter: &char| !letter.is_control() || matches!(letter, '\n' | '\t');
+    text.chars().filter(is_shown).collect()
+}
+
+/// Reads a text that is shown.
+pub(crate) fn read_printable<'a, D: Deserializer<'a>>(from: D) -> Result<String, D::Error> {
+    String::deserialize(from).map(|text| printable(&text))
 }
 
 /// A text of so many bytes at most; an ellipsis stands for the middle of a longer one. What happened stands at the

@@ -7,8 +7,8 @@
 //! head → host   JoinReply, mac("welcome", N, M, welcome)
 //! ```
 //!
-//! `mac` is the proof of the job's token; there is none where it is waived. Either side may refuse at its turn, and says
-//! why.
+//! `mac` is the proof of the job's token; there is none where it is waived. Either side may refuse at its turn. What the
+//! other side says of that is shown only if it has proved the token; before, the words are this side's own.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -74,7 +74,8 @@ pub(super) fn ask(
     check_magic(stream, until)?;
     let challenge = match receive(stream, until)? {
         FromHead::Challenge(challenge) => challenge,
-        FromHead::Refused(refusal) => return Err(refusal.into()),
+        // It says so after the challenge, which tells version and token.
+        FromHead::Refused(_) => return Err(Refusal::Permanent(UNPROVED.to_owned())),
         FromHead::Admitted { .. } => return Err(Refusal::Retry(UNEXPECTED.to_owned())),
     };
     let trusted = check_version(challenge.protocol, &challenge.version, "host 0").and_then(|()| {
@@ -135,11 +136,6 @@ pub(super) fn answer<T>(
         let _ = send(stream, &FromHead::Refused(told));
         refusal
     };
-    let version = check_version(hello.protocol, &hello.version, "it");
-    version.map_err(|text| refuse(Refusal::Permanent(text)))?;
-    if hello.proves_token != token.is_some() {
-        return Err(refuse(Refusal::Permanent(ONE_TOKEN.to_owned())));
-    }
     let (its, own) = (hello.nonce, nonce()?);
     send(
         stream,
@@ -150,9 +146,16 @@ pub(super) fn answer<T>(
             proof: token.map(|token| token.prove("head", &[&its, &own])),
         }),
     )?;
+    // The challenge tells the other side, too.
+    let version = check_version(hello.protocol, &hello.version, "it");
+    version.map_err(Refusal::Permanent)?;
+    if hello.proves_token != token.is_some() {
+        return Err(Refusal::Permanent(ONE_TOKEN.to_owned()));
+    }
     let (body, proof) = match receive(stream, soon())? {
         FromHost::JoinRequest { body, proof } => (body, proof),
-        FromHost::Refused(refusal) => return Err(refusal.into()),
+        // What else could be wrong is known here.
+        FromHost::Refused(_) => return Err(Refusal::Permanent(OTHER_TOKEN.to_owned())),
     };
     if let Some(token) = token {
         let parts: [&[u8]; 3] = [&own, &its, body.as_bytes()];
@@ -174,6 +177,8 @@ const ONE_TOKEN: &str = "one of this host and host 0 has a token (ACCEL_TOKEN_FI
                          (ACCEL_INSECURE=1)";
 const UNEXPECTED: &str = "it answered something unexpected";
 const STRANGER: &str = "what answers there is no accel-launch";
+const UNPROVED: &str = "it refused this host before it proved the token: another program uses the port, or an accel-launch \
+                        of another version";
 
 type Nonce = [u8; 32];
 
@@ -242,11 +247,9 @@ fn check_version(protocol: u32, version: &str, who: &str) -> Result<(), String> 
     if (protocol, version) == (PROTOCOL, VERSION) {
         return Ok(());
     }
-    let version: String = version
-        .chars()
-        .filter(|c| !c.is_control())
-        .take(40)
-        .collect();
+    // It has proved nothing: a version, and no words.
+    let is_of_version = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');
+    let version: String = version.chars().take_while(is_of_version).take(20).collect();
     Err(format!(
         "{who} runs accel-launch {version} (protocol {protocol}), and the other side accel-launch {VERSION} (protocol \
          {PROTOCOL}): install one version on all hosts"

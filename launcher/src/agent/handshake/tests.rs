@@ -88,10 +88,38 @@ fn another_version_is_named_on_both_sides() {
         panic!("it is not admitted")
     });
     let text = refusal.unwrap_err().text().to_owned();
-    assert!(text.contains("accel-launch 9.9[2J (protocol 7)"), "{text}");
+    assert!(text.contains("accel-launch 9.9 (protocol 7)"), "{text}");
     check_magic(&stream, Instant::now() + LIMIT).unwrap();
     let told: FromHead = receive(&stream, Instant::now() + LIMIT).unwrap();
-    assert!(matches!(told, FromHead::Refused(told) if told.text == text && told.is_final));
+    let FromHead::Challenge(told) = told else {
+        panic!("{told:?}");
+    };
+    assert_eq!((told.protocol, &*told.version), (PROTOCOL, VERSION));
+    let text = check_version(7, "9.9\u{1b}[2J", "host 0").unwrap_err();
+    assert!(
+        text.contains("host 0 runs accel-launch 9.9 (protocol 7)"),
+        "{text}"
+    );
+}
+
+/// Whoever listens there says what it likes.
+#[test]
+fn the_words_of_a_head_that_has_proved_nothing_are_not_shown() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (head, _) = listener.accept().unwrap();
+    begin(&head).unwrap();
+    send(
+        &head,
+        &FromHead::Refused(Refused::ever("your files are gone")),
+    )
+    .unwrap();
+    let token = Token::generate().unwrap();
+    let refusal = ask(&stream, Some(&token), &entry(), Instant::now() + LIMIT);
+    assert_eq!(
+        refusal.unwrap_err(),
+        Refusal::Permanent(UNPROVED.to_owned())
+    );
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use accelerator_env::TOKEN_FILE;
 
-use super::order::{AgentHello, Order, greet, receive};
+use super::order::{AgentHello, MAX_ORDER, Order, greet, receive};
 use super::push;
 use crate::error::{Error, Result};
 use crate::process;
@@ -32,7 +32,7 @@ pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
         port: free_port().map_err(|error| Error::system("no port is free").with_source(error))?,
     };
     greet(&mut io::stdout(), &hello).map_err(lost)?;
-    let mut order: Order = receive(&mut io::stdin()).map_err(lost)?;
+    let mut order: Order = receive(&mut io::stdin(), MAX_ORDER).map_err(lost)?;
     if !order.folder.is_dir() {
         return Err(Error::usage(format!(
             "there is no folder {} on this host: start accel-launch in a folder that all hosts have",

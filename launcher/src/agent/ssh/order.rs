@@ -18,7 +18,10 @@ use serde::{Deserialize, Serialize};
 use crate::agent::line::write_frame;
 
 /// The length of the largest order: the system allows an environment of a few MiB.
-const MAX_ORDER: usize = 64 << 20;
+pub(super) const MAX_ORDER: usize = 64 << 20;
+
+/// The length of the largest hello.
+const MAX_HELLO: usize = 64 << 10;
 
 /// What a start-up file may print at most before the hello.
 const MAX_NOISE: usize = 1 << 20;
@@ -77,7 +80,7 @@ pub(super) fn greeted(input: &mut impl Read) -> io::Result<AgentHello> {
             return Err(io::Error::other("it prints something else without end"));
         }
     }
-    receive(input)
+    receive(input, MAX_HELLO)
 }
 
 /// Writes a message.
@@ -85,12 +88,12 @@ pub(super) fn send(output: &mut impl Write, message: &impl Serialize) -> io::Res
     write_frame(output, &serde_json::to_vec(message)?)
 }
 
-/// Reads a message.
-pub(super) fn receive<M: DeserializeOwned>(input: &mut impl Read) -> io::Result<M> {
+/// Reads a message of at most so many bytes.
+pub(super) fn receive<M: DeserializeOwned>(input: &mut impl Read, most: usize) -> io::Result<M> {
     let mut header = [0; 4];
     input.read_exact(&mut header)?;
     let length = u32::from_le_bytes(header) as usize;
-    if length > MAX_ORDER {
+    if length > most {
         return Err(ErrorKind::InvalidData.into());
     }
     let mut body = vec![0; length];
@@ -131,7 +134,8 @@ mod tests {
         };
         let mut sent = Vec::new();
         send(&mut sent, &order).unwrap();
-        let received: Order = receive(&mut sent.as_slice()).unwrap();
+        assert!(receive::<Order>(&mut sent.as_slice(), sent.len() - 5).is_err());
+        let received: Order = receive(&mut sent.as_slice(), MAX_ORDER).unwrap();
         assert_eq!(received.arguments, order.arguments);
         assert!(!format!("{received:?}").contains("secret"));
     }

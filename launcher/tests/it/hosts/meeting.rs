@@ -271,6 +271,24 @@ fn restarts_that_another_host_asks_for_do_not_count() {
     ended.says("--max-restarts 7; what counts is the 2 of host 0");
 }
 
+/// As many idle connections as host 0 listens to at once, and more.
+#[test]
+fn idle_connections_keep_no_host_out() {
+    let hosts = Hosts::new(2);
+    hosts.folder.script("show.sh", "echo $RANK");
+    let head = hosts.start(0, &[], &["show.sh"]);
+    let connect = || TcpStream::connect(("127.0.0.1", hosts.port)).ok();
+    let first = wait_until("the head", connect);
+    let idle: Vec<_> = (0..300).filter_map(|_| connect()).collect();
+    assert_eq!(idle.len(), 300);
+    let other = hosts.start(1, &[], &["show.sh"]);
+    let ended = end(vec![head, other]);
+    assert_eq!(codes(&ended), [0, 0], "{ended:?}");
+    let line = "256 connections at once have not said who they are";
+    assert_eq!(ended[0].stderr.matches(line).count(), 1, "{ended:?}");
+    drop((first, idle));
+}
+
 #[test]
 fn a_host_that_does_not_come_is_named() {
     let hosts = Hosts::new(3);

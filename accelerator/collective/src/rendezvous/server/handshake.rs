@@ -159,13 +159,10 @@ impl ServerState {
         };
         self.check_origin(origin)?;
         if job != self.options.job {
-            // Nobody has proved anything yet, so the name of this job is not told.
+            // Nobody has proved anything yet, so neither name is told.
             return Err(Error::new(
                 Kind::Rendezvous,
-                format!(
-                    "this store serves another job, a rank of the job {job:?} must look for its \
-                     own; do two jobs use one port?"
-                ),
+                "this store serves another job than that of the rank; do two jobs use one port?",
             ));
         }
         if key.is_some() && proves == Proves::Nothing {

@@ -102,8 +102,9 @@ impl StoreServer {
             .local_addr()
             .map_err(|error| Error::io("the store's own address cannot be read", error))?;
         let shared = Arc::new(ServerState {
-            pending: PendingHandshakes::new(options.world_size + 64),
-            rejected_handshakes: PendingHandshakes::new(8),
+            pending: PendingHandshakes::logged(options.world_size + 64),
+            // Who may not join is noted otherwise.
+            rejected_handshakes: PendingHandshakes::new(8, |_| {}),
             registry: Mutex::new(Registry {
                 state: StoreState::new(options.world_size),
                 connections: HashMap::new(),

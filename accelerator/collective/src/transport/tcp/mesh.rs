@@ -270,7 +270,7 @@ impl Acceptor {
         sender: mpsc::Sender<MeshEvent>,
     ) -> Result<Self> {
         let closed = Arc::new(AtomicBool::new(false));
-        let pending = PendingHandshakes::new(world_size + 64);
+        let pending = PendingHandshakes::logged(world_size + 64);
         let visit = InboundHandshake {
             key: meeting.key.clone(),
             rank,
