@@ -145,3 +145,30 @@ fn each_operation_finds_its_own_parts() {
     assert_eq!(poll(7, OpPosition::First), Some((6, 1)));
     assert_eq!(poll(7, OpPosition::First), None);
 }
+
+#[test]
+fn what_a_peer_began_last_is_known_when_its_parts_are_taken() {
+    let inbox = Inbox::new(3);
+    for (sequence, fingerprint) in [(4, Some(deadline(4).fingerprint)), (5, None)] {
+        inbox.push(
+            1,
+            RecvChunk {
+                tag: Tag {
+                    sequence,
+                    phase: OpPhase::Reduce,
+                    index: 0,
+                },
+                fingerprint,
+                payload: inbox.chunk(0),
+            },
+        );
+    }
+    inbox.close();
+    let text = inbox.last_op(1).unwrap().to_string();
+    assert!(
+        text.starts_with("collective #4, barrier at here.rs:1, "),
+        "{text}"
+    );
+    assert!(text.ends_with(" ago"), "{text}");
+    assert!(inbox.last_op(2).is_none() && inbox.last_op(9).is_none());
+}
