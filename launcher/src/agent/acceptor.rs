@@ -1,13 +1,15 @@
 //! Listens to whoever connects to the head, and admits hosts.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::rendezvous::{PendingHandshake, PendingHandshakes, Token};
+use accelerator_collective::rendezvous::{
+    PendingHandshake, PendingHandshakes, Token, listen_at, listen_everywhere,
+};
 
 use super::admission::Admission;
 use super::handshake::{Refusal, answer};
@@ -174,29 +176,18 @@ impl Acceptor {
 /// Listens at the endpoint's address where it is one of this host, else at all addresses: a name may stand for another
 /// address elsewhere, and an address for something in front of this host.
 fn bind(endpoint: &Endpoint) -> Result<TcpListener> {
-    let all = [
-        IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-    ];
-    let mut failure = None;
-    for address in endpoint.address().into_iter().chain(all) {
-        match TcpListener::bind((address, endpoint.port)) {
-            Ok(listener) => return Ok(listener),
-            Err(error) if error.kind() == ErrorKind::AddrInUse => {
-                let port = endpoint.port;
-                return Err(Error::system(format!(
-                    "port {port} is taken; end what listens there, or give another one in --rdzv-endpoint on all hosts"
-                ))
-                .with_source(error));
-            }
-            Err(error) => failure = Some(error),
-        }
-    }
-    let error = Error::system(format!(
-        "--rdzv-endpoint {endpoint}: this host cannot listen there"
-    ));
-    Err(match failure {
-        Some(failure) => error.with_source(failure),
-        None => error,
+    let port = endpoint.port;
+    let listening = match endpoint.address() {
+        Some(address) => listen_at(&[address], port),
+        None => listen_everywhere(port),
+    };
+    listening.map_err(|error| {
+        let text = match error.kind() {
+            ErrorKind::AddrInUse => format!(
+                "port {port} is taken; end what listens there, or give another one in --rdzv-endpoint on all hosts"
+            ),
+            _ => format!("--rdzv-endpoint {endpoint}: this host cannot listen there"),
+        };
+        Error::system(text).with_source(error)
     })
 }

@@ -26,7 +26,7 @@ use crate::settings::{Settings, variable};
 use crate::supervisor::leftovers::{LEFTOVER_TIMEOUT, Swept};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::{Growth, LocalSpawner, Resize, Spawner};
-use crate::text::note;
+use crate::text::{host_name, note};
 
 /// How often the head says for whom it waits.
 const TELL_EVERY: Duration = Duration::from_secs(10);
@@ -221,9 +221,14 @@ impl Head {
             join_timeout,
             ..
         } = &self.place;
+        let is_everywhere = endpoint.address().is_some_and(|ip| ip.is_unspecified());
+        let reached = match is_everywhere {
+            true => format!("{}:{}", host_name(), endpoint.port),
+            false => endpoint.to_string(),
+        };
         let mut text = format!(
             "{} did not join within {} s: start accel-launch there with `--nnodes {hosts} --node-rank {} --rdzv-endpoint \
-             {endpoint}`, and see that it reaches this host at port {}",
+             {reached}`, and see that it reaches this host at port {}",
             shown(absent),
             join_timeout.as_secs_f64(),
             absent.missing.first().unwrap_or(&1),

@@ -385,9 +385,33 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 fn host(text: &str) -> Result<String, String> {
-    let is_address = text.parse::<IpAddr>().is_ok();
-    match is_address || (!text.is_empty() && !text.contains([':', ' '])) {
-        true => Ok(text.to_owned()),
+    let inner = text
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'));
+    let address = inner.filter(|inner| inner.contains(':')).unwrap_or(text);
+    match address.parse::<IpAddr>().is_ok() || (!text.is_empty() && !text.contains([':', ' '])) {
+        true => Ok(address.to_owned()),
         false => Err("expected an address or a host name; the port goes to --master-port".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_names_or_addresses() {
+        for (text, expected) in [
+            ("node-0", Some("node-0")),
+            ("10.0.0.1", Some("10.0.0.1")),
+            ("fd00::1", Some("fd00::1")),
+            ("[fd00::1]", Some("fd00::1")),
+            ("", None),
+            ("node-0:7", None),
+            ("[fd00::1]:7", None),
+            ("a b", None),
+        ] {
+            assert_eq!(host(text).ok().as_deref(), expected, "{text}");
+        }
     }
 }

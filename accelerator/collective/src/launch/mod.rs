@@ -64,7 +64,7 @@ use crate::{
 ///
 /// | variable | meaning |
 /// |---|---|
-/// | `MASTER_ADDR` | the host of the store where the ranks meet, with any launcher |
+/// | `MASTER_ADDR` | the host of the store where the ranks meet, with any launcher; if it is a name (not `localhost`) that leads to a loopback address on rank 0's host, rank 0 listens at all addresses of its host |
 /// | `ACCEL_PORT`, else `MASTER_PORT` | the port of the store |
 /// | `TORCHELASTIC_USE_AGENT_STORE` | torchrun's agent listens on `MASTER_PORT`: the store is one above |
 /// | `TORCHELASTIC_RUN_ID`, `ACCEL_JOB` | the name of the job; ranks of another job are refused |

@@ -1,16 +1,110 @@
-//! Addresses that stand for others, and the name of this host.
+//! Addresses of this host, listening at them, and the name of this host.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
+};
 
 use super::interface::{all_addresses, is_of_link};
+
+/// Listens at the first of `addresses` that this host has, and at all addresses of this host if it has none of them: they
+/// stand for something in front of it then.
+///
+/// ```
+/// use accelerator_collective::rendezvous::listen_at;
+///
+/// # fn main() -> std::io::Result<()> {
+/// let listener = listen_at(&["192.0.2.1".parse().unwrap(), "127.0.0.1".parse().unwrap()], 0)?;
+/// assert!(listener.local_addr()?.ip().is_loopback());
+/// let listener = listen_at(&["192.0.2.1".parse().unwrap()], 0)?;
+/// assert!(listener.local_addr()?.ip().is_unspecified());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// The system's: the port is taken, for instance.
+pub fn listen_at(addresses: &[IpAddr], port: u16) -> io::Result<TcpListener> {
+    let mut taken = None;
+    for &ip in addresses.iter().filter(|&&ip| is_own_address(ip)) {
+        match TcpListener::bind((ip, port)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => taken = Some(error),
+            // IPv6 may be switched off.
+            Err(_) => {}
+        }
+    }
+    match taken {
+        Some(error) => Err(error),
+        None => listen_everywhere(port),
+    }
+}
+
+/// Listens at all addresses of this host, of IPv6 and of IPv4, whatever the system's default for sockets of IPv6 is
+/// (`net.ipv6.bindv6only`); those of IPv4 alone, if there is no IPv6.
+///
+/// ```
+/// use std::net::TcpStream;
+///
+/// # fn main() -> std::io::Result<()> {
+/// let listener = accelerator_collective::rendezvous::listen_everywhere(0)?;
+/// TcpStream::connect(("127.0.0.1", listener.local_addr()?.port()))?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// The system's: the port is taken, for instance.
+pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
+
+    let both = || -> io::Result<TcpListener> {
+        let socket = socket_with(
+            AddressFamily::INET6,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        sockopt::set_socket_reuseaddr(&socket, true)?;
+        sockopt::set_ipv6_v6only(&socket, false)?;
+        bind(&socket, &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;
+        // The system takes its own limit for it.
+        listen(&socket, i32::MAX)?;
+        Ok(socket.into())
+    };
+    match both() {
+        Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
+        }
+        other => other,
+    }
+}
+
+/// Whether this host has the address, as its list of network interfaces says, or its routes. That a socket can be bound to
+/// it says less: where `net.ipv4.ip_nonlocal_bind` is set, one can be bound to every address.
+///
+/// ```
+/// use accelerator_collective::rendezvous::is_own_address;
+///
+/// assert!(is_own_address("127.0.1.1".parse().unwrap()));
+/// assert!(!is_own_address("192.0.2.1".parse().unwrap()));
+/// ```
+pub fn is_own_address(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    let is_listed = || {
+        let listed = all_addresses().unwrap_or_default();
+        listed.iter().any(|own| own.ip == ip)
+    };
+    ip.is_loopback() || is_listed() || way_to(ip) == Some(ip)
+}
 
 /// Where this host reaches its own listener, which may listen at all its addresses.
 pub(crate) fn reachable(mut listener: SocketAddr) -> SocketAddr {
     if listener.ip().is_unspecified() {
-        listener.set_ip(match listener.ip() {
-            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
-            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
-        });
+        // `::` stands for those of IPv4, too, and there may be no IPv6 on the loopback interface.
+        listener.set_ip(Ipv4Addr::LOCALHOST.into());
     }
     listener
 }
@@ -31,7 +125,9 @@ pub(super) fn own_addresses() -> Vec<IpAddr> {
     let listed = all_addresses().unwrap_or_default();
     let listed = listed.into_iter().map(|address| address.ip);
     let mut found: Vec<IpAddr> = Vec::new();
-    for address in way_out().into_iter().chain(listed) {
+    // An address that nobody has (RFC 5737): the way there is the default route.
+    let far = Ipv4Addr::new(192, 0, 2, 1);
+    for address in way_to(far.into()).into_iter().chain(listed) {
         if is_of_network(&address) && !found.contains(&address) {
             found.push(address);
         }
@@ -52,10 +148,9 @@ pub(super) fn of_one_family(mut addresses: Vec<IpAddr>) -> Vec<IpAddr> {
     addresses
 }
 
-/// The address of this host at which its default route begins; nothing is sent.
-fn way_out() -> Option<IpAddr> {
-    // An address that nobody has (RFC 5737).
-    let far = SocketAddr::from(([192, 0, 2, 1], 9));
+/// The address of this host at which its way to another one begins; nothing is sent.
+fn way_to(far: IpAddr) -> Option<IpAddr> {
+    let far = SocketAddr::new(far, 9);
     let socket = UdpSocket::bind((any_like(far), 0)).ok()?;
     socket.connect(far).ok()?;
     Some(socket.local_addr().ok()?.ip())
@@ -86,7 +181,8 @@ mod tests {
     fn families_are_kept() {
         for (listener, expected, any) in [
             ("0.0.0.0:7", "127.0.0.1:7", "0.0.0.0"),
-            ("[::]:7", "[::1]:7", "::"),
+            ("[::]:7", "127.0.0.1:7", "::"),
+            ("[fd00::1]:7", "[fd00::1]:7", "::"),
             ("10.0.0.1:7", "10.0.0.1:7", "0.0.0.0"),
         ] {
             let listener = listener.parse().unwrap();
@@ -111,6 +207,19 @@ mod tests {
                 "{address}"
             );
         }
+    }
+
+    #[test]
+    fn who_listens_everywhere_is_reached_by_both_families() {
+        let listener = listen_everywhere(0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let v6_is_here = TcpListener::bind(("::1", 0)).is_ok();
+        for (ip, is_here) in [("127.0.0.1", true), ("::1", v6_is_here)] {
+            let reached = std::net::TcpStream::connect((ip, port));
+            assert!(reached.is_ok() || !is_here, "{ip}: {reached:?}");
+        }
+        let taken = listen_everywhere(port).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::{
 
 use super::{
     Rendezvous, Security, StoreHost,
-    address::{any_like, host_name},
+    address::{any_like, host_name, listen_everywhere},
     interface::address_like,
     locality::boot_id,
     peer_origin::PeerOrigin,
@@ -43,6 +43,8 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) transport: TransportKind,
     /// The store's address as the other ranks see it.
     pub(super) outward: SocketAddr,
+    /// Whether other hosts may reach this one by another address than this rank reaches the store.
+    pub(super) is_in_network: bool,
     /// The host and the id of the process that hosts the store, once they are known.
     pub(super) store_process: OnceCell<(String, u32)>,
 }
@@ -307,12 +309,10 @@ impl JoinAttempt<'_> {
         }
         let bind = |local: SocketAddr| {
             let behind_a_name = local.ip().is_loopback() && !self.outward.ip().is_loopback();
-            let ip = match (behind_a_name, self.rendezvous.is_in_network()) {
-                (true, _) => any_like(self.outward),
-                (false, true) => any_like(local),
-                (false, false) => local.ip(),
-            };
-            TcpListener::bind((ip, 0))
+            match behind_a_name || self.is_in_network {
+                true => listen_everywhere(0),
+                false => TcpListener::bind((local.ip(), 0)),
+            }
         };
         stream.local_addr().and_then(bind).map_err(refused)
     }

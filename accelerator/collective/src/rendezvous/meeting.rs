@@ -12,8 +12,9 @@ use accelerator_fault::{Effect, Point, fail_point};
 use super::{
     MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StorePlace, StoreServer,
     TokenSource,
-    address::{any_like, reachable},
+    address::{listen_at, reachable},
     join::{JoinAttempt, Joined, RETRY},
+    server::not_listening,
     token::{Key, Token},
 };
 use crate::{
@@ -50,7 +51,13 @@ impl Rendezvous {
     ) -> Result<Meeting> {
         let place = |deadline| match self.is_in_network() && self.is_hosted_by(topology) {
             true => StorePlace::in_network(self.port, self.network_interface()),
-            false => Ok(StorePlace::at(self.resolve(topology, deadline)?)),
+            false => {
+                let addresses = self.resolve(topology, deadline)?;
+                Ok(match self.is_loopback() || is_on_one_host(topology) {
+                    true => StorePlace::at(addresses),
+                    false => StorePlace::at_name(addresses),
+                })
+            }
         };
         self.meet_at(place, topology, connect_timeout, liveness, transport)
     }
@@ -85,6 +92,16 @@ impl Rendezvous {
             stderr_fallback(Token::GUESSABLE);
         }
         let place = place(deadline)?;
+        if place.is_shadowed {
+            tracing::info!(
+                "rank {} listens at all addresses of its host: the host of the store, {:?} (MASTER_ADDR), is {} here, \
+                 which no other host reaches",
+                topology.rank(),
+                self.host,
+                place.addresses[0].ip()
+            );
+        }
+        let is_in_network = self.is_in_network() || place.is_shadowed;
         let known = place.addresses.clone();
         let (outward, mut targets) = (known[0], known.clone());
         let mut store = None;
@@ -102,6 +119,7 @@ impl Rendezvous {
             liveness,
             transport,
             outward,
+            is_in_network,
             store_process: OnceCell::new(),
         };
         let Joined {
@@ -111,11 +129,12 @@ impl Rendezvous {
             stream,
         } = attempt.run(&targets)?;
         // At an interface that is named, a rank knows its address.
-        if self.is_in_network() && self.network_interface.is_none() {
+        if self.network_interface.is_none() {
             let store = stream
                 .peer_addr()
                 .map_err(|error| Error::io("the address of the store cannot be read", error))?;
-            reach_beside_store(&mut ranks, store.ip(), &known);
+            let known = is_in_network.then_some(&known[..]);
+            reach_beside_store(&mut ranks, store.ip(), known);
         }
         let key = Key::of_job(&secret, attempt.key.as_ref());
         let store_client =
@@ -173,8 +192,8 @@ impl Rendezvous {
         }
     }
 
-    /// Hosts the store: where it listens already, at the address itself or, where that is a name for something in front
-    /// of this host, at all its addresses.
+    /// Hosts the store: where it listens already, at the address itself or, if that is a name for something in front of
+    /// this host, or for a loopback address, at all its addresses.
     pub(super) fn serve(
         &self,
         place: StorePlace,
@@ -191,25 +210,36 @@ impl Rendezvous {
         if let Some(listener) = place.listener {
             return StoreServer::on(listener, options);
         }
-        let addresses = &place.addresses[..];
-        match StoreServer::bind_with(addresses, options.clone()) {
-            Err(error) if error.is_io() => {
-                let any = (any_like(addresses[0]), self.port);
-                StoreServer::bind_with(any, options).map_err(|_| error)
-            }
-            other => other,
-        }
+        let ips: Vec<IpAddr> = match place.is_shadowed {
+            true => Vec::new(),
+            false => place.ips().collect(),
+        };
+        let listener = listen_at(&ips, self.port);
+        let listener = listener.map_err(|error| not_listening(&place.addresses, error))?;
+        StoreServer::on(listener, options)
     }
 }
 
+/// Whether this rank was told that all ranks are on its host.
+fn is_on_one_host(topology: &Topology) -> bool {
+    topology.is_local_known() && topology.local_world_size() == topology.world_size()
+}
+
 /// Reaches the ranks on the host of the store as the store itself was `reached`: a rank there cannot know by which of the
-/// host's addresses, some of which are `known`, the others reach it.
-fn reach_beside_store(ranks: &mut [Registration], reached: IpAddr, known: &[SocketAddr]) {
+/// host's addresses, some of which are `known`, the others reach it. Nothing is known to a rank that is not told to meet
+/// others in the network; even so, a loopback address holds on the store's host only.
+fn reach_beside_store(ranks: &mut [Registration], reached: IpAddr, known: Option<&[SocketAddr]>) {
     let first = ranks.first().map(|rank| rank.address.ip());
     for rank in ranks {
         let ip = rank.address.ip();
-        let is_beside = ip.is_loopback() || known.iter().any(|address| address.ip() == ip);
-        if is_beside || Some(ip) == first {
+        let is_beside = match known {
+            None => ip.is_loopback() && !reached.is_loopback(),
+            Some(known) => {
+                let is_known = known.iter().any(|address| address.ip() == ip);
+                ip.is_loopback() || is_known || Some(ip) == first
+            }
+        };
+        if is_beside {
             rank.address.set_ip(reached);
         }
     }
@@ -241,14 +271,31 @@ mod tests {
             "10.0.0.2",
             "10.0.0.3",
         ];
-        let mut ranks: Vec<_> = own.into_iter().enumerate().map(rank).collect();
+        let ranks: Vec<_> = own.into_iter().enumerate().map(rank).collect();
         let known = ["172.17.0.1:5", "10.0.0.1:5"].map(|address| address.parse().unwrap());
-        reach_beside_store(&mut ranks, "10.0.0.1".parse().unwrap(), &known);
-        let reached: Vec<_> = ranks.iter().map(|rank| rank.address.to_string()).collect();
         let beside = "10.0.0.1:7";
-        assert_eq!(
-            reached,
-            [beside, beside, beside, "10.0.0.2:7", "10.0.0.3:7"]
-        );
+        let [there, other] = ["10.0.0.2:7", "10.0.0.3:7"];
+        for (reached, known, expected) in [
+            (
+                "10.0.0.1",
+                Some(&known[..]),
+                [beside, beside, beside, there, other],
+            ),
+            (
+                "10.0.0.1",
+                None,
+                ["192.168.0.1:7", "172.17.0.1:7", beside, there, other],
+            ),
+            (
+                "127.0.0.1",
+                None,
+                ["192.168.0.1:7", "172.17.0.1:7", "127.0.1.1:7", there, other],
+            ),
+        ] {
+            let mut ranks = ranks.clone();
+            reach_beside_store(&mut ranks, reached.parse().unwrap(), known);
+            let ranks = ranks.iter().map(|rank| rank.address.to_string());
+            assert_eq!(ranks.collect::<Vec<_>>(), expected, "{reached}");
+        }
     }
 }

@@ -26,6 +26,7 @@ mod token;
 
 use std::{fmt, net::IpAddr, path::PathBuf};
 
+pub use address::{is_own_address, listen_at, listen_everywhere};
 pub use pending_handshakes::{PendingHandshake, PendingHandshakes};
 pub use report::{FailureReport, Report};
 pub use server::StoreServer;
@@ -85,10 +86,10 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// A store at a host and port, hosted by rank 0, without a token.
+    /// A store at a host and port, hosted by rank 0, without a token. An address of IPv6 may be in brackets.
     pub fn new(host: impl Into<String>, port: u16) -> Self {
         Self {
-            host: host.into(),
+            host: without_brackets(&host.into()).to_owned(),
             port,
             store: StoreHost::Rank0,
             job: String::new(),
@@ -202,6 +203,14 @@ impl fmt::Display for Rendezvous {
             write!(f, "{}:{}", self.host, self.port)
         }
     }
+}
+
+/// A host as it is looked up: `[::1]` is `::1`.
+pub(crate) fn without_brackets(host: &str) -> &str {
+    let inner = host
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'));
+    inner.filter(|inner| inner.contains(':')).unwrap_or(host)
 }
 
 /// Where a store that rank 0 hosts listens.

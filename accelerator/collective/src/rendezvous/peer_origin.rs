@@ -31,6 +31,7 @@ impl PeerOrigin {
         let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
             return Self::Remote;
         };
+        let (peer, local) = (plain(peer), plain(local));
         if !peer.ip().is_loopback() && peer.ip() != local.ip() {
             return Self::Remote;
         }
@@ -61,7 +62,7 @@ fn owner(local: SocketAddr, remote: SocketAddr, timeout: Duration) -> Option<u32
             .find_map(|table| find(&table, local, remote))
     };
     loop {
-        let found = match socket_diag::owner(plain(local), plain(remote)) {
+        let found = match socket_diag::owner(local, remote) {
             Some(SocketOwner::User(user)) => Some(user),
             Some(SocketOwner::Nobody) => None,
             None => table(),
@@ -166,15 +167,25 @@ mod tests {
 
     #[test]
     fn a_connection_within_this_process_is_our_own() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (far, _) = listener.accept().unwrap();
         let expected = match cfg!(target_os = "linux") {
             true => PeerOrigin::SameUser,
             false => PeerOrigin::Unknown,
         };
-        for end in [&near, &far] {
-            assert_eq!(PeerOrigin::of(end, Duration::from_secs(5)), expected);
+        let everywhere = crate::rendezvous::listen_everywhere(0).unwrap();
+        let loopback = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        for (listener, ip) in [
+            (&loopback, "127.0.0.1"),
+            (&everywhere, "127.0.0.1"),
+            // Its own end is 127.0.0.1.
+            (&everywhere, "127.0.1.1"),
+        ] {
+            let port = listener.local_addr().unwrap().port();
+            let near = TcpStream::connect((ip, port)).unwrap();
+            let (far, _) = listener.accept().unwrap();
+            for end in [&near, &far] {
+                let origin = PeerOrigin::of(end, Duration::from_secs(5));
+                assert_eq!(origin, expected, "{ip}");
+            }
         }
     }
 }

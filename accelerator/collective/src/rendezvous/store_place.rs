@@ -1,11 +1,14 @@
 //! Where one rank finds, or hosts, the store.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
+};
 
 use super::{
-    address::{any_like, of_one_family, own_addresses},
+    address::{listen_everywhere, of_one_family, own_addresses},
     interface::addresses_of,
-    server::listen,
+    server::not_listening,
 };
 use crate::error::{Error, Result};
 
@@ -15,6 +18,8 @@ pub(crate) struct StorePlace {
     pub(super) addresses: Vec<SocketAddr>,
     /// Where the store listens already.
     pub(super) listener: Option<TcpListener>,
+    /// Whether they are this host's alone, and other hosts know others.
+    pub(super) is_shadowed: bool,
 }
 
 impl StorePlace {
@@ -23,6 +28,17 @@ impl StorePlace {
         Self {
             addresses: addresses.into_iter().collect(),
             listener: None,
+            is_shadowed: false,
+        }
+    }
+
+    /// The same for a host that may go by another address here than elsewhere, as the hosts of Debian and Ubuntu do, whose
+    /// own names are 127.0.1.1.
+    pub(crate) fn at_name(addresses: Vec<SocketAddr>) -> Self {
+        let is_shadowed = addresses.iter().any(|address| address.ip().is_loopback());
+        Self {
+            is_shadowed,
+            ..Self::at(addresses)
         }
     }
 
@@ -38,12 +54,10 @@ impl StorePlace {
             Some(name) => of_one_family(addresses_of(name)?),
             None => own_addresses(),
         };
-        let first = SocketAddr::new(own[0], port);
-        let ip = match first.ip().is_loopback() {
-            true => first.ip(),
-            false => any_like(first),
-        };
-        Self::listening(ip, port, own)
+        match own[0].is_loopback() {
+            true => Self::listening(TcpListener::bind((own[0], port)), port, own),
+            false => Self::listening(listen_everywhere(port), port, own),
+        }
     }
 
     /// Listens on the loopback interface; port 0 takes a free one.
@@ -53,7 +67,7 @@ impl StorePlace {
     /// As [`in_network`](Self::in_network).
     pub(crate) fn on_loopback(port: u16) -> Result<Self> {
         let ip = Ipv4Addr::LOCALHOST.into();
-        Self::listening(ip, port, vec![ip])
+        Self::listening(TcpListener::bind((ip, port)), port, vec![ip])
     }
 
     /// The port of the store.
@@ -66,8 +80,12 @@ impl StorePlace {
         self.addresses.iter().map(SocketAddr::ip)
     }
 
-    fn listening(ip: IpAddr, port: u16, reached: Vec<IpAddr>) -> Result<Self> {
-        let listener = listen((ip, port))?;
+    fn listening(
+        listener: io::Result<TcpListener>,
+        port: u16,
+        reached: Vec<IpAddr>,
+    ) -> Result<Self> {
+        let listener = listener.map_err(|error| not_listening(port, error))?;
         let port = listener
             .local_addr()
             .map_err(|error| Error::io("the store's own address cannot be read", error))?
@@ -76,6 +94,7 @@ impl StorePlace {
         Ok(Self {
             addresses: addresses.collect(),
             listener: Some(listener),
+            is_shadowed: false,
         })
     }
 }

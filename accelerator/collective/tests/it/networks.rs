@@ -65,6 +65,58 @@ fn two_hosts_of_two_ranks() {
     same_bits(2, 2, "hierarchical");
 }
 
+/// On Debian a host's own name is 127.0.1.1 there, and its address in the network elsewhere.
+#[test]
+fn hosts_meet_whose_own_names_are_loopback_addresses() {
+    let Some(network) = Network::new(2) else {
+        return;
+    };
+    network.name_hosts("127.0.1.1");
+    meet(&network, 2, &["node-0"; 4]);
+}
+
+/// A socket can be bound to an address that is another host's.
+#[test]
+fn an_address_in_front_of_a_host_is_told_from_its_own() {
+    let Some(network) = Network::new(2) else {
+        return;
+    };
+    network.set(0, "net/ipv4/ip_nonlocal_bind", "1");
+    meet(&network, 1, &["10.77.0.9", "10.77.0.1"]);
+}
+
+/// The name of host 0 is an address of IPv6 there, and one of IPv4 elsewhere; sockets of IPv6 take none of IPv4.
+#[test]
+fn hosts_of_both_families_meet() {
+    let Some(network) = Network::new(2) else {
+        return;
+    };
+    network.name_hosts("::1");
+    network.set(0, "net/ipv6/bindv6only", "1");
+    meet(&network, 1, &["node-0"; 2]);
+}
+
+/// Ranks that were told these addresses of rank 0 compute a sum.
+fn meet(network: &Network, ranks_per_host: usize, addresses: &[&str]) {
+    let token = network.token();
+    let start = |(rank, address): (usize, &&str)| {
+        let variables = [
+            (DEED, "reduce"),
+            ("ACCEL_TOKEN_FILE", token.to_str().unwrap()),
+            ("MASTER_ADDR", *address),
+        ];
+        network.start(rank, ranks_per_host, &variables)
+    };
+    let ranks: Vec<Rank> = addresses.iter().enumerate().map(start).collect();
+    for mut rank in ranks {
+        rank.line("connected");
+        for _ in LENGTHS {
+            rank.line("sum");
+        }
+        assert!(rank.end().success());
+    }
+}
+
 /// Without a token, several hosts must say that they want none.
 #[test]
 fn hosts_without_a_token_meet_only_if_they_say_so() {

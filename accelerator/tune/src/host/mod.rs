@@ -290,7 +290,7 @@ fn of_job(error: accelerator_collective::Error) -> Error {
 
 /// At all addresses of this host.
 pub(crate) fn bind_everywhere() -> std::io::Result<TcpListener> {
-    TcpListener::bind(("::", 0)).or_else(|_| TcpListener::bind(("0.0.0.0", 0)))
+    accelerator_collective::rendezvous::listen_everywhere(0)
 }
 
 /// As an address of IPv6 is written with a port.

@@ -2,9 +2,9 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::net::TcpListener;
 use std::process::ExitCode;
 
+use accelerator_collective::rendezvous::listen_everywhere;
 use accelerator_env::TOKEN_FILE;
 
 use super::order::{AgentHello, MAX_ORDER, Order, greet, receive};
@@ -63,5 +63,5 @@ pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
 
 /// A port that nobody listens on.
 fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind(("0.0.0.0", 0))?.local_addr()?.port())
+    Ok(listen_everywhere(0)?.local_addr()?.port())
 }

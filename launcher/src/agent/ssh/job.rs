@@ -256,6 +256,7 @@ impl<'a> SshJob<'a> {
             return;
         };
         let is_head_own = self.hosts[0].is_own;
+        let are_all_own = self.hosts.iter().all(|host| host.is_own);
         let name = self.hosts[0].listed.name.clone();
         for (number, host) in self.hosts.iter_mut().enumerate() {
             let (Some(client), Some(hello), false) = (&host.client, &host.hello, host.is_ordered)
@@ -268,7 +269,9 @@ impl<'a> SshJob<'a> {
                 connection.split(' ').nth(at).map(str::to_owned)
             };
             let address = match (is_head_own, host.is_own) {
-                (true, true) => Some("127.0.0.1".to_owned()).filter(|_| number > 0),
+                // The others are told the addresses that this host has for them, each by the way to it.
+                (true, true) if number == 0 && !are_all_own => Some("::".to_owned()),
+                (true, true) => Some("127.0.0.1".to_owned()),
                 (true, false) => word(hello, 0),
                 (false, _) => word(&head, 2),
             };

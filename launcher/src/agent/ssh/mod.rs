@@ -12,11 +12,11 @@ mod push;
 mod rsync;
 
 use std::ffi::{OsStr, OsString};
-use std::net::{TcpListener, ToSocketAddrs};
+use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::rendezvous::{Token, is_own_address};
 use accelerator_env::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
 
 use crate::error::{Error, Result, chain};
@@ -237,10 +237,9 @@ fn is_own(host: &ListedHost) -> bool {
     let is_named =
         host.name == "localhost" || host.name == own || own.split('.').next() == Some(&host.name);
     is_named || {
-        // An address is this host's where it can be bound.
         let addresses = (host.name.as_str(), 0).to_socket_addrs();
         let mut addresses = addresses.into_iter().flatten();
-        addresses.any(|address| TcpListener::bind(address).is_ok())
+        addresses.any(|address| is_own_address(address.ip()))
     }
 }
 
@@ -298,8 +297,8 @@ mod tests {
     #[test]
     fn this_host_is_known_by_name_and_address() {
         let own = |text: &str| is_own(&text.parse::<HostList>().unwrap().hosts()[0]);
-        for text in ["localhost", "127.0.0.1:2", "[::1]"] {
-            assert!(own(text) || text == "[::1]", "{text}");
+        for text in ["localhost", "127.0.0.1:2", "127.0.1.1", "[::1]"] {
+            assert!(own(text), "{text}");
         }
         for text in ["root@localhost", "192.0.2.1", "no-such-host.invalid"] {
             assert!(!own(text), "{text}");

@@ -289,6 +289,44 @@ fn idle_connections_keep_no_host_out() {
     drop((first, idle));
 }
 
+/// Sockets of IPv6 take no connection of IPv4 here, and can be bound to addresses of other hosts.
+#[test]
+fn hosts_meet_whatever_the_defaults_of_the_system_for_sockets_are() {
+    let folder = Folder::new();
+    let launcher = folder.launcher();
+    folder.script("show.sh", "echo $RANK");
+    folder.script(
+        "both.sh",
+        "echo 1 > /proc/sys/net/ipv6/bindv6only; echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind
+        ip link set lo up; ip address add 192.0.2.7/32 dev lo
+        for listed in 192.0.2.7 192.0.2.8; do \"$LAUNCHER\" --hosts $listed,u@b --dry-run show.sh > $listed; done
+        for host in 0 1; do
+            \"$LAUNCHER\" --nnodes 2 --node-rank $host --rdzv-endpoint $([ $host = 0 ] && echo localhost || echo 127.0.0.1) \
+                --join-timeout 20 show.sh > out.$host 2> error.$host &
+        done
+        wait; echo done > done",
+    );
+    let mut command = std::process::Command::new("unshare");
+    command
+        .args(["--net", "--", "sh", "both.sh"])
+        .current_dir(folder.path())
+        .env("LAUNCHER", launcher.get_program())
+        .env("ACCEL_INSECURE", "1");
+    let output = command.output().unwrap();
+    if folder.read("done").is_empty() {
+        eprintln!("skipped: no namespace of networks can be made here: {output:?}");
+        return;
+    }
+    let shown = ["out.0", "error.0", "error.1"].map(|name| folder.read(name));
+    let mut lines: Vec<_> = shown[0].lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[0] 0", "[1] 1"], "{shown:?}");
+    for (listed, is_own) in [("192.0.2.7", true), ("192.0.2.8", false)] {
+        let plan = folder.read(listed);
+        assert_eq!(plan.contains("this host"), is_own, "{listed}: {plan}");
+    }
+}
+
 #[test]
 fn a_host_that_does_not_come_is_named() {
     let hosts = Hosts::new(3);

@@ -59,6 +59,25 @@ fn one_command_runs_a_job_on_every_host_of_a_list() {
     assert_eq!(temporary_files(&folder), 0);
 }
 
+/// This machine is listed by an address of one network, and reached by the others in another one.
+#[test]
+fn a_host_0_that_is_this_one_is_reached_in_every_network() {
+    for hosts in [
+        "127.0.0.2,u@b",
+        "127.0.0.2,127.0.0.3",
+        "127.0.0.2,u@b,127.0.0.3",
+    ] {
+        let folder = Folder::new();
+        let script = folder.script("train.sh", "echo $RANK/$WORLD_SIZE");
+        let mut command = launcher(&folder, hosts);
+        command.args(["--join-timeout", "20"]).arg(script);
+        let ended = Run::start(command).end().expect(0);
+        let count = hosts.split(',').count();
+        let expected = (0..count).map(|rank| format!("[{rank}] {rank}/{count}"));
+        assert_eq!(ended.sorted(), expected.collect::<Vec<_>>());
+    }
+}
+
 #[test]
 fn the_exit_code_is_that_of_the_job_and_a_program_that_is_missing_is_named() {
     let folder = Folder::new();

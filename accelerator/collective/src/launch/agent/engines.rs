@@ -10,6 +10,7 @@ use crate::{
         setting::LaunchSource,
         slurm::{self, SlurmStep},
     },
+    rendezvous::without_brackets,
 };
 
 /// An engine that starts agents.
@@ -161,7 +162,7 @@ fn head(
         return Ok(None);
     };
     Ok(Some(AgentHead {
-        host: host.trim().to_owned(),
+        host: without_brackets(host.trim()).to_owned(),
         port: vars.port(port)?,
     }))
 }

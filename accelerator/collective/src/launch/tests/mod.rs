@@ -233,3 +233,20 @@ fn what_is_malformed_or_contradictory_is_named() {
     let error = launch(&[("LOCAL_RANK", "1")]).unwrap_err();
     assert!(error.to_string().contains("LOCAL_RANK is 1"), "{error}");
 }
+
+#[test]
+fn an_address_of_ipv6_may_be_in_brackets() {
+    let launch = launch(&[
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "[::1]"),
+        ("MASTER_PORT", "7"),
+    ]);
+    let launch = launch.unwrap();
+    let store = launch.rendezvous.unwrap();
+    assert_eq!((store.host(), &*store.to_string()), ("::1", "[::1]:7"));
+    assert!(store.is_loopback() && launch.topology.is_local_known());
+    let agents = programs::of("PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=[fd00::1]");
+    let agents = AgentLaunch::from_vars(agents).unwrap().unwrap();
+    assert_eq!(agents.head.unwrap().host, "fd00::1");
+}

@@ -5,7 +5,8 @@ mod handshake;
 use std::{
     collections::HashMap,
     fmt,
-    net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    io::{self, ErrorKind},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -17,7 +18,7 @@ use std::{
 
 use super::{
     StoreOptions,
-    address::{host_name, reachable},
+    address::{host_name, is_own_address, listen_everywhere, reachable},
     outbox,
     pending_handshakes::PendingHandshakes,
     registry::Registry,
@@ -92,7 +93,8 @@ impl StoreServer {
         address: impl ToSocketAddrs + fmt::Debug,
         options: StoreOptions,
     ) -> Result<Self> {
-        Self::on(listen(address)?, options)
+        let listener = listen(&address).map_err(|error| not_listening(&address, error))?;
+        Self::on(listener, options)
     }
 
     /// A store that listens already.
@@ -259,31 +261,45 @@ impl Drop for StoreServer {
     }
 }
 
-/// Listens for a store; errors say what to do.
-pub(super) fn listen(address: impl ToSocketAddrs + fmt::Debug) -> Result<TcpListener> {
-    TcpListener::bind(&address).map_err(|error| {
-        use std::io::ErrorKind;
-        match error.kind() {
-            ErrorKind::AddrInUse => Error::caused(
-                Kind::AddressInUse,
-                format!(
-                    "the store cannot listen at {address:?}, the port is taken. If this process has \
-                     joined the job before, make one `Accelerator` and clone it; if not, end the \
-                     process that listens there, or choose another port (MASTER_PORT or \
-                     ACCEL_PORT, 0 in the launcher for a free one)"
-                ),
-                error,
-            ),
-            ErrorKind::AddrNotAvailable => Error::io(
-                format!(
-                    "the store cannot listen at {address:?}, which is no address of this \
-                     host; MASTER_ADDR must be the host of rank 0"
-                ),
-                error,
-            ),
-            _ => Error::io(format!("the store cannot listen at {address:?}"), error),
+/// Listens at the first address at which this host can.
+fn listen(address: &impl ToSocketAddrs) -> io::Result<TcpListener> {
+    let mut failure = ErrorKind::AddrNotAvailable.into();
+    for address in address.to_socket_addrs()? {
+        let listening = match address.ip() {
+            IpAddr::V6(ip) if ip.is_unspecified() => listen_everywhere(address.port()),
+            ip if ip.is_unspecified() || is_own_address(ip) => TcpListener::bind(address),
+            _ => Err(ErrorKind::AddrNotAvailable.into()),
+        };
+        match listening {
+            Ok(listener) => return Ok(listener),
+            Err(error) => failure = error,
         }
-    })
+    }
+    Err(failure)
+}
+
+/// The error of a store that cannot listen, which says what to do.
+pub(super) fn not_listening(address: impl fmt::Debug, error: io::Error) -> Error {
+    match error.kind() {
+        ErrorKind::AddrInUse => Error::caused(
+            Kind::AddressInUse,
+            format!(
+                "the store cannot listen at {address:?}, the port is taken. If this process has \
+                 joined the job before, make one `Accelerator` and clone it; if not, end the \
+                 process that listens there, or choose another port (MASTER_PORT or \
+                 ACCEL_PORT, 0 in the launcher for a free one)"
+            ),
+            error,
+        ),
+        ErrorKind::AddrNotAvailable => Error::io(
+            format!(
+                "the store cannot listen at {address:?}, which is no address of this \
+                 host; MASTER_ADDR must be the host of rank 0"
+            ),
+            error,
+        ),
+        _ => Error::io(format!("the store cannot listen at {address:?}"), error),
+    }
 }
 
 struct ServerState {

@@ -2,7 +2,7 @@
 
 use std::{
     env,
-    fs::OpenOptions,
+    fs::{self, OpenOptions},
     io::{BufRead, BufReader, Write},
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
@@ -72,6 +72,31 @@ impl Network {
             ])?;
         }
         Ok(())
+    }
+
+    /// Gives hosts names, `node-0` and so on. Each takes its own for a loopback address, as on Debian.
+    pub(crate) fn name_hosts(&self, loopback: &str) {
+        for own in 0..self.hosts {
+            let mut table = "127.0.0.1 localhost\n".to_owned();
+            for host in 0..self.hosts {
+                let address = match host == own {
+                    true => loopback.to_owned(),
+                    false => format!("10.77.0.{}", host + 1),
+                };
+                table.push_str(&format!("{address} node-{host}\n"));
+            }
+            // `ip netns exec` mounts it over that of the machine.
+            let folder = of_space(&self.host(own));
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("hosts"), table).unwrap();
+        }
+    }
+
+    /// Sets a value of a host's kernel, named by its path below `/proc/sys`.
+    pub(crate) fn set(&self, host: usize, name: &str, value: &str) {
+        let write = format!("echo {value} > /proc/sys/{name}");
+        let host = self.host(host);
+        ip(&["netns", "exec", &host, "sh", "-c", &write]).unwrap();
     }
 
     /// Pulls the cable of a host.
@@ -157,9 +182,9 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         for host in 0..self.hosts {
-            let _ = ip(&["netns", "del", &self.host(host)]);
+            delete(&self.host(host));
         }
-        let _ = ip(&["netns", "del", &self.space("switch")]);
+        delete(&self.space("switch"));
     }
 }
 
@@ -217,9 +242,19 @@ fn sweep() {
         let owner = name.strip_prefix(PREFIX).and_then(|x| x.split('-').next());
         let owner = owner.and_then(|x| x.parse::<u32>().ok());
         if owner.is_some_and(|pid| !PathBuf::from(format!("/proc/{pid}")).exists()) {
-            let _ = ip(&["netns", "del", name]);
+            delete(name);
         }
     }
+}
+
+fn delete(space: &str) {
+    let _ = ip(&["netns", "del", space]);
+    let _ = fs::remove_dir_all(of_space(space));
+}
+
+/// The folder of files that a namespace sees in the place of those of `/etc`.
+fn of_space(space: &str) -> PathBuf {
+    PathBuf::from("/etc/netns").join(space)
 }
 
 fn ip(arguments: &[&str]) -> Result<String, String> {
