@@ -55,7 +55,7 @@ impl PendingHandshakes {
     }
 
     /// The same, which logs the line as a warning.
-    pub(crate) fn logged(limit: usize) -> Arc<Self> {
+    pub fn logged(limit: usize) -> Arc<Self> {
         Self::new(limit, |text| {
             tracing::warn!("{text}");
             stderr_fallback(text);

@@ -214,7 +214,7 @@ impl TrialProcess {
 fn accept(listener: &TcpListener, token: &Token, count: usize) -> Result<Vec<AgentLink>> {
     listener.set_nonblocking(true)?;
     let until = Instant::now() + JOIN;
-    let pending = PendingHandshakes::new(count + 64);
+    let pending = PendingHandshakes::logged(count + 64);
     let (joined, arrivals) = channel();
     let mut agents = Vec::new();
     while agents.len() < count {
