@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use crate::checkpoint_name::parse_name;
 use crate::error::{Error, Kind, Result};
 use crate::hash::ContentHash;
-use crate::manifest::{FileEntry, Manifest};
+use crate::manifest::{CheckpointKind, FileEntry, Manifest};
 use crate::name::{FileName, MANIFEST};
 use crate::progress::Progress;
 use crate::tree;
@@ -53,20 +53,45 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The checkpoint at `path`, in whatever folder and under whatever name: a copy, say.
+    /// The checkpoint at `path`, in whatever folder and under whatever name: a copy, say. A `path` that is a link is
+    /// followed, since the caller names it; links within a checkpoint are not.
     ///
     /// # Errors
     ///
     /// Where the name does not tell the number, the manifest must: see
     /// [`manifest`](Self::manifest).
     pub fn at(path: impl Into<PathBuf>) -> Result<Self> {
-        let path = path.into();
+        let path = followed(path.into());
         let name = path.file_name().and_then(|x| x.to_str());
         if let Some(number) = name.and_then(parse_name) {
             return Ok(Self::named(path, number));
         }
         let manifest = read_manifest(&path)?;
         Ok(Self::committed(path, manifest))
+    }
+
+    /// The checkpoint at `path` if a manifest is there, good or not; `None` for any other place.
+    ///
+    /// ```
+    /// use accelerator_manifest::Checkpoint;
+    ///
+    /// # fn main() -> accelerator_manifest::Result<()> {
+    /// assert!(Checkpoint::find("no/such/folder")?.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_io`] if the system does not say whether there is a manifest, and the errors of [`at`](Self::at).
+    pub fn find(path: impl Into<PathBuf>) -> Result<Option<Self>> {
+        let path = path.into();
+        let manifest = path.join(MANIFEST);
+        match manifest.symlink_metadata() {
+            Ok(_) => Self::at(path).map(Some),
+            Err(error) if tree::is_absence(&error) => Ok(None),
+            Err(error) => Err(Error::io("read", &manifest, error)),
+        }
     }
 
     /// The same checkpoint, which calls `progress` after each piece of a file that was read; see
@@ -205,6 +230,12 @@ impl Checkpoint {
         report
     }
 
+    /// Whether all ranks saved it together.
+    pub(crate) fn is_full(&self) -> bool {
+        let manifest = self.manifest();
+        manifest.is_ok_and(|x| x.metadata.kind == CheckpointKind::Full)
+    }
+
     pub(crate) fn named(path: PathBuf, number: u64) -> Self {
         let manifest = OnceLock::new();
         Self {
@@ -341,7 +372,29 @@ pub struct Defect {
     pub error: Error,
 }
 
+impl VerifyReport {
+    /// Whether no defect was found at this level.
+    #[must_use]
+    pub fn is_good(&self) -> bool {
+        self.defects.is_empty()
+    }
+
+    /// The first defect that shows no damage: a file that the system did not let us read, or a manifest of a newer
+    /// version. The checkpoint may be good, so an older one must not take its place without being asked for.
+    #[must_use]
+    pub fn unreadable(&self) -> Option<&Defect> {
+        let mut defects = self.defects.iter();
+        defects.find(|defect| defect.is_unreadable())
+    }
+}
+
 impl Defect {
+    /// Whether the file could not be read, so that nothing is known of its content.
+    #[must_use]
+    pub fn is_unreadable(&self) -> bool {
+        self.error.is_io() || self.error.is_incompatible()
+    }
+
     fn new(root: &Path, file: &str, error: Error) -> Self {
         let root = format!("{}{}", root.display(), std::path::MAIN_SEPARATOR);
         Self {
@@ -349,14 +402,6 @@ impl Defect {
             what: error.to_string().replace(&root, ""),
             error,
         }
-    }
-}
-
-impl VerifyReport {
-    /// Whether no defect was found at this level.
-    #[must_use]
-    pub fn is_good(&self) -> bool {
-        self.defects.is_empty()
     }
 }
 
@@ -464,6 +509,14 @@ impl Read for VerifiedReader {
         };
         let error = Error::new(Kind::Corrupt, message);
         Err(io::Error::new(io::ErrorKind::InvalidData, error))
+    }
+}
+
+/// Where a path leads that is a link, or that does not end in a name, such as `.`.
+fn followed(path: PathBuf) -> PathBuf {
+    match path.file_name() {
+        Some(_) if !path.is_symlink() => path,
+        _ => path.canonicalize().unwrap_or(path),
     }
 }
 

@@ -139,6 +139,16 @@ impl Error {
         Self::caused(self.0.kind, message, self)
     }
 
+    /// The same for a checkpoint that may be good, though it cannot be read.
+    pub(crate) fn undecided(self, checkpoint: &Path) -> Self {
+        let message = format!(
+            "cannot read the checkpoint {}: {self}; it may be good, so that no older one takes its place: move it away \
+             to go back",
+            checkpoint.display()
+        );
+        Self::caused(self.0.kind, message, self)
+    }
+
     /// `what` is a verb: "read", "write".
     pub(crate) fn io(what: &str, path: &Path, source: io::Error) -> Self {
         let kind = match source.kind() {
@@ -149,7 +159,7 @@ impl Error {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 "; make room, or keep fewer checkpoints"
             }
-            io::ErrorKind::PermissionDenied => "; check who may write there",
+            io::ErrorKind::PermissionDenied => "; check the permissions",
             io::ErrorKind::ReadOnlyFilesystem => "; choose a folder that can be written",
             _ => "",
         };

@@ -41,6 +41,7 @@ pub use hash::ContentHash;
 pub use manifest::fuzz_manifest;
 pub use manifest::{CheckpointKind, FileEntry, LoaderState, Manifest, Metadata, Parameter, Role};
 pub use name::FileName;
+pub use place::Place;
 pub use staged::StagedFolder;
 
 mod checkpoint;
@@ -51,6 +52,7 @@ mod folder;
 mod hash;
 mod manifest;
 mod name;
+mod place;
 mod progress;
 mod staged;
 mod tree;

@@ -93,13 +93,19 @@ pub(crate) fn expect_folder(path: &Path) -> Result<()> {
 /// cannot be read is the system's.
 pub(crate) fn broken(expected: &str, path: &Path, error: io::Error) -> Error {
     let message = match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+        _ if is_absence(&error) => {
             format!("{} is missing: expected {expected} there", path.display())
         }
         io::ErrorKind::InvalidData => format!("{}: {error}", path.display()),
         _ => return Error::io("read", path, error),
     };
     Error::caused(Kind::Corrupt, message, error)
+}
+
+/// Whether the system says that nothing has that name, and not that it cannot tell.
+pub(crate) fn is_absence(error: &io::Error) -> bool {
+    let absent = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
+    absent.contains(&error.kind())
 }
 
 /// Opens a plain file; never follows a link, never waits for a pipe.

@@ -108,11 +108,20 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`Error::is_not_found`] where it does not, and [`Error::is_misuse`] where it is no folder.
+    /// [`Error::is_not_found`] where it does not, [`Error::is_misuse`] where it is no folder, and [`Error::is_io`] for
+    /// a link that leads nowhere, since what it leads to may just not be mounted.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let metadata = fs::metadata(&path)
-            .map_err(|error| Error::io("open the folder of checkpoints", &path, error))?;
+        let metadata = fs::metadata(&path).map_err(|error| {
+            if error.kind() == io::ErrorKind::NotFound && path.is_symlink() {
+                let message = format!(
+                    "{} is a link that leads nowhere: mount what it leads to, or remove it",
+                    path.display()
+                );
+                return Error::caused(Kind::Io, message, error);
+            }
+            Error::io("open the folder of checkpoints", &path, error)
+        })?;
         if !metadata.is_dir() {
             return Err(not_a_folder(&path));
         }
@@ -188,24 +197,44 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// I/O errors of the folder itself, and [`Error::is_incompatible`] where a newer
-    /// version of the library wrote the newest one: going back behind it is for people to decide.
+    /// Going back behind a checkpoint that may be good is for people to decide: [`Error::is_io`] if the newest one
+    /// cannot be read, and [`Error::is_incompatible`] if a newer version of the library wrote it.
     pub fn latest_good(&self) -> Result<Search> {
+        self.latest_good_before(u64::MAX)
+    }
+
+    /// The same among the checkpoints with a lower number than `number`, for a caller that cannot use that one.
+    ///
+    /// ```
+    /// use std::num::NonZeroUsize;
+    /// use accelerator_manifest::{Folder, Metadata};
+    ///
+    /// # fn main() -> accelerator_manifest::Result<()> {
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let folder = Folder::create(temporary.path())?;
+    /// for _ in 0..2 {
+    ///     folder.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
+    /// }
+    /// let older = folder.latest_good_before(2)?.found;
+    /// assert_eq!(older.map(|checkpoint| checkpoint.number()), Some(1));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`latest_good`](Self::latest_good).
+    pub fn latest_good_before(&self, number: u64) -> Result<Search> {
         let mut rejected = Vec::new();
-        for checkpoint in self.checkpoints()?.into_iter().rev() {
+        let older = self.checkpoints()?.into_iter();
+        for checkpoint in older.rev().filter(|x| x.number() < number) {
             let report = checkpoint.verify(VerifyLevel::Hashes);
             if report.is_good() {
                 let found = Some(checkpoint);
                 return Ok(Search { found, rejected });
             }
-            if let Some(defect) = report.defects.iter().find(|x| x.error.is_incompatible()) {
-                let path = report.path.display();
-                let message = format!("cannot read {path}: {}", defect.error);
-                return Err(Error::caused(
-                    Kind::Incompatible,
-                    message,
-                    defect.error.clone(),
-                ));
+            if let Some(defect) = report.unreadable() {
+                return Err(defect.error.clone().undecided(&report.path));
             }
             rejected.push(report);
         }
@@ -272,7 +301,8 @@ impl Folder {
     ///
     /// Good is what passes verification at this level; [`VerifyLevel::Sizes`] is enough where the newest was
     /// just written, and reads no contents. Broken ones do not count and are left alone, as are the
-    /// numbers in `protected`, which count. Where there are no more than `keep`, nothing is verified.
+    /// numbers in `protected`, which count. Emergency checkpoints, which may lack parts, do not count; they are removed
+    /// once `keep` full ones are newer. Where there are no more than `keep`, nothing is verified.
     ///
     /// # Errors
     ///
@@ -288,18 +318,23 @@ impl Folder {
             return Ok(Vec::new());
         }
         good.retain(|x| x.verify(level).is_good());
-        let mut excess = good.len().saturating_sub(keep.get());
+        let full = good.iter().filter(|x| x.is_full()).count();
+        let Some(mut excess) = full.checked_sub(keep.get()) else {
+            return Ok(Vec::new());
+        };
         // The newest good one is out of reach, whatever is protected.
         good.pop();
         let mut removed = Vec::new();
         for checkpoint in good {
-            if excess == 0 {
-                break;
-            }
             if protected.contains(&checkpoint.number()) {
                 continue;
             }
-            excess -= 1;
+            if checkpoint.is_full() {
+                let Some(less) = excess.checked_sub(1) else {
+                    break;
+                };
+                excess = less;
+            }
             self.remove(&checkpoint)?;
             removed.push(checkpoint.number());
         }

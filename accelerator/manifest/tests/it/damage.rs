@@ -3,8 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::{FILES, content, folder_in_memory, latest, name, save};
-use accelerator_manifest::{Checkpoint, Folder, VerifyLevel};
+use crate::support::{
+    FILES, content, folder_in_memory, latest, name, save, set_mode, without_privileges,
+};
+use accelerator_manifest::{Checkpoint, Folder, Place, VerifyLevel};
 use proptest::prelude::*;
 
 #[derive(Clone, Copy, Debug)]
@@ -233,4 +235,75 @@ fn readers_are_told_at_the_end() {
             .unwrap_err()
             .is_not_found()
     );
+}
+
+/// What cannot be read may be good: going back behind it would train the same steps again, or lose them.
+#[test]
+fn a_checkpoint_that_cannot_be_read_is_not_damaged() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let older = save(&folder, 1).unwrap();
+    let newest = save(&folder, 2).unwrap();
+    for locked in ["model.safetensors", "manifest.json", "ranks", "."] {
+        let path = newest.path().join(locked);
+        let before = fs::metadata(&path).unwrap().permissions();
+        set_mode(&path, 0);
+        without_privileges(|| {
+            let error = folder.latest_good().unwrap_err();
+            assert!(error.is_io() && !error.is_corrupt(), "{locked}: {error}");
+            let text = error.to_string();
+            let path = newest.path().display().to_string();
+            assert!(
+                text.contains(&path) && text.contains("Permission denied"),
+                "{text}"
+            );
+            assert!(text.contains("move it away"), "{text}");
+            let report = newest.verify(VerifyLevel::Hashes);
+            assert!(
+                report.unreadable().is_some() && !report.is_good(),
+                "{report}"
+            );
+            // Who decides to go back finds the one before.
+            let found = folder.latest_good_before(2).unwrap().found.unwrap();
+            assert_eq!(found.number(), older.number());
+        });
+        fs::set_permissions(&path, before).unwrap();
+    }
+    assert_eq!(latest(&folder), (Some(2), 0));
+}
+
+/// The place of a checkpoint that a program names is told by its manifest, not by what else lies there.
+#[test]
+fn what_lies_in_a_checkpoint_is_not_taken_for_it() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::create(temporary.path().join("a")).unwrap();
+    save(&folder, 1).unwrap();
+    let newest = save(&folder, 2).unwrap();
+    let is_checkpoint = |path: &Path| matches!(Place::open(path), Ok(Place::Checkpoint(_)));
+    let inner = Folder::open(newest.path()).unwrap();
+    save(&inner, 9).unwrap();
+    assert!(is_checkpoint(newest.path()));
+    assert!(!is_checkpoint(folder.path()));
+
+    // A path that leads to it is followed, as the caller names it.
+    let link = temporary.path().join("best");
+    std::os::unix::fs::symlink(newest.path(), &link).unwrap();
+    let linked = Checkpoint::at(&link).unwrap();
+    assert_eq!(linked.number(), 2);
+    assert!(linked.verify(VerifyLevel::Hashes).is_good());
+
+    // Without a manifest it is a broken one, but for a folder of checkpoints that is called so.
+    let bare = folder.path().join("checkpoint-000001");
+    fs::remove_file(bare.join("manifest.json")).unwrap();
+    assert!(is_checkpoint(&bare));
+    assert!(Checkpoint::find(&bare).unwrap().is_none());
+    save(&Folder::open(&bare).unwrap(), 1).unwrap();
+    assert!(!is_checkpoint(&bare));
+
+    without_privileges(|| {
+        set_mode(newest.path(), 0);
+        assert!(Checkpoint::find(newest.path()).unwrap_err().is_io());
+        assert!(Place::open(newest.path()).unwrap_err().is_io());
+        set_mode(newest.path(), 0o755);
+    });
 }

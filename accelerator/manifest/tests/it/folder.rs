@@ -5,8 +5,8 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::support::{latest, numbers, save};
-use accelerator_manifest::{Checkpoint, Draft, Folder, VerifyLevel};
+use crate::support::{latest, metadata, numbers, save};
+use accelerator_manifest::{Checkpoint, CheckpointKind, Draft, Folder, Metadata, VerifyLevel};
 
 fn keep(count: usize) -> NonZeroUsize {
     NonZeroUsize::new(count).unwrap()
@@ -89,6 +89,14 @@ fn wrong_folders_are_told() {
             .unwrap_err()
             .is_not_found()
     );
+    // What is not mounted is not absent.
+    let link = temporary.path().join("link");
+    std::os::unix::fs::symlink(temporary.path().join("missing"), &link).unwrap();
+    let error = Folder::open(&link).unwrap_err();
+    assert!(
+        error.is_io() && error.to_string().contains("mount"),
+        "{error}"
+    );
     let gone = Folder::create(temporary.path().join("gone")).unwrap();
     fs::remove_dir(gone.path()).unwrap();
     assert!(gone.begin(0).unwrap_err().is_not_found());
@@ -110,7 +118,7 @@ fn a_read_only_folder_is_told() {
     } else {
         let error = folder.begin(0).unwrap_err();
         assert!(
-            error.is_io() && error.to_string().contains("check who may write there"),
+            error.is_io() && error.to_string().contains("check the permissions"),
             "{error}"
         );
         assert_eq!(latest(&folder), (Some(1), 0));
@@ -212,6 +220,36 @@ fn pruning_removes_the_oldest_good_ones() {
         [0_u64; 0]
     );
     assert!(folder.unfinished().unwrap().is_empty());
+}
+
+/// Emergency checkpoints may lack parts, so that training can go on from none of them.
+#[test]
+fn emergency_checkpoints_take_the_place_of_no_full_one() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = Folder::open(temporary.path()).unwrap();
+    let emergency = |step| {
+        let kind = CheckpointKind::Emergency;
+        let draft = folder.begin(0).unwrap();
+        draft
+            .commit(Metadata {
+                kind,
+                ..metadata(step)
+            })
+            .unwrap();
+    };
+    emergency(1);
+    save(&folder, 2).unwrap();
+    emergency(3);
+    emergency(4);
+    let prune = |count| folder.prune(keep(count), VerifyLevel::Sizes, &[]).unwrap();
+    // The only full one is not the newest, and the others are all that is beside it.
+    assert_eq!(prune(2), [0_u64; 0]);
+    assert_eq!(prune(1), [1]);
+    save(&folder, 5).unwrap();
+    assert_eq!(prune(2), [0_u64; 0]);
+    save(&folder, 6).unwrap();
+    assert_eq!(prune(2), [2, 3, 4]);
+    assert_eq!(numbers(&folder), [5, 6]);
 }
 
 #[test]

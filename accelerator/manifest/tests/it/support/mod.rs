@@ -1,6 +1,9 @@
 //! Checkpoints to do things to.
 
+use std::fs;
 use std::num::NonZeroUsize;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 use accelerator_manifest::{Checkpoint, FileName, Folder, Metadata, Role};
 
@@ -58,4 +61,26 @@ pub(crate) fn numbers(folder: &Folder) -> Vec<u64> {
 pub(crate) fn latest(folder: &Folder) -> (Option<u64>, usize) {
     let search = folder.latest_good().unwrap();
     (search.found.map(|x| x.number()), search.rejected.len())
+}
+
+/// Runs `work` as a process that may not read what it has no permission for, also if this is root: on a thread that has
+/// given up its capabilities.
+pub(crate) fn without_privileges<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+
+    let none = CapabilitySet::empty();
+    let unprivileged = || {
+        let sets = CapabilitySets {
+            effective: none,
+            permitted: none,
+            inheritable: none,
+        };
+        set_capabilities(None, sets).unwrap();
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(unprivileged).join().unwrap())
+}
+
+pub(crate) fn set_mode(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
