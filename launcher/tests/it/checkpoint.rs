@@ -221,7 +221,10 @@ fn verify_names_every_defect() {
         text.contains("  ranks/00000.json: ranks is missing"),
         "{text}"
     );
-    assert!(text.contains("  notes: not in the manifest"), "{text}");
+    assert!(
+        text.contains("  notes: not in the manifest (is not read)"),
+        "{text}"
+    );
 
     let text = folder
         .launch(["checkpoint", "verify", "checkpoints/a", "--json"])
@@ -241,6 +244,75 @@ fn verify_names_every_defect() {
     folder
         .launch(["checkpoint", "verify", "checkpoints/a/checkpoint-000002"])
         .expect(1);
+}
+
+/// Damage and a disk that is away for a moment ask for different things.
+#[test]
+fn what_cannot_be_read_is_not_called_broken() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = Folder::new();
+    let saved = runs(&folder);
+    let newest = saved[2].path().join("model.safetensors");
+    fs::set_permissions(&newest, fs::Permissions::from_mode(0)).unwrap();
+    without_privileges(|| {
+        let run = |action, code| {
+            folder
+                .launch(["checkpoint", action, "runs/a"])
+                .expect(code)
+                .says("Permission denied")
+                .text()
+        };
+        let text = run("list", 0);
+        assert!(text.contains("unreadable: cannot read"), "{text}");
+        let text = run("verify", 1);
+        assert!(text.contains("checkpoint-000003: UNREADABLE"), "{text}");
+        assert_eq!(text.matches(": good").count(), 2, "{text}");
+        // The one before is not the newest whole one.
+        run("show", 1);
+        folder
+            .launch(["checkpoint", "show", "runs/a", "3"])
+            .expect(0);
+    });
+}
+
+/// Runs programs that may not read what they have no permission for, also if this is root: a thread gives up what it
+/// could pass on.
+fn without_privileges(work: impl FnOnce() + Send) {
+    use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
+
+    let unprivileged = || {
+        for capability in [CapabilitySet::DAC_OVERRIDE, CapabilitySet::DAC_READ_SEARCH] {
+            // Who is not root has none, and may remove none.
+            let _ = remove_capability_from_bounding_set(capability);
+        }
+        work();
+    };
+    std::thread::scope(|scope| scope.spawn(unprivileged).join().unwrap());
+}
+
+/// A copy that went wrong, or was put there: the manifest tells what a folder is.
+#[test]
+fn a_checkpoint_in_a_checkpoint_is_not_taken_for_it() {
+    let folder = Folder::new();
+    let saved = runs(&folder);
+    let inner = saved[2].path().join("checkpoint-000002");
+    fs::create_dir(&inner).unwrap();
+    for file in ["manifest.json", "model.safetensors"] {
+        fs::copy(saved[1].path().join(file), inner.join(file)).unwrap();
+    }
+    spoil(&saved[2]);
+    let place = "runs/a/checkpoint-000003";
+    let text = folder
+        .launch(["checkpoint", "verify", place])
+        .expect(1)
+        .text();
+    assert!(text.contains("checkpoint-000003: BROKEN"), "{text}");
+    let text = folder
+        .launch(["checkpoint", "show", place])
+        .expect(0)
+        .text();
+    assert!(lines(&text).contains(&"step 300".to_owned()), "{text}");
 }
 
 #[test]
@@ -273,7 +345,6 @@ fn wrong_places_are_told() {
         folder.path().join("checkpoint-000009"),
     )
     .unwrap();
-    folder.write("checkpoint-000009/manifest.json", "{}");
     let text = folder
         .launch(["checkpoint", "list", "checkpoint-000009"])
         .expect(0)

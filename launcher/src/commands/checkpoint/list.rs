@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use accelerator_manifest::{Checkpoint, CheckpointKind, VerifyLevel};
+use accelerator_manifest::{Checkpoint, CheckpointKind, Place, VerifyLevel};
 use serde::Serialize;
 
-use super::{CheckpointPath, wrong_place};
+use super::{checkpoints_of, wrong_place};
 use crate::error::Result;
 use crate::text::{age, columns, duration, json, print, size};
 
-pub(super) fn run(place: &CheckpointPath, as_json: bool) -> Result<ExitCode> {
+pub(super) fn run(place: &Place, as_json: bool) -> Result<ExitCode> {
     let list = List::read(place)?;
     print(&if as_json { json(&list)? } else { list.text() })
 }
@@ -32,6 +32,8 @@ struct Row {
     path: PathBuf,
     /// Whether the manifest is good and all files are there in their lengths.
     whole: bool,
+    /// Whether a file could not be read, so that it may be whole all the same.
+    unreadable: bool,
     defects: Vec<String>,
     #[serde(flatten)]
     summary: Option<Summary>,
@@ -49,11 +51,11 @@ struct Summary {
 }
 
 impl List {
-    fn read(place: &CheckpointPath) -> Result<Self> {
-        let rows = place.checkpoints()?;
+    fn read(place: &Place) -> Result<Self> {
+        let rows = checkpoints_of(place)?;
         let (latest, unfinished) = match place {
-            CheckpointPath::One(_) => (None, Vec::new()),
-            CheckpointPath::Folder(folder) => {
+            Place::Checkpoint(_) => (None, Vec::new()),
+            Place::Folder(folder) => {
                 let unfinished = folder.unfinished();
                 let unfinished = unfinished.map_err(|error| wrong_place(place.path(), error))?;
                 (folder.latest_hint(), unfinished)
@@ -107,16 +109,22 @@ impl Row {
             number: checkpoint.number(),
             path: checkpoint.path().to_owned(),
             whole: report.is_good(),
+            unreadable: report.unreadable().is_some(),
             defects: report.defects.iter().map(ToString::to_string).collect(),
             summary,
         }
     }
 
     fn cells(&self, latest: Option<u64>) -> [String; 8] {
+        let found = if self.unreadable {
+            "unreadable"
+        } else {
+            "broken"
+        };
         let mut state = match self.defects.as_slice() {
             [] => "sizes ok".to_owned(),
-            [defect] => format!("broken: {defect}"),
-            [defect, more @ ..] => format!("broken: {defect}; and {} more", more.len()),
+            [defect] => format!("{found}: {defect}"),
+            [defect, more @ ..] => format!("{found}: {defect}; and {} more", more.len()),
         };
         if latest == Some(self.number) {
             state = format!("latest, {state}");

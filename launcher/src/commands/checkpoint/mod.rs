@@ -7,7 +7,7 @@ mod verify;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_manifest::{Checkpoint, Folder, VerifyLevel};
+use accelerator_manifest::{Checkpoint, Place, VerifyLevel};
 use clap::{Args, Subcommand};
 
 use crate::error::{Error, Result};
@@ -65,87 +65,62 @@ enum Which {
 /// When there is no such folder or checkpoint, or standard output cannot be written.
 pub(crate) fn run(arguments: &CheckpointArgs) -> Result<ExitCode> {
     match &arguments.action {
-        CheckpointCommand::List(place) => {
-            list::run(&CheckpointPath::find(&place.place)?, place.json)
+        CheckpointCommand::List(place) => list::run(&find(&place.place)?, place.json),
+        CheckpointCommand::Show { place, which } => {
+            show::run(&choose(&find(&place.place)?, *which)?, place.json)
         }
-        CheckpointCommand::Show { place, which } => show::run(
-            &CheckpointPath::find(&place.place)?.choose(*which)?,
-            place.json,
-        ),
-        CheckpointCommand::Verify(place) => {
-            verify::run(&CheckpointPath::find(&place.place)?, place.json)
-        }
+        CheckpointCommand::Verify(place) => verify::run(&find(&place.place)?, place.json),
     }
 }
 
-/// What a path on the command line is.
-enum CheckpointPath {
-    Folder(Folder),
-    One(Checkpoint),
+fn find(path: &Path) -> Result<Place> {
+    Place::open(path).map_err(|error| wrong_place(path, error))
 }
 
-impl CheckpointPath {
-    /// A folder with checkpoints is that; anything else with the name of a checkpoint, or with a
-    /// manifest, is one checkpoint.
-    fn find(path: &Path) -> Result<Self> {
-        let wrong = |error| wrong_place(path, error);
-        let folder = Folder::open(path).map_err(wrong)?;
-        if !folder.checkpoints().map_err(wrong)?.is_empty() {
-            return Ok(Self::Folder(folder));
-        }
-        // Without `.` and links, so that the name of a checkpoint is seen.
-        let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        match Checkpoint::at(&whole) {
-            Ok(checkpoint) => Ok(Self::One(checkpoint)),
-            Err(error) if whole.join("manifest.json").exists() => Err(wrong(error)),
-            Err(_) => Ok(Self::Folder(folder)),
-        }
-    }
+/// The oldest first.
+fn checkpoints_of(place: &Place) -> Result<Vec<Checkpoint>> {
+    let checkpoints = place.checkpoints();
+    checkpoints.map_err(|error| wrong_place(place.path(), error))
+}
 
-    fn path(&self) -> &Path {
-        match self {
-            Self::Folder(folder) => folder.path(),
-            Self::One(checkpoint) => checkpoint.path(),
+fn choose(place: &Place, which: Which) -> Result<Checkpoint> {
+    let checkpoints = checkpoints_of(place)?;
+    let count = checkpoints.len();
+    let path = place.path().display();
+    let chosen = match (which, place) {
+        (Which::Number(number), _) => checkpoints.into_iter().find(|x| x.number() == number),
+        (Which::Latest, Place::Checkpoint(one)) => Some(one.clone()),
+        (Which::Latest, Place::Folder(_)) => newest_whole(checkpoints)?,
+    };
+    chosen.ok_or_else(|| match which {
+        Which::Number(number) => Error::usage(format!(
+            "{path} has no checkpoint {number}; `accel-launch checkpoint list` shows those it has"
+        )),
+        Which::Latest if count == 0 => Error::usage(format!("{path} has no checkpoints")),
+        Which::Latest => Error::system(format!(
+            "none of the {count} checkpoints in {path} is whole; `accel-launch checkpoint verify` \
+             says what is wrong"
+        )),
+    })
+}
+
+/// One that cannot be read may be whole.
+fn newest_whole(checkpoints: Vec<Checkpoint>) -> Result<Option<Checkpoint>> {
+    for checkpoint in checkpoints.into_iter().rev() {
+        let report = checkpoint.verify(VerifyLevel::Sizes);
+        if let Some(defect) = report.unreadable() {
+            return Err(unreadable(&checkpoint, defect.error.clone()));
+        }
+        if report.is_good() {
+            return Ok(Some(checkpoint));
         }
     }
+    Ok(None)
+}
 
-    /// The oldest first.
-    fn checkpoints(&self) -> Result<Vec<Checkpoint>> {
-        match self {
-            Self::Folder(folder) => folder
-                .checkpoints()
-                .map_err(|error| wrong_place(self.path(), error)),
-            Self::One(checkpoint) => Ok(vec![checkpoint.clone()]),
-        }
-    }
-
-    fn choose(self, which: Which) -> Result<Checkpoint> {
-        let checkpoints = self.checkpoints()?;
-        let count = checkpoints.len();
-        let place = self.path().display();
-        let chosen = match (which, self.is_one()) {
-            (Which::Number(number), _) => checkpoints.into_iter().find(|x| x.number() == number),
-            (Which::Latest, true) => checkpoints.into_iter().next(),
-            (Which::Latest, false) => {
-                let is_whole = |x: &Checkpoint| x.verify(VerifyLevel::Sizes).is_good();
-                checkpoints.into_iter().rev().find(is_whole)
-            }
-        };
-        chosen.ok_or_else(|| match which {
-            Which::Number(number) => Error::usage(format!(
-                "{place} has no checkpoint {number}; `accel-launch checkpoint list` shows those it has"
-            )),
-            Which::Latest if count == 0 => Error::usage(format!("{place} has no checkpoints")),
-            Which::Latest => Error::system(format!(
-                "none of the {count} checkpoints in {place} is whole; `accel-launch checkpoint verify` \
-                 says what is wrong"
-            )),
-        })
-    }
-
-    fn is_one(&self) -> bool {
-        matches!(self, Self::One(_))
-    }
+fn unreadable(checkpoint: &Checkpoint, error: accelerator_manifest::Error) -> Error {
+    let path = checkpoint.path().display();
+    Error::system(format!("cannot show the checkpoint {path}")).with_source(error)
 }
 
 fn wrong_place(path: &Path, error: accelerator_manifest::Error) -> Error {

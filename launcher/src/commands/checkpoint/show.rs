@@ -4,14 +4,13 @@ use std::process::ExitCode;
 
 use accelerator_manifest::{Checkpoint, LoaderState, Manifest};
 
-use crate::error::{Error, Result};
+use super::unreadable;
+use crate::error::Result;
 use crate::text::{age, columns, duration, json, print, short, size};
 
 pub(super) fn run(checkpoint: &Checkpoint, as_json: bool) -> Result<ExitCode> {
-    let manifest = checkpoint.manifest().map_err(|error| {
-        let path = checkpoint.path().display();
-        Error::system(format!("cannot show the checkpoint {path}")).with_source(error)
-    })?;
+    let manifest = checkpoint.manifest();
+    let manifest = manifest.map_err(|error| unreadable(checkpoint, error))?;
     print(&if as_json {
         json(manifest)?
     } else {

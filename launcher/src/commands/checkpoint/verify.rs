@@ -3,15 +3,15 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use accelerator_manifest::{Checkpoint, VerifyLevel};
+use accelerator_manifest::{Checkpoint, Place, VerifyLevel};
 use serde::Serialize;
 
-use super::CheckpointPath;
+use super::checkpoints_of;
 use crate::error::Result;
 use crate::text::{json, print, size};
 
-pub(super) fn run(place: &CheckpointPath, as_json: bool) -> Result<ExitCode> {
-    let checkpoints = place.checkpoints()?;
+pub(super) fn run(place: &Place, as_json: bool) -> Result<ExitCode> {
+    let checkpoints = checkpoints_of(place)?;
     let mut report = VerifyOutput {
         good: !checkpoints.is_empty(),
         checkpoints: Vec::new(),
@@ -49,10 +49,12 @@ struct VerifiedCheckpoint {
     number: u64,
     path: PathBuf,
     good: bool,
+    /// Whether a file could not be read, so that it may be good all the same.
+    unreadable: bool,
     files: Option<usize>,
     bytes: Option<u64>,
     defects: Vec<Defect>,
-    /// Files that the manifest does not list; they are harmless.
+    /// Files that the manifest does not list; nothing reads them.
     untracked: Vec<String>,
 }
 
@@ -73,6 +75,7 @@ impl VerifiedCheckpoint {
         Self {
             number: report.number,
             good: report.is_good(),
+            unreadable: report.unreadable().is_some(),
             files: manifest.map(|x| x.files.len()),
             bytes: manifest.map(accelerator_manifest::Manifest::bytes),
             defects: defects.collect(),
@@ -82,7 +85,11 @@ impl VerifiedCheckpoint {
     }
 
     fn text(&self) -> String {
-        let state = if self.good { "good" } else { "BROKEN" };
+        let state = match (self.good, self.unreadable) {
+            (true, _) => "good",
+            (false, true) => "UNREADABLE",
+            (false, false) => "BROKEN",
+        };
         let mut text = format!("{}: {state}", self.path.display());
         if let (Some(files), Some(bytes)) = (self.files, self.bytes) {
             text.push_str(&format!(" ({files} files, {})", size(bytes)));
@@ -92,7 +99,7 @@ impl VerifiedCheckpoint {
             text.push_str(&format!("  {}\n", defect.what));
         }
         for file in &self.untracked {
-            text.push_str(&format!("  {file}: not in the manifest (does no harm)\n"));
+            text.push_str(&format!("  {file}: not in the manifest (is not read)\n"));
         }
         text
     }
