@@ -6,8 +6,9 @@ use serde::Serialize;
 use tempfile::NamedTempFile;
 
 use super::Accelerator;
+use crate::checkpoint;
 use crate::core::error::{Error, Result};
-use crate::model::{self, LoadOptions, LoadReport, ModelFile, SaveOptions};
+use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
 use crate::replicas;
 
 /// Models on disk, as safetensors.
@@ -102,12 +103,15 @@ impl Accelerator {
     /// `model.safetensors.index.json`. The file must fit the model: see
     /// [`load_model_with`](Self::load_model_with) for files of other programs and other models.
     ///
+    /// In a checkpoint, the manifest says which files the model has, and each is compared with its hash; a file that the
+    /// manifest does not list is read only if `path` names that file.
+    ///
     /// # Errors
     ///
     /// [`Error::is_model`] on every rank when the file does not fit, with what is missing,
     /// unexpected, misshapen or of another type, or when the model differs between ranks;
-    /// [`Error::is_io`] when a file cannot be read or is damaged; [`Error::is_collective`] when
-    /// another rank is lost.
+    /// [`Error::is_io`] when a file cannot be read or is damaged, and [`Error::is_checkpoint`] when the checkpoint is
+    /// damaged that it belongs to; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn load_model<M: Module>(&self, model: M, path: impl AsRef<Path>) -> Result<M> {
         let (model, _) = self.load_model_with(model, path, &LoadOptions::new())?;
@@ -154,7 +158,7 @@ impl Accelerator {
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<(M, LoadReport)> {
-        let open = |activity| ModelFile::open(path.as_ref(), activity);
+        let open = |activity| checkpoint::open_model(path.as_ref(), activity);
         model::load_on_all(&self.shared.context, model, open, options, None)
     }
 

@@ -79,4 +79,5 @@ pub use self::saved::Saved;
 pub use self::saving::Saving;
 pub use self::settings::{Checkpoints, Draft, Resumed};
 pub(crate) use self::snapshot::{PartKind, Snapshot, SnapshotExchange};
+pub(crate) use self::source::open_model;
 pub use self::world::{Rescale, WorldChange};

@@ -3,7 +3,9 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use accelerator_collective::Activity;
-use accelerator_manifest::{Checkpoint, FileName, Folder, VerifyLevel, VerifyReport};
+use accelerator_manifest::{
+    Checkpoint, CheckpointKind, FileName, Place, VerifyLevel, VerifyReport,
+};
 use burn::module::Module;
 use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
@@ -16,7 +18,9 @@ use super::position::{Origin, Position};
 use super::settings::{Checkpoints, Resumed};
 use super::snapshot::PartKind;
 use super::source::Source;
-use super::state_file::{HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode};
+use super::state_file::{
+    HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode, list,
+};
 use super::world::{Rescale, WorldChange};
 use crate::context::WindowSize;
 use crate::core::agreement::{self, Term};
@@ -38,10 +42,18 @@ pub(crate) fn resume<K, P: Resume<K>>(
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
     context.ongoing.resumes(settings.path());
-    let Some((found, source)) = find(context, settings, "resume", list(&kinds), rule)? else {
+    let misfit = |state: &StateFile| state.misfit(&kinds);
+    let Some((found, source)) = find(context, settings, "resume", list(&kinds), &misfit, rule)?
+    else {
+        if context.is_main_process() {
+            let path = settings.path().display();
+            tracing::info!("no checkpoint in `{path}`: nothing is resumed");
+        }
         return Ok((parts, Position::start(context.world_size())));
     };
-    found.compare(&kinds)?;
+    if let Some(misfit) = misfit(&found.state) {
+        return Err(found.unfit(&misfit));
+    }
     if found.seed.is_some_and(|seed| seed != context.seed) {
         tracing::warn!(
             "the checkpoint was saved with the seed {}, and this program has {}: dropout will draw \
@@ -118,26 +130,21 @@ pub(crate) fn resume_loader<O: Send + 'static>(
 ) -> Result<PreparedLoader<O>> {
     let number = loader.number();
     let name = format!("loader {number} (the first that was prepared is 0)");
-    let Some((found, _)) = find(context, settings, "resume_loader", name.clone(), rule)? else {
+    let missing =
+        format!("it has no {name}; prepare loaders in the order of the program that saved it");
+    let misfit = |state: &StateFile| state.loader(number).is_none().then(|| missing.clone());
+    let call = "resume_loader";
+    let Some((found, _)) = find(context, settings, call, name.clone(), &misfit, rule)? else {
         return Ok(loader);
     };
-    let mut parts = found.state.parts.iter().enumerate();
-    let saved = parts.find_map(|(at, part)| match part {
-        PartState::Loader(saved) if saved.number == number => Some((at, saved)),
-        _ => None,
-    });
-    let Some((at, saved)) = saved else {
-        return Err(Error::new(
-            Kind::Checkpoint,
-            format!(
-                "the checkpoint `{}` does not fit: it has no {name}; prepare loaders in the order of the \
-                 program that saved it",
-                found.path.display()
-            ),
-        ));
+    let Some((at, saved)) = found.state.loader(number) else {
+        return Err(found.unfit(&missing));
     };
     found.resume_loader(context.world_size(), at, &name, saved, loader)
 }
+
+/// Why a state does not fit what is to be resumed, if so.
+type Misfit<'a> = dyn Fn(&StateFile) -> Option<String> + 'a;
 
 /// What rank 0 has taken along from the group before, or else finds in the folder, on every rank, and on rank 0 where it
 /// reads it; `None` where there is nothing.
@@ -148,6 +155,7 @@ fn find(
     settings: &Checkpoints,
     call: &str,
     passed: String,
+    misfit: &Misfit<'_>,
     rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<Option<(FoundCheckpoint, Option<Source>)>> {
     context.ongoing.settle(context)?;
@@ -160,91 +168,146 @@ fn find(
     agreement::check_all(context.group(), &terms)?;
     let mut source = None;
     let found = from_main(context, "find a checkpoint", || {
-        let newest = || newest(settings.path(), context.group().activity());
-        let (newest, passed_over) = match context.live() {
-            Some(live) => (Source::Memory(live), Vec::new()),
-            None => match newest()? {
-                Some((found, passed_over)) => (Source::Folder(Box::new(found)), passed_over),
-                None => return Ok(None),
-            },
+        let mut passed_over = Vec::new();
+        let newest = match context.live() {
+            Some(live) => Some(Candidate::read(Source::Memory(live))?),
+            None => {
+                let activity = context.group().activity();
+                newest(settings.path(), activity, misfit, &mut passed_over)?
+            }
         };
+        let Some(newest) = newest else {
+            return Ok(None);
+        };
+        let path = newest.source.path();
+        for what in &passed_over {
+            let path = path.display();
+            user_message::warn(&format!(
+                "a checkpoint was passed over: {what}; going back to {path}"
+            ));
+        }
         let window = context.accumulation.window;
-        let mut found = FoundCheckpoint::read(&newest, context.world_size(), window, rule)?;
-        found.passed_over = passed_over;
-        source = Some(newest);
-        Ok(Some(found))
+        let found = FoundCheckpoint::read(&newest, context.world_size(), window, rule)?;
+        source = Some(newest.source);
+        Ok(Some(FoundCheckpoint {
+            passed_over,
+            ..found
+        }))
     })?;
     Ok(found.map(|found| (found, source)))
 }
 
-/// The newest good checkpoint in the folder, or the one that the path itself is, and what is wrong
-/// with those that are newer; `None` where there is none at all.
-fn newest(path: &Path, activity: Activity) -> Result<Option<(Checkpoint, Vec<String>)>> {
-    let progress = move || activity.keep_alive();
-    if path.join("manifest.json").exists() {
-        let checkpoint = Checkpoint::at(path)?.with_progress(progress);
-        let report = checkpoint.verify(VerifyLevel::Hashes);
-        return match report.is_good() {
-            true => Ok(Some((checkpoint, Vec::new()))),
-            false => Err(broken(path, &[report])),
-        };
+/// What may be resumed, and the state in it.
+struct Candidate {
+    source: Source,
+    state: StateFile,
+}
+
+impl Candidate {
+    fn read(source: Source) -> Result<Self> {
+        let file: FileName = StateFile::FILE.parse()?;
+        let state = decode("its state", &source.read(&file)?)?;
+        Ok(Self { source, state })
     }
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    if name.starts_with("checkpoint-") && !path.exists() {
+
+    /// Why the state does not fit, if it is that of an emergency: survivors leave out what they have not got, and an
+    /// older checkpoint has all parts.
+    fn lacks_parts(&self, misfit: &Misfit<'_>) -> Result<Option<String>> {
+        let is_emergency = self.source.metadata()?.kind == CheckpointKind::Emergency;
+        Ok(misfit(&self.state).filter(|_| is_emergency))
+    }
+}
+
+/// The newest good checkpoint in the folder that is not an emergency's of other parts, or the one that the path itself
+/// is; `None` where there is none at all. What is wrong with those that are newer goes into `passed_over`.
+fn newest(
+    path: &Path,
+    activity: Activity,
+    misfit: &Misfit<'_>,
+    passed_over: &mut Vec<String>,
+) -> Result<Option<Candidate>> {
+    let progress = move || activity.keep_alive();
+    let folder = match Place::open(path) {
+        Ok(Place::Folder(folder)) => folder.with_progress(progress),
+        Ok(Place::Checkpoint(checkpoint)) => {
+            return named(checkpoint.with_progress(progress)).map(Some);
+        }
+        Err(error) if error.is_not_found() => {
+            if !is_called_checkpoint(path) {
+                return Ok(None);
+            }
+            let path = path.display();
+            return Err(Error::new(
+                Kind::Checkpoint,
+                format!("there is no checkpoint `{path}`; {NAMED_HINT}"),
+            ));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let mut before = u64::MAX;
+    loop {
+        let search = folder.latest_good_before(before)?;
+        passed_over.extend(search.rejected.iter().map(VerifyReport::to_string));
+        let Some(checkpoint) = search.found else {
+            break;
+        };
+        before = checkpoint.number();
+        let path = checkpoint.path().to_owned();
+        let found = Candidate::read(Source::Folder(Box::new(checkpoint)))?;
+        match found.lacks_parts(misfit)? {
+            None => return Ok(Some(found)),
+            Some(misfit) => passed_over.push(format!(
+                "{} was saved in an emergency, and does not fit: {misfit}",
+                path.display()
+            )),
+        }
+    }
+    if !passed_over.is_empty() {
         return Err(Error::new(
             Kind::Checkpoint,
             format!(
-                "there is no checkpoint `{}`; pass the folder that holds the checkpoints to go on \
-                 from the newest one, or see `accel-launch checkpoint list` for their names",
+                "no checkpoint in `{}` is whole and fits, so training cannot go on: {}; restore one of them, or \
+                 move the folder away to start afresh",
+                path.display(),
+                passed_over.join("; ")
+            ),
+        ));
+    }
+    if is_called_checkpoint(path) || path.join(StateFile::FILE).exists() {
+        return Err(Error::new(
+            Kind::Checkpoint,
+            format!(
+                "training cannot go on from `{}`: it has no manifest.json, as every checkpoint has; {NAMED_HINT}",
                 path.display()
             ),
         ));
     }
-    let nothing = || {
-        tracing::info!(
-            "no checkpoint in `{}`: training starts afresh",
-            path.display()
-        );
-        Ok(None)
-    };
-    let folder = match Folder::open(path) {
-        Ok(folder) => folder.with_progress(progress),
-        Err(error) if error.is_not_found() => return nothing(),
-        Err(error) => return Err(error.into()),
-    };
-    let search = folder.latest_good()?;
-    let Some(found) = search.found else {
-        return match &*search.rejected {
-            [] => nothing(),
-            rejected => Err(broken(path, rejected)),
-        };
-    };
-    for report in &search.rejected {
-        user_message::warn(&format!(
-            "a checkpoint was passed over: {report}; going back to {}",
-            found.path().display()
-        ));
-    }
-    let rejected = search
-        .rejected
-        .iter()
-        .map(VerifyReport::to_string)
-        .collect();
-    Ok(Some((found, rejected)))
+    Ok(None)
 }
 
-fn broken(path: &Path, rejected: &[VerifyReport]) -> Error {
-    let reports: Vec<_> = rejected.iter().map(VerifyReport::to_string).collect();
-    Error::new(
-        Kind::Checkpoint,
-        format!(
-            "no checkpoint in `{}` is whole, so training cannot go on: {}; restore one of them, or \
-             move the folder away to start afresh",
-            path.display(),
-            reports.join("; ")
-        ),
-    )
+/// The checkpoint that the program has named, and no other.
+fn named(checkpoint: Checkpoint) -> Result<Candidate> {
+    let report = checkpoint.verify(VerifyLevel::Hashes);
+    if let Some(defect) = report.unreadable() {
+        return Err(defect.error.clone().into());
+    }
+    if !report.is_good() {
+        let message = format!("training cannot go on from {report}; {NAMED_HINT}");
+        return Err(Error::new(Kind::Checkpoint, message));
+    }
+    Candidate::read(Source::Folder(Box::new(checkpoint)))
 }
+
+/// Whether the path ends as that of a checkpoint does, so that it is not meant as a folder of them.
+fn is_called_checkpoint(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = name.strip_prefix("checkpoint-").unwrap_or_default();
+    !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
+}
+
+/// What to do where the checkpoint cannot be resumed that the program has named.
+const NAMED_HINT: &str = "pass the folder that holds the checkpoints to go on from the newest one, or see \
+                          `accel-launch checkpoint list` for their names";
 
 /// What rank 0 found, for all.
 #[derive(Deserialize, Serialize)]
@@ -261,14 +324,13 @@ struct FoundCheckpoint {
 
 impl FoundCheckpoint {
     fn read(
-        source: &Source,
+        candidate: &Candidate,
         now: usize,
         window: WindowSize,
         rule: impl FnOnce(&WorldChange) -> Rescale,
     ) -> Result<Self> {
+        let Candidate { source, state } = candidate;
         let metadata = source.metadata()?;
-        let file: FileName = StateFile::FILE.parse()?;
-        let state: StateFile = decode("its state", &source.read(&file)?)?;
         let before = metadata.world_size.get();
         let change = WorldChange {
             before,
@@ -299,7 +361,7 @@ impl FoundCheckpoint {
             path: source.path(),
             rescale,
             seed: metadata.seed,
-            state,
+            state: state.clone(),
             step: metadata.step,
             world_size: before,
         })
@@ -329,34 +391,11 @@ impl FoundCheckpoint {
             .global_batch(self.world_size, world_size, saved)
     }
 
-    /// Whether the parts are those that were saved.
-    fn compare(&self, kinds: &[PartKind]) -> Result<()> {
-        let saved = self.state.kinds();
-        let count = saved.len().max(kinds.len());
-        let Some(at) = (0..count).find(|&at| saved.get(at) != kinds.get(at)) else {
-            return Ok(());
-        };
-        let shown = |kind: Option<&PartKind>| {
-            kind.map_or_else(|| "nothing".to_owned(), PartKind::to_string)
-        };
-        Err(Error::new(
-            Kind::Checkpoint,
-            format!(
-                "the checkpoint `{}` does not fit: at place {} of the tuple it has {}, and `resume` \
-                 was given {}; pass the parts that were saved ({}), in that order",
-                self.path.display(),
-                at + 1,
-                shown(saved.get(at)),
-                shown(kinds.get(at)),
-                list(&saved),
-            ),
-        ))
+    fn unfit(&self, misfit: &str) -> Error {
+        let path = self.path.display();
+        let message = format!("the checkpoint `{path}` does not fit: {misfit}");
+        Error::new(Kind::Checkpoint, message)
     }
-}
-
-fn list(kinds: &[PartKind]) -> String {
-    let kinds: Vec<_> = kinds.iter().map(PartKind::to_string).collect();
-    kinds.join(", ")
 }
 
 /// Gives each part back what was saved of it, in order.
@@ -387,7 +426,7 @@ impl<'a> Restorer<'a> {
         crate::reduce::resume(
             self.context,
             model,
-            |activity| self.source()?.model(folder, activity),
+            |activity| self.source()?.model(folder.as_deref(), activity),
             &saved.layout,
             saved.steps,
             saved.scaler,
@@ -399,7 +438,7 @@ impl<'a> Restorer<'a> {
     #[track_caller]
     pub(crate) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
         let (saved, folder) = self.next_model()?;
-        let open = |activity| self.source()?.model(folder, activity);
+        let open = |activity| self.source()?.model(folder.as_deref(), activity);
         crate::model::restore_values(self.context, companion, open, &saved.layout)
     }
 

@@ -1,14 +1,17 @@
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use accelerator_collective::Activity;
-use accelerator_manifest::{Checkpoint, FileName, Metadata};
+use accelerator_manifest::{Checkpoint, FileName, Metadata, Role};
 
 use super::position::Origin;
 use crate::core::error::{Error, Kind, Result};
-use crate::model::ModelFile;
+use crate::model::{FileNames, ModelFile};
+
+/// The file of a model that is written in one.
+pub(super) const MODEL: &str = "model.safetensors";
 
 /// The files of a checkpoint in memory: what rank 0 takes from its group to the next one.
 #[derive(Debug)]
@@ -56,15 +59,14 @@ impl Source {
     }
 
     /// Opens a model, whose files may lie in a folder of their own.
-    pub(super) fn model(&self, folder: Option<String>, activity: Activity) -> Result<ModelFile> {
-        let mut path = self.path();
-        path.extend(&folder);
-        path.push("model.safetensors");
+    pub(super) fn model(&self, folder: Option<&str>, activity: Activity) -> Result<ModelFile> {
+        let name = model_file(folder, MODEL)?;
         match self {
-            Self::Folder(_) => ModelFile::open(&path, activity),
+            Self::Folder(checkpoint) => listed_model(checkpoint, &name, activity),
             Self::Memory(live) => {
-                let file = model_file(folder.as_deref(), "model.safetensors")?;
-                ModelFile::in_memory(path, live.file(&file)?.clone(), activity)
+                let path = self.path().join(name.as_str());
+                let read = |name: &str| Ok(live.files.get(&model_file(folder, name)?).cloned());
+                ModelFile::in_memory(&path, activity, &read)
             }
         }
     }
@@ -77,6 +79,80 @@ impl LiveState {
             Error::new(Kind::Checkpoint, message)
         })
     }
+}
+
+/// Opens the model at a path that the program names. What a checkpoint's manifest lists is read by that; anything else
+/// as it lies on the disk.
+pub(crate) fn open_model(path: &Path, activity: Activity) -> Result<ModelFile> {
+    let Some((checkpoint, name)) = find_listed(path)? else {
+        return ModelFile::open(path, activity);
+    };
+    let reading = activity.clone();
+    let checkpoint = checkpoint.with_progress(move || reading.keep_alive());
+    listed_model(&checkpoint, &name, activity)
+}
+
+/// The checkpoint whose manifest lists the model at that path, and its name there. A folder that has a manifest holds
+/// what that lists; a file that a program names may be one that was put beside, or all that is left of a checkpoint.
+fn find_listed(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
+    let is_folder = path.is_dir();
+    let file = match is_folder {
+        true => path.join(MODEL),
+        false => path.to_owned(),
+    };
+    // A model may have a folder of its own in its checkpoint.
+    for root in file.ancestors().skip(1).take(2) {
+        let name = file.strip_prefix(root).ok().and_then(Path::to_str);
+        let Some(Ok(name)) = name.map(FileName::new) else {
+            break;
+        };
+        let is_named = is_folder && root == path;
+        match checkpoint_at(root) {
+            Ok(Some(checkpoint)) if is_named || lists(&checkpoint, &name)? => {
+                return Ok(Some((checkpoint, name)));
+            }
+            Err(error) if is_named || !error.is_corrupt() => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok(None)
+}
+
+/// The checkpoint in that folder, if its manifest can be read.
+fn checkpoint_at(folder: &Path) -> accelerator_manifest::Result<Option<Checkpoint>> {
+    let is_here = folder.as_os_str().is_empty();
+    let found = Checkpoint::find(if is_here { Path::new(".") } else { folder })?;
+    if let Some(checkpoint) = &found {
+        checkpoint.manifest()?;
+    }
+    Ok(found)
+}
+
+/// Whether the manifest lists that file of a model, or its index.
+fn lists(checkpoint: &Checkpoint, name: &FileName) -> Result<bool> {
+    let file = name.as_str().rsplit('/').next().unwrap_or_default();
+    let index = FileNames::new(file).index();
+    Ok(is_model(checkpoint, name)? || is_model(checkpoint, &model_file(name.folder(), &index)?)?)
+}
+
+fn is_model(checkpoint: &Checkpoint, name: &FileName) -> Result<bool> {
+    let entry = checkpoint.manifest()?.files.get(name);
+    Ok(entry.is_some_and(|entry| entry.role == Role::Model))
+}
+
+/// A model of a checkpoint: its manifest alone says which files there are, and each is compared with its hash.
+fn listed_model(checkpoint: &Checkpoint, name: &FileName, activity: Activity) -> Result<ModelFile> {
+    if !lists(checkpoint, name)? {
+        let path = checkpoint.path().display();
+        let message = format!("the manifest of the checkpoint `{path}` has no model {name}");
+        return Err(Error::new(Kind::Checkpoint, message));
+    }
+    ModelFile::in_memory(&checkpoint.path_of(name), activity, &|file| {
+        let name = model_file(name.folder(), file)?;
+        let is_listed = is_model(checkpoint, &name)?;
+        let read = is_listed.then(|| checkpoint.read(&name).map(Arc::new));
+        Ok(read.transpose()?)
+    })
 }
 
 /// A file of a model that has a folder of its own, or none.

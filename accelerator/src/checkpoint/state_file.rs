@@ -177,9 +177,37 @@ impl StateFile {
         layouts.flatten().collect()
     }
 
-    pub(super) fn kinds(&self) -> Vec<PartKind> {
-        self.parts.iter().map(PartState::kind).collect()
+    /// The loader that was prepared as that number, by its place among the parts.
+    pub(super) fn loader(&self, number: u64) -> Option<(usize, &LoaderState)> {
+        let mut parts = self.parts.iter().enumerate();
+        parts.find_map(|(at, part)| match part {
+            PartState::Loader(saved) if saved.number == number => Some((at, saved)),
+            _ => None,
+        })
     }
+
+    /// Why these parts are not those that were saved, if so.
+    pub(super) fn misfit(&self, kinds: &[PartKind]) -> Option<String> {
+        let saved: Vec<_> = self.parts.iter().map(PartState::kind).collect();
+        let count = saved.len().max(kinds.len());
+        let at = (0..count).find(|&at| saved.get(at) != kinds.get(at))?;
+        let shown = |kind: Option<&PartKind>| {
+            kind.map_or_else(|| "nothing".to_owned(), PartKind::to_string)
+        };
+        Some(format!(
+            "at place {} of the tuple it has {}, and `resume` was given {}; pass the parts that were saved ({}), in \
+             that order",
+            at + 1,
+            shown(saved.get(at)),
+            shown(kinds.get(at)),
+            list(&saved),
+        ))
+    }
+}
+
+pub(super) fn list(kinds: &[PartKind]) -> String {
+    let kinds: Vec<_> = kinds.iter().map(PartKind::to_string).collect();
+    kinds.join(", ")
 }
 
 impl PartState {

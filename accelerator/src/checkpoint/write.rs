@@ -15,7 +15,7 @@ use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
-use super::source::{LiveState, model_file};
+use super::source::{LiveState, MODEL, model_file};
 use super::state_file::{HookState, Names, StateFile, encode};
 use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
@@ -91,7 +91,9 @@ pub(super) fn write(
     if let Some(mark) = &job.run {
         job.tracking.checkpoint_saved(mark);
     }
-    if let Some(limit) = settings.limit()? {
+    // It may lack parts, so that training goes on from one before.
+    let is_emergency = job.mode == SnapshotMode::Emergency;
+    if let Some(limit) = settings.limit()?.filter(|_| !is_emergency) {
         prune(settings, limit, job.activity);
     }
     Ok(Saved {
@@ -149,7 +151,7 @@ fn write_files(
                     }
                 }
                 let Some(values) = values else { continue };
-                let files = FileNames::new("model.safetensors");
+                let files = FileNames::new(MODEL);
                 values.write(&files, options, &mut |name, content| {
                     sink(&model_file(folder.as_deref(), name)?, Role::Model, content)
                 })?;

@@ -20,8 +20,8 @@ const MAX_HEADER: u64 = 100_000_000;
 /// The bytes of a tensor that are read at a time.
 const BLOCK: usize = 1 << 24;
 
-/// A model on disk, in one file or in several with an index, or a file of one in memory. Headers are read and checked when
-/// it is opened, values when they are asked for.
+/// A model in one file or in several with an index, on the disk or in memory. Headers are read and checked when it is
+/// opened, values when they are asked for.
 #[derive(Debug)]
 pub(crate) struct ModelFile {
     activity: Activity,
@@ -48,6 +48,9 @@ enum FileBytes {
     Memory(Arc<Vec<u8>>),
 }
 
+/// Opens the file of that path, `None` if there is none.
+type Files<'a> = dyn Fn(&Path) -> Result<Option<FileBytes>> + 'a;
+
 trait ReadSeek: Read + Seek {}
 
 impl<T: Read + Seek> ReadSeek for T {}
@@ -67,42 +70,57 @@ struct FileIndex {
 }
 
 impl ModelFile {
-    /// Opens `path`: a file, an index, or a folder with `model.safetensors` or its index. Where
-    /// there is no such file but its index, that is opened.
+    /// Opens `path` on the disk: a file, an index, or a folder with `model.safetensors` or its index. Where there is no
+    /// such file but its index, that is opened.
     /// Reading it shows `activity`.
     pub(crate) fn open(path: &Path, activity: Activity) -> Result<Self> {
-        let path = find(path)?;
-        let mut model = Self::new(path.clone(), activity);
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "json")
-        {
-            model.add_index(&path)?;
-        } else {
-            model.open_file(path)?;
-        }
-        Ok(model)
+        Self::assemble(&path_in(path), activity, &|path| match File::open(path) {
+            Ok(file) => Ok(Some(FileBytes::Disk(file))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io("open the model file", path, error)),
+        })
     }
 
-    /// A file that lies in memory; errors call it `path`.
+    /// The same with what `read` returns for the names of files, `None` for one that is not there; errors call the file
+    /// `path`.
     pub(crate) fn in_memory(
-        path: PathBuf,
-        bytes: Arc<Vec<u8>>,
+        path: &Path,
         activity: Activity,
+        read: &dyn Fn(&str) -> Result<Option<Arc<Vec<u8>>>>,
     ) -> Result<Self> {
-        let mut model = Self::new(path.clone(), activity);
-        model.add_file(path, FileBytes::Memory(bytes))?;
-        Ok(model)
+        Self::assemble(path, activity, &|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            Ok(read(&name)?.map(FileBytes::Memory))
+        })
     }
 
-    fn new(path: PathBuf, activity: Activity) -> Self {
-        Self {
+    fn assemble(path: &Path, activity: Activity, files: &Files<'_>) -> Result<Self> {
+        let mut model = Self {
             activity,
-            path,
+            path: path.to_owned(),
             files: Vec::new(),
             tensors: BTreeMap::new(),
             metadata: HashMap::new(),
+        };
+        let is_index = path.extension().is_some_and(|kind| kind == "json");
+        match files(path)? {
+            Some(index) if is_index => model.add_index(&index, files)?,
+            Some(file) => model.add_file(path.to_owned(), file)?,
+            None => {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                model.path.set_file_name(FileNames::new(&name).index());
+                let Some(index) = files(&model.path)? else {
+                    let index = model.path.display();
+                    let missing = std::io::Error::new(
+                        ErrorKind::NotFound,
+                        format!("there is no such file, and no index `{index}`"),
+                    );
+                    return Err(Error::io("open the model file", path, missing));
+                };
+                model.add_index(&index, files)?;
+            }
         }
+        Ok(model)
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -148,12 +166,17 @@ impl ModelFile {
         ))
     }
 
-    fn add_index(&mut self, path: &Path) -> Result<()> {
-        let text = std::fs::read(path)
+    /// Adds the shards that the index at `self.path` names.
+    fn add_index(&mut self, index: &FileBytes, files: &Files<'_>) -> Result<()> {
+        let path = self.path.clone();
+        let path = &*path;
+        let mut text = Vec::new();
+        index
+            .reader()
+            .read_to_end(&mut text)
             .map_err(|error| Error::io("read the model's index", path, error))?;
         let index: FileIndex = serde_json::from_slice(&text)
             .map_err(|error| malformed(path, format!("it is not an index of shards: {error}")))?;
-        let folder = path.parent().unwrap_or(Path::new(""));
         let mut shards: Vec<&str> = index.weight_map.values().map(String::as_str).collect();
         shards.sort_unstable();
         shards.dedup();
@@ -164,7 +187,11 @@ impl ModelFile {
                     format!("it names the shard {shard:?}; expected the name of a file beside it"),
                 ));
             }
-            self.open_file(folder.join(shard))?;
+            let place = path.with_file_name(shard);
+            let Some(file) = files(&place)? else {
+                return Err(malformed(path, format!("its shard `{shard}` is missing")));
+            };
+            self.add_file(place, file)?;
         }
         for (name, shard) in &index.weight_map {
             let place = self.tensors.get(name).map(|stored| shards[stored.file]);
@@ -176,12 +203,6 @@ impl ModelFile {
             }
         }
         Ok(())
-    }
-
-    fn open_file(&mut self, path: PathBuf) -> Result<()> {
-        let file =
-            File::open(&path).map_err(|error| Error::io("open the model file", &path, error))?;
-        self.add_file(path, FileBytes::Disk(file))
     }
 
     fn add_file(&mut self, path: PathBuf, file: FileBytes) -> Result<()> {
@@ -210,26 +231,12 @@ impl ModelFile {
     }
 }
 
-/// The file to open for what the caller named.
-fn find(path: &Path) -> Result<PathBuf> {
-    let asked = if path.is_dir() {
-        path.join("model.safetensors")
-    } else {
-        path.to_owned()
-    };
-    if asked.exists() {
-        return Ok(asked);
+/// The file that the caller named, or that of a folder.
+fn path_in(path: &Path) -> PathBuf {
+    match path.is_dir() {
+        true => path.join("model.safetensors"),
+        false => path.to_owned(),
     }
-    let name = asked.file_name().unwrap_or_default().to_string_lossy();
-    let index = asked.with_file_name(FileNames::new(&name).index());
-    if index.exists() {
-        return Ok(index);
-    }
-    let missing = std::io::Error::new(
-        ErrorKind::NotFound,
-        format!("there is no such file, and no index `{}`", index.display()),
-    );
-    Err(Error::io("open the model file", &asked, missing))
 }
 
 /// The file, where its data begins, and what it says about them, checked against its length.

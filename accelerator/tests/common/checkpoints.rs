@@ -85,3 +85,21 @@ pub fn batch_is_cursed() -> Error {
         .build()
         .unwrap_err()
 }
+
+/// Runs `work` as a process that may not read what it has no permission for, also if this is root: on a thread that has
+/// given up its capabilities.
+pub fn without_privileges<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+
+    let none = CapabilitySet::empty();
+    let unprivileged = || {
+        let sets = CapabilitySets {
+            effective: none,
+            permitted: none,
+            inheritable: none,
+        };
+        set_capabilities(None, sets).unwrap();
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(unprivileged).join().unwrap())
+}

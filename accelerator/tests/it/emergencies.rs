@@ -118,6 +118,104 @@ fn of_two_ranks_that_die_together_neither_is_to_write() {
     assert_eq!(position.world_size_before(), 4);
 }
 
+/// The optimizer is sharded, so that survivors save without it; training goes on from the checkpoint that has all.
+#[test]
+fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path()).with_total_limit(1);
+    let life = |dies_in: Option<u64>| {
+        accelerator::launch(2, |accelerator| {
+            let train = accelerator.prepare(loader(40, 1))?;
+            let train = accelerator.resume_loader(&checkpoints, train)?;
+            let (model, optimizer) = (line(&accelerator.device()), Sharded(adam()));
+            let (model, optimizer) = accelerator.prepare((model, optimizer))?;
+            let parts = (model, optimizer, train);
+            let ((mut model, mut optimizer, train), position) =
+                accelerator.resume(&checkpoints, parts)?;
+            let mut looped = || -> Result<()> {
+                for batch in train.epoch(0) {
+                    let batch = batch?;
+                    let gradients =
+                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
+                    model = optimizer.step(0.05, model.clone(), gradients);
+                    if optimizer.steps() == 3 {
+                        accelerator.save_state(&checkpoints, (&model, &optimizer, &train))?;
+                    }
+                    if Some(optimizer.steps()) == dies_in && accelerator.rank() == 0 {
+                        return Err(batch_is_cursed());
+                    }
+                }
+                accelerator.save_state(&checkpoints, (&model, &optimizer, &train))?;
+                Ok(())
+            };
+            if let Err(error) = looped() {
+                if error.is_peer_lost() {
+                    let saved = accelerator.save_emergency(&checkpoints, (&model, &train))?;
+                    assert!(saved.is_some());
+                }
+                return Err(error);
+            }
+            Ok((flat(&model), position))
+        })
+    };
+    let there = || checkpoints::names(folder.path());
+    life(Some(5)).unwrap_err();
+    let both = ["checkpoint-000001", "checkpoint-000002", "latest"];
+    assert_eq!(there(), both);
+    life(Some(7)).unwrap_err();
+    assert_eq!(there().len(), 4, "{:?}", there());
+
+    let (resumed, position) = life(None).unwrap().remove(0);
+    assert_eq!((position.checkpoint(), position.step()), (Some(1), 3));
+    let text = position.passed_over().join("\n");
+    assert!(
+        text.contains("checkpoint-000002") && text.contains("checkpoint-000003"),
+        "{text}"
+    );
+    assert!(
+        text.contains("emergency") && text.contains("an optimizer"),
+        "{text}"
+    );
+    // Complete again, and with it the limit holds.
+    assert_eq!(there(), ["checkpoint-000004", "latest"]);
+
+    let (nowhere, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let undisturbed = Checkpoints::new(nowhere.path());
+    let whole = accelerator::launch(2, |accelerator| {
+        let (model, optimizer) = (line(&accelerator.device()), Sharded(adam()));
+        let parts = accelerator.prepare((model, optimizer, loader(40, 1)))?;
+        let (mut model, mut optimizer, train) = parts;
+        for batch in train.epoch(0) {
+            let batch = batch?;
+            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
+            model = optimizer.step(0.05, model.clone(), gradients);
+        }
+        accelerator.save_state(&undisturbed, (&model, &optimizer, &train))?;
+        Ok(flat(&model))
+    });
+    assert_eq!(resumed, of_every_rank(whole.unwrap()));
+
+    // Where none has all the parts, it says of each why.
+    let checkpoints = Checkpoints::new(elsewhere.path());
+    accelerator::launch(2, |accelerator| {
+        let model = accelerator.prepare(line(&accelerator.device()))?;
+        if accelerator.rank() == 0 {
+            return Ok(());
+        }
+        accelerator.wait_for_everyone().unwrap_err();
+        accelerator.save_emergency(&checkpoints, &model).map(drop)
+    })
+    .unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (line(&accelerator.device()), adam());
+    let parts = accelerator.prepare(parts).unwrap();
+    let text = checkpoints::misfit(&accelerator.resume(&checkpoints, parts).unwrap_err());
+    assert!(
+        text.contains("place 2") && text.contains("checkpoint-000001"),
+        "{text}"
+    );
+}
+
 fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {
     let accelerator = Accelerator::new().unwrap();
     let parts = (line(&accelerator.device()), adam(), loader(12, 1));

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::common::checkpoints::{Parts, adam, misfit, names, prepared, train};
+use crate::common::checkpoints::{Parts, adam, misfit, names, prepared, train, without_privileges};
 use crate::common::{ColumnBatcher, assert_close, columns, distance, flat, line, loader};
 use accelerator::checkpoint::{Position, Rescale};
 use accelerator::data::AssumeDeterministic;
@@ -229,6 +229,168 @@ fn damage_is_found_and_the_checkpoint_before_is_used() {
         "{text}"
     );
     assert_eq!(names(folder.path()).len(), 3, "nothing is deleted");
+}
+
+/// What the manifest does not list is not read, whatever its name is; nor is what a link leads to.
+#[test]
+fn files_that_the_manifest_does_not_list_are_not_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let (model, _, _) = prepared(&accelerator);
+    let mut other = line(&device);
+    other.weight = burn::module::Param::from_data([[9.0_f32]], &device);
+    let average: Linear = accelerator.prepare(line(&device)).unwrap();
+    let checkpoints = Checkpoints::new(folder.path()).with_max_shard_size(4);
+    let saved = accelerator
+        .save_state(&checkpoints, (&model, &average))
+        .unwrap();
+    let saved = saved.path();
+    assert!(names(saved).contains(&"model-00001-of-00002.safetensors".to_owned()));
+
+    let elsewhere = tempfile::tempdir().unwrap();
+    let elsewhere = elsewhere.path().join("model.safetensors");
+    accelerator.save_model(&other, &elsewhere).unwrap();
+    let places = [
+        saved.join("model.safetensors"),
+        saved.join("model-2/model.safetensors"),
+    ];
+    for is_link in [false, true] {
+        for place in &places {
+            match is_link {
+                false => drop(std::fs::copy(&elsewhere, place).unwrap()),
+                true => std::os::unix::fs::symlink(&elsewhere, place).unwrap(),
+            }
+        }
+        let fresh = || -> Linear {
+            let model: Linear = LinearConfig::new(1, 1).init(&device);
+            accelerator.prepare(model).unwrap()
+        };
+        let ((first, second), _) = accelerator
+            .resume(folder.path(), (fresh(), fresh()))
+            .unwrap();
+        assert_eq!(
+            [flat(&first), flat(&second)],
+            [[0.5, 0.25]; 2],
+            "link: {is_link}"
+        );
+        for path in [saved, &*saved.join("model-2"), &*places[0], &*places[1]] {
+            let loaded = accelerator.load_model(fresh(), path).unwrap();
+            assert_eq!(
+                flat(&loaded),
+                [0.5, 0.25],
+                "{} link: {is_link}",
+                path.display()
+            );
+        }
+        for place in &places {
+            std::fs::remove_file(place).unwrap();
+        }
+    }
+
+    // A file that a program puts there and names is its own.
+    let named = saved.join("other.safetensors");
+    std::fs::rename(&elsewhere, &named).unwrap();
+    let loaded = accelerator.load_model(line(&device), &named).unwrap();
+    assert_eq!(flat(&loaded), [9.0, 0.25]);
+
+    // A link in the place of a file that the manifest lists, though to the right content.
+    let shard = saved.join("model-00001-of-00002.safetensors");
+    std::fs::rename(&shard, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &shard).unwrap();
+    let fresh = (line(&device), line(&device));
+    let fresh = accelerator.prepare(fresh).unwrap();
+    let text = misfit(&accelerator.resume(folder.path(), fresh).unwrap_err());
+    assert!(text.contains("a symbolic link"), "{text}");
+    let text = misfit(&accelerator.load_model(line(&device), saved).unwrap_err());
+    assert!(text.contains("a symbolic link"), "{text}");
+}
+
+#[test]
+fn a_checkpoint_that_is_loaded_is_compared_with_its_hashes() {
+    let folder = tempfile::tempdir().unwrap();
+    two_checkpoints(folder.path());
+    let newest = folder.path().join("checkpoint-000002");
+    let file = newest.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    for path in [&newest, &file] {
+        let text = misfit(&accelerator.load_model(line(&device), path).unwrap_err());
+        assert!(text.contains("has changed since it was written"), "{text}");
+    }
+    // What is left of a checkpoint can still be loaded by who names the file.
+    std::fs::write(newest.join("manifest.json"), "{}").unwrap();
+    let text = misfit(&accelerator.load_model(line(&device), &newest).unwrap_err());
+    assert!(text.contains("manifest.json"), "{text}");
+    accelerator.load_model(line(&device), &file).unwrap();
+}
+
+/// Somebody who names a checkpoint does not want to begin anew.
+#[test]
+fn a_named_checkpoint_without_its_manifest_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    two_checkpoints(folder.path());
+    let named = folder.path().join("checkpoint-000002");
+    // One that a link leads to is as good.
+    let best = folder.path().join("best");
+    std::os::unix::fs::symlink(&named, &best).unwrap();
+    assert_eq!(resumed(&best).unwrap().1.checkpoint(), Some(2));
+
+    std::fs::remove_file(named.join("manifest.json")).unwrap();
+    for name in ["checkpoint-000002", "checkpoint-2", "copy"] {
+        let path = folder.path().join(name);
+        let _ = std::fs::rename(&named, &path);
+        let text = misfit(&resumed(&path).unwrap_err());
+        assert!(
+            text.contains(name) && text.contains("manifest.json"),
+            "{text}"
+        );
+        std::fs::rename(&path, &named).unwrap();
+    }
+    // In its folder it is passed over.
+    assert_eq!(resumed(folder.path()).unwrap().1.checkpoint(), Some(1));
+
+    let text = misfit(&resumed(&folder.path().join("checkpoint-000003")).unwrap_err());
+    assert!(text.contains("there is no checkpoint"), "{text}");
+}
+
+/// An older one would train the same steps again, or lose them, for a disk that is away for a moment.
+#[test]
+fn a_checkpoint_that_cannot_be_read_is_an_error() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    two_checkpoints(folder.path());
+    let newest = folder.path().join("checkpoint-000002");
+    let set_mode = |path: &Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    for (locked, mode) in [
+        (newest.join("optimizer.bpk"), 0o644),
+        (newest.join("manifest.json"), 0o644),
+        (newest.clone(), 0o755),
+        (folder.path().to_owned(), 0o755),
+    ] {
+        set_mode(&locked, 0);
+        without_privileges(|| {
+            for path in [folder.path(), &*newest] {
+                let error = resumed(path).map(|(_, position)| position).unwrap_err();
+                assert!(error.is_io(), "{}: {error:?}", locked.display());
+                let text = error.to_string();
+                assert!(text.contains("Permission denied"), "{text}");
+            }
+            let accelerator = Accelerator::new().unwrap();
+            let error = accelerator.load_model(line(&accelerator.device()), &newest);
+            let is_read = locked == newest.join("optimizer.bpk");
+            assert_eq!(error.is_ok(), is_read, "{}", locked.display());
+            assert!(is_read || error.unwrap_err().is_io());
+        });
+        set_mode(&locked, mode);
+    }
+    assert_eq!(resumed(folder.path()).unwrap().1.checkpoint(), Some(2));
 }
 
 #[test]

@@ -259,3 +259,19 @@ fn state_of_an_optimizer_that_keeps_none_is_told_as_such() {
     let text = error.unwrap().to_string();
     assert!(text.contains("it keeps nothing,"), "{text}");
 }
+
+/// Whether training begins without it is for the program to say.
+#[test]
+fn an_absent_checkpoint_is_told_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let absent = folder.path().join("absent");
+    let (position, text) = logged(|| {
+        let accelerator = Accelerator::new().unwrap();
+        let train = accelerator.prepare(loader(12, 2)).unwrap();
+        let train = accelerator.resume_loader(&absent, train).unwrap();
+        accelerator.resume(&absent, train).unwrap().1
+    });
+    assert!(position.is_start());
+    assert_eq!(text.matches("no checkpoint in").count(), 1, "{text}");
+    assert!(!text.contains("afresh"), "{text}");
+}
