@@ -121,8 +121,8 @@ impl Checkpoints {
         self
     }
 
-    /// Keeps the checkpoint at that path, such as the best one, beside the newest: it counts, and is never removed by
-    /// [the limit](Self::with_total_limit).
+    /// Keeps the checkpoint at that path, such as the best one: [the limit](Self::with_total_limit) never removes it, and
+    /// counts it. However the path is spelt, it leads into the folder of these checkpoints: a save refuses another one.
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -142,8 +142,23 @@ impl Checkpoints {
         self
     }
 
-    pub(super) fn is_protected(&self, path: &Path) -> bool {
-        self.protected.iter().any(|protected| protected == path)
+    /// Whether the limit leaves that checkpoint of the folder alone.
+    pub(super) fn is_protected(&self, checkpoint: &Path) -> bool {
+        let Ok(checkpoint) = checkpoint.canonicalize() else {
+            return false;
+        };
+        let is_it = |path: &PathBuf| path.canonicalize().is_ok_and(|path| path == checkpoint);
+        self.protected.iter().any(is_it)
+    }
+
+    /// Whether that path leads into the folder: what it names there may be gone.
+    pub(crate) fn holds(&self, path: &Path) -> bool {
+        let resolved = |folder: &Path| match folder.as_os_str().is_empty() {
+            true => Path::new(".").canonicalize().ok(),
+            false => folder.canonicalize().ok(),
+        };
+        let parent = path.parent().and_then(resolved);
+        parent.is_some() && parent == resolved(&self.path)
     }
 
     /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools
@@ -234,6 +249,19 @@ impl Checkpoints {
     /// The folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Refuses what a save could not keep to, before it begins.
+    pub(super) fn check(&self) -> Result<()> {
+        self.limit()?;
+        match self.protected.iter().find(|path| !self.holds(path)) {
+            None => Ok(()),
+            Some(stranger) => Err(Error::config(format!(
+                "with_protected: `{}` is not in `{}`, the folder of the checkpoints: protect those that were saved there",
+                stranger.display(),
+                self.path.display()
+            ))),
+        }
     }
 
     /// How many are kept, if there is a limit.
@@ -333,6 +361,7 @@ impl fmt::Debug for Checkpoints {
         f.debug_struct("Checkpoints")
             .field("path", &self.path)
             .field("total_limit", &self.total_limit)
+            .field("protected", &self.protected)
             .field("max_shard_size", &self.max_shard_size)
             .finish_non_exhaustive()
     }

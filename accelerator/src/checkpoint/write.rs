@@ -42,7 +42,7 @@ pub(super) fn begin(
     settings: &Checkpoints,
     context: &CheckpointContext,
 ) -> Result<manifest::Draft> {
-    settings.limit()?;
+    settings.check()?;
     if settings.path().join("manifest.json").exists() {
         return Err(Error::misuse(format!(
             "`{}` is a checkpoint; expected the folder that holds checkpoints",

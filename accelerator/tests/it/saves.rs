@@ -145,6 +145,67 @@ fn c18_of_eleven_checkpoints_the_last_two_stay() {
     assert!(error.is_config(), "{error:?}");
 }
 
+#[cfg(unix)]
+#[test]
+fn a_protected_checkpoint_stays_however_its_path_is_spelt() {
+    let outer = tempfile::tempdir().unwrap();
+    let folder = outer.path().join("out");
+    let accelerator = Accelerator::new().unwrap();
+    let best = accelerator.save_state(&folder, Object(&0)).unwrap();
+    let name = best.path().file_name().unwrap();
+    let link = outer.path().join("link");
+    std::os::unix::fs::symlink(&folder, &link).unwrap();
+    let spellings = [
+        outer.path().join("./out").join(name),
+        outer.path().join("link/../out").join(name),
+        link.join(name),
+    ];
+    for (at, spelling) in spellings.iter().enumerate() {
+        for path in [&folder, &link, &outer.path().join("./out/.")] {
+            let checkpoints = Checkpoints::new(path)
+                .with_total_limit(2)
+                .with_protected(spelling);
+            for state in 1..=3 {
+                accelerator
+                    .save_state(&checkpoints, Object(&state))
+                    .unwrap();
+            }
+            assert!(best.path().exists(), "{at}: {path:?}");
+            assert_eq!(names(&folder).len(), 3, "two of them, and `latest`");
+        }
+    }
+}
+
+#[test]
+fn a_protected_path_of_another_folder_is_refused_before_anything_is_saved() {
+    let outer = tempfile::tempdir().unwrap();
+    let folder = outer.path().join("out");
+    let accelerator = Accelerator::new().unwrap();
+    let stranger = accelerator
+        .save_state(outer.path().join("other"), Object(&0))
+        .unwrap();
+    accelerator.save_state(&folder, Object(&0)).unwrap();
+    for path in [stranger.path(), &folder, Path::new("checkpoint-000001")] {
+        let checkpoints = Checkpoints::new(&folder)
+            .with_total_limit(1)
+            .with_protected(path);
+        let error = accelerator
+            .save_state(&checkpoints, Object(&1))
+            .unwrap_err();
+        assert!(error.is_config(), "{error:?}");
+        assert!(
+            error
+                .to_string()
+                .contains(&format!("`{}` is not in", path.display())),
+            "{error}"
+        );
+    }
+    assert_eq!(names(&folder), ["checkpoint-000001", "latest"]);
+    // One that is gone needs no protection.
+    let checkpoints = Checkpoints::new(&folder).with_protected(folder.join("checkpoint-000009"));
+    accelerator.save_state(&checkpoints, Object(&1)).unwrap();
+}
+
 #[test]
 fn another_job_that_saves_into_the_folder_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
