@@ -71,17 +71,19 @@ impl TrainingOperator for LineOfRate {
     }
 }
 
-/// Four epochs, each with an evaluation.
+/// Four epochs, each with an evaluation. That of the untrained model is no iteration.
 fn train(session: &mut TrialSession, config: &accelerator::tune::Config) -> Result<(), BoxError> {
     let callback = TuneCallback::new(session);
     let arguments = TrainingArguments {
         data_seed: Some(3),
+        eval_on_start: true,
         eval_strategy: IntervalStrategy::Epoch,
         learning_rate: config.parse("lr")?,
         num_train_epochs: 4.0,
         output_dir: session.folder().join("trainer"),
         per_device_train_batch_size: 8,
         resume_from_checkpoint: callback.resume_from()?,
+        save_steps: 3.0,
         ..TrainingArguments::default()
     };
     let accelerator = arguments.accelerator().device(BackendKind::Flex).build()?;

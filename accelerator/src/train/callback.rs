@@ -127,7 +127,8 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After an evaluation, before its metric is compared with the best.
+    /// After an evaluation, before its metric is compared with the best. That of `eval_on_start`, at update 0, is
+    /// compared with nothing.
     fn on_evaluate(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -301,11 +302,13 @@ impl<M> TrainerCallback<M> for EarlyStopping {
 
     fn on_evaluate(
         &mut self,
-        _: &CallbackContext<'_, M>,
+        at: &CallbackContext<'_, M>,
         metrics: &Metrics,
         control: &mut TrainerControl,
     ) -> Result<()> {
-        if let Some(value) = metrics.value(&self.metric.key) {
+        if let Some(value) = metrics.value(&self.metric.key)
+            && at.state.has_begun()
+        {
             control.should_training_stop |= self.note(value);
         }
         Ok(())

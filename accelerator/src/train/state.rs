@@ -121,12 +121,16 @@ pub struct TrainerState {
     pub epoch: f64,
     /// What was logged and evaluated so far.
     pub log_history: Vec<LogEntry>,
-    /// The best value of the metric of `metric_for_best_model` so far.
+    /// The best value of the metric of `metric_for_best_model` so far. Unless `save_strategy` is `no`, an evaluation counts
+    /// once there is a checkpoint of its update.
     pub best_metric: Option<f64>,
     /// The number of updates at which it was found.
     pub best_global_step: Option<u64>,
     /// The checkpoint of that update; known to rank 0 alone.
     pub best_model_checkpoint: Option<PathBuf>,
+    /// Whether that lies beside the checkpoint that this is saved in, wherever both are moved to.
+    #[serde(default)]
+    pub(super) best_is_beside: bool,
     /// Of the last update, where it was computed: the norm of its gradients before clipping, and its learning rate.
     pub(super) grad_norm: Option<f64>,
     pub(super) learning_rate: Option<f64>,
@@ -138,6 +142,18 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
+    /// Whether there was an update. An evaluation before, that of `eval_on_start`, is compared with nothing.
+    pub(super) fn has_begun(&self) -> bool {
+        self.global_step > 0
+    }
+
+    /// Notes that the evaluation after this update is the best so far, with the checkpoint of the update.
+    pub(super) fn set_best(&mut self, metric: f64, checkpoint: Option<PathBuf>) {
+        self.best_metric = Some(metric);
+        self.best_global_step = Some(self.global_step);
+        self.best_model_checkpoint = checkpoint;
+    }
+
     /// Notes the mean loss of some updates.
     pub(super) fn add_losses(&mut self, loss: Option<f64>, updates: u64) {
         if let Some(loss) = loss {

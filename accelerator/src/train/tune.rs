@@ -79,8 +79,8 @@ impl<T: TrainingOperator> Trainable for OperatorTrainable<T> {
 
 /// Reports the evaluations of a [`Trainer`](super::Trainer) to a search, of which it is a trial.
 ///
-/// Each evaluation is an iteration, and is followed by a checkpoint of the trainer, of which the search takes what it needs. The
-/// training ends where the search says so.
+/// Each evaluation is an iteration, and is followed by a checkpoint of the trainer, of which the search takes what it needs;
+/// that of `eval_on_start` is not reported. The training ends where the search says so.
 ///
 /// ```no_run
 /// use accelerator::train::{TrainingArguments, TuneCallback};
@@ -134,12 +134,14 @@ impl TuneCallback {
 impl<M> TrainerCallback<M> for TuneCallback {
     fn on_evaluate(
         &mut self,
-        _at: &CallbackContext<'_, M>,
+        at: &CallbackContext<'_, M>,
         metrics: &Metrics,
         control: &mut TrainerControl,
     ) -> Result<()> {
-        self.evaluated = Some(metrics.iter().collect());
-        control.should_save = true;
+        if at.state.has_begun() {
+            self.evaluated = Some(metrics.iter().collect());
+            control.should_save = true;
+        }
         Ok(())
     }
 

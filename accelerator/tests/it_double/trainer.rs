@@ -187,6 +187,206 @@ fn the_best_checkpoint_is_kept_and_loaded() {
     }
 }
 
+/// Trains with an evaluation after each second update, whose metrics those are.
+fn train_with_metrics(
+    arguments: &TrainingArguments,
+    values: &'static [f64],
+    callback: impl TrainerCallback<Linear> + 'static,
+) -> LineTrainer {
+    let accelerator = alone(arguments);
+    let mut trainer = builder(&accelerator, arguments, 40)
+        .compute_metrics(told(values))
+        .callback(callback)
+        .build()
+        .unwrap();
+    trainer.train().unwrap();
+    trainer
+}
+
+fn best_of(trainer: &LineTrainer) -> (Option<f64>, Option<u64>, Option<u64>) {
+    let state = trainer.state();
+    let checkpoint = state.best_model_checkpoint.as_ref();
+    let step = checkpoint.map(|path| {
+        let checkpoint = accelerator_manifest::Checkpoint::at(path).unwrap();
+        checkpoint.manifest().unwrap().metadata.step
+    });
+    (state.best_metric, state.best_global_step, step)
+}
+
+fn by_metric(folder: &Path) -> TrainingArguments {
+    TrainingArguments {
+        eval_steps: Some(2.0),
+        eval_strategy: IntervalStrategy::Steps,
+        load_best_model_at_end: true,
+        lr_scheduler_type: LrSchedulerType::Constant,
+        metric_for_best_model: Some("acc".to_owned()),
+        output_dir: folder.into(),
+        save_steps: 2.0,
+        save_strategy: SaveStrategy::Steps,
+        ..arguments()
+    }
+}
+
+/// Does nothing.
+struct Idle;
+
+impl<M> TrainerCallback<M> for Idle {}
+
+#[test]
+fn an_evaluation_between_saves_is_not_the_best() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = TrainingArguments {
+        save_steps: 4.0,
+        save_total_limit: Some(2),
+        ..by_metric(folder.path())
+    };
+    let trainer = train_with_metrics(&arguments, &[0.9, 0.5, 0.8, 0.6, 0.4], Idle);
+    assert_eq!(best_of(&trainer), (Some(0.6), Some(8), Some(8)));
+    assert_eq!(checkpoints(folder.path()), [8, 10]);
+    let elsewhere = tempfile::tempdir().unwrap();
+    let until_8 = TrainingArguments {
+        max_steps: 8,
+        ..by_metric(elsewhere.path())
+    };
+    let until_8 = train_with_metrics(&until_8, &[0.1, 0.2, 0.3, 0.4], Idle);
+    assert_eq!(weight(&trainer).to_bits(), weight(&until_8).to_bits());
+}
+
+/// The epoch is evaluated after its last update was saved.
+#[test]
+fn an_evaluation_of_an_update_that_was_saved_before_counts() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = TrainingArguments {
+        eval_steps: None,
+        eval_strategy: IntervalStrategy::Epoch,
+        load_best_model_at_end: false,
+        num_train_epochs: 3.0,
+        save_steps: 5.0,
+        save_total_limit: Some(2),
+        ..by_metric(folder.path())
+    };
+    let trainer = train_with_metrics(&arguments, &[0.9, 0.5, 0.8], Idle);
+    assert_eq!(best_of(&trainer), (Some(0.9), Some(10), Some(10)));
+    assert_eq!(checkpoints(folder.path()), [10, 30]);
+}
+
+/// Saves after that update, whatever the strategy.
+struct SaveAt(u64);
+
+impl<M> TrainerCallback<M> for SaveAt {
+    fn on_step_end(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        control.should_save = at.state.global_step == self.0;
+        Ok(())
+    }
+}
+
+#[test]
+fn a_best_without_a_checkpoint_does_not_outdo_those_with_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let without = TrainingArguments {
+        load_best_model_at_end: false,
+        max_steps: 4,
+        save_strategy: SaveStrategy::No,
+        ..by_metric(folder.path())
+    };
+    let trainer = train_with_metrics(&without, &[0.9, 0.1], SaveAt(3));
+    assert_eq!(best_of(&trainer), (Some(0.9), Some(2), None));
+    let with = TrainingArguments {
+        resume_from_checkpoint: ResumeFrom::Newest,
+        ..by_metric(folder.path())
+    };
+    let trainer = train_with_metrics(&with, &[0.3, 0.4, 0.2, 0.1], Idle);
+    assert_eq!(best_of(&trainer), (Some(0.4), Some(6), Some(6)));
+}
+
+#[cfg(unix)]
+#[test]
+fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {
+    let outer = tempfile::tempdir().unwrap();
+    let folder = outer.path().join("out");
+    let first = TrainingArguments {
+        max_steps: 6,
+        save_total_limit: Some(2),
+        ..by_metric(&folder)
+    };
+    let trainer = train_with_metrics(&first, &[0.1, 0.9, 0.2], Idle);
+    assert_eq!(checkpoints(&folder), [4, 6]);
+    let best = weight(&trainer);
+
+    let link = outer.path().join("link");
+    std::os::unix::fs::symlink(&folder, &link).unwrap();
+    let moved = outer.path().join("moved");
+    for (updates, path) in [(8, &link), (10, &moved), (12, &moved.join("../moved"))] {
+        if updates == 10 {
+            std::fs::rename(&folder, &moved).unwrap();
+        }
+        let next = TrainingArguments {
+            max_steps: updates,
+            output_dir: path.clone(),
+            resume_from_checkpoint: ResumeFrom::Newest,
+            ..first.clone()
+        };
+        let trainer = train_with_metrics(&next, &[0.3, 0.3], Idle);
+        assert_eq!(best_of(&trainer), (Some(0.9), Some(4), Some(4)));
+        assert_eq!(checkpoints(path), [4, updates as u64]);
+        assert_eq!(weight(&trainer).to_bits(), best.to_bits());
+    }
+}
+
+/// Another folder is continued in: the best one is in the first.
+#[test]
+fn a_best_checkpoint_of_another_folder_is_loaded_from_there() {
+    let outer = tempfile::tempdir().unwrap();
+    let first = TrainingArguments {
+        max_steps: 6,
+        ..by_metric(&outer.path().join("first"))
+    };
+    let best = weight(&train_with_metrics(&first, &[0.9, 0.1, 0.2], Idle));
+    let newest = outer.path().join("first/checkpoint-000003");
+    let second = TrainingArguments {
+        max_steps: 14,
+        output_dir: outer.path().join("second"),
+        resume_from_checkpoint: ResumeFrom::Path(newest),
+        save_total_limit: Some(1),
+        ..first.clone()
+    };
+    for from in [second.resume_from_checkpoint.clone(), ResumeFrom::Newest] {
+        let next = TrainingArguments {
+            resume_from_checkpoint: from,
+            ..second.clone()
+        };
+        let trainer = train_with_metrics(&next, &[0.3, 0.3, 0.3, 0.3], Idle);
+        assert_eq!(best_of(&trainer), (Some(0.9), Some(2), Some(2)));
+        assert_eq!(weight(&trainer).to_bits(), best.to_bits());
+        assert_eq!(checkpoints(&second.output_dir), [14]);
+    }
+}
+
+#[test]
+fn the_evaluation_on_start_is_compared_with_nothing() {
+    for save_strategy in [SaveStrategy::Steps, SaveStrategy::Best] {
+        let folder = tempfile::tempdir().unwrap();
+        let arguments = TrainingArguments {
+            early_stopping_patience: Some(2),
+            eval_on_start: true,
+            max_steps: 8,
+            save_strategy,
+            ..by_metric(folder.path())
+        };
+        let trainer = train_with_metrics(&arguments, &[0.9, 0.1, 0.2, 0.8, 0.3], Idle);
+        assert_eq!(best_of(&trainer), (Some(0.8), Some(6), Some(6)));
+        let evaluated: Vec<_> = logged(&trainer, "eval_acc");
+        assert_eq!(
+            evaluated,
+            [(0, 0.9), (2, 0.1), (4, 0.2), (6, 0.8), (8, 0.3)]
+        );
+    }
+}
+
 #[test]
 fn an_early_stop() {
     let folder = tempfile::tempdir().unwrap();

@@ -101,6 +101,8 @@ fn trainers_and_operators_are_trials_that_pause_and_go_on_with_the_same_bits() {
             "{trials}: {promoted:?}"
         );
         for end in promoted {
+            let epoch = end.iter().find(|(name, _)| name == "epoch");
+            assert_eq!(epoch.map(|(_, epoch)| &**epoch), Some("4"), "{trials}");
             assert!(
                 undisturbed.contains(&end),
                 "{trials}: {end:?} of {undisturbed:?}"
@@ -117,7 +119,7 @@ fn last_metrics(csv: &Path) -> Vec<Vec<(String, String)>> {
         .map(|line| line.split(',').map(str::to_owned).collect::<Vec<_>>());
     let header = lines.next().unwrap();
     let wanted = |name: &str| {
-        ["config/lr", "training_iteration"].contains(&name)
+        ["config/lr", "epoch", "training_iteration"].contains(&name)
             || name.ends_with("loss")
             || name.ends_with("accuracy")
     };

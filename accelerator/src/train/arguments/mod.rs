@@ -108,13 +108,13 @@ arguments! {
         eval_steps: Option<f64> = None,
         /// No evaluation before so many updates or epochs.
         eval_delay: f64 = 0.0,
-        /// Evaluate before the first update.
+        /// Evaluate before the first update; this is logged, and compared with nothing.
         eval_on_start: bool = false,
         /// When to save: no, steps, epoch, or best, at each evaluation that is better than all before.
         save_strategy: SaveStrategy = SaveStrategy::Steps,
         /// Updates between two checkpoints.
         save_steps: f64 = 500.0,
-        /// How many checkpoints to keep, beside the best one [default: all].
+        /// How many checkpoints to keep, the best one among them; never less than that and the newest [default: all].
         save_total_limit: Option<usize> = None,
         /// Go on from the newest checkpoint of `output_dir` (auto: if there is one), or from that of a path.
         resume_from_checkpoint: ResumeFrom = ResumeFrom::No,

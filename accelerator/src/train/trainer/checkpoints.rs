@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use accelerator_manifest::Folder;
 use burn::module::Module;
 
+use super::best::SavedUpdate;
 use super::{TrainData, Trainer};
 use crate::accelerator::Tensors;
 use crate::checkpoint::{Checkpoints, Object, Position, Saved};
 use crate::core::error::{Error, Result};
-use crate::ema::Ema;
-use crate::train::arguments::ResumeFrom;
+use crate::train::arguments::{ResumeFrom, SaveStrategy};
 use crate::train::callback::TrainerCallback;
 use crate::train::model_cell::ModelCell;
 
@@ -81,11 +81,29 @@ where
     /// What the checkpoint did not know of itself, and what callbacks remember.
     fn restore_state(&mut self, folder: &Path, position: &Position) -> Result<()> {
         let state = &mut self.state;
-        if let Some(number) = position.checkpoint()
-            && state.best_global_step == Some(state.global_step)
-            && self.accelerator.is_main_process()
-        {
-            state.best_model_checkpoint = path_of(folder, number);
+        let folder = folder_of(folder);
+        let is_main = self.accelerator.is_main_process();
+        self.saved = position.checkpoint().map(|number| SavedUpdate {
+            update: state.global_step,
+            path: is_main.then(|| path_of(&folder, number)).flatten(),
+        });
+        match &mut state.best_model_checkpoint {
+            Some(best) if state.best_is_beside => {
+                let beside = best.file_name().map(|name| folder.join(name));
+                if let Some(beside) = beside.filter(|beside| beside.exists()) {
+                    *best = beside;
+                }
+            }
+            Some(_) => {}
+            None if state.best_global_step == Some(state.global_step) => {
+                let saved = self.saved.as_ref();
+                state.best_model_checkpoint = saved.and_then(|saved| saved.path.clone());
+            }
+            // No checkpoint is of that update, so none could be compared with it.
+            None if self.arguments.save_strategy != SaveStrategy::No => {
+                (state.best_metric, state.best_global_step) = (None, None);
+            }
+            None => {}
         }
         let callbacks = self
             .callbacks
@@ -103,22 +121,6 @@ where
         Ok(())
     }
 
-    /// Whether the best checkpoint so far is there to be loaded at the end.
-    fn check_best(&self) -> Result<()> {
-        let best = self.state.best_model_checkpoint.as_deref();
-        let is_wanted = self.arguments.load_best_model_at_end;
-        let context = &self.accelerator.shared.context;
-        context.on_main("find the best checkpoint", || match best {
-            Some(best) if is_wanted && !best.exists() => Err(Error::config(format!(
-                "load_best_model_at_end: the best checkpoint so far, `{}`, is gone: leave the argument out, or put it \
-                 back",
-                best.display()
-            ))),
-            _ => Ok(()),
-        })?;
-        Ok(())
-    }
-
     pub(super) fn save_checkpoint(&mut self, data: &TrainData<O>) -> Result<Saved> {
         let callbacks = self.callbacks.of_program.iter();
         let states = callbacks.filter_map(|callback| callback.state());
@@ -130,9 +132,11 @@ where
         if let Some(limit) = self.arguments.save_total_limit {
             checkpoints = checkpoints.with_total_limit(limit);
         }
-        if let Some(best) = &self.state.best_model_checkpoint
-            && self.state.best_global_step != Some(self.state.global_step)
-        {
+        self.settle_candidate();
+        let best = self.state.best_model_checkpoint.as_ref();
+        let beside = best.filter(|best| checkpoints.holds(best)).cloned();
+        self.state.best_is_beside = beside.is_some();
+        if let Some(best) = beside {
             checkpoints = checkpoints.with_protected(best);
         }
         let (model, state) = (self.model.get(), Object(&self.state));
@@ -147,31 +151,16 @@ where
             }
         };
         let state = &mut self.state;
-        if state.best_global_step == Some(state.global_step) {
+        if state.best_global_step == Some(state.global_step)
+            && state.best_model_checkpoint.is_none()
+        {
             state.best_model_checkpoint = Some(saved.path().to_owned());
         }
-        self.saved_at = Some(state.global_step);
+        self.saved = Some(SavedUpdate {
+            update: state.global_step,
+            path: Some(saved.path().to_owned()),
+        });
         Ok(saved)
-    }
-
-    /// The weights of the best checkpoint, where the arguments ask for them and there is one.
-    pub(super) fn load_best(&mut self) -> Result<()> {
-        if !self.arguments.load_best_model_at_end {
-            return Ok(());
-        }
-        // Rank 0 knows where it is.
-        let best = self.state.best_model_checkpoint.clone();
-        let Some(best) = self.accelerator.broadcast_object(&best, 0)? else {
-            return Ok(());
-        };
-        let accelerator = &self.accelerator;
-        let loaded = accelerator.load_model(self.model.get().clone(), &best)?;
-        self.model = ModelCell::new(loaded);
-        if let (Some(ema), Some(decay)) = (&self.ema, self.arguments.ema_decay) {
-            let averaged = accelerator.load_model(ema.model().clone(), best.join("model-2"))?;
-            self.ema = Some(Ema::new(&averaged, decay));
-        }
-        Ok(())
     }
 }
 
@@ -189,12 +178,17 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// The checkpoint of that number: `folder` itself, or one in it.
+/// The folder of the checkpoints, of which `path` is one, or which it is.
+fn folder_of(path: &Path) -> PathBuf {
+    if !path.join("manifest.json").exists() {
+        return path.to_owned();
+    }
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    path.parent().unwrap_or(&path).to_owned()
+}
+
+/// The checkpoint of that number in a folder.
 fn path_of(folder: &Path, number: u64) -> Option<PathBuf> {
-    let folder = match folder.join("manifest.json").exists() {
-        true => folder.parent()?,
-        false => folder,
-    };
     let checkpoints = Folder::open(folder).ok()?.checkpoints().ok()?;
     let found = checkpoints
         .iter()

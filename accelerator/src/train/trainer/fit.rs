@@ -10,7 +10,6 @@ use crate::core::preemption::Preemption;
 use crate::data::Batch;
 use crate::local::LocalTraining as _;
 use crate::optim::StepOutcome;
-use crate::train::arguments::SaveStrategy;
 use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
 use crate::train::state::{LogEntry, Metrics};
@@ -104,7 +103,7 @@ where
             let control = self.save_if_due(data, due, control)?;
             if self.accelerator.preempted()? {
                 self.was_preempted = true;
-                if self.saved_at != Some(self.state.global_step) {
+                if !self.is_saved() {
                     self.save(data)?;
                 }
                 return Ok(EpochEnd::EndsTraining);
@@ -222,18 +221,7 @@ where
         self.console.on_evaluate(&self.accelerator, &entry, loss);
         let mut control =
             self.hook(|callback, at, control| callback.on_evaluate(at, metrics, control))?;
-        let Some(metric) = self.arguments.best_metric() else {
-            return Ok(control);
-        };
-        let Some(value) = metrics.value(&metric.key).filter(|value| !value.is_nan()) else {
-            return Ok(control);
-        };
-        let best = self.state.best_metric;
-        if best.is_none_or(|best| metric.improves(value, best, 0.0)) {
-            self.state.best_metric = Some(value);
-            self.state.best_global_step = Some(self.state.global_step);
-            control.should_save |= self.arguments.save_strategy == SaveStrategy::Best;
-        }
+        control.should_save |= self.compare_with_best(metrics);
         Ok(control)
     }
 

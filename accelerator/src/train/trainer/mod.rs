@@ -1,5 +1,6 @@
 //! The trainer, in Hugging Face's manner.
 
+mod best;
 mod build;
 mod checkpoints;
 mod evaluation;
@@ -17,6 +18,7 @@ use burn::data::dataset::Dataset;
 use burn::module::Module;
 use serde::Serialize;
 
+use self::best::{BestCandidate, SavedUpdate};
 pub use self::build::TrainerBuilder;
 use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
@@ -88,6 +90,7 @@ pub struct Trainer<M, I, O, P> {
     accelerator: Accelerator,
     arguments: TrainingArguments,
     callbacks: Callbacks<M>,
+    candidate: Option<BestCandidate>,
     collator: Arc<dyn Batcher<I, O>>,
     compute_loss: Arc<ComputeLoss<M, O, P>>,
     compute_metrics: Option<Arc<ComputeMetrics<P>>>,
@@ -97,8 +100,8 @@ pub struct Trainer<M, I, O, P> {
     local: Option<LocalRounds>,
     model: ModelCell<M>,
     optimizer: PreparedOptimizer<Manual>,
-    /// The update after which the last checkpoint was saved.
-    saved_at: Option<u64>,
+    /// The last checkpoint, or the one that the training was resumed from.
+    saved: Option<SavedUpdate>,
     state: TrainerState,
     train: Option<TrainData<O>>,
     was_preempted: bool,
