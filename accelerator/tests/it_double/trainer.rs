@@ -387,6 +387,79 @@ fn the_evaluation_on_start_is_compared_with_nothing() {
     }
 }
 
+/// Asks for the end after that update.
+struct StopAt(u64);
+
+impl<M> TrainerCallback<M> for StopAt {
+    fn on_step_end(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        control.should_training_stop = at.state.global_step == self.0;
+        Ok(())
+    }
+}
+
+/// Within an epoch of five updates, at its end, and at the end of the training.
+#[test]
+fn a_training_that_stopped_within_an_epoch_continues_it() {
+    for stop_at in [3, 5, 10] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut arguments = TrainingArguments {
+            eval_strategy: IntervalStrategy::Epoch,
+            num_train_epochs: 2.0,
+            output_dir: folder.path().into(),
+            save_strategy: SaveStrategy::Epoch,
+            train_sampling_strategy: TrainSamplingStrategy::Random,
+            ..arguments()
+        };
+        let (undisturbed, _) = train(
+            &TrainingArguments {
+                save_strategy: SaveStrategy::No,
+                ..arguments.clone()
+            },
+            20,
+        );
+        let stopping = |arguments: &TrainingArguments| {
+            let accelerator = alone(arguments);
+            builder(&accelerator, arguments, 20)
+                .callback(StopAt(stop_at))
+                .build()
+                .unwrap()
+        };
+        // In the same process, and in another one.
+        let mut stopped = stopping(&arguments);
+        assert_eq!(stopped.train().unwrap().global_step, stop_at);
+        assert_eq!(checkpoints(folder.path()).last(), Some(&stop_at));
+        arguments.resume_from_checkpoint = ResumeFrom::Newest;
+        let (resumed, output) = train(&arguments, 20);
+        assert_eq!(output.global_step, 10, "{stop_at}");
+        assert_eq!(weight(&resumed).to_bits(), weight(&undisturbed).to_bits());
+
+        let again = TrainingArguments {
+            output_dir: folder.path().join("again"),
+            resume_from_checkpoint: ResumeFrom::No,
+            ..arguments.clone()
+        };
+        let mut stopped = stopping(&again);
+        stopped.train().unwrap();
+        stopped.train().unwrap();
+        assert_eq!(weight(&stopped).to_bits(), weight(&undisturbed).to_bits());
+
+        let mut expected = vec![5, 10];
+        if stop_at == 3 {
+            // Where it stopped, too.
+            expected.insert(0, 3);
+        }
+        for trainer in [&resumed, &stopped] {
+            let evaluated = logged(trainer, "eval_loss");
+            let steps: Vec<_> = evaluated.iter().map(|entry| entry.0).collect();
+            assert_eq!(steps, expected, "{stop_at}");
+        }
+    }
+}
+
 #[test]
 fn an_early_stop() {
     let folder = tempfile::tempdir().unwrap();

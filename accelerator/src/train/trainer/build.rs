@@ -243,6 +243,7 @@ where
         let trainer = Trainer {
             accelerator,
             arguments,
+            broken_off: None,
             callbacks,
             candidate: None,
             collator,

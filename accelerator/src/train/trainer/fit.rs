@@ -14,13 +14,15 @@ use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
 use crate::train::state::{LogEntry, Metrics};
 
-/// What follows an epoch.
+/// How an epoch comes to its end.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
-    /// With this training: its last update is done, or something asked for the end.
-    EndsTraining,
     /// Another one may follow.
-    GoesOn,
+    Complete,
+    /// The training stops after it.
+    LastOfTraining,
+    /// The training stops within it, and continues it if it is resumed.
+    BrokenOff,
 }
 
 impl<M, I, O, P> Trainer<M, I, O, P>
@@ -66,7 +68,7 @@ where
             let end = match self.state.global_step < data.flow.updates {
                 true => self.train_epoch(data)?,
                 // It ended between the last update and the end of its epoch.
-                false => EpochEnd::GoesOn,
+                false => EpochEnd::Complete,
             };
             if self.was_preempted {
                 break;
@@ -74,9 +76,11 @@ where
             let control = self.hook(|callback, at, control| callback.on_epoch_end(at, control))?;
             let due = data.flow.after_epoch(self.state.epoch);
             let control = self.log_and_evaluate(due, control)?;
-            self.state.ended_epochs += 1;
+            if end != EpochEnd::BrokenOff {
+                self.state.ended_epochs += 1;
+            }
             let control = self.save_if_due(data, due, control)?;
-            stops = end == EpochEnd::EndsTraining || control.should_training_stop;
+            stops = end != EpochEnd::Complete || control.should_training_stop;
         }
         self.share_losses()?;
         self.average_weights()?;
@@ -91,8 +95,12 @@ where
 
     fn train_epoch(&mut self, data: &TrainData<O>) -> Result<EpochEnd> {
         self.hook(|callback, at, control| callback.on_epoch_begin(at, control))?;
-        for batch in data.loader.epoch(self.state.ended_epochs) {
-            self.micro_step(data, &batch?)?;
+        let begin = || data.loader.epoch(self.state.ended_epochs);
+        let mut batches = self.broken_off.take().unwrap_or_else(begin);
+        let mut end = EpochEnd::Complete;
+        for batch in batches.by_ref() {
+            let batch = batch?;
+            self.micro_step(data, &batch)?;
             if !self.accelerator.sync_gradients() {
                 continue;
             }
@@ -106,16 +114,26 @@ where
                 if !self.is_saved() {
                     self.save(data)?;
                 }
-                return Ok(EpochEnd::EndsTraining);
+                end = EpochEnd::BrokenOff;
+                break;
             }
+            let is_complete =
+                control.should_epoch_stop || self.state.global_step >= data.flow.updates;
             if control.should_training_stop {
-                return Ok(EpochEnd::EndsTraining);
+                end = match is_complete || batch.is_last() {
+                    true => EpochEnd::LastOfTraining,
+                    false => EpochEnd::BrokenOff,
+                };
+                break;
             }
-            if control.should_epoch_stop || self.state.global_step >= data.flow.updates {
+            if is_complete {
                 break;
             }
         }
-        Ok(EpochEnd::GoesOn)
+        if end == EpochEnd::BrokenOff {
+            self.broken_off = Some(batches);
+        }
+        Ok(end)
     }
 
     /// Forward and backward of a batch, and the optimizer's step at the end of a window.

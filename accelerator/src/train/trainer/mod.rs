@@ -30,7 +30,7 @@ use super::model_cell::ModelCell;
 use super::state::{Metrics, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
-use crate::data::PreparedLoader;
+use crate::data::{Epoch, PreparedLoader};
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer};
 
@@ -89,6 +89,8 @@ use crate::optim::{Manual, PreparedOptimizer};
 pub struct Trainer<M, I, O, P> {
     accelerator: Accelerator,
     arguments: TrainingArguments,
+    /// The epoch within which the training stopped.
+    broken_off: Option<Epoch<O>>,
     callbacks: Callbacks<M>,
     candidate: Option<BestCandidate>,
     collator: Arc<dyn Batcher<I, O>>,
