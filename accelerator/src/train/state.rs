@@ -18,33 +18,68 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(transparent)]
-pub struct Metrics(Vec<(String, f64)>);
+pub struct Metrics {
+    values: Vec<(String, f64)>,
+    /// Over how many items some of them are means, where those are not the samples of their batch.
+    #[serde(skip)]
+    counts: Vec<(String, usize)>,
+}
 
 impl Metrics {
     /// The metric of that name.
     pub fn value(&self, name: &str) -> Option<f64> {
-        let found = self.0.iter().find(|(known, _)| known == name);
+        let found = self.values.iter().find(|(known, _)| known == name);
         found.map(|(_, value)| *value)
     }
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
-        self.0.iter().map(|(name, value)| (name.as_str(), *value))
+        let values = self.values.iter();
+        values.map(|(name, value)| (name.as_str(), *value))
+    }
+
+    /// Adds a mean over items that are not the samples of the batch, such as its tokens: a [`Meter`](super::Meter)
+    /// weights it by them.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    /// use accelerator::train::{Meter, Metrics};
+    ///
+    /// let mut meter = Meter::new();
+    /// // Two samples each, of 10 tokens and of 30.
+    /// meter.update(&Metrics::from_iter([("accuracy", 1.0)]).with_mean_over("loss", 1.0, 10), 2);
+    /// meter.update(&Metrics::from_iter([("accuracy", 0.0)]).with_mean_over("loss", 2.0, 30), 2);
+    /// let metrics = meter.summary(&Accelerator::new()?)?;
+    /// assert_eq!((metrics.value("accuracy"), metrics.value("loss")), (Some(0.5), Some(1.75)));
+    /// assert_eq!(metrics.value("num_samples"), Some(4.0));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_mean_over(mut self, name: impl Into<String>, value: f64, items: usize) -> Self {
+        let name = name.into();
+        self.push(name.clone(), value);
+        self.counts.push((name, items));
+        self
     }
 
     pub(super) fn push(&mut self, name: impl Into<String>, value: f64) {
-        self.0.push((name.into(), value));
+        self.values.push((name.into(), value));
+    }
+
+    /// Over how many items that metric is a mean, if not over the samples of its batch.
+    pub(super) fn count(&self, name: &str) -> Option<usize> {
+        let found = self.counts.iter().find(|(known, _)| known == name);
+        found.map(|(_, count)| *count)
     }
 }
 
 impl<N: Into<String>> FromIterator<(N, f64)> for Metrics {
     fn from_iter<I: IntoIterator<Item = (N, f64)>>(metrics: I) -> Self {
-        Self(
-            metrics
-                .into_iter()
-                .map(|(name, value)| (name.into(), value))
-                .collect(),
-        )
+        let values = metrics.into_iter();
+        Self {
+            values: values.map(|(name, value)| (name.into(), value)).collect(),
+            counts: Vec::new(),
+        }
     }
 }
 

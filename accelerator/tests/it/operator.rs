@@ -3,8 +3,9 @@
 use accelerator::data::Loader;
 use accelerator::prelude::*;
 use accelerator::train::{
-    Inputs, LrSchedulerType, Metrics, OperatorTrainer, OperatorWorker, OptimizerName, Registered,
-    RegisteredModel, SaveStrategy, Setup, StepInfo, Trainer, TrainingArguments, TrainingOperator,
+    Inputs, LossOutput, LrSchedulerType, Metrics, OperatorTrainer, OperatorWorker, OptimizerName,
+    Registered, RegisteredModel, SaveStrategy, Setup, StepInfo, Trainer, TrainingArguments,
+    TrainingOperator,
 };
 use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::constant::ConstantLr;
@@ -308,6 +309,68 @@ fn metrics_are_means_over_the_samples_of_all_ranks() {
             }
             expected(&train, "last_train_loss");
             expected(&val, "last_val_accuracy");
+        }
+    }
+}
+
+/// Its loss is a mean over tokens: a sample of class c has c + 1 of them, each with a loss of c. It answers class 0.
+struct OfTokens;
+
+impl TrainingOperator for OfTokens {
+    type Config = ();
+    type Models = RegisteredModel<Net, Labelled>;
+
+    fn setup(setup: &Setup<Self>, (): &()) -> Result<Registered<Self>> {
+        let optimizer = (SgdConfig::new().init_fused(), ConstantLr::new(0.0));
+        let model = setup
+            .register(net, optimizer)?
+            .with_criterion(|net, batch| {
+                let nothing = forward(net, batch.inputs.clone()) * 0.0;
+                let classes = batch.labels.clone().float();
+                let tokens = classes.clone() + 1.0;
+                let items = tokens.clone().sum();
+                let loss = (classes * tokens).sum() / items.clone();
+                let logits = nothing.clone()
+                    + Tensor::<2>::from_floats([[1.0, 0.0, 0.0]], &nothing.device());
+                LossOutput::new(loss + nothing.sum())
+                    .with_num_items(items.into_scalar::<f64>() as usize)
+                    .with_outputs((logits, batch.labels.clone()))
+            });
+        let data = setup.register_data(loader(SAMPLES), loader(7))?;
+        Ok(Registered::new(Self, model, data))
+    }
+}
+
+#[test]
+fn a_loss_over_tokens_leaves_the_accuracy_to_samples() {
+    for world_size in [1, 2, 3] {
+        let metrics = on_ranks(world_size, |accelerator| {
+            let mut trainer = OperatorTrainer::<OfTokens>::on(accelerator, ())?;
+            Ok((trainer.train(None)?, trainer.validate()?))
+        });
+        for (train, val) in metrics {
+            // Of 22 samples, seven are of the classes 1 and 2; of 7 samples, two.
+            for (found, name, expected) in [
+                (
+                    &train,
+                    "train_loss",
+                    (7 * 2 + 7 * 6) as f64 / (8 + 7 * 2 + 7 * 3) as f64,
+                ),
+                (
+                    &val,
+                    "val_loss",
+                    (2 * 2 + 2 * 6) as f64 / (3 + 2 * 2 + 2 * 3) as f64,
+                ),
+                (&val, "val_accuracy", 3.0 / 7.0),
+                (&train, "num_samples", 22.0),
+                (&val, "num_samples", 7.0),
+            ] {
+                let difference = found.value(name).unwrap() - expected;
+                assert!(
+                    difference.abs() < 1e-6,
+                    "{name} on {world_size}: {difference}"
+                );
+            }
         }
     }
 }

@@ -45,14 +45,15 @@ impl Meter {
         Self::default()
     }
 
-    /// Adds the metrics of a batch of this rank: means over `num_samples`, where that is one of them, else over `samples`.
-    /// Without samples, as on an idle rank, they count for nothing.
+    /// Adds the metrics of a batch of this rank: means over `num_samples`, where that is one of them, else over `samples`,
+    /// or over [items of their own](Metrics::with_mean_over). Without samples, as on an idle rank, they count for nothing.
     pub fn update(&mut self, metrics: &Metrics, samples: usize) {
         let samples = metrics.value("num_samples").unwrap_or(samples as f64);
         self.batches += 1;
         self.samples += samples;
         for (name, value) in metrics.iter().filter(|(name, _)| *name != "num_samples") {
-            let last = Mean::weighted(value, samples);
+            let count = metrics.count(name).map(|items| items as f64);
+            let last = Mean::weighted(value, count.unwrap_or(samples));
             let entry = self.entry(name);
             entry.all.merge(last);
             entry.last = last;

@@ -161,7 +161,7 @@ pub trait TrainingOperator: Sized + 'static {
     }
 
     /// Trains on a batch, and returns the metrics of this rank, which are means over its samples. `num_samples`
-    /// among them says over how many; [`Batch::real`] by default.
+    /// among them says over how many; [`Batch::real`] by default. [`Metrics::with_mean_over`] adds one over other items.
     ///
     /// By default, forward, backward, and a step of the optimizer with its scheduler where the accumulation window ends;
     /// the metric is `train_loss`.

@@ -110,12 +110,12 @@ impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for Reg
     }
 }
 
-/// The loss of a batch, and over how many of its samples or items.
+/// The loss of a batch, over its samples or items, and how many samples it has.
 fn metrics<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Metrics {
     let loss = output.loss.clone().into_scalar::<f64>();
-    let mut metrics = Metrics::default();
-    metrics.push(format!("{kind}_loss"), loss);
-    metrics.push("num_samples", output.count(batch) as f64);
+    let name = format!("{kind}_loss");
+    let mut metrics = Metrics::default().with_mean_over(name, loss, output.count(batch));
+    metrics.push("num_samples", batch.real() as f64);
     metrics
 }
 
