@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    CnnConfig, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
+    CnnConfig, DigitBatcher, MnistArgs, Report, TrackArgs, cross_entropy, init_logging,
 };
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use clap::Parser;
@@ -34,6 +34,9 @@ struct Args {
     /// The precision to compute in: no, f16 or bf16 [default: ACCEL_PRECISION, else no]
     #[arg(long)]
     precision: Option<Precision>,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<(), Report> {
@@ -47,7 +50,8 @@ fn main() -> Result<(), Report> {
         .device(mnist.device.map(Into::into))
         .global_batch(args.global_batch, batch_size)
         .seed(mnist.seed)
-        .log_with(mnist.trackers())
+        .dtype(mnist.dtype.into())
+        .log_with(args.tracking.trackers())
         .data_folders(&mnist.data_dir);
     if let Some(precision) = args.precision {
         builder = builder.precision(precision);
@@ -85,7 +89,8 @@ fn main() -> Result<(), Report> {
         accelerator.print(format_args!("training begins at {position}"));
     }
 
-    let mut course = mnist.course(&accelerator, "train")?;
+    let given = mnist.hyperparameters();
+    let mut course = args.tracking.course(&accelerator, "train", &given)?;
     for epoch in start..epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;

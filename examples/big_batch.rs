@@ -9,7 +9,7 @@
 use accelerator::BatchSizeFinder;
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
+    Cnn, CnnConfig, DigitBatcher, MnistArgs, Report, TrackArgs, cross_entropy, init_logging,
 };
 use burn::tensor::{Int, Tensor};
 use clap::Parser;
@@ -28,6 +28,9 @@ struct Args {
     /// Pretend that memory holds so many samples and no more
     #[arg(long, value_name = "N")]
     holds: Option<usize>,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<(), Report> {
@@ -40,7 +43,8 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
-        .log_with(mnist.trackers())
+        .dtype(mnist.dtype.into())
+        .log_with(args.tracking.trackers())
         .data_folders(&mnist.data_dir)
         .build()?;
 
@@ -66,7 +70,8 @@ fn main() -> Result<(), Report> {
         .build(digits.train);
     let train = accelerator.prepare(train)?;
 
-    let mut course = mnist.course(&accelerator, "train")?;
+    let given = mnist.hyperparameters();
+    let mut course = args.tracking.course(&accelerator, "train", &given)?;
     let mut sizes = Vec::new();
     for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {

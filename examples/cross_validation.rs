@@ -9,7 +9,8 @@
 use accelerator::metric::Confusion;
 use accelerator::prelude::*;
 use accelerator_examples::{
-    CnnConfig, Course, Digit, DigitBatcher, Digits, MnistArgs, Report, cross_entropy, init_logging,
+    CnnConfig, Course, Digit, DigitBatcher, Digits, MnistArgs, Report, TrackArgs, cross_entropy,
+    init_logging,
 };
 use burn::data::dataset::Dataset;
 use burn::data::dataset::transform::SelectionDataset;
@@ -25,10 +26,17 @@ struct Args {
     /// How many parts there are
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(2..))]
     folds: u64,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<(), Report> {
-    let Args { mnist, folds } = Args::parse();
+    let Args {
+        mnist,
+        folds,
+        tracking,
+    } = Args::parse();
     init_logging();
     let lr = mnist.learning_rate();
     let digits = mnist.digits()?.train;
@@ -36,7 +44,8 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
-        .log_with(mnist.trackers())
+        .dtype(mnist.dtype.into())
+        .log_with(tracking.trackers())
         .data_folders(&mnist.data_dir)
         .build()?;
 
@@ -56,7 +65,8 @@ fn main() -> Result<(), Report> {
         let (mut model, mut optimizer, train, valid) =
             accelerator.prepare((model, mnist.optimizer.init(), train, valid))?;
 
-        course = mnist.course(&accelerator, &format!("fold-{fold}"))?;
+        let given = mnist.hyperparameters();
+        course = tracking.course(&accelerator, &format!("fold-{fold}"), &given)?;
         for epoch in 0..mnist.epochs {
             for batch in train.epoch(epoch) {
                 let batch = batch?;

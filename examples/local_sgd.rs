@@ -6,11 +6,13 @@
 //! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8 --diloco
 //! ```
 
+use std::path::PathBuf;
+
 use accelerator::metric::Mean;
 use accelerator::optim::Manual;
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy,
+    Cnn, CnnConfig, Course, DigitBatch, DigitBatcher, MnistArgs, Report, TrackArgs, cross_entropy,
     init_logging,
 };
 use clap::Parser;
@@ -28,6 +30,13 @@ struct Args {
     /// Let an outer optimizer with momentum step along what all processes changed
     #[arg(long)]
     diloco: bool,
+
+    /// Write the trained model to this safetensors file
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<(), Report> {
@@ -39,7 +48,8 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
-        .log_with(mnist.trackers())
+        .dtype(mnist.dtype.into())
+        .log_with(args.tracking.trackers())
         .data_folders(&mnist.data_dir)
         .build()?;
     let model = CnnConfig::new()
@@ -54,10 +64,10 @@ fn main() -> Result<(), Report> {
 
     let course = if args.diloco {
         let local = DiLoCoConfig::new(args.period).init(&accelerator, &model)?;
-        run(&accelerator, mnist, local, (model, optimizer, train))?
+        run(&accelerator, &args, local, (model, optimizer, train))?
     } else {
         let local = LocalSgdConfig::new(args.period).init(&accelerator, &model)?;
-        run(&accelerator, mnist, local, (model, optimizer, train))?
+        run(&accelerator, &args, local, (model, optimizer, train))?
     };
     // The same on each of them.
     println!("rank {}: loss {course}", accelerator.rank());
@@ -68,14 +78,16 @@ type Parts = (Cnn, PreparedOptimizer<Manual>, PreparedLoader<DigitBatch>);
 
 fn run(
     accelerator: &Accelerator,
-    args: &MnistArgs,
+    args: &Args,
     mut local: impl LocalTraining<Cnn>,
     (mut model, mut optimizer, train): Parts,
 ) -> Result<Course> {
-    let mut course = args.course(accelerator, "train")?;
+    let mnist = &args.mnist;
+    let given = mnist.hyperparameters();
+    let mut course = args.tracking.course(accelerator, "train", &given)?;
     // Of this rank's samples since the last average.
     let mut round = Mean::new();
-    for epoch in 0..args.epochs {
+    for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;
             let logits = model.forward(batch.images.clone());
@@ -85,7 +97,7 @@ fn run(
             if let (Some(loss), Some(samples)) = (gradients.loss(), gradients.samples()) {
                 round.update(loss, samples as usize);
             }
-            model = optimizer.step(args.learning_rate(), model, gradients);
+            model = optimizer.step(mnist.learning_rate(), model, gradients);
             if local.step(&mut model)? == LocalOutcome::Averaged {
                 let mean = accelerator.reduce_metric(core::mem::take(&mut round))?;
                 course.note(mean.value());

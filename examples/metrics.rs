@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use accelerator::metric::{Accuracy, Confusion, Mean, TopK};
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, cross_entropy, init_logging,
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, TrackArgs, cross_entropy,
+    init_logging,
 };
 use clap::Parser;
 
@@ -25,10 +26,17 @@ struct Args {
     /// Stop training after so many seconds of the first process's clock
     #[arg(long, value_name = "SECONDS")]
     time_limit: Option<u64>,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<(), Report> {
-    let Args { mnist, time_limit } = Args::parse();
+    let Args {
+        mnist,
+        time_limit,
+        tracking,
+    } = Args::parse();
     init_logging();
     let lr = mnist.learning_rate();
     let digits = mnist.digits()?;
@@ -36,7 +44,8 @@ fn main() -> Result<(), Report> {
     let accelerator = Accelerator::builder()
         .device(mnist.device.map(Into::into))
         .seed(mnist.seed)
-        .log_with(mnist.trackers())
+        .dtype(mnist.dtype.into())
+        .log_with(tracking.trackers())
         .data_folders(&mnist.data_dir)
         .build()?;
 
@@ -56,7 +65,7 @@ fn main() -> Result<(), Report> {
 
     let limit = time_limit.map(Duration::from_secs);
     let start = Instant::now();
-    let mut course = mnist.course(&accelerator, "train")?;
+    let mut course = tracking.course(&accelerator, "train", &mnist.hyperparameters())?;
     'training: for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;

@@ -4,13 +4,34 @@
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
-    cross_entropy, init_logging,
+    Cnn, CnnConfig, ComparisonArgs, DigitBatch, DigitBatcher, MnistArgs, Report, ReportArgs,
+    Reporter, SampleLog, Score, TrackArgs, cross_entropy, init_logging,
 };
 use clap::Parser;
 
+/// Train a small convolutional network to read handwritten digits
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    mnist: MnistArgs,
+
+    #[command(flatten)]
+    report: ReportArgs,
+
+    #[command(flatten)]
+    comparison: ComparisonArgs,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
+}
+
 fn main() -> Result<(), Report> {
-    let args = MnistArgs::parse();
+    let Args {
+        mnist: args,
+        report,
+        comparison,
+        tracking,
+    } = Args::parse();
     init_logging();
     let lr = args.learning_rate();
     let digits = args.digits()?;
@@ -19,7 +40,7 @@ fn main() -> Result<(), Report> {
         .device(args.device.map(Into::into))
         .dtype(args.dtype.into())
         .seed(args.seed)
-        .log_with(args.trackers())
+        .log_with(tracking.trackers())
         .data_folders(&args.data_dir)
         .build()?;
     let device = accelerator.device();
@@ -39,10 +60,11 @@ fn main() -> Result<(), Report> {
     let (mut model, mut optimizer, train, valid, test) =
         accelerator.prepare((model, optimizer, train, valid, test))?;
 
-    let mut samples = SampleLog::open(args.log_samples.as_deref(), accelerator.rank())?;
-    let mut reporter = Reporter::tracked(&accelerator, &args, train.steps())?;
+    let mut samples = SampleLog::open(comparison.log_samples.as_deref(), accelerator.rank())?;
+    tracking.begin(&accelerator, &args.hyperparameters())?;
+    let mut reporter = Reporter::tracked(&accelerator, &report, train.steps())?;
     accelerator.print(accelerator.plan(&train, args.epochs));
-    if let Some(path) = &args.save_initial {
+    if let Some(path) = &comparison.save_initial {
         accelerator.save_model(&model, path)?;
     }
 
@@ -61,7 +83,7 @@ fn main() -> Result<(), Report> {
 
     let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &test)?)?;
     reporter.tested(score.loss(), score.accuracy())?;
-    if let Some(path) = &args.save {
+    if let Some(path) = &report.save {
         accelerator.save_model(&model, path)?;
     }
     Ok(accelerator.finish()?)

@@ -5,16 +5,33 @@
 use std::sync::Arc;
 
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, SampleLog, Score,
-    cross_entropy, init_logging, save_model,
+    Cnn, CnnConfig, ComparisonArgs, DigitBatch, DigitBatcher, MnistArgs, Report, ReportArgs,
+    Reporter, SampleLog, Score, cross_entropy, init_logging, save_model,
 };
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use clap::Parser;
 
+/// Train a small convolutional network to read handwritten digits, with Burn alone
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    mnist: MnistArgs,
+
+    #[command(flatten)]
+    report: ReportArgs,
+
+    #[command(flatten)]
+    comparison: ComparisonArgs,
+}
+
 fn main() -> Result<(), Report> {
-    let args = MnistArgs::parse();
+    let Args {
+        mnist: args,
+        report,
+        comparison,
+    } = Args::parse();
     init_logging();
     let lr = args.learning_rate();
     let digits = args.digits()?;
@@ -37,10 +54,10 @@ fn main() -> Result<(), Report> {
         .set_device(device.inner())
         .build(digits.test);
 
-    let mut samples = SampleLog::open(args.log_samples.as_deref(), 0)?;
+    let mut samples = SampleLog::open(comparison.log_samples.as_deref(), 0)?;
     let steps = train.num_items().div_ceil(args.batch_size.get());
-    let mut reporter = Reporter::new(0, &args, steps as u64)?;
-    if let Some(path) = &args.save_initial {
+    let mut reporter = Reporter::new(0, &report, steps as u64)?;
+    if let Some(path) = &comparison.save_initial {
         save_model(&model, path)?;
     }
 
@@ -64,7 +81,7 @@ fn main() -> Result<(), Report> {
 
     let score = evaluate(&model.valid(), &test)?;
     reporter.tested(score.loss(), score.accuracy())?;
-    if let Some(path) = &args.save {
+    if let Some(path) = &report.save {
         save_model(&model, path)?;
     }
     Ok(())

@@ -17,8 +17,8 @@ use std::process::ExitCode;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, Reporter, Score, Split,
-    cross_entropy, init_logging,
+    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, ReportArgs, Reporter, Score,
+    Split, TrackArgs, cross_entropy, init_logging,
 };
 use clap::Parser;
 
@@ -38,6 +38,12 @@ struct Args {
     /// How many checkpoints to keep
     #[arg(long, default_value = "3", value_name = "N")]
     keep: NonZeroUsize,
+
+    #[command(flatten)]
+    report: ReportArgs,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 fn main() -> Result<ExitCode, Report> {
@@ -49,7 +55,7 @@ fn main() -> Result<ExitCode, Report> {
         .device(args.training.device.map(Into::into))
         .dtype(args.training.dtype.into())
         .seed(args.training.seed)
-        .log_with(args.training.trackers())
+        .log_with(args.tracking.trackers())
         .data_folders(&args.training.data_dir)
         .build()?;
     accelerator.on_preemption(Preemption::new())?;
@@ -72,6 +78,8 @@ fn train(
         checkpoints,
         save_every,
         keep,
+        report,
+        tracking,
     } = args;
     let lr = args.learning_rate();
     let device = accelerator.device();
@@ -98,7 +106,8 @@ fn train(
     accelerator.print(format_args!("training begins at {position}"));
 
     let mut saved = position.checkpoint().map(|_| position.step());
-    let reporter = Reporter::tracked(accelerator, args, train.steps())?;
+    tracking.begin(accelerator, &args.hyperparameters())?;
+    let reporter = Reporter::tracked(accelerator, report, train.steps())?;
     let mut reporter = reporter.starting_behind(position.step());
     for epoch in position.epoch()..args.epochs {
         for batch in train.epoch(epoch) {
@@ -133,7 +142,7 @@ fn train(
         accelerator.save_state(&checkpoints, parts)?;
     }
     accelerator.print(format_args!("best accuracy {:.1} %", 100.0 * best));
-    if let Some(path) = &args.save {
+    if let Some(path) = &report.save {
         accelerator.save_model(&model, path)?;
     }
     accelerator.finish()?;

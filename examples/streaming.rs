@@ -10,7 +10,8 @@
 use accelerator::data::StreamPart;
 use accelerator::prelude::*;
 use accelerator_examples::{
-    CnnConfig, Course, DigitBatcher, MnistArgs, Report, Reporter, cross_entropy, init_logging,
+    CnnConfig, Course, DigitBatcher, MnistArgs, Report, ReportArgs, Reporter, TrackArgs,
+    cross_entropy, init_logging,
 };
 use burn::data::dataset::Dataset;
 use clap::{Parser, ValueEnum};
@@ -24,6 +25,12 @@ struct Args {
     /// How processes share the stream
     #[arg(long, value_enum, default_value_t = Sharing::Dispatched)]
     sharing: Sharing,
+
+    #[command(flatten)]
+    report: ReportArgs,
+
+    #[command(flatten)]
+    tracking: TrackArgs,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -38,6 +45,8 @@ fn main() -> Result<(), Report> {
     let Args {
         mnist: args,
         sharing,
+        report,
+        tracking,
     } = Args::parse();
     init_logging();
     let lr = args.learning_rate();
@@ -47,7 +56,7 @@ fn main() -> Result<(), Report> {
         .device(args.device.map(Into::into))
         .dtype(args.dtype.into())
         .seed(args.seed)
-        .log_with(args.trackers())
+        .log_with(tracking.trackers())
         .data_folders(&args.data_dir)
         .build()?;
     let device = accelerator.device();
@@ -66,7 +75,8 @@ fn main() -> Result<(), Report> {
     };
     let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
 
-    let mut reporter = Reporter::tracked(&accelerator, &args, train.steps())?;
+    tracking.begin(&accelerator, &args.hyperparameters())?;
+    let mut reporter = Reporter::tracked(&accelerator, &report, train.steps())?;
     let mut course = Course::new();
     for epoch in 0..args.epochs {
         for batch in train.epoch(epoch) {
@@ -78,7 +88,7 @@ fn main() -> Result<(), Report> {
             model = optimizer.step(lr, model, gradients);
         }
     }
-    if let Some(path) = &args.save {
+    if let Some(path) = &report.save {
         accelerator.save_model(&model, path)?;
     }
     accelerator.check_replicas(&model)?;

@@ -230,11 +230,11 @@ struct Args {
     #[arg(long, value_enum, default_value_t = Choice::Asha)]
     scheduler: Choice,
 
-    /// How many iterations a trial has at least
+    /// How many iterations a trial has at least, with ASHA
     #[arg(long, default_value_t = 1, value_name = "N")]
     grace_period: u64,
 
-    /// One trial in so many goes on at each rung
+    /// One trial in so many goes on at each rung of ASHA
     #[arg(long, default_value_t = 4, value_name = "N")]
     reduction_factor: u64,
 

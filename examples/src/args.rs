@@ -1,18 +1,15 @@
 use core::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use accelerator::{Accelerator, Tracker};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, FloatDType};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use serde_json::json;
 
-use crate::course::Course;
 use crate::device::{DeviceName, configure};
 use crate::digits::Split;
 use crate::error::{Error, Kind, Result};
-use crate::tracking::TrackArgs;
 
 /// The number of training samples that are drawn where `--limit` does not say otherwise.
 const DRAWN: usize = 3200;
@@ -62,15 +59,23 @@ pub struct MnistArgs {
     /// The kind of device [default: the fastest that is compiled in]
     #[arg(long, value_enum)]
     pub device: Option<DeviceName>,
+}
 
-    /// Write figures of each step, each epoch and the test to this file, one JSON object a line
+/// What a training with a [`Reporter`](crate::Reporter) writes; nothing without a flag.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ReportArgs {
+    /// Write figures of each step and each epoch, and of a test, to this file, one JSON object a line
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
 
     /// Write the trained model to this safetensors file
     #[arg(long, value_name = "FILE")]
     pub save: Option<PathBuf>,
+}
 
+/// What a training writes to be compared with another one; nothing without a flag.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ComparisonArgs {
     /// Write the untrained model to this safetensors file
     #[arg(long, value_name = "FILE")]
     pub save_initial: Option<PathBuf>,
@@ -78,10 +83,6 @@ pub struct MnistArgs {
     /// Write the positions of the samples of each step to this file, one JSON object a line
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-
-    /// Where the training is recorded
-    #[command(flatten)]
-    pub tracking: TrackArgs,
 }
 
 /// The optimizers to choose from.
@@ -146,22 +147,6 @@ impl MnistArgs {
             "limit": self.limit,
             "dtype": format!("{:?}", self.dtype).to_lowercase(),
         })
-    }
-
-    /// For [`AcceleratorBuilder::log_with`](accelerator::AcceleratorBuilder::log_with).
-    pub fn trackers(&self) -> Option<Tracker> {
-        self.tracking.trackers()
-    }
-
-    /// A course whose figures are `kind/loss` of a run, where one is asked for.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`Accelerator::init_trackers`].
-    #[track_caller]
-    pub fn course(&self, accelerator: &Accelerator, kind: &str) -> accelerator::Result<Course> {
-        let given = self.hyperparameters();
-        self.tracking.course(accelerator, kind, &given)
     }
 
     /// Opens the device of `--device`, or Burn's default one, with the dtype and the seed asked
@@ -246,8 +231,7 @@ mod tests {
     fn every_flag_is_known() {
         let args = parse(
             "--data-dir d --epochs 2 --batch-size 32 --lr 0.5 --optimizer sgd --dropout 0 \
-             --seed 7 --limit 100 --dtype f64 --device cuda --metrics m --save s \
-             --save-initial i --log-samples l --track t --log-dir e",
+             --seed 7 --limit 100 --dtype f64 --device cuda",
         )
         .unwrap();
         assert_eq!((args.epochs, args.batch_size.get(), args.seed), (2, 32, 7));

@@ -22,7 +22,7 @@ pub mod text;
 mod tracking;
 mod transformer;
 
-pub use crate::args::{Dtype, MnistArgs, OptimizerName};
+pub use crate::args::{ComparisonArgs, Dtype, MnistArgs, OptimizerName, ReportArgs};
 pub use crate::cnn::{Cnn, CnnConfig};
 pub use crate::course::Course;
 pub use crate::device::DeviceName;

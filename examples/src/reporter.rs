@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use accelerator::Accelerator;
 
-use crate::args::MnistArgs;
-use crate::error::{Error, Report, Result};
+use crate::args::ReportArgs;
+use crate::error::{Error, Result};
 use crate::metrics::{EpochRecord, Metrics, StepRecord, TestRecord};
 use crate::save::check_target;
 
@@ -39,15 +39,14 @@ struct Output {
 
 impl Reporter {
     /// A reporter for this rank of a training with so many steps in an epoch. It makes the file
-    /// of `--metrics` and checks the targets of `--save` and `--save-initial`, so that no
-    /// training is lost to them.
+    /// of `--metrics` and checks the target of `--save`, so that no training is lost to them.
     ///
     /// # Errors
     ///
     /// [`Error::is_io`] when one of these files cannot be made.
     pub fn new(
         rank: usize,
-        args: &MnistArgs,
+        args: &ReportArgs,
         steps_per_epoch: impl Into<Option<u64>>,
     ) -> Result<Self> {
         let steps_per_epoch = steps_per_epoch.into();
@@ -59,7 +58,7 @@ impl Reporter {
             step: 0,
         };
         if rank == 0 {
-            for path in [&args.save, &args.save_initial].into_iter().flatten() {
+            if let Some(path) = &args.save {
                 check_target(path)?;
             }
             reporter.output = Some(Output {
@@ -73,23 +72,20 @@ impl Reporter {
         Ok(reporter)
     }
 
-    /// A reporter that tells a run, too, where the arguments ask for one: `train/loss` and `train/lr`, `valid/loss` and
+    /// A reporter that tells a run, too, where one was begun: `train/loss` and `train/lr`, `valid/loss` and
     /// `valid/accuracy`, `test/loss` and `test/accuracy`. Every rank makes one.
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Self::new), and of [`Accelerator::init_trackers`].
+    /// Those of [`new`](Self::new).
     pub fn tracked(
         accelerator: &Accelerator,
-        args: &MnistArgs,
+        args: &ReportArgs,
         steps_per_epoch: impl Into<Option<u64>>,
-    ) -> Result<Self, Report> {
-        let reporter = Self::new(accelerator.rank(), args, steps_per_epoch)?;
-        let given = args.hyperparameters();
-        args.tracking.begin(accelerator, &given)?;
+    ) -> Result<Self> {
         Ok(Self {
             run: Some(accelerator.clone()),
-            ..reporter
+            ..Self::new(accelerator.rank(), args, steps_per_epoch)?
         })
     }
 
@@ -227,7 +223,6 @@ fn print(line: fmt::Arguments<'_>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
     use serde_json::Value;
 
     use super::*;
@@ -236,7 +231,10 @@ mod tests {
     fn a_training_is_recorded_line_by_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let args = MnistArgs::parse_from(["mnist", "--metrics", path.to_str().unwrap()]);
+        let args = ReportArgs {
+            metrics: Some(path.clone()),
+            save: None,
+        };
         let mut reporter = Reporter::new(0, &args, 2).unwrap();
         for epoch in 0..2 {
             reporter.step(epoch, 2.5, 0.1, 64.0).unwrap();
@@ -265,7 +263,10 @@ mod tests {
 
     #[test]
     fn other_ranks_are_silent() {
-        let args = MnistArgs::parse_from(["mnist", "--metrics", "/nowhere/metrics.jsonl"]);
+        let args = ReportArgs {
+            metrics: Some("/nowhere/metrics.jsonl".into()),
+            save: None,
+        };
         let mut reporter = Reporter::new(1, &args, 2).unwrap();
         reporter.step(0, 2.5, 0.1, 64.0).unwrap();
         reporter.tested(0.25, 0.875).unwrap();
@@ -274,7 +275,10 @@ mod tests {
 
     #[test]
     fn a_target_without_a_folder_is_an_error_before_training() {
-        let args = MnistArgs::parse_from(["mnist", "--save", "/nowhere/model.safetensors"]);
+        let args = ReportArgs {
+            metrics: None,
+            save: Some("/nowhere/model.safetensors".into()),
+        };
         assert!(Reporter::new(0, &args, 2).unwrap_err().is_io());
     }
 }

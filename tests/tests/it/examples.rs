@@ -4,7 +4,7 @@ use std::process::Command;
 
 use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{
-    Ended, example, launcher, run_all, run_ranks, run_with, wait_until,
+    Ended, example, launcher, run_all, run_alone, run_ranks, run_with, wait_until,
 };
 
 /// Runs an example on one process and on two. Each rank says, in its last line,
@@ -245,6 +245,51 @@ fn local_sgd() {
     learns("local_sgd", &args);
     let args = [&args[..], &["--epochs", "4", "--diloco"]].concat();
     learns("local_sgd", &args);
+}
+
+/// No example takes a flag that it does nothing with.
+#[test]
+fn flags_of_other_examples_are_refused() {
+    let files = ["--metrics", "--save", "--save-initial", "--log-samples"];
+    for (name, flags) in [
+        ("accumulation", &files[..]),
+        ("big_batch", &files),
+        ("cross_validation", &files),
+        (
+            "local_sgd",
+            &["--metrics", "--save-initial", "--log-samples"],
+        ),
+        ("metrics", &files),
+        ("mnist_plain", &["--track", "--log-dir"]),
+        ("resumable", &files[2..]),
+        ("streaming", &files[2..]),
+    ] {
+        for flag in flags {
+            let mut command = Command::new(example(name));
+            command.args([flag, "x"]);
+            let ended = run_alone(command);
+            assert_eq!(ended.status.code(), Some(2), "{name} {flag}");
+            let said = format!("unexpected argument '{flag}'");
+            assert!(ended.stderr.contains(&said), "{name}: {}", ended.stderr);
+        }
+    }
+}
+
+#[test]
+fn local_sgd_saves_weights_of_the_type_that_it_is_given() {
+    let folder = tempfile::tempdir().unwrap();
+    for (dtype, name) in [("f32", "\"F32\""), ("f64", "\"F64\"")] {
+        let file = folder.path().join(dtype);
+        let mut command = Command::new(example("local_sgd"));
+        let args = ["--limit", "16", "--epochs", "1", "--dtype", dtype, "--save"];
+        command.args(args).arg(&file);
+        let ended = run_alone(command);
+        assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+        let bytes = std::fs::read(&file).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header = String::from_utf8_lossy(&bytes[8..8 + header]);
+        assert!(header.contains(name), "{header}");
+    }
 }
 
 #[test]
