@@ -98,7 +98,7 @@ pub(crate) struct Shared {
     pub(crate) reduction: Arc<ReduceContext>,
     restarts: Restarts,
     trace: TraceSettings,
-    tracker_settings: TrackerSettings,
+    pub(crate) tracker_settings: TrackerSettings,
     tracking: Arc<Tracking>,
     uncounted: UncountedPadding,
     warned: WarnedTexts,

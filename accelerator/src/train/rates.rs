@@ -101,6 +101,43 @@ impl core::str::FromStr for LrSchedulerKwargs {
     }
 }
 
+impl LrSchedulerKwargs {
+    /// Returns the names of those that are set, and that such a schedule does not read.
+    pub(super) fn set_but_unused(
+        &self,
+        kind: LrSchedulerType,
+    ) -> impl Iterator<Item = &'static str> + use<> {
+        use LrSchedulerType as T;
+        const COSINES: &[LrSchedulerType] = &[
+            T::Cosine,
+            T::CosineWithRestarts,
+            T::CosineWithMinLr,
+            T::WarmupStableDecay,
+        ];
+        let readers: [(&str, bool, &[LrSchedulerType]); 7] = [
+            ("lr_end", self.lr_end.is_some(), &[T::Polynomial]),
+            ("min_lr", self.min_lr.is_some(), &[T::CosineWithMinLr]),
+            (
+                "min_lr_rate",
+                self.min_lr_rate.is_some(),
+                &[T::CosineWithMinLr],
+            ),
+            ("num_cycles", self.num_cycles.is_some(), COSINES),
+            (
+                "num_decay_steps",
+                self.num_decay_steps.is_some(),
+                &[T::WarmupStableDecay],
+            ),
+            ("power", self.power.is_some(), &[T::Polynomial]),
+            ("timescale", self.timescale.is_some(), &[T::InverseSqrt]),
+        ];
+        let unused = readers.into_iter();
+        unused
+            .filter(move |(_, is_set, readers)| *is_set && !readers.contains(&kind))
+            .map(|(name, ..)| name)
+    }
+}
+
 /// The learning rate of each update of a training.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LrSchedule {

@@ -1,7 +1,11 @@
 //! What arguments contradict, said before the first step.
 
-use super::{IntervalStrategy, OptimizerName, ReportTo, SaveStrategy, TrainingArguments};
+use super::{
+    IntervalStrategy, OptimizerName, ReportTo, SaveStrategy, TrainSamplingStrategy,
+    TrainingArguments,
+};
 use crate::core::error::{Error, Result};
+use crate::reduce::Compression;
 use crate::train::rates::LrSchedulerType;
 use accelerator_plan::TailPolicy;
 
@@ -12,12 +16,25 @@ pub(in crate::train) enum EvalData {
     Present,
 }
 
-/// All contradictions at once.
-pub(in crate::train) fn check(arguments: &TrainingArguments, eval: EvalData) -> Result<()> {
+/// Whose optimizer it is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(in crate::train) enum OptimizerOrigin {
+    Arguments,
+    Program,
+}
+
+/// Finds all contradictions at once.
+pub(in crate::train) fn check(
+    arguments: &TrainingArguments,
+    eval: EvalData,
+    optimizer: OptimizerOrigin,
+) -> Result<()> {
     let mut found = Contradictions(Vec::new());
     found.numbers(arguments);
     found.intervals(arguments);
     found.evaluation(arguments, eval);
+    found.optimizer(arguments, optimizer);
+    found.schedule(arguments);
     found.others(arguments);
     match &*found.0 {
         [] => Ok(()),
@@ -132,12 +149,32 @@ impl Contradictions {
             for (name, is_on) in [
                 ("eval_strategy", evaluates),
                 ("eval_on_start", a.eval_on_start),
+                ("metric_for_best_model", a.metric_for_best_model.is_some()),
             ] {
                 self.expect(!is_on, || {
                     format!("{name} is set, and there is no evaluation data: pass `eval_dataset`")
                 });
             }
         }
+        let by_steps = a.eval_strategy == IntervalStrategy::Steps;
+        self.expect(a.eval_steps.is_none() || by_steps, || {
+            format!(
+                "eval_steps is set with eval_strategy {}: it is for steps",
+                a.eval_strategy
+            )
+        });
+        self.expect(a.eval_delay == 0.0 || evaluates, || {
+            "eval_delay is set without evaluations: set eval_strategy to steps or epoch".to_owned()
+        });
+        let has_best = a.best_metric().is_some();
+        self.expect(a.greater_is_better.is_none() || has_best, || {
+            "greater_is_better is set, and nothing is compared: set metric_for_best_model"
+                .to_owned()
+        });
+        let has_patience = a.early_stopping_patience.is_some();
+        self.expect(a.early_stopping_threshold == 0.0 || has_patience, || {
+            "early_stopping_threshold is set without early_stopping_patience".to_owned()
+        });
         for (name, is_on) in [
             ("load_best_model_at_end", a.load_best_model_at_end),
             (
@@ -184,6 +221,71 @@ impl Contradictions {
         }
     }
 
+    /// Nothing else reads what is set for another optimizer.
+    fn optimizer(&mut self, a: &TrainingArguments, origin: OptimizerOrigin) {
+        let default = TrainingArguments::default();
+        let sgd = [("momentum", a.momentum != default.momentum)];
+        let adamw = [
+            ("adam_beta1", a.adam_beta1 != default.adam_beta1),
+            ("adam_beta2", a.adam_beta2 != default.adam_beta2),
+            ("adam_epsilon", a.adam_epsilon != default.adam_epsilon),
+        ];
+        if origin == OptimizerOrigin::Program {
+            let all = [
+                ("optim", a.optim != default.optim),
+                ("weight_decay", a.weight_decay != default.weight_decay),
+            ];
+            for (name, is_set) in all.into_iter().chain(sgd).chain(adamw) {
+                self.expect(!is_set, || {
+                    format!(
+                        "{name} is set, and the program has an optimizer of its own: leave it out"
+                    )
+                });
+            }
+            return;
+        }
+        let (others, whose) = match a.optim {
+            OptimizerName::Sgd => (&adamw[..], "AdamW"),
+            OptimizerName::AdamWTorch | OptimizerName::AdamWTorchFused => (&sgd[..], "sgd"),
+        };
+        for (name, is_set) in others {
+            self.expect(!is_set, || {
+                format!("{name} is set with optim {}: it is for {whose}", a.optim)
+            });
+        }
+    }
+
+    fn schedule(&mut self, a: &TrainingArguments) {
+        let (kind, kwargs) = (a.lr_scheduler_type, a.lr_scheduler_kwargs);
+        for name in kwargs.set_but_unused(kind) {
+            self.expect(false, || {
+                format!("lr_scheduler_kwargs.{name} is set, and lr_scheduler_type {kind} does not take it")
+            });
+        }
+        let both = kwargs.min_lr.is_some() && kwargs.min_lr_rate.is_some();
+        self.expect(!both, || {
+            "lr_scheduler_kwargs has min_lr and min_lr_rate: choose one".to_owned()
+        });
+        if let (LrSchedulerType::Polynomial, Some(end)) = (kind, kwargs.lr_end) {
+            let rate = a.learning_rate;
+            self.expect(end < rate, || {
+                format!(
+                    "lr_scheduler_kwargs.lr_end is {end}; expected less than learning_rate {rate}"
+                )
+            });
+        }
+        for (name, warmup) in [
+            ("warmup_steps", a.warmup_steps),
+            ("warmup_ratio", a.warmup_ratio),
+        ] {
+            self.expect(warmup == 0.0 || kind != LrSchedulerType::Constant, || {
+                format!(
+                    "{name} is set with lr_scheduler_type constant: choose constant_with_warmup"
+                )
+            });
+        }
+    }
+
     fn others(&mut self, a: &TrainingArguments) {
         self.expect(!(a.bf16 && a.fp16), || {
             "bf16 and fp16 are both set: choose one".to_owned()
@@ -200,17 +302,17 @@ impl Contradictions {
         self.expect(a.tail != TailPolicy::Uneven, || {
             "tail is uneven, which is for evaluation: choose exact, pad or drop".to_owned()
         });
-        let kwargs = a.lr_scheduler_kwargs;
-        if let (LrSchedulerType::Polynomial, Some(end)) = (a.lr_scheduler_type, kwargs.lr_end) {
-            let rate = a.learning_rate;
-            self.expect(end < rate, || {
-                format!(
-                    "lr_scheduler_kwargs.lr_end is {end}; expected less than learning_rate {rate}"
-                )
-            });
-        }
-        self.expect(a.momentum == 0.0 || a.optim == OptimizerName::Sgd, || {
-            format!("momentum is set with optim {}: it is for sgd", a.optim)
+        let shuffles = a.train_sampling_strategy == TrainSamplingStrategy::Random;
+        self.expect(a.data_seed.is_none() || shuffles, || {
+            format!(
+                "data_seed is set with train_sampling_strategy {}: it is for random",
+                a.train_sampling_strategy
+            )
+        });
+        let compresses = a.gradient_compression != Compression::None;
+        self.expect(!compresses || a.local_sgd_steps.is_none(), || {
+            "gradient_compression is set with local_sgd_steps, with which no gradients travel: leave one of them out"
+                .to_owned()
         });
         for (name, is_set) in [
             ("sharded_optimizer", a.sharded_optimizer),
@@ -228,6 +330,13 @@ impl Contradictions {
             let is_first = !a.report_to[..at].contains(word);
             self.expect(is_first, || format!("report_to has {word} twice"));
         }
+        let has_run = a.report_to.iter().any(|word| *word != ReportTo::None);
+        self.expect(!has_run || !a.report_to.contains(&ReportTo::None), || {
+            "report_to has none beside others: leave it out".to_owned()
+        });
+        self.expect(a.run_name.is_none() || has_run, || {
+            "run_name is set, and no run is recorded: set report_to".to_owned()
+        });
         let has_mlflow = cfg!(feature = "mlflow");
         self.expect(
             has_mlflow || !a.report_to.contains(&ReportTo::Mlflow),
@@ -240,10 +349,14 @@ impl Contradictions {
 mod tests {
     use super::*;
 
+    fn checked(arguments: &TrainingArguments, eval: EvalData) -> Result<()> {
+        check(arguments, eval, OptimizerOrigin::Arguments)
+    }
+
     fn refused(change: impl FnOnce(&mut TrainingArguments)) -> String {
         let mut arguments = TrainingArguments::default();
         change(&mut arguments);
-        check(&arguments, EvalData::Present)
+        checked(&arguments, EvalData::Present)
             .unwrap_err()
             .to_string()
     }
@@ -251,7 +364,7 @@ mod tests {
     #[test]
     fn defaults_contradict_nothing() {
         for eval in [EvalData::Absent, EvalData::Present] {
-            check(&TrainingArguments::default(), eval).unwrap();
+            checked(&TrainingArguments::default(), eval).unwrap();
         }
     }
 
@@ -278,9 +391,9 @@ mod tests {
             eval_strategy: IntervalStrategy::Epoch,
             ..TrainingArguments::default()
         };
-        let error = check(&arguments, EvalData::Absent).unwrap_err();
+        let error = checked(&arguments, EvalData::Absent).unwrap_err();
         assert!(error.to_string().contains("`eval_dataset`"), "{error}");
-        check(&arguments, EvalData::Present).unwrap();
+        checked(&arguments, EvalData::Present).unwrap();
 
         assert!(refused(|a| a.load_best_model_at_end = true).contains("eval_strategy"));
         assert!(refused(|a| a.early_stopping_patience = Some(2)).contains("eval_strategy"));
@@ -296,6 +409,73 @@ mod tests {
             a.save_steps = 4.0;
         });
         assert!(text.contains("no multiple of eval_steps 3"), "{text}");
+    }
+
+    #[test]
+    fn an_argument_that_nothing_uses_is_refused() {
+        let cases = [
+            (
+                r#"adam_beta1 = 0.8, optim = "sgd""#,
+                "adam_beta1 is set with optim sgd",
+            ),
+            (
+                "momentum = 0.9",
+                "momentum is set with optim adamw_torch_fused",
+            ),
+            (
+                r#"data_seed = 3, train_sampling_strategy = "sequential""#,
+                "data_seed",
+            ),
+            ("eval_steps = 3", "eval_steps is set with eval_strategy no"),
+            (
+                r#"eval_steps = 3, eval_strategy = "epoch""#,
+                "it is for steps",
+            ),
+            ("eval_delay = 3", "eval_delay is set without evaluations"),
+            ("greater_is_better = true", "set metric_for_best_model"),
+            (
+                "early_stopping_threshold = 0.1",
+                "without early_stopping_patience",
+            ),
+            (r#"run_name = "a""#, "set report_to"),
+            (r#"report_to = ["none", "csv"]"#, "none beside others"),
+            (
+                r#"lr_scheduler_type = "constant", warmup_ratio = 0.1"#,
+                "constant_with_warmup",
+            ),
+            (
+                r#"lr_scheduler_kwargs = { power = 2 }"#,
+                "linear does not take it",
+            ),
+            (
+                r#"lr_scheduler_type = "cosine_with_min_lr", lr_scheduler_kwargs = { min_lr = 0, min_lr_rate = 0.1 }"#,
+                "choose one",
+            ),
+            (
+                r#"gradient_compression = "bf16", local_sgd_steps = 4"#,
+                "no gradients travel",
+            ),
+        ];
+        for (text, expected) in cases {
+            let given = toml::from_str::<toml::Table>(&format!("given = {{ {text} }}")).unwrap();
+            let given = toml::to_string(&given["given"]).unwrap();
+            let arguments = TrainingArguments::from_toml(&given).unwrap();
+            let error = checked(&arguments, EvalData::Present).unwrap_err();
+            assert!(error.is_config(), "{text}");
+            assert!(error.to_string().contains(expected), "{text}: {error}");
+        }
+        let arguments = TrainingArguments {
+            metric_for_best_model: Some("accuracy".to_owned()),
+            weight_decay: 0.1,
+            ..TrainingArguments::default()
+        };
+        let error = check(&arguments, EvalData::Absent, OptimizerOrigin::Program).unwrap_err();
+        for part in [
+            "metric_for_best_model",
+            "weight_decay is set, and the program has",
+        ] {
+            assert!(error.to_string().contains(part), "{error}");
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::precision::Precision;
 use crate::reduce::Compression;
 use accelerator_plan::TailPolicy;
 
-pub(super) use self::contradictions::{EvalData, check};
+pub(super) use self::contradictions::{EvalData, OptimizerOrigin, check};
 
 arguments! {
     /// The arguments of a training: what Hugging Face's `TrainingArguments` call them, with the same defaults.
@@ -330,7 +330,7 @@ impl BestMetric {
 
 impl ReportTo {
     /// What a run is delivered to; the run itself is always there.
-    fn tracker(self) -> Option<crate::Tracker> {
+    pub(super) fn tracker(self) -> Option<crate::Tracker> {
         match self {
             Self::None | Self::Run => None,
             Self::Csv => Some(crate::Tracker::Csv),

@@ -1,4 +1,6 @@
 use core::fmt;
+use core::mem::discriminant;
+use core::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,8 +18,12 @@ use crate::core::error::{Error, Result};
 use crate::data::{Loader, LoaderBuilder};
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer, Sharded};
+use crate::precision::Precision;
+use crate::reduce::OnNonFiniteLoss;
+use crate::tracking::Tracker;
 use crate::train::arguments::{
-    EvalData, ResumeFrom, SaveStrategy, TrainSamplingStrategy, TrainingArguments, check,
+    EvalData, OptimizerOrigin, ResumeFrom, SaveStrategy, TrainSamplingStrategy, TrainingArguments,
+    check,
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
@@ -175,7 +181,11 @@ where
             Some(_) => EvalData::Present,
             None => EvalData::Absent,
         };
-        check(&arguments, eval)?;
+        let optimizer = match self.optimizer {
+            Some(_) => OptimizerOrigin::Program,
+            None => OptimizerOrigin::Arguments,
+        };
+        check(&arguments, eval, optimizer)?;
         for (name, dataset) in [("train_dataset", &self.train), ("eval_dataset", &self.eval)] {
             if dataset.as_ref().is_some_and(|dataset| dataset.is_empty()) {
                 return Err(Error::config(format!(
@@ -184,7 +194,10 @@ where
             }
         }
         let accelerator = match self.accelerator {
-            Some(accelerator) => accelerator,
+            Some(accelerator) => {
+                check_accelerator(&arguments, &accelerator)?;
+                accelerator
+            }
             None => arguments.accelerator().build()?,
         };
         let terms = arguments.to_map()?.into_iter();
@@ -278,6 +291,58 @@ where
 {
     pub(super) fn eval_loader(&self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
         eval_loader(&self.arguments, &self.collator, dataset)
+    }
+}
+
+/// Fails where a program has built its accelerator without what the arguments ask of it.
+fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -> Result<()> {
+    let settings = &accelerator.shared.reduction.settings;
+    let default = TrainingArguments::default();
+    let every = arguments.check_replicas_steps;
+    let compression = arguments.gradient_compression;
+    let trackers = &accelerator.shared.tracker_settings.trackers;
+    let is_tracked = |wanted: Tracker| {
+        let mut kinds = trackers.iter().map(discriminant);
+        kinds.any(|kind| kind == discriminant(&wanted))
+    };
+    let wanted = arguments.report_to.iter().filter_map(|word| word.tracker());
+    let lacking = [
+        (
+            "bf16",
+            arguments.bf16 && settings.precision != Precision::Bf16,
+        ),
+        (
+            "fp16",
+            arguments.fp16 && settings.precision != Precision::F16,
+        ),
+        (
+            "gradient_compression",
+            compression != default.gradient_compression && settings.compression != compression,
+        ),
+        (
+            "check_replicas_steps",
+            every.is_some() && settings.check_replicas.map(NonZeroU64::get) != every,
+        ),
+        (
+            "stop_at_non_finite_loss",
+            arguments.stop_at_non_finite_loss
+                && settings.on_non_finite_loss != OnNonFiniteLoss::Fail,
+        ),
+        (
+            "report_to",
+            wanted.map(is_tracked).any(|is_tracked| !is_tracked),
+        ),
+        (
+            "seed",
+            arguments.seed != default.seed && accelerator.shared.context.seed != arguments.seed,
+        ),
+    ];
+    match lacking.iter().find(|(_, is_lacking)| *is_lacking) {
+        None => Ok(()),
+        Some((name, _)) => Err(Error::config(format!(
+            "{name} is set, and the accelerator that the program has built is without it: begin with \
+             `arguments.accelerator()`"
+        ))),
     }
 }
 
