@@ -41,7 +41,7 @@ impl Listener {
         };
         let port = listener.local_addr()?.port();
         let token = token.clone();
-        let pending = PendingHandshakes::new(most.saturating_add(64));
+        let pending = PendingHandshakes::logged(most.saturating_add(64));
         thread::Builder::new()
             .name("workers".to_owned())
             .spawn(move || {
