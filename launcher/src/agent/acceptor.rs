@@ -21,7 +21,7 @@ use crate::error::{Error, Result, chain};
 use crate::output::Stream;
 use crate::settings::nodes::Endpoint;
 use crate::supervisor::signals::Relay;
-use crate::text::host_name;
+use crate::text::{host_name, note};
 
 /// How many connections that have not proved the token are listened to at once.
 const MAX_PENDING_HANDSHAKES: usize = 256;
