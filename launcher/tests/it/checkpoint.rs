@@ -254,7 +254,7 @@ fn what_cannot_be_read_is_not_called_broken() {
     let folder = Folder::new();
     let saved = runs(&folder);
     let newest = saved[2].path().join("model.safetensors");
-    fs::set_permissions(&newest, fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(&newest, fs::Permissions::from_mode(0o000)).unwrap();
     without_privileges(|| {
         let run = |action| folder.launch(["checkpoint", action, "runs/a"]);
         let text = run("list").expect(0).text();
