@@ -129,7 +129,6 @@ impl Runs {
     }
 
     /// What is in the folder, sorted.
-
     fn entries(&self) -> Result<Vec<PathBuf>> {
         let folder = self.folder();
         let entries = fs::read_dir(folder);
