@@ -206,6 +206,21 @@ impl TrainerState {
     }
 }
 
+/// A checkpoint, and the update after which it was saved.
+#[derive(Clone, Debug)]
+pub(super) struct SavedUpdate {
+    pub(super) update: u64,
+    /// Known to rank 0 alone.
+    pub(super) path: Option<PathBuf>,
+}
+
+/// An evaluation that is better than the best so far: it counts if a checkpoint of its update is saved.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BestCandidate {
+    pub(super) update: u64,
+    pub(super) metric: f64,
+}
+
 /// The losses of some updates.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(super) struct LossMean {

@@ -1,5 +1,4 @@
 use core::fmt;
-use std::path::PathBuf;
 
 use burn::module::Module;
 
@@ -10,20 +9,7 @@ use crate::core::user_message;
 use crate::ema::Ema;
 use crate::train::arguments::SaveStrategy;
 use crate::train::model_cell::ModelCell;
-use crate::train::state::Metrics;
-
-/// A checkpoint, and the update after which it was saved.
-pub(super) struct SavedUpdate {
-    pub(super) update: u64,
-    /// Known to rank 0 alone.
-    pub(super) path: Option<PathBuf>,
-}
-
-/// An evaluation that is better than the best so far: it counts if a checkpoint of its update is saved.
-pub(super) struct BestCandidate {
-    update: u64,
-    metric: f64,
-}
+use crate::train::state::{BestCandidate, Metrics};
 
 impl<M, I, O, P> Trainer<M, I, O, P>
 where

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use accelerator_manifest::Folder;
 use burn::module::Module;
 
-use super::best::SavedUpdate;
 use super::{TrainData, Trainer};
 use crate::accelerator::Tensors;
 use crate::checkpoint::{Checkpoints, Object, Position, Saved};
@@ -12,6 +11,7 @@ use crate::core::error::{Error, Result};
 use crate::train::arguments::{ResumeFrom, SaveStrategy};
 use crate::train::callback::TrainerCallback;
 use crate::train::model_cell::ModelCell;
+use crate::train::state::SavedUpdate;
 
 impl<M, I, O, P> Trainer<M, I, O, P>
 where

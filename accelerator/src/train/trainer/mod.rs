@@ -18,7 +18,6 @@ use burn::data::dataset::Dataset;
 use burn::module::Module;
 use serde::Serialize;
 
-use self::best::{BestCandidate, SavedUpdate};
 pub use self::build::TrainerBuilder;
 use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
@@ -27,7 +26,7 @@ use super::flow::Flow;
 use super::local_rounds::LocalRounds;
 use super::loss::{Inputs, IntoLossOutput, LossOutput};
 use super::model_cell::ModelCell;
-use super::state::{Metrics, TrainerState};
+use super::state::{BestCandidate, Metrics, SavedUpdate, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::{Epoch, PreparedLoader};
