@@ -6,6 +6,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use crate::ports::free_port;
+
 /// How long a job of a test may take before its processes are killed. Generous: the machine may
 /// be busy, and a deadline is there to end a hang, not to measure.
 pub const DEADLINE: Duration = Duration::from_secs(240);
