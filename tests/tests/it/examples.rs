@@ -4,7 +4,7 @@ use std::process::Command;
 
 use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{
-    Ended, example, launcher, run_all, run_alone, run_ranks, run_with, wait_until,
+    Ended, example, launcher, run_all, run_ranks, run_with, wait_until,
 };
 
 /// Runs an example on one process and on two. Each rank says, in its last line,
@@ -267,7 +267,7 @@ fn flags_of_other_examples_are_refused() {
         for flag in flags {
             let mut command = Command::new(example(name));
             command.args([flag, "x"]);
-            let ended = run_alone(command);
+            let ended = run_all(std::iter::once(command)).remove(0);
             assert_eq!(ended.status.code(), Some(2), "{name} {flag}");
             let said = format!("unexpected argument '{flag}'");
             assert!(ended.stderr.contains(&said), "{name}: {}", ended.stderr);
@@ -283,7 +283,7 @@ fn local_sgd_saves_weights_of_the_type_that_it_is_given() {
         let mut command = Command::new(example("local_sgd"));
         let args = ["--limit", "16", "--epochs", "1", "--dtype", dtype, "--save"];
         command.args(args).arg(&file);
-        let ended = run_alone(command);
+        let ended = run_all(std::iter::once(command)).remove(0);
         assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
         let bytes = std::fs::read(&file).unwrap();
         let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;

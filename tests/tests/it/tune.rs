@@ -102,7 +102,8 @@ fn trainers_and_operators_are_trials_that_pause_and_go_on_with_the_same_bits() {
         );
         for end in promoted {
             let epoch = end.iter().find(|(name, _)| name == "epoch");
-            assert_eq!(epoch.map(|(_, epoch)| &**epoch), Some("4"), "{trials}");
+            let epoch = epoch.map(|(_, epoch)| epoch.parse());
+            assert_eq!(epoch, Some(Ok(4.0)), "{trials}");
             assert!(
                 undisturbed.contains(&end),
                 "{trials}: {end:?} of {undisturbed:?}"
