@@ -322,7 +322,7 @@ mod tests {
         let (sender, seen) = std::sync::mpsc::channel();
         let group = accelerator_collective::ProcessGroup::single();
         group
-            .observe(move |operation| drop(sender.send(*operation)))
+            .observe(move |operation| sender.send(*operation).unwrap())
             .unwrap();
         group.all_to_all(&[vec![1_u8]]).unwrap();
         let recorder = Recorder::new(Recording::Events);
