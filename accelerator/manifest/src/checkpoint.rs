@@ -327,6 +327,7 @@ pub enum VerifyLevel {
 /// let report: VerifyReport = checkpoint.verify(VerifyLevel::Hashes);
 /// assert!(report.is_good() && report.defects.is_empty());
 /// assert_eq!((report.number, report.path.as_path()), (1, checkpoint.path()));
+/// assert!(report.unreadable().is_none());
 /// assert_eq!(report.untracked, ["notes.txt"]);
 /// # Ok(())
 /// # }
@@ -357,7 +358,7 @@ pub struct VerifyReport {
 /// std::fs::write(checkpoint.path().join("model.bin"), b"weig").unwrap();
 /// let defects: Vec<Defect> = checkpoint.verify(VerifyLevel::Sizes).defects;
 /// assert_eq!(defects[0].file, "model.bin");
-/// assert!(defects[0].error.is_corrupt());
+/// assert!(defects[0].error.is_corrupt() && !defects[0].is_unreadable());
 /// println!("{}: {}", defects[0].file, defects[0].what);
 /// # Ok(())
 /// # }

@@ -14,7 +14,7 @@ use crate::folder::Folder;
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();
-/// # let path = temporary.path().join("runs/a");
+/// # let path = temporary.path().join("checkpoints/a");
 /// let saved = Folder::create(&path)?.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
 /// assert!(matches!(Place::open(&path)?, Place::Folder(_)));
 ///

@@ -166,7 +166,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or whose replicas
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or that has trainable parameters
+    /// that were frozen or not there when it was, or whose replicas
     /// differ in the middle of [local steps](crate::local), a loss that does not depend
     /// on it on any rank (which all learn at the end of the window), a weight that is not a number of samples
     /// or out of the [bounds](crate::Weight) of sums, a

@@ -256,7 +256,7 @@ fn what_cannot_be_read_is_not_called_broken() {
     let newest = saved[2].path().join("model.safetensors");
     fs::set_permissions(&newest, fs::Permissions::from_mode(0o000)).unwrap();
     without_privileges(|| {
-        let run = |action| folder.launch(["checkpoint", action, "runs/a"]);
+        let run = |action| folder.launch(["checkpoint", action, "checkpoints/a"]);
         let text = run("list").expect(0).text();
         assert!(
             text.contains("unreadable: cannot read") && text.contains("Permission denied"),
@@ -269,7 +269,7 @@ fn what_cannot_be_read_is_not_called_broken() {
         // The one before is not the newest whole one.
         run("show").expect(1).says("Permission denied");
         folder
-            .launch(["checkpoint", "show", "runs/a", "3"])
+            .launch(["checkpoint", "show", "checkpoints/a", "3"])
             .expect(0);
     });
 }
@@ -300,7 +300,7 @@ fn a_checkpoint_in_a_checkpoint_is_not_taken_for_it() {
         fs::copy(saved[1].path().join(file), inner.join(file)).unwrap();
     }
     spoil(&saved[2]);
-    let place = "runs/a/checkpoint-000003";
+    let place = "checkpoints/a/checkpoint-000003";
     let text = folder
         .launch(["checkpoint", "verify", place])
         .expect(1)

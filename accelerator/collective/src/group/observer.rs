@@ -13,7 +13,7 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 /// ```
 /// use std::sync::mpsc;
 ///
-/// use accelerator_collective::{ProcessGroup, ReduceOp, ExecThread};
+/// use accelerator_collective::{ExecThread, OpKind, ProcessGroup, ReduceOp};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let group = ProcessGroup::single();
@@ -25,7 +25,8 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 /// group.all_reduce(&mut [0.5_f64; 4], ReduceOp::Sum)?;
 /// group.barrier()?;
 /// let first = seen.recv().unwrap();
-/// assert_eq!((first.name, first.bytes, first.thread), ("all_reduce", 32, ExecThread::Caller));
+/// assert_eq!((first.kind, first.name), (OpKind::AllReduce, "all_reduce"));
+/// assert_eq!((first.bytes, first.thread), (32, ExecThread::Caller));
 /// assert_eq!(first.duration(), first.ended - first.started);
 /// assert_eq!(seen.recv().unwrap().sequence, first.sequence + 1);
 /// # Ok(())
@@ -34,7 +35,7 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct OpEvent {
-    /// What was done.
+    /// The operation.
     pub kind: OpKind,
     /// The method that was called, such as `all_reduce`.
     pub name: &'static str,

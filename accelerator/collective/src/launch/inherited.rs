@@ -55,7 +55,21 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
 /// descriptor the process inherits, and whose number is in the variable.
 ///
 /// Processes that the command starts inherit it, too, until one has asked for it; those of one that has do not. So it
-/// tells, for instance, the ranks that `accel-launch` starts from what these ranks start.
+/// distinguishes, for instance, the ranks that `accel-launch` starts from what these ranks start.
+///
+/// ```
+/// use std::process::Command;
+///
+/// use accelerator_collective::spawn_with_inherited;
+///
+/// # fn main() -> std::io::Result<()> {
+/// let mut command = Command::new("sh");
+/// command.args(["-c", "test \"$(cat /proc/self/fd/$PLACE)\" = content"]);
+/// let status = spawn_with_inherited(command, "PLACE", b"content")?.wait()?;
+/// assert!(status.success());
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// # Errors
 ///

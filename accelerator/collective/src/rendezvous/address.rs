@@ -64,9 +64,14 @@ pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
         let socket = socket_with(
             AddressFamily::INET6,
             SocketType::STREAM,
+            #[cfg(not(target_vendor = "apple"))]
             SocketFlags::CLOEXEC,
+            #[cfg(target_vendor = "apple")]
+            SocketFlags::empty(),
             None,
         )?;
+        #[cfg(target_vendor = "apple")]
+        rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
         sockopt::set_socket_reuseaddr(&socket, true)?;
         sockopt::set_ipv6_v6only(&socket, false)?;
         bind(&socket, &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;

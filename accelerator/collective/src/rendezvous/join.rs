@@ -442,7 +442,8 @@ impl JoinAttempt<'_> {
                 self.rendezvous.job
             ),
             Kind::Unauthorized if self.key.is_none() => "it does not let this rank join without a token; set \
-                 ACCEL_TOKEN_FILE for every process to the file that holds the job's token"
+                 ACCEL_TOKEN_FILE for every process to the file that holds the job's token, or, on a network where \
+                 everyone may join, ACCEL_INSECURE=1 for every process, that of the store included"
                 .to_owned(),
             Kind::Unauthorized => "it has no token, but this rank has; ACCEL_TOKEN_FILE must be set for every process, \
                  the launcher included"

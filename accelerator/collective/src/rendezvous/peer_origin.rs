@@ -120,7 +120,7 @@ fn address(text: &str) -> Option<SocketAddr> {
 }
 
 /// An IPv4 address that is written as an IPv6 one counts as the former.
-fn plain(address: SocketAddr) -> SocketAddr {
+pub(super) fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 

@@ -28,9 +28,13 @@ use crate::{
 ///     let stream = Arc::new(TcpStream::connect(listener.local_addr()?)?);
 ///     Ok(pending.enter(&stream))
 /// };
-/// let (first, second) = (enter()?, enter()?);
-/// assert!(!first.leave(), "it had to make room");
-/// assert!(second.leave());
+/// let (first, second, third) = (enter()?, enter()?, enter()?);
+/// assert!(!first.leave() && !second.leave(), "both had to make room");
+/// // Each has to prove who it is before `PendingHandshakes::TIMEOUT` is over.
+/// assert!(third.leave());
+///
+/// // `logged` writes its line to the log; `clear` closes whatever still waits.
+/// PendingHandshakes::logged(64).clear();
 /// # Ok(())
 /// # }
 /// ```
@@ -116,6 +120,20 @@ impl fmt::Debug for PendingHandshakes {
 }
 
 /// The place of one connection among [`PendingHandshakes`], which is given up when this is dropped.
+///
+/// ```
+/// use std::{net::{TcpListener, TcpStream}, sync::Arc};
+///
+/// use accelerator_collective::rendezvous::{PendingHandshake, PendingHandshakes};
+///
+/// # fn main() -> std::io::Result<()> {
+/// let listener = TcpListener::bind("127.0.0.1:0")?;
+/// let stream = Arc::new(TcpStream::connect(listener.local_addr()?)?);
+/// let handshake: PendingHandshake = PendingHandshakes::logged(64).enter(&stream);
+/// assert!(handshake.leave());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct PendingHandshake {
     pending: Arc<PendingHandshakes>,

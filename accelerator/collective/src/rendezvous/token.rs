@@ -116,14 +116,22 @@ impl Token {
         let bits_each = match () {
             () if all(u8::is_ascii_digit) => 3,
             () if all(u8::is_ascii_hexdigit) => 4,
-            // Those of Base64; others are as rare in what people write.
-            () if all(|byte| byte.is_ascii_graphic() || *byte == b' ') => 6,
-            () => 8,
+            // As many as letters of Base64 hold; random bytes are hardly ever a text.
+            () => match std::str::from_utf8(&self.0) {
+                Ok(text) => return text.chars().count() * 6 < ENOUGH_BITS,
+                Err(_) => 8,
+            },
         };
         self.0.len() * bits_each < ENOUGH_BITS
     }
 
-    /// What to tell whoever uses a [guessable](Self::is_guessable) token.
+    /// The warning about a [guessable](Self::is_guessable) token.
+    ///
+    /// ```
+    /// use accelerator_collective::rendezvous::Token;
+    ///
+    /// assert!(Token::GUESSABLE.contains("openssl rand"));
+    /// ```
     pub const GUESSABLE: &'static str = "the token of ACCEL_TOKEN_FILE may be guessed, as it is a short text: make one of \
          random bytes, such as by `openssl rand -hex 32`";
 
@@ -440,6 +448,7 @@ mod tests {
     fn a_short_text_may_be_guessed() {
         for (token, expected) in [
             (&b"correct horse ba"[..], true),
+            ("Grüße aus Köln!".as_bytes(), true),
             (b"0123456789abcdef", true),
             (b"0123456789012345678901234567890123456789", true),
             (b"00112233445566778899aabbccddeeff", false),

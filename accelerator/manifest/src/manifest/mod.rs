@@ -39,6 +39,8 @@ mod tests;
 /// assert_eq!((manifest.format, manifest.number), (Manifest::FORMAT, 1));
 /// assert_eq!((manifest.metadata.step, manifest.bytes()), (10, 7));
 /// assert!(manifest.files.len() <= Manifest::MOST_FILES);
+/// // Longer lists and deeper maps are refused before memory is taken for them.
+/// println!("{} values, {} levels", Manifest::MOST_VALUES, Manifest::DEEPEST);
 /// println!("written by {} at {}", manifest.library, manifest.created);
 ///
 /// // No bit of it can change unnoticed.
@@ -299,7 +301,7 @@ impl Manifest {
     /// The most values that a manifest may have: numbers, texts, lists and maps, those in others included.
     pub const MOST_VALUES: usize = 1 << 20;
 
-    /// How deep values may be in others.
+    /// How deep lists and maps may be nested.
     pub const DEEPEST: usize = 64;
 
     /// Reads the content of a `manifest.json`.

@@ -14,7 +14,7 @@ use crate::{
     rendezvous::{
         PendingHandshake, PendingHandshakes, Security, Token,
         outbox::Outbox,
-        peer_origin::PeerOrigin,
+        peer_origin::{PeerOrigin, plain},
         random,
         registry::RankConnection,
         store_state::{Connection, RankMessage, StoreInput},
@@ -128,7 +128,7 @@ impl ServerState {
 
     fn reject(&self, stream: &TcpStream, error: &Error) {
         let peer = match stream.peer_addr() {
-            Ok(peer) => peer.to_string(),
+            Ok(peer) => plain(peer).to_string(),
             Err(_) => "somebody".to_owned(),
         };
         tracing::debug!(%peer, %error, "the store turned a connection away");
