@@ -383,7 +383,8 @@ mod tests {
             assert_eq!(back.error.ranks(), [1, 63]);
             assert_eq!(back.error.culprit(), None);
             let back = back.error.to_string();
-            assert!(text.starts_with(back.trim_end_matches('…')));
+            let (head, tail) = back.split_once('…').unwrap_or((&back, ""));
+            assert!(!head.is_empty() && text.starts_with(head) && text.ends_with(tail));
         }
     }
 

@@ -452,7 +452,7 @@ mod tests {
         let back = back.into_error();
         assert!(back.is_peer_lost());
         assert_eq!(back.ranks().len(), MAX_MESSAGE_RANKS);
-        assert!(back.to_string().ends_with("é…"));
+        assert!(back.to_string().contains("é…é"));
         assert_eq!(shorten("short", 5), "short");
         assert_eq!(shorten("shorter", 5), "sho…er");
         assert_eq!(shorten("éééé", 5), "é…é");
