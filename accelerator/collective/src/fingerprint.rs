@@ -194,33 +194,33 @@ impl fmt::Display for CollectiveFingerprint {
 #[serde(into = "u8", try_from = "u8")]
 #[non_exhaustive]
 pub enum OpKind {
-    /// Values of one length from every rank.
+    /// Every rank gets values of the same length from every rank.
     AllGather = 1,
-    /// An object from every rank.
+    /// Every rank gets an object from every rank.
     AllGatherObject = 2,
-    /// Parts of buffers.
+    /// Every rank gets parts of buffers from every rank.
     AllGatherParts = 3,
-    /// Values of different lengths.
+    /// Every rank gets values of varying length from every rank.
     AllGatherVaried = 4,
-    /// A reduction that every rank gets.
+    /// Every rank gets the reduction of all values.
     AllReduce = 5,
     /// Ranks wait for one another.
     Barrier = 6,
-    /// Values of one rank.
+    /// Every rank gets the values of one rank.
     Broadcast = 7,
-    /// An object of one rank.
+    /// Every rank gets the object of one rank.
     BroadcastObject = 8,
     /// Objects that ranks exchange while the group connects.
     Connect = 9,
-    /// An object from every rank, for one of them.
+    /// One rank gets an object from every rank.
     GatherObject = 10,
-    /// A reduction of which every rank gets its part.
+    /// Every rank gets its part of the reduction.
     ReduceScatter = 11,
-    /// The same of a buffer, by a shard layout.
+    /// Every rank gets its part of a reduced buffer, by a shard layout.
     ReduceScatterBuffer = 12,
-    /// Objects of one rank, one for each.
+    /// Every rank gets an object of its own from one rank.
     ScatterObject = 13,
-    /// Values from every rank for every rank.
+    /// Every rank gets values of its own from every rank.
     AllToAll = 14,
 }
 
@@ -239,7 +239,7 @@ impl TryFrom<u8> for OpKind {
 }
 
 impl OpKind {
-    /// Every operation.
+    /// All operations.
     pub const ALL: [Self; 14] = [
         Self::AllGather,
         Self::AllGatherObject,
@@ -257,7 +257,7 @@ impl OpKind {
         Self::AllToAll,
     ];
 
-    /// The method that starts it.
+    /// Returns the name of the method that starts the operation.
     pub fn name(self) -> &'static str {
         match self {
             Self::AllGather => "all_gather",

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::thread;
 
-/// The cores that this process may use, by its affinity and by the CPU quota of its control group.
+/// The cores that this process may use, according to its affinity and to the CPU quota of its control group.
 ///
 /// ```
 /// use accelerator_collective::UsableCores;
@@ -19,7 +19,7 @@ pub struct UsableCores {
 }
 
 impl UsableCores {
-    /// Asks the system.
+    /// Queries the system.
     pub fn of_this_process() -> Self {
         let count = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         let numbers = affinity::of(None).filter(|numbers| numbers.len() == count.get());
@@ -29,23 +29,24 @@ impl UsableCores {
         }
     }
 
-    /// How many threads may compute at a time.
+    /// Returns how many threads may compute at a time.
     pub fn count(&self) -> NonZeroUsize {
         self.count
     }
 
-    /// The system's numbers of the cores, to which threads may be bound.
+    /// Returns the system's numbers of the cores, to which threads may be bound.
     ///
-    /// There are none where a quota grants fewer cores than the affinity allows: threads of other processes, with
-    /// quotas of their own, run on the same cores, so the system has to choose. Nor are there any where the system
-    /// knows no affinity.
+    /// There are none if a quota grants fewer cores than the affinity allows: threads of other processes with quotas of
+    /// their own run on the same cores, so the system has to choose. There are none, either, if the system has no
+    /// affinity.
     pub fn numbers(&self) -> &[usize] {
         &self.numbers
     }
 
-    /// How many cores this process and those named may use together: at most the quota of this process.
+    /// Returns how many cores this process and the given ones may use together: at most the quota of this process.
     ///
-    /// A process that cannot be asked (it is gone, or the system has no such question) is taken to run where this one does.
+    /// A process whose affinity cannot be read (it is gone, or the system has none) counts as running on the cores of
+    /// this process.
     pub(crate) fn count_with(mut self, processes: impl IntoIterator<Item = u32>) -> usize {
         if self.numbers.is_empty() {
             return self.count.get();
@@ -64,7 +65,7 @@ impl UsableCores {
 mod affinity {
     use rustix::thread::{CpuSet, Pid, sched_getaffinity};
 
-    /// The cores that a process, or this one, may run on.
+    /// Returns the cores on which a process, or this one, may run.
     pub(super) fn of(process: Option<u32>) -> Option<Vec<usize>> {
         let pid = match process {
             Some(process) => Some(Pid::from_raw(process.try_into().ok()?)?),

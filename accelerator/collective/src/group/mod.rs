@@ -244,11 +244,12 @@ impl ProcessGroup {
         self.0.rank_state.transport.kind()
     }
 
-    /// Derives a token for a protocol of the program's own between the ranks of this group from the key of their job, so
-    /// that it is never sent. Each purpose has another one; `None` where this rank is alone or the ranks are threads.
+    /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
+    /// nobody sends the token. Each purpose has a different one. Returns `None` if this rank is alone or the ranks are
+    /// threads.
     ///
-    /// It is as secret as the job's key: where the ranks have met without a token, whoever has read their
-    /// connections knows it, too.
+    /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
+    /// their connections can derive it, too.
     ///
     /// ```
     /// use accelerator_collective::ProcessGroup;
@@ -419,7 +420,7 @@ struct GroupHandle {
     jobs: Mutex<Option<job_queue::Sender<Job>>>,
     /// What started operations hand their results over in.
     slots: SlotPool,
-    /// By what the ranks know one another, where they are processes.
+    /// The key by which the ranks recognize one another, if they are processes.
     key: Option<Key>,
 }
 

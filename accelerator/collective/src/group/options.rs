@@ -118,9 +118,9 @@ impl GroupOptions {
         }
     }
 
-    /// After how long without progress a warning names the ranks that are waited for, their processes, and what each of
-    /// them did last. It is repeated after three and six times that, and every six times that from there on: by default
-    /// after 10, 30 and 60 s, and then every 60 s.
+    /// Sets the time without progress after which a warning names the missing ranks, their processes, and the last
+    /// operation of each. The warning is repeated after three and six times that time, and then every six times: by
+    /// default after 10, 30 and 60 s, and then every 60 s.
     pub fn with_warn_after(self, warn_after: Duration) -> Self {
         Self { warn_after, ..self }
     }

@@ -1,4 +1,4 @@
-//! Descriptors that a process inherits from the one that has started it.
+//! Descriptors that a process inherits from its parent.
 
 #![expect(
     unsafe_code,
@@ -51,11 +51,11 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
     }
 }
 
-/// Starts a command that finds `content` by [`inherited`], and nobody else does: it is in a file in memory, whose
-/// descriptor the process inherits, and whose number is in the variable.
+/// Starts a command that alone can read `content`, by [`inherited`]: a file in memory holds it, the process inherits
+/// the file's descriptor, and the variable holds the descriptor's number.
 ///
-/// Processes that the command starts inherit it, too, until one has asked for it; those of one that has do not. So it
-/// distinguishes, for instance, the ranks that `accel-launch` starts from what these ranks start.
+/// Children of the command inherit the descriptor, too, until the command calls [`inherited`]; later ones do not. So
+/// the ranks that `accel-launch` starts have it, and the processes that these ranks start do not.
 ///
 /// ```
 /// use std::process::Command;
@@ -73,7 +73,7 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
 ///
 /// # Errors
 ///
-/// Those of [`Command::spawn`]; an error of the system where it has no room for the file.
+/// Those of [`Command::spawn`], and an error of the system if it has no room for the file.
 #[cfg(target_os = "linux")]
 pub fn spawn_with_inherited(
     mut command: Command,
@@ -94,10 +94,10 @@ pub fn spawn_with_inherited(
     command.spawn()
 }
 
-/// Returns what the process that has started this one has [left for it](spawn_with_inherited) under the name of a
-/// variable; from then on, no process that this one starts inherits it.
+/// Returns the content that the parent of this process [left for it](spawn_with_inherited) under the name of a
+/// variable. From then on, no process that this one starts inherits it.
 ///
-/// It is `None` in a process that has merely got the variable, such as one that was started by a process that has asked.
+/// Returns `None` in a process that inherited only the variable, such as a child of a process that has called this.
 ///
 /// ```
 /// assert!(accelerator_collective::inherited("NO_SUCH_VARIABLE").is_none());
@@ -106,9 +106,9 @@ pub fn spawn_with_inherited(
 pub fn inherited(variable: &str) -> Option<Vec<u8>> {
     let number = accelerator_env::variable(variable)?;
     let number: RawFd = number.to_str()?.parse().ok().filter(|number| *number > 2)?;
-    // SAFETY: the number is only used to ask the system, which says where no file is open there.
+    // SAFETY: the number is only passed to the system, which reports an error if no file is open there.
     let file = unsafe { BorrowedFd::borrow_raw(number) };
-    // Another file that is open there has other seals, or cannot have any.
+    // Any other file that is open there has other seals, or cannot have any.
     if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) {
         return None;
     }
@@ -116,7 +116,7 @@ pub fn inherited(variable: &str) -> Option<Vec<u8>> {
     let length = rustix::fs::fstat(file).ok()?.st_size.try_into().ok()?;
     let mut content = vec![0; length];
     let mut read = 0;
-    // Ranks of one launcher share the file's position, so it is not used.
+    // The ranks of a launcher share the file's position, so this reads at explicit offsets.
     while read < length {
         match rustix::io::pread(file, &mut content[read..], read as u64) {
             Ok(0) => return None,
@@ -128,7 +128,7 @@ pub fn inherited(variable: &str) -> Option<Vec<u8>> {
     Some(content)
 }
 
-/// Nobody changes the file.
+/// The seals by which nobody can change the file.
 #[cfg(target_os = "linux")]
 const SEALS: SealFlags = SealFlags::SEAL
     .union(SealFlags::WRITE)
@@ -139,7 +139,7 @@ const SEALS: SealFlags = SealFlags::SEAL
 mod tests {
     use super::*;
 
-    /// The process that has asked starts another: that has the variable, and finds nothing.
+    /// A process that has called `inherited` starts another one, which has the variable and finds nothing.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_process_inherits_what_was_left_for_it_and_those_that_it_starts_do_not() {
@@ -161,7 +161,7 @@ mod tests {
             }
             (None, None) => {
                 assert!(std::env::var_os(NAME).is_none(), "it was left for this one");
-                // A process between the two that does not ask, as a launcher of ranks.
+                // A process between the two that does not call `inherited`, such as a launcher of ranks.
                 let mut between = Command::new("sh");
                 between.args(["-c", "\"$@\"", "sh"]);
                 let test = again();

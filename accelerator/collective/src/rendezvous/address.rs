@@ -1,4 +1,4 @@
-//! Addresses of this host, listening at them, and the name of this host.
+//! Addresses and name of this host, and listeners on them.
 
 use std::{
     io,
@@ -7,8 +7,8 @@ use std::{
 
 use super::interface::{all_addresses, is_of_link};
 
-/// Listens at the first of `addresses` that this host has, and at all addresses of this host if it has none of them: they
-/// stand for something in front of it then.
+/// Listens on the first of `addresses` that this host has. If it has none of them, they belong to a proxy in front of
+/// it, so this listens on all addresses of this host.
 ///
 /// ```
 /// use accelerator_collective::rendezvous::listen_at;
@@ -24,7 +24,7 @@ use super::interface::{all_addresses, is_of_link};
 ///
 /// # Errors
 ///
-/// The system's: the port is taken, for instance.
+/// An error of the system, for instance if the port is taken.
 pub fn listen_at(addresses: &[IpAddr], port: u16) -> io::Result<TcpListener> {
     let mut taken = None;
     for &ip in addresses.iter().filter(|&&ip| is_own_address(ip)) {
@@ -41,8 +41,8 @@ pub fn listen_at(addresses: &[IpAddr], port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Listens at all addresses of this host, of IPv6 and of IPv4, whatever the system's default for sockets of IPv6 is
-/// (`net.ipv6.bindv6only`); those of IPv4 alone, if there is no IPv6.
+/// Listens on all addresses of this host, IPv6 and IPv4, whatever the system's default for IPv6 sockets
+/// (`net.ipv6.bindv6only`); on those of IPv4 alone if there is no IPv6.
 ///
 /// ```
 /// use std::net::TcpStream;
@@ -56,7 +56,7 @@ pub fn listen_at(addresses: &[IpAddr], port: u16) -> io::Result<TcpListener> {
 ///
 /// # Errors
 ///
-/// The system's: the port is taken, for instance.
+/// An error of the system, for instance if the port is taken.
 pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
 
@@ -75,7 +75,7 @@ pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
         sockopt::set_socket_reuseaddr(&socket, true)?;
         sockopt::set_ipv6_v6only(&socket, false)?;
         bind(&socket, &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;
-        // The system takes its own limit for it.
+        // The system lowers it to its own limit.
         listen(&socket, i32::MAX)?;
         Ok(socket.into())
     };
@@ -87,8 +87,8 @@ pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Whether this host has the address, as its list of network interfaces says, or its routes. That a socket can be bound to
-/// it says less: where `net.ipv4.ip_nonlocal_bind` is set, one can be bound to every address.
+/// Returns true if this host has the address, according to its network interfaces or its routes. Binding a socket to
+/// the address would prove less: with `net.ipv4.ip_nonlocal_bind`, a socket can be bound to any address.
 ///
 /// ```
 /// use accelerator_collective::rendezvous::is_own_address;
@@ -108,7 +108,7 @@ pub fn is_own_address(ip: IpAddr) -> bool {
 /// Where this host reaches its own listener, which may listen at all its addresses.
 pub(crate) fn reachable(mut listener: SocketAddr) -> SocketAddr {
     if listener.ip().is_unspecified() {
-        // `::` stands for those of IPv4, too, and there may be no IPv6 on the loopback interface.
+        // `::` includes the addresses of IPv4, and the loopback interface may have no IPv6.
         listener.set_ip(Ipv4Addr::LOCALHOST.into());
     }
     listener
@@ -130,7 +130,7 @@ pub(super) fn own_addresses() -> Vec<IpAddr> {
     let listed = all_addresses().unwrap_or_default();
     let listed = listed.into_iter().map(|address| address.ip);
     let mut found: Vec<IpAddr> = Vec::new();
-    // An address that nobody has (RFC 5737): the way there is the default route.
+    // An address that nobody has (RFC 5737): it is reached by the default route.
     let far = Ipv4Addr::new(192, 0, 2, 1);
     for address in way_to(far.into()).into_iter().chain(listed) {
         if is_of_network(&address) && !found.contains(&address) {
@@ -153,7 +153,7 @@ pub(super) fn of_one_family(mut addresses: Vec<IpAddr>) -> Vec<IpAddr> {
     addresses
 }
 
-/// The address of this host at which its way to another one begins; nothing is sent.
+/// Returns the address of this host from which it reaches another one; sends nothing.
 fn way_to(far: IpAddr) -> Option<IpAddr> {
     let far = SocketAddr::new(far, 9);
     let socket = UdpSocket::bind((any_like(far), 0)).ok()?;

@@ -43,7 +43,7 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) transport: TransportKind,
     /// The store's address as the other ranks see it.
     pub(super) outward: SocketAddr,
-    /// Whether other hosts may reach this one by another address than this rank reaches the store.
+    /// True if other hosts may reach this one by an address other than the one by which this rank reaches the store.
     pub(super) is_in_network: bool,
     /// The host and the id of the process that hosts the store, once they are known.
     pub(super) store_process: OnceCell<(String, u32)>,
@@ -433,8 +433,8 @@ impl JoinAttempt<'_> {
         })
     }
 
-    /// The error of a rank that was refused by somebody who has proved nothing: only the kind of the refusal counts, and
-    /// the words are this rank's.
+    /// Returns the error of a rank that an unauthenticated peer has refused: it depends on the kind of the refusal
+    /// only, and its text is this rank's own.
     fn refused(&self, kind: Kind) -> JoinError {
         let why = match kind {
             Kind::Rendezvous => format!(

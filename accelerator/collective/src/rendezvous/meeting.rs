@@ -192,8 +192,8 @@ impl Rendezvous {
         }
     }
 
-    /// Hosts the store: where it listens already, at the address itself or, if that is a name for something in front of
-    /// this host, or for a loopback address, at all its addresses.
+    /// Hosts the store: on its existing listener, or on the address itself, or on all addresses of this host if the
+    /// address is a name for a proxy in front of this host or for a loopback address.
     pub(super) fn serve(
         &self,
         place: StorePlace,
@@ -220,14 +220,14 @@ impl Rendezvous {
     }
 }
 
-/// Whether this rank was told that all ranks are on its host.
+/// Returns true if all ranks are known to be on this host.
 fn is_on_one_host(topology: &Topology) -> bool {
     topology.is_local_known() && topology.local_world_size() == topology.world_size()
 }
 
 /// Reaches the ranks on the host of the store as the store itself was `reached`: a rank there cannot know by which of the
-/// host's addresses, some of which are `known`, the others reach it. Nothing is known to a rank that is not told to meet
-/// others in the network; even so, a loopback address holds on the store's host only.
+/// host's addresses, some of which are `known`, the others reach it. A rank that does not meet others over the network
+/// knows none; even then, a loopback address is valid on the store's host only.
 fn reach_beside_store(ranks: &mut [Registration], reached: IpAddr, known: Option<&[SocketAddr]>) {
     let first = ranks.first().map(|rank| rank.address.ip());
     for rank in ranks {

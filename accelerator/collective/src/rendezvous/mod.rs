@@ -86,7 +86,7 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// A store at a host and port, hosted by rank 0, without a token. An address of IPv6 may be in brackets.
+    /// A store at a host and port, hosted by rank 0, without a token. An IPv6 address may be in brackets.
     pub fn new(host: impl Into<String>, port: u16) -> Self {
         Self {
             host: without_brackets(&host.into()).to_owned(),
@@ -205,7 +205,7 @@ impl fmt::Display for Rendezvous {
     }
 }
 
-/// A host as it is looked up: `[::1]` is `::1`.
+/// Returns the host as a resolver expects it: `::1` for `[::1]`.
 pub(crate) fn without_brackets(host: &str) -> &str {
     let inner = host
         .strip_prefix('[')

@@ -13,8 +13,8 @@ use crate::{
     sync::{Mutex, MutexGuard},
 };
 
-/// Connections whose handshake is not over. Their number is bounded: when one more comes, the
-/// oldest is evicted: who belongs to the job completes the handshake at once, idle connections never do.
+/// Connections that have not completed the handshake. Their number is bounded: each further connection evicts the
+/// oldest. Ranks and hosts of the job complete the handshake at once; idle connections never do.
 ///
 /// ```
 /// use std::{net::{TcpListener, TcpStream}, sync::Arc};
@@ -48,8 +48,8 @@ impl PendingHandshakes {
     /// How long a handshake may take to say who it is.
     pub const TIMEOUT: Duration = Duration::from_secs(10);
 
-    /// Makes room for so many connections, at least one. `tell` is given a line when connections are evicted, at most one
-    /// a minute.
+    /// Admits `limit` connections at a time, at least one. Calls `tell` with a line of text when it evicts connections,
+    /// at most once a minute.
     pub fn new(limit: usize, tell: fn(&str)) -> Arc<Self> {
         Arc::new(Self {
             limit: limit.max(1),
@@ -58,7 +58,7 @@ impl PendingHandshakes {
         })
     }
 
-    /// The same, which logs the line as a warning.
+    /// Like [`new`](Self::new), and logs the line as a warning.
     pub fn logged(limit: usize) -> Arc<Self> {
         Self::new(limit, |text| {
             tracing::warn!("{text}");
@@ -66,7 +66,7 @@ impl PendingHandshakes {
         })
     }
 
-    /// Lets a connection in, at the cost of the oldest one if there is no room.
+    /// Admits a connection; evicts the oldest one if there is no room.
     pub fn enter(self: &Arc<Self>, stream: &Arc<TcpStream>) -> PendingHandshake {
         let mut is_full = false;
         let mut map = self.map();
@@ -119,7 +119,7 @@ impl fmt::Debug for PendingHandshakes {
     }
 }
 
-/// The place of one connection among [`PendingHandshakes`], which is given up when this is dropped.
+/// The place of one connection among [`PendingHandshakes`]; dropping it frees the place.
 ///
 /// ```
 /// use std::{net::{TcpListener, TcpStream}, sync::Arc};
@@ -141,7 +141,7 @@ pub struct PendingHandshake {
 }
 
 impl PendingHandshake {
-    /// Ends the wait of a connection that has proved who it is; false if it had to make room before.
+    /// Frees the place of a connection that has completed the handshake; returns false if it was evicted before.
     pub fn leave(self) -> bool {
         self.pending.map().present.remove(&self.number).is_some()
     }
@@ -156,12 +156,12 @@ impl Drop for PendingHandshake {
 #[derive(Debug, Default)]
 struct PendingMap {
     next: u64,
-    /// When it was told last that connections are evicted.
+    /// The time of the latest line about evictions.
     told: Option<Instant>,
     present: BTreeMap<u64, Arc<TcpStream>>,
 }
 
-/// How often evictions are told.
+/// The least time between two lines about evictions.
 const TELL_EVERY: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

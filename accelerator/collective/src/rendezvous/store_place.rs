@@ -18,7 +18,7 @@ pub(crate) struct StorePlace {
     pub(super) addresses: Vec<SocketAddr>,
     /// Where the store listens already.
     pub(super) listener: Option<TcpListener>,
-    /// Whether they are this host's alone, and other hosts know others.
+    /// True if the addresses are loopback ones, by which other hosts cannot reach this one.
     pub(super) is_shadowed: bool,
 }
 
@@ -32,8 +32,8 @@ impl StorePlace {
         }
     }
 
-    /// The same for a host that may go by another address here than elsewhere, as the hosts of Debian and Ubuntu do, whose
-    /// own names are 127.0.1.1.
+    /// Like [`at`](Self::at), for a host whose name may resolve to another address here than elsewhere, as on Debian
+    /// and Ubuntu, where a host's own name resolves to 127.0.1.1.
     pub(crate) fn at_name(addresses: Vec<SocketAddr>) -> Self {
         let is_shadowed = addresses.iter().any(|address| address.ip().is_loopback());
         Self {

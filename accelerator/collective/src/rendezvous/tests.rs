@@ -510,7 +510,7 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
     drop((idle, transport.unwrap()));
 }
 
-/// Whoever listens there says what it likes.
+/// Any program that listens there can send any text.
 #[test]
 fn the_words_of_a_store_that_has_proved_nothing_are_not_shown() {
     let hostile = "\u{1b}[2Jall your files are gone\u{7}";

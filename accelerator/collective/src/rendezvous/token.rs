@@ -99,8 +99,8 @@ impl Token {
         Ok(Self(token.to_vec()))
     }
 
-    /// Whether the token may be guessed: it is a text that is too short to hold 16 random bytes in its letters or digits.
-    /// Whoever records a handshake can try as many texts as they like.
+    /// Returns true if the token may be guessed: it is printable, and too short to hold 16 random bytes in its letters
+    /// or digits. Anyone who records a handshake can try any number of guesses.
     ///
     /// ```
     /// use accelerator_collective::rendezvous::Token;
@@ -215,8 +215,8 @@ impl Token {
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 
-    /// Takes the [secret](Self::secret) of a token that was handed on; `None` for fewer than 16 bytes or more than
-    /// 4096.
+    /// Restores a token from its [secret](Self::secret), as another process handed it on; returns `None` for fewer than
+    /// 16 or more than 4096 bytes.
     ///
     /// ```
     /// use accelerator_collective::rendezvous::Token;
@@ -256,7 +256,7 @@ impl Key {
         Self(blake3::derive_key(JOB_KEY, &[secret, token].concat()))
     }
 
-    /// A token that only holders of this key can derive.
+    /// Derives a token that only holders of this key can derive.
     pub(crate) fn token(&self, purpose: &str) -> Token {
         Token(hex(&self.prove("token", &[purpose.as_bytes()])).into_bytes())
     }

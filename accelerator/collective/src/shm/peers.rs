@@ -43,7 +43,7 @@ impl ShmPeers {
         self.first + place
     }
 
-    /// The place here of a rank of the whole group, where it has one.
+    /// Returns the place here of a rank of the whole group, if it has one.
     pub(crate) fn place(&self, rank: usize) -> Option<usize> {
         rank.checked_sub(self.first)
             .filter(|place| *place < self.size())

@@ -18,7 +18,7 @@ use crate::{
 pub(crate) struct OpTimeouts {
     /// After this time the operation fails.
     pub(crate) timeout: Duration,
-    /// After this time a warning is logged, and again as long as it lasts.
+    /// The time after which the first warning is logged; later ones follow until the wait ends.
     pub(crate) warn_after: Duration,
     pub(crate) limit: TimeoutKind,
 }
@@ -43,7 +43,7 @@ pub(crate) struct OpDeadline {
     began: Instant,
     /// The same, or the last sign of work of those that are waited for, where that came later.
     since: Instant,
-    /// How many warnings of this wait were due.
+    /// The number of warnings of this wait that were due.
     warnings: u32,
     /// Whether this operation can only fail.
     shortened: bool,
@@ -94,9 +94,9 @@ impl OpDeadline {
         self.shortened = true;
     }
 
-    /// How long to wait before asking again; logs a warning when one is due. `active` says when a
-    /// rank showed last that it works, which counts as progress of that rank; `peers` and `last` say who
-    /// the ranks are, and what each of them did last.
+    /// Returns how long to wait before the next call, and logs a warning when one is due. `active` returns the time at
+    /// which a rank last showed that it works, which counts as progress of that rank; `peers` and `last` identify the
+    /// ranks and the last operation of each.
     ///
     /// # Errors
     ///
@@ -123,8 +123,8 @@ impl OpDeadline {
         Ok(left.saturating_sub(waited).max(MIN_SLEEP))
     }
 
-    /// After how long a wait the next warning is due: after the time that is set, three times and six times that, and every
-    /// six from there on.
+    /// Returns the length of the wait at which the next warning is due: once, three times and six times the time that
+    /// is set, and then every six times.
     fn warning_due(&self) -> Duration {
         let first = self.timeouts.warn_after;
         let times = match self.warnings {
@@ -310,10 +310,10 @@ impl fmt::Display for OpDeadline {
 
 const MIN_SLEEP: Duration = Duration::from_millis(1);
 
-/// What further warnings count by at least.
+/// The least `warn_after` that takes effect.
 const MIN_WARN_AFTER: Duration = Duration::from_millis(10);
 
-/// How many of the ranks that are waited for a warning describes.
+/// The most missing ranks that a warning describes.
 const MAX_DESCRIBED: usize = 4;
 
 #[cfg(test)]
@@ -363,7 +363,7 @@ mod tests {
             deadline.warnings += 1;
         }
         assert_eq!(due, [10, 30, 60, 120, 180, 240].map(seconds));
-        // One that is late is told once.
+        // Several overdue warnings are logged as one.
         deadline.timeouts.timeout = seconds(1000);
         deadline.warnings = 0;
         deadline.since -= seconds(60);

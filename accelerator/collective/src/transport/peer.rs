@@ -49,12 +49,12 @@ impl fmt::Display for Peer {
     }
 }
 
-/// The collective in which a rank was seen last.
+/// The latest collective in which a rank was seen.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LastOp {
     pub(crate) sequence: u64,
     pub(crate) fingerprint: CollectiveFingerprint,
-    /// When it was heard of, if that is known.
+    /// The time at which a sign of it arrived, if that is known.
     pub(crate) at: Option<Instant>,
 }
 

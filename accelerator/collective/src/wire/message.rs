@@ -275,7 +275,7 @@ pub(crate) fn to_bytes(value: &impl Serialize) -> Vec<u8> {
 pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadError> {
     ciborium::from_reader(bytes).map_err(|error| {
         use ciborium::de::Error;
-        // What is said of a value quotes it, and whoever has sent it may have proved nothing.
+        // The error of the parser quotes the value, which an unauthenticated peer may have sent.
         ReadError::Message(match error {
             Error::Syntax(at) | Error::Semantic(Some(at), _) => {
                 format!("a malformed message, at its byte {at}")

@@ -65,19 +65,19 @@ impl WireError {
     }
 }
 
-/// A text of another process as it may be shown: no character in it moves a cursor or commands a terminal. Lines stay.
+/// Removes control characters from the text of another process, so that it cannot command a terminal. Line breaks stay.
 pub(crate) fn printable(text: &str) -> String {
     let is_shown = |letter: &char| !letter.is_control() || matches!(letter, '\n' | '\t');
     text.chars().filter(is_shown).collect()
 }
 
-/// Reads a text that is shown.
+/// Deserializes a text that will be shown.
 pub(crate) fn read_printable<'a, D: Deserializer<'a>>(from: D) -> Result<String, D::Error> {
     String::deserialize(from).map(|text| printable(&text))
 }
 
-/// A text of so many bytes at most; an ellipsis stands for the middle of a longer one. What happened stands at the
-/// beginning of an error, and what to do at its end.
+/// Shortens a text to so many bytes; an ellipsis replaces the middle. An error begins with what happened, and ends with
+/// the remedy.
 pub(crate) fn shorten(text: &str, bytes: usize) -> String {
     if text.len() <= bytes {
         return text.to_owned();

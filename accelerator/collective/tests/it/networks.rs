@@ -65,7 +65,7 @@ fn two_hosts_of_two_ranks() {
     same_bits(2, 2, "hierarchical");
 }
 
-/// On Debian a host's own name is 127.0.1.1 there, and its address in the network elsewhere.
+/// On Debian a host resolves its own name to 127.0.1.1, and other hosts resolve it to its address in the network.
 #[test]
 fn hosts_meet_whose_own_names_are_loopback_addresses() {
     let Some(network) = Network::new(2) else {
@@ -75,7 +75,7 @@ fn hosts_meet_whose_own_names_are_loopback_addresses() {
     meet(&network, 2, &["node-0"; 4]);
 }
 
-/// A socket can be bound to an address that is another host's.
+/// With `ip_nonlocal_bind`, a socket can be bound to another host's address.
 #[test]
 fn an_address_in_front_of_a_host_is_told_from_its_own() {
     let Some(network) = Network::new(2) else {
@@ -85,7 +85,7 @@ fn an_address_in_front_of_a_host_is_told_from_its_own() {
     meet(&network, 1, &["10.77.0.9", "10.77.0.1"]);
 }
 
-/// The name of host 0 is an address of IPv6 there, and one of IPv4 elsewhere; sockets of IPv6 take none of IPv4.
+/// The name of host 0 resolves to IPv6 on that host, and to IPv4 elsewhere; IPv6 sockets accept no IPv4.
 #[test]
 fn hosts_of_both_families_meet() {
     let Some(network) = Network::new(2) else {
@@ -96,7 +96,7 @@ fn hosts_of_both_families_meet() {
     meet(&network, 1, &["node-0"; 2]);
 }
 
-/// Ranks that were told these addresses of rank 0 compute a sum.
+/// Ranks that got these addresses of rank 0 compute a sum.
 fn meet(network: &Network, ranks_per_host: usize, addresses: &[&str]) {
     let token = network.token();
     let start = |(rank, address): (usize, &&str)| {

@@ -76,7 +76,7 @@ fn assert_whole(launches: Vec<Launch>) {
 const SHORT: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(50);
 
-/// Outcomes of a job whose rank 0 hosts the store itself.
+/// Returns the outcomes of a job whose rank 0 hosts the store itself.
 fn hosted_by_rank_0(
     ranks: &[usize],
     world_size: usize,

@@ -24,7 +24,7 @@ impl io::Write for Log {
 }
 
 impl Log {
-    /// The warnings of a rank about rank 2.
+    /// Returns the warnings of a rank about rank 2.
     fn of(&self, rank: usize) -> Vec<String> {
         let log = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
         let (begin, end) = (format!(" WARN rank {rank} has waited "), " for rank 2 in ");
@@ -37,7 +37,7 @@ impl Log {
     }
 }
 
-/// A rank that hangs is named again and again, with what it did last.
+/// Repeated warnings name a rank that hangs, with its last operation.
 #[test]
 fn warnings_name_the_rank_that_is_waited_for_until_it_comes() {
     let options = GroupOptions::new().with_warn_after(Duration::from_millis(50));

@@ -159,7 +159,7 @@ impl ServerState {
         };
         self.check_origin(origin)?;
         if job != self.options.job {
-            // Nobody has proved anything yet, so neither name is told.
+            // The rank is not authenticated yet, so the answer contains neither name.
             return Err(Error::new(
                 Kind::Rendezvous,
                 "this store serves another job than that of the rank; do two jobs use one port?",

@@ -105,7 +105,7 @@ impl StoreServer {
             .map_err(|error| Error::io("the store's own address cannot be read", error))?;
         let shared = Arc::new(ServerState {
             pending: PendingHandshakes::logged(options.world_size + 64),
-            // Who may not join is noted otherwise.
+            // Refusals are recorded elsewhere, so evictions among them need no warning.
             rejected_handshakes: PendingHandshakes::new(8, |_| {}),
             registry: Mutex::new(Registry {
                 state: StoreState::new(options.world_size),
@@ -161,8 +161,9 @@ impl StoreServer {
         self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
-    /// Gives each rank that is silent another liveness timeout, for whoever has stopped the ranks and means to continue
-    /// them. It matters until they are connected; later they judge one another, and know when they were stopped themselves.
+    /// Gives each silent rank another liveness timeout, after a caller has stopped the ranks and before it continues
+    /// them. It matters until the ranks are connected; from then on they watch one another, and notice by themselves
+    /// when they were stopped.
     ///
     /// ```
     /// use accelerator_collective::rendezvous::StoreServer;
@@ -261,7 +262,7 @@ impl Drop for StoreServer {
     }
 }
 
-/// Listens at the first address at which this host can.
+/// Listens on the first of the addresses on which this host can.
 fn listen(address: &impl ToSocketAddrs) -> io::Result<TcpListener> {
     let mut failure = ErrorKind::AddrNotAvailable.into();
     for address in address.to_socket_addrs()? {
@@ -278,7 +279,7 @@ fn listen(address: &impl ToSocketAddrs) -> io::Result<TcpListener> {
     Err(failure)
 }
 
-/// The error of a store that cannot listen, which says what to do.
+/// Returns the error of a store that cannot listen, with the remedy.
 pub(super) fn not_listening(address: impl fmt::Debug, error: io::Error) -> Error {
     match error.kind() {
         ErrorKind::AddrInUse => Error::caused(

@@ -185,7 +185,7 @@ impl Arena {
         &self.head().headers[step as usize % SLOTS]
     }
 
-    /// The latest operation of which its rank has written the header, for messages: the rank may be writing one.
+    /// Returns the latest operation whose header its rank has written, for messages: the rank may be writing the next.
     pub(crate) fn last_op(&self) -> Option<(u64, CollectiveFingerprint)> {
         let headers = self.head().headers.iter();
         let written = headers.filter_map(|header| {

@@ -168,7 +168,7 @@ impl Inbox {
         self.lock().active(rank)
     }
 
-    /// The latest operation that a peer has begun, as far as its parts tell.
+    /// Returns the latest operation that a peer has begun, as far as the parts that arrived show.
     pub(crate) fn last_op(&self, rank: usize) -> Option<LastOp> {
         self.lock().queues().get(rank)?.last
     }

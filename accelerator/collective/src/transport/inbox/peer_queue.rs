@@ -47,7 +47,7 @@ pub(super) struct PeerQueue {
     pub(super) state: PeerState,
     /// For whom this rank waits, as it said last, and when that came.
     pub(super) awaited: Option<(usize, Instant)>,
-    /// The latest operation that it has begun, as far as its parts tell.
+    /// The latest operation that the peer has begun, as far as the parts that arrived show.
     pub(super) last: Option<LastOp>,
     /// When this rank showed last that it works outside of operations.
     pub(super) active: Option<Instant>,

@@ -74,7 +74,7 @@ impl Network {
         Ok(())
     }
 
-    /// Gives hosts names, `node-0` and so on. Each takes its own for a loopback address, as on Debian.
+    /// Names the hosts `node-0` and so on. Each resolves its own name to a loopback address, as on Debian.
     pub(crate) fn name_hosts(&self, loopback: &str) {
         for own in 0..self.hosts {
             let mut table = "127.0.0.1 localhost\n".to_owned();
@@ -85,14 +85,14 @@ impl Network {
                 };
                 table.push_str(&format!("{address} node-{host}\n"));
             }
-            // `ip netns exec` mounts it over that of the machine.
+            // `ip netns exec` mounts it over the machine's file.
             let folder = of_space(&self.host(own));
             fs::create_dir_all(&folder).unwrap();
             fs::write(folder.join("hosts"), table).unwrap();
         }
     }
 
-    /// Sets a value of a host's kernel, named by its path below `/proc/sys`.
+    /// Sets a kernel parameter of a host, named by its path below `/proc/sys`.
     pub(crate) fn set(&self, host: usize, name: &str, value: &str) {
         let write = format!("echo {value} > /proc/sys/{name}");
         let host = self.host(host);
@@ -252,7 +252,7 @@ fn delete(space: &str) {
     let _ = fs::remove_dir_all(of_space(space));
 }
 
-/// The folder of files that a namespace sees in the place of those of `/etc`.
+/// Returns the folder of files that a namespace sees in place of those in `/etc`.
 fn of_space(space: &str) -> PathBuf {
     PathBuf::from("/etc/netns").join(space)
 }
