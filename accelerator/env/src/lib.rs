@@ -1,8 +1,8 @@
 //! The `ACCEL_` environment variables: name, grammar, default, reader and meaning of each.
 //!
 //! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is one entry
-//! of `table.rs`. The exit code by which programs and launcher understand each other is here, too, and the signals that a
-//! process inherits together with its variables.
+//! of `table.rs`. The crate also has the exit code that programs and launcher share, and the signal state that a
+//! process inherits with its variables.
 //!
 //! ```
 //! use accelerator_env::{OVERLAP, VARIABLES, find};
@@ -46,8 +46,8 @@ pub const PREFIX: &str = "ACCEL_";
 /// ```
 pub const PREEMPTED_EXIT_CODE: u8 = 75;
 
-/// The variable, with its value, by which Python writes what a program prints at once instead of in blocks. Ranks and
-/// trials get it where it is not set: their output is read while they run, through pipes.
+/// The variable, with its value, that makes Python write output at once instead of in blocks. Ranks and trials get it
+/// if it is not set: the launcher and the search read their output through pipes while they run.
 ///
 /// ```
 /// assert_eq!(accelerator_env::PYTHON_UNBUFFERED, ("PYTHONUNBUFFERED", "1"));

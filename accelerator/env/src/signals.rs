@@ -1,7 +1,8 @@
-//! The signals that a process inherits from whoever started it, and passes on to those that it starts.
+//! The signal state that a process inherits from its parent, and passes on to its children.
 //!
-//! A process keeps an ignored SIGCHLD and a mask of blocked signals across `exec`. With the first the system reaps its
-//! children itself, and how they ended is lost; with the second they do not hear SIGTERM.
+//! A process keeps an ignored SIGCHLD and its mask of blocked signals across `exec`. If SIGCHLD is ignored, the system
+//! reaps the children of the process itself, and their exit status is lost; if SIGTERM is blocked, they do not receive
+//! it.
 
 #![expect(
     unsafe_code,
@@ -13,10 +14,10 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::{io, ptr};
 
-/// Undoes what this process has inherited: lets it learn how its children end, and unblocks all signals.
+/// Resets the inherited signal state: lets this process wait for its children, and unblocks all signals.
 ///
-/// It is for the first line of a program that starts others, since it changes the whole process and the threads that start
-/// after it. A library calls [`prepare_child`] instead.
+/// Call it in the first line of a program that starts others, since it changes the whole process and the threads that
+/// start after it. A library calls [`prepare_child`] instead.
 ///
 /// ```
 /// accelerator_env::reset_signals();
@@ -24,14 +25,14 @@ use std::{io, ptr};
 /// ```
 pub fn reset_signals() {
     heed_children();
-    // It fails for an invalid first argument only.
+    // It can fail only for an invalid first argument.
     let _ = unblock_all();
 }
 
-/// Lets this process learn how the one that `command` starts ends, and lets that one receive every signal, whatever this
-/// process has inherited and blocks.
+/// Lets this process learn the exit status of the child that `command` starts, and lets the child receive every signal,
+/// whatever this process inherits or blocks.
 ///
-/// A SIGCHLD that this process ignores has its default action from then on.
+/// If this process ignores SIGCHLD, the signal has its default action from then on.
 ///
 /// ```
 /// let mut command = std::process::Command::new("true");
@@ -44,11 +45,11 @@ pub fn prepare_child(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(unblock_all) }
 }
 
-/// Lets this process learn how those end that it starts: gives SIGCHLD its default action where it is ignored. A handler
-/// stays.
+/// Lets this process learn the exit status of its children: gives SIGCHLD its default action if it is ignored. A
+/// handler stays.
 ///
-/// It is for a library that asks a short-lived program something; unlike [`prepare_child`], it leaves the start to the
-/// system's fast path, which does not copy the tables of a large process.
+/// Call it in a library that runs a short-lived program; unlike [`prepare_child`], it keeps the fast path of the
+/// system's spawn, which does not copy the page tables of a large process.
 ///
 /// ```
 /// accelerator_env::heed_children();
@@ -56,8 +57,8 @@ pub fn prepare_child(command: &mut Command) -> &mut Command {
 /// ```
 pub fn heed_children() {
     let mut action = MaybeUninit::<libc::sigaction>::uninit();
-    // SAFETY: `action` is valid for a write, and is read only where the call has filled it. The default action replaces
-    // no handler, but the request to ignore the signal.
+    // SAFETY: `action` is valid for a write, and is read only if the call has filled it. The default action replaces no
+    // handler, only an ignored signal.
     unsafe {
         if libc::sigaction(libc::SIGCHLD, ptr::null(), action.as_mut_ptr()) == 0
             && action.assume_init().sa_sigaction == libc::SIG_IGN
@@ -89,7 +90,7 @@ mod tests {
 
     const INNER: &str = "SIGNALS_TEST_INNER";
 
-    /// Runs the test `name` again with SIGCHLD ignored and SIGTERM blocked; whether this is that run.
+    /// Runs the test `name` again with SIGCHLD ignored and SIGTERM blocked; returns true in that second run.
     fn is_inner(name: &str) -> bool {
         if std::env::var_os(INNER).is_some() {
             return true;
