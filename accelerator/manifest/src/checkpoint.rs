@@ -53,8 +53,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The checkpoint at `path`, in whatever folder and under whatever name: a copy, say. A `path` that is a link is
-    /// followed, since the caller names it; links within a checkpoint are not.
+    /// Opens the checkpoint at `path`, in any folder and under any name, such as a copy. If `path` itself is a link, it
+    /// is followed, since the caller names it; links within a checkpoint are not.
     ///
     /// # Errors
     ///
@@ -70,7 +70,7 @@ impl Checkpoint {
         Ok(Self::committed(path, manifest))
     }
 
-    /// The checkpoint at `path` if a manifest is there, good or not; `None` for any other place.
+    /// Opens the checkpoint at `path` if there is a manifest, valid or not; returns `None` for any other place.
     ///
     /// ```
     /// use accelerator_manifest::Checkpoint;
@@ -83,7 +83,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] if the system does not say whether there is a manifest, and the errors of [`at`](Self::at).
+    /// [`Error::is_io`] if the system cannot tell whether there is a manifest, and the errors of [`at`](Self::at).
     pub fn find(path: impl Into<PathBuf>) -> Result<Option<Self>> {
         let path = path.into();
         let manifest = path.join(MANIFEST);
@@ -230,7 +230,7 @@ impl Checkpoint {
         report
     }
 
-    /// Whether all ranks saved it together.
+    /// Returns true if all ranks saved it together.
     pub(crate) fn is_full(&self) -> bool {
         let manifest = self.manifest();
         manifest.is_ok_and(|x| x.metadata.kind == CheckpointKind::Full)
@@ -374,14 +374,14 @@ pub struct Defect {
 }
 
 impl VerifyReport {
-    /// Whether no defect was found at this level.
+    /// Returns true if no defect was found at this level.
     #[must_use]
     pub fn is_good(&self) -> bool {
         self.defects.is_empty()
     }
 
-    /// The first defect that shows no damage: a file that the system did not let us read, or a manifest of a newer
-    /// version. The checkpoint may be good, so an older one must not take its place without being asked for.
+    /// Returns the first defect that proves no damage: a file that the system could not read, or a manifest of a newer
+    /// version. The checkpoint may be good, so nothing replaces it by an older one unless the user asks for that.
     #[must_use]
     pub fn unreadable(&self) -> Option<&Defect> {
         let mut defects = self.defects.iter();
@@ -390,7 +390,7 @@ impl VerifyReport {
 }
 
 impl Defect {
-    /// Whether the file could not be read, so that nothing is known of its content.
+    /// Returns true if the file could not be read, so that nothing is known of its content.
     #[must_use]
     pub fn is_unreadable(&self) -> bool {
         self.error.is_io() || self.error.is_incompatible()
@@ -513,7 +513,7 @@ impl Read for VerifiedReader {
     }
 }
 
-/// Where a path leads that is a link, or that does not end in a name, such as `.`.
+/// Resolves a path that is a link, or that does not end in a name, such as `.`.
 fn followed(path: PathBuf) -> PathBuf {
     match path.file_name() {
         Some(_) if !path.is_symlink() => path,

@@ -139,7 +139,7 @@ impl Error {
         Self::caused(self.0.kind, message, self)
     }
 
-    /// The same for a checkpoint that may be good, though it cannot be read.
+    /// Like this error, for a checkpoint that may be good, though it cannot be read.
     pub(crate) fn undecided(self, checkpoint: &Path) -> Self {
         let message = format!(
             "cannot read the checkpoint {}: {self}; it may be good, so that no older one takes its place: move it away \

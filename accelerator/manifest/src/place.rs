@@ -1,4 +1,4 @@
-//! Paths that people name: a folder of checkpoints, or one of them.
+//! Paths that users give: a folder of checkpoints, or one checkpoint.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::folder::Folder;
 
-/// What lies at a path that a user gave.
+/// A folder of checkpoints or a checkpoint, at a path that a user gave.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -26,15 +26,15 @@ use crate::folder::Folder;
 /// ```
 #[derive(Clone, Debug)]
 pub enum Place {
-    /// A folder of checkpoints, perhaps of none.
+    /// A folder of checkpoints, which may be empty.
     Folder(Folder),
-    /// A checkpoint, good or not.
+    /// A checkpoint, valid or not.
     Checkpoint(Checkpoint),
 }
 
 impl Place {
-    /// Tells by its manifest that a folder is a checkpoint. One that has lost its manifest has the name of a checkpoint,
-    /// and no checkpoints in it.
+    /// Opens the path: a folder that has a manifest is a checkpoint. So is one that has lost its manifest, if it has the
+    /// name of a checkpoint and no checkpoints in it.
     ///
     /// # Errors
     ///
@@ -50,7 +50,7 @@ impl Place {
         }
     }
 
-    /// Where it lies.
+    /// Returns its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         match self {
@@ -59,7 +59,7 @@ impl Place {
         }
     }
 
-    /// The checkpoints of the folder, or the one, the oldest first. Nothing is read of them.
+    /// Returns the checkpoints of the folder, oldest first, or the single checkpoint. Reads no contents.
     ///
     /// # Errors
     ///

@@ -102,7 +102,7 @@ pub(crate) fn broken(expected: &str, path: &Path, error: io::Error) -> Error {
     Error::caused(Kind::Corrupt, message, error)
 }
 
-/// Whether the system says that nothing has that name, and not that it cannot tell.
+/// Returns true if the system reports that nothing has that name, as opposed to that it cannot tell.
 pub(crate) fn is_absence(error: &io::Error) -> bool {
     let absent = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
     absent.contains(&error.kind())

@@ -108,8 +108,8 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`Error::is_not_found`] where it does not, [`Error::is_misuse`] where it is no folder, and [`Error::is_io`] for
-    /// a link that leads nowhere, since what it leads to may just not be mounted.
+    /// [`Error::is_not_found`] if it does not exist, [`Error::is_misuse`] if it is not a folder, and [`Error::is_io`]
+    /// for a dangling link, since its target may just not be mounted.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let metadata = fs::metadata(&path).map_err(|error| {
@@ -197,13 +197,13 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// Going back behind a checkpoint that may be good is for people to decide: [`Error::is_io`] if the newest one
+    /// Only the user may decide to go back behind a checkpoint that may be good: [`Error::is_io`] if the newest one
     /// cannot be read, and [`Error::is_incompatible`] if a newer version of the library wrote it.
     pub fn latest_good(&self) -> Result<Search> {
         self.latest_good_before(u64::MAX)
     }
 
-    /// The same among the checkpoints with a lower number than `number`, for a caller that cannot use that one.
+    /// Searches only the checkpoints with a lower number than `number`, for a caller that cannot use that one.
     ///
     /// ```
     /// use std::num::NonZeroUsize;
@@ -302,7 +302,7 @@ impl Folder {
     /// Good is what passes verification at this level; [`VerifyLevel::Sizes`] is enough where the newest was
     /// just written, and reads no contents. Broken ones do not count and are left alone, as are the
     /// numbers in `protected`, which count. Emergency checkpoints, which may lack parts, do not count; they are removed
-    /// once `keep` full ones are newer. Where there are no more than `keep`, nothing is verified.
+    /// once `keep` full ones are newer. If there are at most `keep` checkpoints, none is verified.
     ///
     /// # Errors
     ///

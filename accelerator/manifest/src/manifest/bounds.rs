@@ -1,20 +1,20 @@
-//! How much a manifest may hold: found without memory, before anything is read into it.
+//! Bounds on the values of a manifest, checked without allocation before anything is parsed.
 
 use super::Manifest;
 
-/// Checks the number of values of a text of JSON, and how deep they are in one another. A value of two bytes takes up to
-/// hundreds in memory, so the length of the text bounds little.
+/// Checks the number of values in a JSON text, and how deep they are nested. A value of two bytes can take hundreds of
+/// bytes in memory, so the length of the text alone is a weak bound.
 ///
 /// # Errors
 ///
-/// What is beyond the bounds.
+/// A description of the bound that is exceeded.
 pub(super) fn check_bounds(bytes: &[u8]) -> Result<(), String> {
     let (mut values, mut depth) = (1, 0_usize);
     let mut bytes = bytes.iter();
     while let Some(byte) = bytes.next() {
         match byte {
             b'"' => skip_text(&mut bytes),
-            // One value follows, or none.
+            // At most one value follows.
             b',' => values += 1,
             b'[' | b'{' => {
                 values += 1;
@@ -39,7 +39,7 @@ pub(super) fn check_bounds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Skips the rest of a text, and its end.
+/// Skips the rest of a string, including its closing quote.
 fn skip_text<'a>(bytes: &mut impl Iterator<Item = &'a u8>) {
     while let Some(byte) = bytes.next() {
         match byte {

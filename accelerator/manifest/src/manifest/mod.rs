@@ -298,7 +298,7 @@ impl Manifest {
     /// The most files that a checkpoint may have, beside the manifest.
     pub const MOST_FILES: usize = 65_536;
 
-    /// The most values that a manifest may have: numbers, texts, lists and maps, those in others included.
+    /// The most values that a manifest may have: numbers, strings, lists and maps, including nested ones.
     pub const MOST_VALUES: usize = 1 << 20;
 
     /// How deep lists and maps may be nested.
@@ -405,8 +405,8 @@ impl Manifest {
     }
 }
 
-/// The fields of a [`Manifest`] as the file has them, side by side: so each is read into its place, and one that is not
-/// known is passed over.
+/// The fields of a [`Manifest`] as the file has them, without nesting, so that serde reads each directly into its place
+/// and skips unknown ones.
 #[derive(Deserialize)]
 struct ManifestFields {
     format: u32,

@@ -132,7 +132,7 @@ fn what_cannot_be_is_refused_though_it_is_sealed() {
 fn more_than_can_be_is_refused_before_memory_is_taken() {
     let list = |count: usize| vec![json!(0); count].into();
     let nested = |depth: usize| (0..depth).fold(json!(0), |inner, _| json!([inner]));
-    // What the manifest has beside it.
+    // The fields besides those that this version knows.
     let (others, above) = (100, 2);
     for (extra, says) in [
         (list(Manifest::MOST_VALUES), Some("1048576 values")),
@@ -159,7 +159,7 @@ fn more_than_can_be_is_refused_before_memory_is_taken() {
             }
         }
     }
-    // Fields that are not known are passed over, however they are named.
+    // Unknown fields are skipped, whatever their names.
     let known = Manifest::parse(&forged(|x| x["metadata"] = json!({"step": 7}))).unwrap();
     assert_eq!(known, manifest());
 }

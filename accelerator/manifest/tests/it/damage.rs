@@ -237,7 +237,7 @@ fn readers_are_told_at_the_end() {
     );
 }
 
-/// What cannot be read may be good: going back behind it would train the same steps again, or lose them.
+/// An unreadable checkpoint may be good: going back behind it would repeat training steps, or lose them.
 #[test]
 fn a_checkpoint_that_cannot_be_read_is_not_damaged() {
     let temporary = tempfile::tempdir().unwrap();
@@ -263,7 +263,7 @@ fn a_checkpoint_that_cannot_be_read_is_not_damaged() {
                 report.unreadable().is_some() && !report.is_good(),
                 "{report}"
             );
-            // Who decides to go back finds the one before.
+            // A user who decides to go back finds the one before.
             let found = folder.latest_good_before(2).unwrap().found.unwrap();
             assert_eq!(found.number(), older.number());
         });
@@ -272,7 +272,7 @@ fn a_checkpoint_that_cannot_be_read_is_not_damaged() {
     assert_eq!(latest(&folder), (Some(2), 0));
 }
 
-/// The place of a checkpoint that a program names is told by its manifest, not by what else lies there.
+/// The manifest identifies a checkpoint that a program names, whatever else is in the folder.
 #[test]
 fn what_lies_in_a_checkpoint_is_not_taken_for_it() {
     let temporary = tempfile::tempdir().unwrap();
@@ -285,14 +285,14 @@ fn what_lies_in_a_checkpoint_is_not_taken_for_it() {
     assert!(is_checkpoint(newest.path()));
     assert!(!is_checkpoint(folder.path()));
 
-    // A path that leads to it is followed, as the caller names it.
+    // A link to it is followed, as the caller names it.
     let link = temporary.path().join("best");
     std::os::unix::fs::symlink(newest.path(), &link).unwrap();
     let linked = Checkpoint::at(&link).unwrap();
     assert_eq!(linked.number(), 2);
     assert!(linked.verify(VerifyLevel::Hashes).is_good());
 
-    // Without a manifest it is a broken one, but for a folder of checkpoints that is called so.
+    // Without a manifest it is a broken checkpoint, unless it holds checkpoints and merely has such a name.
     let bare = folder.path().join("checkpoint-000001");
     fs::remove_file(bare.join("manifest.json")).unwrap();
     assert!(is_checkpoint(&bare));

@@ -89,7 +89,7 @@ fn wrong_folders_are_told() {
             .unwrap_err()
             .is_not_found()
     );
-    // What is not mounted is not absent.
+    // A link whose target is not mounted is not absent.
     let link = temporary.path().join("link");
     std::os::unix::fs::symlink(temporary.path().join("missing"), &link).unwrap();
     let error = Folder::open(&link).unwrap_err();
@@ -222,7 +222,7 @@ fn pruning_removes_the_oldest_good_ones() {
     assert!(folder.unfinished().unwrap().is_empty());
 }
 
-/// Emergency checkpoints may lack parts, so that training can go on from none of them.
+/// Emergency checkpoints may lack parts, so training may be unable to resume from any of them.
 #[test]
 fn emergency_checkpoints_take_the_place_of_no_full_one() {
     let temporary = tempfile::tempdir().unwrap();
@@ -242,7 +242,7 @@ fn emergency_checkpoints_take_the_place_of_no_full_one() {
     emergency(3);
     emergency(4);
     let prune = |count| folder.prune(keep(count), VerifyLevel::Sizes, &[]).unwrap();
-    // The only full one is not the newest, and the others are all that is beside it.
+    // The only full checkpoint is not the newest; all others are emergency ones.
     assert_eq!(prune(2), [0_u64; 0]);
     assert_eq!(prune(1), [1]);
     save(&folder, 5).unwrap();

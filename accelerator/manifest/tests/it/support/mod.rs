@@ -63,8 +63,8 @@ pub(crate) fn latest(folder: &Folder) -> (Option<u64>, usize) {
     (search.found.map(|x| x.number()), search.rejected.len())
 }
 
-/// Runs `work` as a process that may not read what it has no permission for, also if this is root: on a thread that has
-/// given up its capabilities.
+/// Runs `work` without the privileges of root, so that file permissions apply: on a thread that has given up its
+/// capabilities.
 pub(crate) fn without_privileges<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
