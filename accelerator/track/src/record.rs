@@ -155,8 +155,8 @@ pub enum Record {
         /// The number of the first entry that it does not cover.
         covers: u64,
     },
-    /// The run resumed from a checkpoint: as soon as something is logged, what was logged before for greater steps does
-    /// not count.
+    /// The run resumed from a checkpoint: once something is logged after it, earlier entries for greater steps do not
+    /// count.
     Rewind {
         /// The step of the checkpoint; none where the run starts over.
         to: Option<u64>,

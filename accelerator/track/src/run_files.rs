@@ -1,6 +1,6 @@
-//! The files that a run has in its folder.
+//! The files of a run in its folder.
 //!
-//! Others may put files of their own there. They are not the run's, and nothing that removes a run removes them.
+//! Users may put files of their own there. They do not belong to the run, and nothing that removes a run removes them.
 
 use std::fs;
 use std::io;
@@ -14,35 +14,35 @@ use crate::run_id::RunId;
 
 /// The journal, which makes a folder a run.
 pub(crate) const JOURNAL: &str = "journal.jsonl";
-/// Held by the process that writes the run.
+/// The lock of the process that writes the run.
 pub(crate) const LOCK: &str = "lock";
-/// What is kept of the run beside its journal.
+/// The summary of the run, beside its journal.
 pub(crate) const SUMMARY: &str = "summary.json";
 /// The launcher's report of a job that failed.
 pub(crate) const FAILURE: &str = "failure.json";
 /// The table of metrics.
 pub(crate) const TABLE: &str = "metrics.csv";
-/// How far the run was delivered to an MLflow server.
+/// The progress of the delivery to an MLflow server.
 pub(crate) const MLFLOW: &str = "mlflow.json";
-/// Which files came with an upload.
+/// The list of files that came with an upload.
 pub(crate) const UPLOAD: &str = "upload.json";
-/// The folder of files that are named by their contents.
+/// The folder of files named by their contents.
 pub(crate) const BLOBS: &str = "blobs";
-/// The folder of what the hosts of ranks measured.
+/// The folder of measurements of the hosts of ranks.
 pub(crate) const SYSTEM: &str = "system";
 /// The folder of TensorBoard's files.
 pub(crate) const TENSORBOARD: &str = "tensorboard";
-/// How the names of TensorBoard's files begin.
+/// The prefix of the names of TensorBoard's files.
 pub(crate) const EVENTS: &str = "events.out.tfevents.";
-/// How the hidden names begin of files that are not whole yet.
+/// The prefix of the hidden names of incomplete files.
 pub(crate) const STAGED: &str = ".accel-";
 
-/// What lies in the folder of a run.
+/// The contents of a run's folder.
 #[derive(Debug, Default)]
 pub(crate) struct RunFiles {
-    /// The run's own.
+    /// Files of the run.
     pub(crate) own: Vec<PathBuf>,
-    /// Files and folders of others.
+    /// Files and folders that the run did not write.
     pub(crate) foreign: Vec<PathBuf>,
 }
 
@@ -60,7 +60,7 @@ impl RunFiles {
         let unread = |error| Error::io("read the folder", folder, error);
         for entry in fs::read_dir(folder).map_err(unread)? {
             let entry = entry.map_err(unread)?;
-            // Not that of what a link leads to.
+            // The type of the link itself, not of its target.
             let is_folder = entry.file_type().map_err(unread)?.is_dir();
             let (name, path) = (entry.file_name(), entry.path());
             match (name.to_str(), part) {
@@ -75,12 +75,12 @@ impl RunFiles {
     }
 }
 
-/// Makes a file in a run's folder, or one below it, that gets its own name when it is whole.
+/// Makes a file in a run's folder, or below it, which gets its own name once it is complete.
 pub(crate) fn staged(folder: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().prefix(STAGED).tempfile_in(folder)
 }
 
-/// Whether a name in a run's folder is that of a file that was not written to its end.
+/// Returns true if a name in a run's folder is that of an incomplete file.
 pub(crate) fn is_staged(name: &str) -> bool {
     name.starts_with(STAGED)
         || name
@@ -88,28 +88,28 @@ pub(crate) fn is_staged(name: &str) -> bool {
             .is_some_and(|name| [TABLE, MLFLOW].contains(&name))
 }
 
-/// The name of a file until it is whole and replaces another one.
+/// Returns the name of a file until it is complete and replaces another one.
 pub(crate) fn new_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(NEW);
     name.into()
 }
 
-/// The name of the journal of a rank's host.
+/// Returns the name of the journal of a rank's host.
 pub(crate) fn rank_journal_name(rank: usize) -> String {
     format!("{RANK}{rank}{EXTENSION}")
 }
 
-/// The rank that such a name is of.
+/// Returns the rank whose journal has this name.
 pub(crate) fn rank_of(name: &str) -> Option<usize> {
     let rank = name.strip_prefix(RANK)?.strip_suffix(EXTENSION)?;
     rank.parse().ok()
 }
 
-/// Removes the run's files, and the folder unless others have something in it. Returns what they have.
+/// Removes the run's files, and the folder unless it holds other files. Returns these.
 ///
-/// Nobody else may write the run meanwhile. The run is gone with the first step; where the rest is cut off,
-/// [`is_cut_off`] tells, and a second call removes it.
+/// Nobody else may write the run meanwhile. The first step makes the run disappear; if the rest is interrupted,
+/// [`is_cut_off`] returns true, and a second call removes the rest.
 pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
     let (journal, cut_off) = (folder.join(JOURNAL), folder.join(REMOVED));
     let lock = folder.join(LOCK);
@@ -119,7 +119,7 @@ pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
         fs::rename(&journal, &cut_off).map_err(failed)?;
         *found = cut_off.clone();
     }
-    // The mark goes last, and the lock before it.
+    // The renamed journal goes last, and the lock before it.
     files
         .own
         .sort_by_key(|path| (*path == cut_off, *path == lock));
@@ -127,7 +127,7 @@ pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
         ignore_missing(fs::remove_file(path)).map_err(|error| Error::io("remove", path, error))?;
     }
     for name in FOLDERS {
-        // It is not there, or others have something in it.
+        // It does not exist, or holds other files.
         let _ = fs::remove_dir(folder.join(name));
     }
     match fs::remove_dir(folder) {
@@ -137,15 +137,15 @@ pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files.foreign)
 }
 
-/// Whether the removal of the run in a folder was cut off.
+/// Returns true if the removal of the run in a folder was interrupted.
 pub(crate) fn is_cut_off(folder: &Path) -> bool {
     folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists()
 }
 
-/// Refuses a folder that holds checkpoints.
+/// Fails if a folder holds checkpoints.
 pub(crate) fn expect_no_checkpoints(folder: &Path) -> Result<()> {
     let checkpoints = Folder::open(folder).and_then(|folder| folder.checkpoints());
-    // What cannot be listed is reported where the run is begun.
+    // Starting the run reports a folder that cannot be listed.
     match checkpoints.unwrap_or_default().last() {
         None => Ok(()),
         Some(checkpoint) => Err(Error::new(
@@ -173,7 +173,7 @@ fn is_own(path: &Path, name: &str, part: Option<&str>) -> bool {
         }
 }
 
-/// Whether the lock of a sink wrote the file: other programs have files of such names, too.
+/// Returns true if the lock of a sink wrote the file: other programs have files with such names, too.
 fn is_lock(path: &Path) -> bool {
     let is_short = fs::metadata(path).is_ok_and(|file| file.len() < 1024);
     let text = is_short.then(|| fs::read_to_string(path).ok()).flatten();
@@ -189,7 +189,7 @@ fn ignore_missing(done: io::Result<()>) -> io::Result<()> {
 
 const FILES: [&str; 7] = [JOURNAL, LOCK, SUMMARY, FAILURE, TABLE, MLFLOW, UPLOAD];
 const FOLDERS: [&str; 3] = [BLOBS, SYSTEM, TENSORBOARD];
-/// The journal's name while the run is removed.
+/// The journal's name during the removal of the run.
 const REMOVED: &str = ".accel-removed";
 const NEW: &str = ".new";
 const RANK: &str = "rank-";

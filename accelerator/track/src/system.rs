@@ -313,7 +313,7 @@ mod tests {
         assert_eq!(values("memory").len(), 4);
         assert!(values("memory").iter().all(|&x| x > 1e6), "{system:?}");
         assert_eq!(values("cpu").len(), 2);
-        // How much depends on what else runs.
+        // The values depend on other processes.
         assert!(values("cpu").iter().all(|&x| x > 0.0), "{system:?}");
         assert!(
             values("host_cpu").iter().all(|x| (0.0..=1.0).contains(x)),

@@ -49,13 +49,13 @@ pub(super) struct Index {
     /// The number of the next version, which those before never had.
     pub(super) next: u32,
     pub(super) aliases: BTreeMap<String, u32>,
-    /// The digests of versions that were removed: nothing else gets their numbers.
+    /// The digests of removed versions, so that no other contents get their numbers.
     #[serde(default)]
     pub(super) removed: BTreeMap<u32, ContentHash>,
 }
 
 impl Index {
-    /// Whether the number of a version was that of another one, which was removed.
+    /// Returns true if a removed version with other contents had the number of this one.
     pub(super) fn is_of_another(&self, version: &Version) -> bool {
         let removed = self.removed.get(&version.version);
         removed.is_some_and(|digest| *digest != version.digest)

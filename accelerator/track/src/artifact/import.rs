@@ -8,9 +8,9 @@ use super::version::Version;
 use crate::error::{Error, Kind, Result};
 
 impl ArtifactStore {
-    /// Stores a version of another store under the same number, with those of its aliases that are not given here.
-    /// Returns the version that has its contents, or that is there instead, and the bytes that were written. A number
-    /// that another version had, which was removed here, is not used again: the artifact is a new version then.
+    /// Stores a version of another store under the same number, with those of its aliases that this store does not
+    /// have. Returns the version with these contents, or the one that is there instead, and the bytes written. If a
+    /// removed version with other contents had the number, it is not used again: the artifact becomes a new version.
     pub(crate) fn import(
         &self,
         artifact: &StoredArtifact,

@@ -81,7 +81,7 @@ impl Retention {
         self
     }
 
-    /// Leaves all versions alone but these.
+    /// Restricts removal to these versions.
     pub(crate) fn among(mut self, versions: &[ArtifactId]) -> Self {
         self.among = Some(versions.to_vec());
         self
@@ -131,7 +131,7 @@ impl ArtifactStore {
         self.prune_with(|| Ok(retention.clone()))
     }
 
-    /// Prunes by the retention that `retention` returns, which is called when nobody uses an artifact.
+    /// Prunes by the retention that `retention` returns; calls it when nobody uses an artifact.
     pub(crate) fn prune_with(
         &self,
         retention: impl FnOnce() -> Result<Retention>,

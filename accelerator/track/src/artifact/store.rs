@@ -382,7 +382,7 @@ impl ArtifactStore {
         })
     }
 
-    /// Removes versions, with their aliases, and keeps their numbers from being used for something else.
+    /// Removes versions, with their aliases, and reserves their numbers so that no other contents get them.
     pub(super) fn remove_versions(
         &self,
         adding: &Adding,
@@ -415,12 +415,12 @@ impl ArtifactStore {
         self.write_index(adding, name, &changed)
     }
 
-    /// Keeps versions and their contents from being removed: whoever holds it may record that a run uses one.
+    /// Keeps versions and their contents from being removed: a holder of the lock may record that a run uses one.
     pub(crate) fn keep(&self) -> Result<StoreLock> {
         StoreLock::take(&self.root, LockKind::Read)
     }
 
-    /// Makes the store, and keeps versions and their contents from being removed, those included that are stored
+    /// Makes the store, and keeps versions and their contents from being removed, including those that are stored
     /// meanwhile.
     pub(crate) fn make(&self) -> Result<StoreLock> {
         fs::create_dir_all(&self.root)

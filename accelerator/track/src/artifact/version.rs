@@ -85,7 +85,7 @@ pub(super) struct Version {
 }
 
 impl Version {
-    /// Whether it is the one of that name, number and digest.
+    /// Returns true if it has that name, number and digest.
     pub(super) fn is(&self, id: &ArtifactId) -> bool {
         self.name == id.name && self.version == id.version && self.digest.to_string() == id.digest
     }

@@ -78,7 +78,7 @@ impl RunLock {
             }
             Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
         }
-        // `run_files` knows the file by this text.
+        // `run_files` recognizes the file by this text.
         let owner = format!("process {} on {}\n", std::process::id(), host_name());
         // Who owns it is for messages; the lock is the system's.
         let _ = file

@@ -10,13 +10,13 @@ use crate::record::{Entry, Record};
 /// Where the run resumed from a checkpoint at step `to`, what was logged before for greater steps does not count. What
 /// is logged afterwards for an earlier step replaces what was logged for it before.
 ///
-/// A rewind takes effect with the first entry that is logged after it. A program that dies before that has not replaced
-/// anything, and its successor may resume from a later step.
+/// A rewind takes effect with the first entry that follows it. A program that dies before that has replaced nothing,
+/// and its successor may resume from a later step.
 #[derive(Debug, Default)]
 pub(crate) struct Supersession {
-    /// Those that have taken effect: the number of the entry, and the step of the checkpoint.
+    /// The rewinds that have taken effect: the number of the entry, and the step of the checkpoint.
     rewinds: Vec<(u64, Option<u64>)>,
-    /// The last one, while nothing was logged after it.
+    /// The last rewind, until an entry follows it.
     pending: Option<(u64, Option<u64>)>,
     /// The last entry that logged a step once more.
     relogged: HashMap<Slot, u64>,

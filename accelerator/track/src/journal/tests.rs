@@ -128,7 +128,7 @@ fn an_attempt_that_logs_nothing_supersedes_nothing() {
         provenance: serde_json::Value::Null,
     };
     write(&path, (1..=4).map(|step| metrics(step, 1.0)));
-    // One dies before it resumes; one fails after it has resumed.
+    // One program dies before it resumes; one fails after it has resumed.
     let failed = Record::End {
         status: EndStatus::Failed,
         failure: None,

@@ -532,7 +532,7 @@ fn files_are_sent_once_and_models_are_registered_once() {
 
 #[test]
 fn a_server_that_is_not_there_is_said() {
-    // Nobody can listen at the near end of a connection, and nobody else gets its port while it is there.
+    // Nobody can listen on the near end of a connection, and nobody else gets its port while it is open.
     let far = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let near = std::net::TcpStream::connect(far.local_addr().unwrap()).unwrap();
     let address = format!("http://{}", near.local_addr().unwrap());

@@ -53,7 +53,7 @@ impl Run {
         ArtifactStore::of_runs(self.settings.runs())
     }
 
-    /// Records it on the disk while it cannot be removed: who removes artifacts reads what runs refer to.
+    /// Records it on disk while it cannot be removed: whoever removes artifacts reads the references of all runs.
     fn record_artifact(&self, role: ArtifactRole, stored: &StoredArtifact) {
         self.record(Record::Artifact {
             role,
@@ -61,7 +61,7 @@ impl Run {
             version: stored.version(),
             digest: stored.digest().to_string(),
         });
-        // A disk that refuses it is reported by the thread that writes.
+        // The writing thread reports a disk error.
         let _ = self.flush();
     }
 }

@@ -160,8 +160,8 @@ impl RunBuilder {
     ///
     /// # Errors
     ///
-    /// If its folder cannot be written or holds checkpoints, if a newer version wrote the run that is to go on, if its
-    /// journal is damaged, or if another process writes it.
+    /// If its folder cannot be written or holds checkpoints, if a newer version wrote the run to be continued, if its
+    /// journal is damaged, or if another process is writing it.
     pub fn start(self) -> Result<Run> {
         let Self {
             mut settings,

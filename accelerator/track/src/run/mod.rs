@@ -246,8 +246,9 @@ impl Run {
     /// Goes on from the checkpoint with a mark, where the program learns of it after the start of a run;
     /// [`RunBuilder::resume`] is for one that knows it before.
     ///
-    /// Of this run's mark, what was logged for greater steps does not count any more as soon as something is logged. Of another run's mark, that run goes
-    /// on instead, unless this one has metrics, or the other is not there; this one is deleted if nothing was logged to it.
+    /// With this run's mark, earlier entries for greater steps do not count any more once something is logged. With
+    /// another run's mark, that run continues instead, unless this one has metrics or the other does not exist; this
+    /// one is deleted if nothing was logged to it.
     ///
     /// ```
     /// use accelerator_track::Run;

@@ -261,7 +261,7 @@ fn a_restart_that_finds_its_checkpoint_late_keeps_what_was_logged_before() {
     }
     let table = fs::read_to_string(folder.join("metrics.csv")).unwrap();
     assert_eq!(table.lines().count(), 3, "{table}");
-    // One that dies before it finds its checkpoint takes nothing back.
+    // A program that dies before it finds its checkpoint takes nothing back.
     drop(start());
     assert_eq!(losses(&folder), [(1, 1.0), (2, 4.0)]);
 }

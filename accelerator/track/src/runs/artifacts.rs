@@ -9,12 +9,12 @@ use crate::error::Result;
 use crate::run_id::RunId;
 
 impl Runs {
-    /// Finds the versions of artifacts that nothing needs once some runs are removed: other runs neither made them nor use
-    /// them, they have no alias, and are not the latest. What no run made is somebody's who put it there.
+    /// Finds the versions of artifacts that nothing needs once some runs are removed: no other run made or uses them,
+    /// they have no alias, and they are not the latest. A version that no run made is kept: a user put it there.
     ///
     /// # Errors
     ///
-    /// If a run or an artifact cannot be read: it is not known what it needs.
+    /// If a run or an artifact cannot be read, so that its references are unknown.
     ///
     /// ```
     /// # let temporary = tempfile::tempdir().unwrap();
@@ -28,13 +28,13 @@ impl Runs {
         self.artifacts().plan_prune(&self.needed(&removed)?)
     }
 
-    /// Removes of the versions that were [found](Self::unneeded_artifacts) those that nothing needs now either. No run
-    /// begins to use one meanwhile.
+    /// Removes those of the [found](Self::unneeded_artifacts) versions that still nothing needs. No run can begin to
+    /// use one meanwhile.
     ///
     /// # Errors
     ///
-    /// Those of [`unneeded_artifacts`](Self::unneeded_artifacts), with which nothing is removed, and if the store cannot
-    /// be written.
+    /// Those of [`unneeded_artifacts`](Self::unneeded_artifacts), in which case nothing is removed, and an error if the
+    /// store cannot be written.
     pub fn remove_artifacts(&self, found: &PruneReport) -> Result<PruneReport> {
         let needed = || Ok(self.needed(&HashSet::new())?.among(&found.versions));
         self.artifacts().prune_with(needed)
@@ -44,7 +44,7 @@ impl Runs {
         ArtifactStore::of_runs(self.folder())
     }
 
-    /// What keeps versions while all runs but some are there.
+    /// Returns the versions to keep if all runs except some are there.
     fn needed(&self, removed: &HashSet<&Path>) -> Result<Retention> {
         let store = self.artifacts();
         let mut retention = Retention::keep_last(1).keep_aliased();

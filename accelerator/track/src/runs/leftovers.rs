@@ -34,9 +34,9 @@ pub struct Leftover {
 }
 
 impl Runs {
-    /// Finds what nothing needs: files of runs that were not written to their end, images that a resume superseded, runs
-    /// whose removal was cut off. Runs that are being written, or cannot be read, have none, and what a run did not write
-    /// is none.
+    /// Finds files that nothing needs: incomplete files of runs, images that a resume superseded, and runs whose
+    /// removal was interrupted. Runs that are being written, or cannot be read, have no leftovers, and files that a run
+    /// did not write are none.
     ///
     /// # Errors
     ///
@@ -60,7 +60,7 @@ impl Runs {
         Ok(found.into_iter().map(Leftover::at).collect())
     }
 
-    /// Removes of what was [found](Self::leftovers) that which nothing needs now either. Returns what it has removed.
+    /// Removes those of the [found](Self::leftovers) files that still nothing needs. Returns those that it has removed.
     ///
     /// # Errors
     ///
@@ -128,7 +128,7 @@ impl Runs {
         found.remove()
     }
 
-    /// What is in the folder, sorted.
+    /// Returns the entries of the folder, sorted.
     fn entries(&self) -> Result<Vec<PathBuf>> {
         let folder = self.folder();
         let entries = fs::read_dir(folder);
@@ -142,7 +142,7 @@ impl Runs {
 }
 
 impl ListedRun {
-    /// How much of the disk the files take that it wrote, in bytes.
+    /// Returns the disk space of the files that the run wrote, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         bytes_of_run(&self.folder)
@@ -199,7 +199,7 @@ fn is_without_journal(path: &Path) -> bool {
         .all(|entry| entry.is_ok_and(is_of_start))
 }
 
-/// What is left over in one entry of the folder of runs.
+/// Returns the leftovers in one entry of the folder of runs.
 fn of_folder(folder: &Path) -> Vec<PathBuf> {
     if run_files::is_cut_off(folder) {
         return vec![folder.to_owned()];

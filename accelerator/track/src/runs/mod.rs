@@ -100,7 +100,7 @@ impl Runs {
             let folder = entry.map_err(unread)?.path();
             let name = folder.file_name().unwrap_or_default().to_string_lossy();
             if !name.starts_with('.') && Self::is_run(&folder) {
-                // First: what is written from here on is a change.
+                // Read first, so that everything written from here on counts as a change.
                 let journal = JournalState::of(&folder);
                 let head = head(&folder);
                 runs.push(ListedRun {
@@ -169,8 +169,8 @@ impl Runs {
         }
     }
 
-    /// Removes a run that nobody has written since it was listed: the files that it wrote, and its folder unless others
-    /// have something in it. Returns what they have there, which stays. Artifacts stay: they are beside the runs.
+    /// Removes a run that nobody has written since it was listed: the files that it wrote, and its folder unless that
+    /// holds other files. Returns these, which stay. Artifacts stay: they are beside the runs.
     ///
     /// # Errors
     ///
@@ -203,7 +203,7 @@ impl Runs {
         run_files::remove(folder)
     }
 
-    /// Whether a folder is that of a run: then nothing else, such as checkpoints, belongs there.
+    /// Returns true if a folder is that of a run: then nothing else, such as checkpoints, belongs there.
     ///
     /// ```
     /// # let temporary = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@ fn listed(runs: &Runs, name: &str) -> ListedRun {
     listed.find(|run| run.folder.ends_with(name)).unwrap()
 }
 
-/// A PNG, as far as its header says.
+/// A PNG, as far as its header goes.
 fn image(x: u8) -> Vec<u8> {
     [
         &b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"[..],
@@ -133,7 +133,7 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     run.log("train", [("loss", 1.0)], 2, None);
     run.flush().unwrap();
     fs::write(folder.join("metrics.csv.new"), "cut").unwrap();
-    // Those of somebody else.
+    // Files of somebody else.
     let foreign = ["notes.new", ".tmpnotes", "poetry.lock", "blobs/readme"];
     for name in foreign {
         fs::write(folder.join(name), "mine").unwrap();
@@ -151,7 +151,7 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     let found = runs.leftovers().unwrap();
     assert_eq!(found.len(), 3, "{found:?}");
     assert_eq!(found.iter().map(|x| x.bytes).sum::<u64>(), 5 + 3 + 24);
-    // What was not shown stays.
+    // A leftover that was not listed stays.
     fs::write(folder.join(".accel-later"), "").unwrap();
     let mut removed = runs.remove_leftovers(&found).unwrap();
     removed.sort_by_key(|x| x.path.clone());
@@ -183,7 +183,7 @@ fn images_stay_while_a_later_start_may_resume_behind_them() {
     run.checkpoint_saved(&mark);
     run.log_image("eval/sample", &image(4), 4).unwrap();
     drop(run);
-    // This one dies before it has found its checkpoint.
+    // This program dies before it has found its checkpoint.
     drop(builder().start().unwrap());
 
     let runs = Runs::open(temporary.path()).unwrap();
@@ -288,7 +288,7 @@ fn artifacts_that_a_run_comes_to_need_after_they_were_found_stay() {
     let found = runs.unneeded_artifacts(&[]).unwrap();
     let numbers: Vec<_> = found.versions.iter().map(|x| x.version).collect();
     assert_eq!(numbers, [1, 2, 3]);
-    // While a user is asked.
+    // All this happens before the user confirms.
     live.use_input("model:v2").unwrap();
     assert_eq!(["5", "6"].map(|x| output(&live, x)), [5, 6]);
     let removed = runs.remove_artifacts(&found).unwrap();
@@ -298,7 +298,7 @@ fn artifacts_that_a_run_comes_to_need_after_they_were_found_stay() {
     let left: Vec<_> = left.iter().map(|x| x.version()).collect();
     assert_eq!(left, [2, 4, 5, 6]);
     store.open("model:v2").unwrap().verify().unwrap();
-    // What it refers to is on the disk before anybody may remove it.
+    // The reference is on disk before anybody may remove the version.
     let used = RunHistory::read(live.folder()).unwrap().artifacts;
     assert_eq!(used.len(), 4);
 }

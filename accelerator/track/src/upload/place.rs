@@ -118,7 +118,7 @@ impl Place {
     }
 }
 
-/// Refuses to replace what is no run, and a run in whose folder others have something.
+/// Fails if the folder to replace is not a run, or holds files that its run did not write.
 fn expect_nothing_foreign(target: &Path) -> Result<()> {
     let what = match target.is_dir() && Runs::is_run(target) {
         false => "is no run".to_owned(),
