@@ -105,9 +105,9 @@ impl Accelerator {
     /// The checkpoint is that of the last complete step: a window that failed, or is open, is not in
     /// it, and its batches come again. Running statistics of a batch norm are the writer's own.
     ///
-    /// No older checkpoint is removed, and this one does not count towards the [limit](Checkpoints::with_total_limit).
-    /// Parts may be left out, such as a sharded optimizer, whose state is gone with the rank: then [`resume`](Self::resume)
-    /// passes over this one, for the newest that has all parts.
+    /// It removes no older checkpoint, and does not count towards the [limit](Checkpoints::with_total_limit). It may
+    /// lack parts, such as a sharded optimizer, part of whose state is lost with the rank: then
+    /// [`resume`](Self::resume) skips it, in favor of the newest checkpoint that has all parts.
     ///
     /// ```no_run
     /// # use accelerator::prelude::*;
@@ -166,8 +166,8 @@ impl Accelerator {
     /// Figures that are built over an epoch, such as its mean loss, are saved and resumed beside these: see
     /// [`metric`](crate::metric#in-a-checkpoint), also for another number of ranks.
     ///
-    /// Checkpoints that are damaged are passed over with a warning, and left where they are; so are those of an
-    /// [emergency](Self::save_emergency) that lack parts. One that cannot be read is an error, since it may be good.
+    /// Damaged checkpoints are skipped with a warning, and left in place; so are [emergency](Self::save_emergency) ones
+    /// that lack parts. A checkpoint that cannot be read is an error, since it may be good.
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -209,8 +209,8 @@ impl Accelerator {
     ///   [`resume_loader`](Self::resume_loader) gave back, it is a warning: a program may change its schedule),
     /// - state of an optimizer that Burn would load in another float type than that in which it was saved (see
     ///   [`fused`](crate::optim::fused)),
-    /// - checkpoints of which none is whole,
-    /// - the path of a checkpoint that has lost its manifest, or is not there.
+    /// - a folder in which no checkpoint is whole,
+    /// - the path of a checkpoint that has lost its manifest, or does not exist.
     ///
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout.
     /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are

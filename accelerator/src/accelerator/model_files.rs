@@ -103,15 +103,15 @@ impl Accelerator {
     /// `model.safetensors.index.json`. The file must fit the model: see
     /// [`load_model_with`](Self::load_model_with) for files of other programs and other models.
     ///
-    /// In a checkpoint, the manifest says which files the model has, and each is compared with its hash; a file that the
-    /// manifest does not list is read only if `path` names that file.
+    /// In a checkpoint, the manifest lists the files of the model, and each is checked against its hash; a file that
+    /// the manifest does not list is read only if `path` names that file.
     ///
     /// # Errors
     ///
     /// [`Error::is_model`] on every rank when the file does not fit, with what is missing,
     /// unexpected, misshapen or of another type, or when the model differs between ranks;
-    /// [`Error::is_io`] when a file cannot be read or is damaged, and [`Error::is_checkpoint`] when the checkpoint is
-    /// damaged that it belongs to; [`Error::is_collective`] when another rank is lost.
+    /// [`Error::is_io`] when a file cannot be read or is damaged, and [`Error::is_checkpoint`] when its checkpoint is
+    /// damaged; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
     pub fn load_model<M: Module>(&self, model: M, path: impl AsRef<Path>) -> Result<M> {
         let (model, _) = self.load_model_with(model, path, &LoadOptions::new())?;

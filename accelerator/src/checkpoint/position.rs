@@ -118,10 +118,10 @@ impl Position {
         }
     }
 
-    /// What is wrong with the newer checkpoints that were not used: each with its path, and the
-    /// file that is missing, cut or changed, or the part that an emergency left out. They are left where they are. Empty where the newest
-    /// one is good. It is logged as a warning as well or, where the program collects no logs, printed
-    /// to standard error by rank 0.
+    /// Returns the reasons why newer checkpoints were not used: each has the path, and the file that is missing,
+    /// truncated or changed, or the part that an emergency save left out. Those checkpoints are left in place. Empty if
+    /// the newest one was used. They are logged as a warning as well or, if the program collects no logs, printed to
+    /// standard error by rank 0.
     pub fn passed_over(&self) -> &[String] {
         &self.passed_over
     }

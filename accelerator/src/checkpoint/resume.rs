@@ -143,7 +143,7 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     found.resume_loader(context.world_size(), at, &name, saved, loader)
 }
 
-/// Why a state does not fit what is to be resumed, if so.
+/// Returns why a state does not fit the parts to resume, if it does not.
 type Misfit<'a> = dyn Fn(&StateFile) -> Option<String> + 'a;
 
 /// What rank 0 has taken along from the group before, or else finds in the folder, on every rank, and on rank 0 where it
@@ -197,7 +197,7 @@ fn find(
     Ok(found.map(|found| (found, source)))
 }
 
-/// What may be resumed, and the state in it.
+/// A checkpoint from which to resume, and the state in it.
 struct Candidate {
     source: Source,
     state: StateFile,
@@ -210,16 +210,16 @@ impl Candidate {
         Ok(Self { source, state })
     }
 
-    /// Why the state does not fit, if it is that of an emergency: survivors leave out what they have not got, and an
-    /// older checkpoint has all parts.
+    /// Returns why the state does not fit, if it is that of an emergency save: survivors leave out parts that they do
+    /// not have, and an older checkpoint has all of them.
     fn lacks_parts(&self, misfit: &Misfit<'_>) -> Result<Option<String>> {
         let is_emergency = self.source.metadata()?.kind == CheckpointKind::Emergency;
         Ok(misfit(&self.state).filter(|_| is_emergency))
     }
 }
 
-/// The newest good checkpoint in the folder that is not an emergency's of other parts, or the one that the path itself
-/// is; `None` where there is none at all. What is wrong with those that are newer goes into `passed_over`.
+/// Finds the newest good checkpoint in the folder, skipping emergency ones that lack parts, or the checkpoint that the
+/// path itself names; returns `None` if there is none at all. Adds the defects of newer ones to `passed_over`.
 fn newest(
     path: &Path,
     activity: Activity,
@@ -285,7 +285,7 @@ fn newest(
     Ok(None)
 }
 
-/// The checkpoint that the program has named, and no other.
+/// Reads the checkpoint that the program has named, and no other.
 fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     let report = checkpoint.verify(VerifyLevel::Hashes);
     if let Some(defect) = report.unreadable() {
@@ -298,14 +298,14 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     Candidate::read(Source::Folder(Box::new(checkpoint)))
 }
 
-/// Whether the path ends as that of a checkpoint does, so that it is not meant as a folder of them.
+/// Returns true if the path ends in the name of a checkpoint, so that it does not mean a folder of them.
 fn is_called_checkpoint(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let number = name.strip_prefix("checkpoint-").unwrap_or_default();
     !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
 }
 
-/// What to do where the checkpoint cannot be resumed that the program has named.
+/// The remedy if the checkpoint that the program has named cannot be resumed.
 const NAMED_HINT: &str = "pass the folder that holds the checkpoints to go on from the newest one, or see \
                           `accel-launch checkpoint list` for their names";
 

@@ -121,8 +121,9 @@ impl Checkpoints {
         self
     }
 
-    /// Keeps the checkpoint at that path, such as the best one: [the limit](Self::with_total_limit) never removes it, and
-    /// counts it. However the path is spelt, it leads into the folder of these checkpoints: a save refuses another one.
+    /// Keeps the checkpoint at that path, such as the best one: [the limit](Self::with_total_limit) counts it and never
+    /// removes it. However the path is written, it must lead into the folder of these checkpoints; otherwise a save
+    /// fails.
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -142,7 +143,7 @@ impl Checkpoints {
         self
     }
 
-    /// Whether the limit leaves that checkpoint of the folder alone.
+    /// Returns true if the limit must not remove that checkpoint of the folder.
     pub(super) fn is_protected(&self, checkpoint: &Path) -> bool {
         let Ok(checkpoint) = checkpoint.canonicalize() else {
             return false;
@@ -151,7 +152,7 @@ impl Checkpoints {
         self.protected.iter().any(is_it)
     }
 
-    /// Whether that path leads into the folder: what it names there may be gone.
+    /// Returns true if that path leads into the folder, even if nothing is there any more.
     pub(crate) fn holds(&self, path: &Path) -> bool {
         let resolved = |folder: &Path| match folder.as_os_str().is_empty() {
             true => Path::new(".").canonicalize().ok(),
@@ -251,7 +252,7 @@ impl Checkpoints {
         &self.path
     }
 
-    /// Refuses what a save could not keep to, before it begins.
+    /// Checks, before a save begins, that it can honor the settings.
     pub(super) fn check(&self) -> Result<()> {
         self.limit()?;
         match self.protected.iter().find(|path| !self.holds(path)) {

@@ -10,7 +10,7 @@ use super::position::Origin;
 use crate::core::error::{Error, Kind, Result};
 use crate::model::{FileNames, ModelFile};
 
-/// The file of a model that is written in one.
+/// The name of a model that is a single file.
 pub(super) const MODEL: &str = "model.safetensors";
 
 /// The files of a checkpoint in memory: what rank 0 takes from its group to the next one.
@@ -81,8 +81,8 @@ impl LiveState {
     }
 }
 
-/// Opens the model at a path that the program names. What a checkpoint's manifest lists is read by that; anything else
-/// as it lies on the disk.
+/// Opens the model at a path that the program names. If a checkpoint's manifest lists it, its files are those in the
+/// manifest; anything else is read from the disk as it is.
 pub(crate) fn open_model(path: &Path, activity: Activity) -> Result<ModelFile> {
     let Some((checkpoint, name)) = find_listed(path)? else {
         return ModelFile::open(path, activity);
@@ -92,15 +92,16 @@ pub(crate) fn open_model(path: &Path, activity: Activity) -> Result<ModelFile> {
     listed_model(&checkpoint, &name, activity)
 }
 
-/// The checkpoint whose manifest lists the model at that path, and its name there. A folder that has a manifest holds
-/// what that lists; a file that a program names may be one that was put beside, or all that is left of a checkpoint.
+/// Finds the checkpoint whose manifest lists the model at that path, and the model's name there. A folder that has a
+/// manifest holds only the files that it lists; a file that a program names may be one that a user put beside them, or
+/// all that is left of a checkpoint.
 fn find_listed(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
     let is_folder = path.is_dir();
     let file = match is_folder {
         true => path.join(MODEL),
         false => path.to_owned(),
     };
-    // A model may have a folder of its own in its checkpoint.
+    // A model may be in a folder of its own within the checkpoint.
     for root in file.ancestors().skip(1).take(2) {
         let name = file.strip_prefix(root).ok().and_then(Path::to_str);
         let Some(Ok(name)) = name.map(FileName::new) else {
@@ -118,7 +119,7 @@ fn find_listed(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
     Ok(None)
 }
 
-/// The checkpoint in that folder, if its manifest can be read.
+/// Opens the checkpoint in that folder, if its manifest can be read.
 fn checkpoint_at(folder: &Path) -> accelerator_manifest::Result<Option<Checkpoint>> {
     let is_here = folder.as_os_str().is_empty();
     let found = Checkpoint::find(if is_here { Path::new(".") } else { folder })?;
@@ -128,7 +129,7 @@ fn checkpoint_at(folder: &Path) -> accelerator_manifest::Result<Option<Checkpoin
     Ok(found)
 }
 
-/// Whether the manifest lists that file of a model, or its index.
+/// Returns true if the manifest lists that file of a model, or its index.
 fn lists(checkpoint: &Checkpoint, name: &FileName) -> Result<bool> {
     let file = name.as_str().rsplit('/').next().unwrap_or_default();
     let index = FileNames::new(file).index();
@@ -140,7 +141,7 @@ fn is_model(checkpoint: &Checkpoint, name: &FileName) -> Result<bool> {
     Ok(entry.is_some_and(|entry| entry.role == Role::Model))
 }
 
-/// A model of a checkpoint: its manifest alone says which files there are, and each is compared with its hash.
+/// Opens a model of a checkpoint: only files that the manifest lists, each checked against its hash.
 fn listed_model(checkpoint: &Checkpoint, name: &FileName, activity: Activity) -> Result<ModelFile> {
     if !lists(checkpoint, name)? {
         let path = checkpoint.path().display();

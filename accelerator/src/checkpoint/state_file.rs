@@ -177,7 +177,7 @@ impl StateFile {
         layouts.flatten().collect()
     }
 
-    /// The loader that was prepared as that number, by its place among the parts.
+    /// Returns the loader that was prepared as that number, with its place among the parts.
     pub(super) fn loader(&self, number: u64) -> Option<(usize, &LoaderState)> {
         let mut parts = self.parts.iter().enumerate();
         parts.find_map(|(at, part)| match part {
@@ -186,7 +186,7 @@ impl StateFile {
         })
     }
 
-    /// Why these parts are not those that were saved, if so.
+    /// Returns how these parts differ from those that were saved, if they do.
     pub(super) fn misfit(&self, kinds: &[PartKind]) -> Option<String> {
         let saved: Vec<_> = self.parts.iter().map(PartState::kind).collect();
         let count = saved.len().max(kinds.len());

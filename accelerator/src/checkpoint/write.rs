@@ -91,7 +91,7 @@ pub(super) fn write(
     if let Some(mark) = &job.run {
         job.tracking.checkpoint_saved(mark);
     }
-    // It may lack parts, so that training goes on from one before.
+    // It may lack parts, and a program then resumes from an older one.
     let is_emergency = job.mode == SnapshotMode::Emergency;
     if let Some(limit) = settings.limit()?.filter(|_| !is_emergency) {
         prune(settings, limit, job.activity);

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module_path::ModulePath;
 
-/// How a program gives a parameter another value, in errors about one that was replaced.
+/// The advice, in errors about a replaced parameter, on how to give a parameter another value.
 pub(crate) const KEEP_THE_ID: &str = "`Param::from_tensor` makes a parameter with another id, for which an optimizer \
      starts from nothing; to give a parameter another value, keep its id: \
      `Param::initialized(param.id, value.detach().require_grad())`";
@@ -78,7 +78,7 @@ impl Layout {
         self.0.iter().map(|entry| entry.id).collect()
     }
 
-    /// The path of the parameter or buffer with this id.
+    /// Returns the path of the parameter or buffer with this id.
     pub(crate) fn path_of(&self, id: u64) -> Option<&str> {
         let mut entries = self.0.iter();
         Some(&entries.find(|entry| entry.id == id)?.path)
@@ -103,7 +103,7 @@ impl Layout {
             .collect()
     }
 
-    /// Refuses quantised parameters, as `apply_qlora` makes them: other ranks and files could not have them.
+    /// Fails if there are quantised parameters, as `apply_qlora` makes them: they cannot be sent or saved.
     pub(crate) fn check_dense(&self) -> Result<()> {
         let Some(quantised) = self
             .0

@@ -20,8 +20,8 @@ const MAX_HEADER: u64 = 100_000_000;
 /// The bytes of a tensor that are read at a time.
 const BLOCK: usize = 1 << 24;
 
-/// A model in one file or in several with an index, on the disk or in memory. Headers are read and checked when it is
-/// opened, values when they are asked for.
+/// A model in one file or in several with an index, on disk or in memory. Opening it reads and checks the headers;
+/// values are read on request.
 #[derive(Debug)]
 pub(crate) struct ModelFile {
     activity: Activity,
@@ -48,7 +48,7 @@ enum FileBytes {
     Memory(Arc<Vec<u8>>),
 }
 
-/// Opens the file of that path, `None` if there is none.
+/// Opens the file at that path; `None` if there is none.
 type Files<'a> = dyn Fn(&Path) -> Result<Option<FileBytes>> + 'a;
 
 trait ReadSeek: Read + Seek {}
@@ -70,9 +70,8 @@ struct FileIndex {
 }
 
 impl ModelFile {
-    /// Opens `path` on the disk: a file, an index, or a folder with `model.safetensors` or its index. Where there is no
-    /// such file but its index, that is opened.
-    /// Reading it shows `activity`.
+    /// Opens `path` on disk: a file, an index, or a folder with `model.safetensors` or its index. If only the index of
+    /// such a file exists, that is opened. Reading it shows `activity`.
     pub(crate) fn open(path: &Path, activity: Activity) -> Result<Self> {
         Self::assemble(&path_in(path), activity, &|path| match File::open(path) {
             Ok(file) => Ok(Some(FileBytes::Disk(file))),
@@ -81,7 +80,7 @@ impl ModelFile {
         })
     }
 
-    /// The same with what `read` returns for the names of files, `None` for one that is not there; errors call the file
+    /// Opens a model whose files `read` returns by name, or `None` for one that does not exist; errors name the model
     /// `path`.
     pub(crate) fn in_memory(
         path: &Path,
@@ -166,7 +165,7 @@ impl ModelFile {
         ))
     }
 
-    /// Adds the shards that the index at `self.path` names.
+    /// Adds the shards that the index of `self.path` names.
     fn add_index(&mut self, index: &FileBytes, files: &Files<'_>) -> Result<()> {
         let path = self.path.clone();
         let path = &*path;
@@ -231,7 +230,7 @@ impl ModelFile {
     }
 }
 
-/// The file that the caller named, or that of a folder.
+/// Returns the file that the caller named, or the model of that folder.
 fn path_in(path: &Path) -> PathBuf {
     match path.is_dir() {
         true => path.join("model.safetensors"),

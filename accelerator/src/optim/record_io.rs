@@ -184,7 +184,7 @@ impl RecordFields {
         })
     }
 
-    /// The parameters that it has state for.
+    /// Returns the ids of the parameters for which it has state.
     fn ids(&self) -> impl Iterator<Item = u64> {
         self.types.keys().filter_map(|name| id_of(name))
     }

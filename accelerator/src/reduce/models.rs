@@ -29,8 +29,8 @@ impl Models {
         Ok(self.search(model)?.0)
     }
 
-    /// As [`find`](Self::find), for a model that is trained: refuses trainable parameters that it did not have, or that
-    /// were frozen, when it was prepared.
+    /// Like [`find`](Self::find), for a model that is trained: fails if it has trainable parameters that it did not
+    /// have, or that were frozen, when it was prepared.
     pub(super) fn find_to_train<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
         let (model_state, unprepared) = self.search(model)?;
         match unprepared.is_empty() {
@@ -39,7 +39,7 @@ impl Models {
         }
     }
 
-    /// The state of a prepared model, and the trainable parameters that it does not know.
+    /// Returns the state of a prepared model, and those of its trainable parameters that the state does not know.
     fn search<M: Module>(&self, model: &M) -> Result<(Arc<ModelState>, Vec<ParamId>)> {
         let known = self.lock();
         let mut search = IdSearch {
@@ -169,8 +169,8 @@ impl Models {
             .cloned()
     }
 
-    /// Warns once if `layout`, which is about to be made known, has another parameter in the place of one of a model
-    /// whose other parameters it has: the optimizer starts anew for it.
+    /// Warns once if `layout`, before it is added, has a new parameter in place of one parameter of a known model and
+    /// shares the others: the optimizer has no state for the new one.
     pub(super) fn warn_replaced(&self, layout: &Layout) {
         let Some(path) = self.replaced(layout) else {
             return;
@@ -232,7 +232,7 @@ impl Models {
     }
 }
 
-/// The error for trainable parameters that a prepared model does not know.
+/// Returns the error for trainable parameters that a prepared model does not know.
 fn unprepared_error<M: Module>(
     model: &M,
     model_state: &ModelState,
@@ -263,7 +263,7 @@ struct IdSearch<'a> {
     trained: FoundIds,
     /// The models of its frozen parameters: all parameters, if the model is one for evaluation.
     frozen: FoundIds,
-    /// Its trainable parameters that no model has.
+    /// The trainable parameters that belong to no known model.
     unprepared: Vec<ParamId>,
     /// Whether any parameter is trainable.
     trains: bool,

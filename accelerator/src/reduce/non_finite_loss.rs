@@ -22,7 +22,7 @@ impl OnNonFiniteLoss {
     }
 }
 
-/// Warns of one. A loss that is scaled, as in f16, does no harm to the model: its step is skipped.
+/// Warns of a non-finite loss. If losses are scaled, as in f16, it does not damage the model: its step is skipped.
 pub(super) fn warn(step: u64, whose: &str, loss: f64, scale: Option<f64>) {
     let consequence = match scale {
         Some(_) => {

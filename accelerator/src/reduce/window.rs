@@ -53,7 +53,7 @@ impl BatchFingerprint {
     }
 }
 
-/// Refuses gradients of parameters that the model does not have, of which there are so many.
+/// Fails if there are gradients of parameters that the model does not have.
 pub(super) fn check_all_known(unknown: usize) -> Result<()> {
     if unknown == 0 {
         return Ok(());

@@ -76,7 +76,7 @@ impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
             return param;
         }
         let (id, value, mapper) = param.consume();
-        // Burn casts no quantised tensors, as `apply_qlora` makes them.
+        // Burn cannot cast quantised tensors, as `apply_qlora` makes them.
         let value = match value.dtype() {
             DType::QFloat(_) => value.dequantize(),
             _ => value,

@@ -127,8 +127,8 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After an evaluation, before its metric is compared with the best. That of `eval_on_start`, at update 0, is
-    /// compared with nothing.
+    /// Called after an evaluation, before its metric is compared with the best. The metric of `eval_on_start`, at
+    /// update 0, is never compared.
     fn on_evaluate(
         &mut self,
         at: &CallbackContext<'_, M>,

@@ -102,7 +102,7 @@ impl core::str::FromStr for LrSchedulerKwargs {
 }
 
 impl LrSchedulerKwargs {
-    /// Returns the names of those that are set, and that such a schedule does not read.
+    /// Returns the names of the options that are set and that such a schedule does not read.
     pub(super) fn set_but_unused(
         &self,
         kind: LrSchedulerType,

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Metrics {
     values: Vec<(String, f64)>,
-    /// Over how many items some of them are means, where those are not the samples of their batch.
+    /// The number of items of each metric that is a mean over items other than the samples of the batch.
     #[serde(skip)]
     counts: Vec<(String, usize)>,
 }
@@ -38,8 +38,8 @@ impl Metrics {
         values.map(|(name, value)| (name.as_str(), *value))
     }
 
-    /// Adds a mean over items that are not the samples of the batch, such as its tokens: a [`Meter`](super::Meter)
-    /// weights it by them.
+    /// Adds a mean over items other than the samples of the batch, such as its tokens: a [`Meter`](super::Meter)
+    /// weights it by their number.
     ///
     /// ```
     /// use accelerator::Accelerator;
@@ -66,7 +66,7 @@ impl Metrics {
         self.values.push((name.into(), value));
     }
 
-    /// Over how many items that metric is a mean, if not over the samples of its batch.
+    /// Returns the number of items of that metric, unless it is a mean over the samples of the batch.
     pub(super) fn count(&self, name: &str) -> Option<usize> {
         let found = self.counts.iter().find(|(known, _)| known == name);
         found.map(|(_, count)| *count)
@@ -163,7 +163,7 @@ pub struct TrainerState {
     pub best_global_step: Option<u64>,
     /// The checkpoint of that update; known to rank 0 alone.
     pub best_model_checkpoint: Option<PathBuf>,
-    /// Whether that lies beside the checkpoint that this is saved in, wherever both are moved to.
+    /// True if `best_model_checkpoint` is beside the checkpoint that contains this state, even after both are moved.
     #[serde(default)]
     pub(super) best_is_beside: bool,
     /// Of the last update, where it was computed: the norm of its gradients before clipping, and its learning rate.
@@ -177,12 +177,12 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
-    /// Whether there was an update. An evaluation before, that of `eval_on_start`, is compared with nothing.
+    /// Returns true if there was an update. An earlier evaluation, by `eval_on_start`, cannot be the best.
     pub(super) fn has_begun(&self) -> bool {
         self.global_step > 0
     }
 
-    /// Notes that the evaluation after this update is the best so far, with the checkpoint of the update.
+    /// Records that the evaluation after this update is the best so far, with the checkpoint of the update.
     pub(super) fn set_best(&mut self, metric: f64, checkpoint: Option<PathBuf>) {
         self.best_metric = Some(metric);
         self.best_global_step = Some(self.global_step);
@@ -210,7 +210,7 @@ impl TrainerState {
 #[derive(Clone, Debug)]
 pub(super) struct SavedUpdate {
     pub(super) update: u64,
-    /// Known to rank 0 alone.
+    /// The path; only rank 0 knows it.
     pub(super) path: Option<PathBuf>,
 }
 

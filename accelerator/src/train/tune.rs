@@ -79,8 +79,8 @@ impl<T: TrainingOperator> Trainable for OperatorTrainable<T> {
 
 /// Reports the evaluations of a [`Trainer`](super::Trainer) to a search, of which it is a trial.
 ///
-/// Each evaluation is an iteration, and is followed by a checkpoint of the trainer, of which the search takes what it needs;
-/// that of `eval_on_start` is not reported. The training ends where the search says so.
+/// Each evaluation is an iteration, and a checkpoint of the trainer follows it, of which the search takes the files
+/// that it needs; the evaluation of `eval_on_start` is not reported. The training ends when the search stops the trial.
 ///
 /// ```no_run
 /// use accelerator::train::{TrainingArguments, TuneCallback};

@@ -86,8 +86,8 @@ pub fn batch_is_cursed() -> Error {
         .unwrap_err()
 }
 
-/// Runs `work` as a process that may not read what it has no permission for, also if this is root: on a thread that has
-/// given up its capabilities.
+/// Runs `work` without the privileges of root, so that file permissions apply: on a thread that has given up its
+/// capabilities.
 pub fn without_privileges<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 

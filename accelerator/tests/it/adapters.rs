@@ -1,4 +1,4 @@
-//! Burn's adapters: LoRA trains as by Burn alone, and what is quantised is refused.
+//! Burn's adapters: LoRA trains as with Burn alone, and quantised parameters are refused.
 
 use std::ops::Range;
 use std::path::Path;
@@ -13,11 +13,11 @@ use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::quantization::{Calibration, QuantValue};
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// The samples of a step. Ranks have numbers of them that are powers of two.
+/// The samples of a step. Each rank has a number of them that is a power of two.
 const SAMPLES: usize = 8;
 const STEPS: u64 = 4;
 
-/// A layer with an adapter of rank 1. All values are small dyadic fractions, so sums are exact in any order.
+/// Returns a layer with an adapter of rank 1. All values are small dyadic fractions, so sums are exact in any order.
 fn adapted(device: &Device) -> Linear {
     let mut layer: Linear = LinearConfig::new(2, 2).with_bias(false).init(device);
     let base = TensorData::from([[0.5_f32, -0.25], [0.75, 1.0]]);
@@ -41,7 +41,7 @@ impl ModuleMapper for Dyadic<'_> {
     }
 }
 
-/// The mean over `samples` of a step.
+/// Returns the mean over `samples` of a step.
 fn loss(model: &Linear, step: u64, samples: Range<usize>) -> Tensor<1> {
     let values = samples.clone().flat_map(|sample| {
         let at = sample + step as usize;
@@ -55,7 +55,7 @@ fn loss(model: &Linear, step: u64, samples: Range<usize>) -> Tensor<1> {
     (output * wanted.unsqueeze()).sum_dim(1).mean()
 }
 
-/// The samples of this rank.
+/// Returns the samples of this rank.
 fn share(accelerator: &Accelerator) -> Range<usize> {
     match (accelerator.world_size(), accelerator.rank()) {
         (1, _) => 0..SAMPLES,

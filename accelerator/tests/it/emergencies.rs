@@ -118,7 +118,7 @@ fn of_two_ranks_that_die_together_neither_is_to_write() {
     assert_eq!(position.world_size_before(), 4);
 }
 
-/// The optimizer is sharded, so that survivors save without it; training goes on from the checkpoint that has all.
+/// The optimizer is sharded, so survivors save without it; training resumes from the checkpoint that has all parts.
 #[test]
 fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -176,7 +176,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
         text.contains("emergency") && text.contains("an optimizer"),
         "{text}"
     );
-    // Complete again, and with it the limit holds.
+    // All parts are there again, and the limit applies.
     assert_eq!(there(), ["checkpoint-000004", "latest"]);
 
     let (nowhere, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -195,7 +195,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     });
     assert_eq!(resumed, of_every_rank(whole.unwrap()));
 
-    // Where none has all the parts, it says of each why.
+    // If no checkpoint has all the parts, the error gives the reason for each.
     let checkpoints = Checkpoints::new(elsewhere.path());
     accelerator::launch(2, |accelerator| {
         let model = accelerator.prepare(line(&accelerator.device()))?;

@@ -313,7 +313,7 @@ fn metrics_are_means_over_the_samples_of_all_ranks() {
     }
 }
 
-/// Its loss is a mean over tokens: a sample of class c has c + 1 of them, each with a loss of c. It answers class 0.
+/// The loss is a mean over tokens: a sample of class c has c + 1 of them, each with a loss of c. It answers class 0.
 struct OfTokens;
 
 impl TrainingOperator for OfTokens {
@@ -349,7 +349,7 @@ fn a_loss_over_tokens_leaves_the_accuracy_to_samples() {
             Ok((trainer.train(None)?, trainer.validate()?))
         });
         for (train, val) in metrics {
-            // Of 22 samples, seven are of the classes 1 and 2; of 7 samples, two.
+            // Seven of 22 samples, and two of 7, have class 1 or 2.
             for (found, name, expected) in [
                 (
                     &train,

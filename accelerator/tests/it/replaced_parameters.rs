@@ -1,4 +1,4 @@
-//! A parameter that the program replaces in a prepared model.
+//! Parameters that the program replaces in a prepared model.
 
 use crate::common::{line, linear};
 use accelerator::prelude::*;
@@ -27,7 +27,7 @@ impl Net {
     }
 }
 
-/// The model with other values in its head's weight, in a parameter with the same id or with a new one.
+/// Returns the model with halved values in its head's weight, in a parameter with the same id or with a new one.
 fn halved(mut model: Net, keep_id: bool) -> Net {
     let weight = model.head.weight;
     let value = weight.val().mul_scalar(0.5).detach();

@@ -231,7 +231,7 @@ fn damage_is_found_and_the_checkpoint_before_is_used() {
     assert_eq!(names(folder.path()).len(), 3, "nothing is deleted");
 }
 
-/// What the manifest does not list is not read, whatever its name is; nor is what a link leads to.
+/// Files that the manifest does not list are not read, whatever their names; nor are the targets of links.
 #[test]
 fn files_that_the_manifest_does_not_list_are_not_read() {
     let folder = tempfile::tempdir().unwrap();
@@ -288,13 +288,13 @@ fn files_that_the_manifest_does_not_list_are_not_read() {
         }
     }
 
-    // A file that a program puts there and names is its own.
+    // A program may put a file of its own there and name it.
     let named = saved.join("other.safetensors");
     std::fs::rename(&elsewhere, &named).unwrap();
     let loaded = accelerator.load_model(line(&device), &named).unwrap();
     assert_eq!(flat(&loaded), [9.0, 0.25]);
 
-    // A link in the place of a file that the manifest lists, though to the right content.
+    // A link in place of a file that the manifest lists, though to the right content.
     let shard = saved.join("model-00001-of-00002.safetensors");
     std::fs::rename(&shard, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &shard).unwrap();
@@ -321,20 +321,20 @@ fn a_checkpoint_that_is_loaded_is_compared_with_its_hashes() {
         let text = misfit(&accelerator.load_model(line(&device), path).unwrap_err());
         assert!(text.contains("has changed since it was written"), "{text}");
     }
-    // What is left of a checkpoint can still be loaded by who names the file.
+    // A file that is left of a checkpoint can still be loaded by its name.
     std::fs::write(newest.join("manifest.json"), "{}").unwrap();
     let text = misfit(&accelerator.load_model(line(&device), &newest).unwrap_err());
     assert!(text.contains("manifest.json"), "{text}");
     accelerator.load_model(line(&device), &file).unwrap();
 }
 
-/// Somebody who names a checkpoint does not want to begin anew.
+/// A user who names a checkpoint does not want to start anew.
 #[test]
 fn a_named_checkpoint_without_its_manifest_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     two_checkpoints(folder.path());
     let named = folder.path().join("checkpoint-000002");
-    // One that a link leads to is as good.
+    // A link to a checkpoint works as well.
     let best = folder.path().join("best");
     std::os::unix::fs::symlink(&named, &best).unwrap();
     assert_eq!(resumed(&best).unwrap().1.checkpoint(), Some(2));
@@ -350,14 +350,14 @@ fn a_named_checkpoint_without_its_manifest_is_an_error() {
         );
         std::fs::rename(&path, &named).unwrap();
     }
-    // In its folder it is passed over.
+    // In its folder it is skipped.
     assert_eq!(resumed(folder.path()).unwrap().1.checkpoint(), Some(1));
 
     let text = misfit(&resumed(&folder.path().join("checkpoint-000003")).unwrap_err());
     assert!(text.contains("there is no checkpoint"), "{text}");
 }
 
-/// An older one would train the same steps again, or lose them, for a disk that is away for a moment.
+/// Resuming from an older one would repeat training steps, or lose them, because a disk was unreachable for a moment.
 #[test]
 fn a_checkpoint_that_cannot_be_read_is_an_error() {
     use std::os::unix::fs::PermissionsExt;

@@ -201,7 +201,7 @@ fn a_protected_path_of_another_folder_is_refused_before_anything_is_saved() {
         );
     }
     assert_eq!(names(&folder), ["checkpoint-000001", "latest"]);
-    // One that is gone needs no protection.
+    // A checkpoint that is gone needs no protection.
     let checkpoints = Checkpoints::new(&folder).with_protected(folder.join("checkpoint-000009"));
     accelerator.save_state(&checkpoints, Object(&1)).unwrap();
 }

@@ -187,7 +187,7 @@ fn the_best_checkpoint_is_kept_and_loaded() {
     }
 }
 
-/// Trains with an evaluation after each second update, whose metrics those are.
+/// Trains with an evaluation after each second update, which returns these metrics.
 fn train_with_metrics(
     arguments: &TrainingArguments,
     values: &'static [f64],
@@ -227,7 +227,7 @@ fn by_metric(folder: &Path) -> TrainingArguments {
     }
 }
 
-/// Does nothing.
+/// A callback that does nothing.
 struct Idle;
 
 impl<M> TrainerCallback<M> for Idle {}
@@ -337,7 +337,7 @@ fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {
     }
 }
 
-/// Another folder is continued in: the best one is in the first.
+/// The training continues in another folder: the best checkpoint is in the first.
 #[test]
 fn a_best_checkpoint_of_another_folder_is_loaded_from_there() {
     let outer = tempfile::tempdir().unwrap();
@@ -387,7 +387,7 @@ fn the_evaluation_on_start_is_compared_with_nothing() {
     }
 }
 
-/// Asks for the end after that update.
+/// Stops the training after that update.
 struct StopAt(u64);
 
 impl<M> TrainerCallback<M> for StopAt {
@@ -401,7 +401,7 @@ impl<M> TrainerCallback<M> for StopAt {
     }
 }
 
-/// Within an epoch of five updates, at its end, and at the end of the training.
+/// Stops within an epoch of five updates, at its end, and at the end of the training.
 #[test]
 fn a_training_that_stopped_within_an_epoch_continues_it() {
     for stop_at in [3, 5, 10] {
@@ -428,7 +428,7 @@ fn a_training_that_stopped_within_an_epoch_continues_it() {
                 .build()
                 .unwrap()
         };
-        // In the same process, and in another one.
+        // Resumes in the same process, and in another one.
         let mut stopped = stopping(&arguments);
         assert_eq!(stopped.train().unwrap().global_step, stop_at);
         assert_eq!(checkpoints(folder.path()).last(), Some(&stop_at));

@@ -16,14 +16,14 @@ pub(in crate::train) enum EvalData {
     Present,
 }
 
-/// Whose optimizer it is.
+/// The origin of the optimizer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::train) enum OptimizerOrigin {
     Arguments,
     Program,
 }
 
-/// Finds all contradictions at once.
+/// Collects all contradictions.
 pub(in crate::train) fn check(
     arguments: &TrainingArguments,
     eval: EvalData,
@@ -221,7 +221,7 @@ impl Contradictions {
         }
     }
 
-    /// Nothing else reads what is set for another optimizer.
+    /// Rejects arguments of an optimizer that is not in use, since nothing reads them.
     fn optimizer(&mut self, a: &TrainingArguments, origin: OptimizerOrigin) {
         let default = TrainingArguments::default();
         let sgd = [("momentum", a.momentum != default.momentum)];

@@ -45,8 +45,9 @@ impl Meter {
         Self::default()
     }
 
-    /// Adds the metrics of a batch of this rank: means over `num_samples`, where that is one of them, else over `samples`,
-    /// or over [items of their own](Metrics::with_mean_over). Without samples, as on an idle rank, they count for nothing.
+    /// Adds the metrics of a batch of this rank: means over `num_samples` if that is one of the metrics, else over
+    /// `samples`, or over [items of their own](Metrics::with_mean_over). Without samples, as on an idle rank, they have
+    /// no weight.
     pub fn update(&mut self, metrics: &Metrics, samples: usize) {
         let samples = metrics.value("num_samples").unwrap_or(samples as f64);
         self.batches += 1;

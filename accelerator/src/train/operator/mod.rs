@@ -160,8 +160,9 @@ pub trait TrainingOperator: Sized + 'static {
         meter.summary(&worker.accelerator)
     }
 
-    /// Trains on a batch, and returns the metrics of this rank, which are means over its samples. `num_samples`
-    /// among them says over how many; [`Batch::real`] by default. [`Metrics::with_mean_over`] adds one over other items.
+    /// Trains on a batch, and returns the metrics of this rank, which are means over its samples. The metric
+    /// `num_samples` gives their number, [`Batch::real`] by default. [`Metrics::with_mean_over`] adds a mean over other
+    /// items.
     ///
     /// By default, forward, backward, and a step of the optimizer with its scheduler where the accumulation window ends;
     /// the metric is `train_loss`.

@@ -110,7 +110,7 @@ impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for Reg
     }
 }
 
-/// The loss of a batch, over its samples or items, and how many samples it has.
+/// Returns the loss of a batch, over its samples or items, and the number of its samples.
 fn metrics<O, P>(kind: &str, output: &LossOutput<P>, batch: &Batch<O>) -> Metrics {
     let loss = output.loss.clone().into_scalar::<f64>();
     let name = format!("{kind}_loss");

@@ -18,7 +18,7 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Whether there is a checkpoint of this update.
+    /// Returns true if there is a checkpoint of this update.
     pub(super) fn is_saved(&self) -> bool {
         let saved = self.saved.as_ref();
         saved.is_some_and(|saved| saved.update == self.state.global_step)
@@ -51,7 +51,7 @@ where
         false
     }
 
-    /// Lets the last evaluation count as the best, if it is, before a checkpoint of this update is saved.
+    /// Makes the last evaluation the best, if it was the better one, before a checkpoint of this update is saved.
     pub(super) fn settle_candidate(&mut self) {
         let update = self.state.global_step;
         if let Some(candidate) = self.candidate.take_if(|x| x.update == update) {
@@ -59,7 +59,7 @@ where
         }
     }
 
-    /// Fails unless the best checkpoint so far is there to be loaded at the end.
+    /// Fails if the best checkpoint so far is needed at the end and does not exist.
     pub(super) fn check_best(&self) -> Result<()> {
         let best = self.state.best_model_checkpoint.as_deref();
         let is_wanted = self.arguments.load_best_model_at_end;
@@ -75,7 +75,7 @@ where
         Ok(())
     }
 
-    /// The weights of the best checkpoint, where the arguments ask for them and there is one.
+    /// Loads the weights of the best checkpoint, if the arguments ask for them and there is one.
     pub(super) fn load_best(&mut self) -> Result<()> {
         if !self.arguments.load_best_model_at_end {
             return Ok(());

@@ -294,7 +294,7 @@ where
     }
 }
 
-/// Fails where a program has built its accelerator without what the arguments ask of it.
+/// Fails if the arguments need a setting that the accelerator of the program was built without.
 fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -> Result<()> {
     let settings = &accelerator.shared.reduction.settings;
     let default = TrainingArguments::default();

@@ -99,7 +99,7 @@ where
                 let saved = self.saved.as_ref();
                 state.best_model_checkpoint = saved.and_then(|saved| saved.path.clone());
             }
-            // No checkpoint is of that update, so none could be compared with it.
+            // No checkpoint has that update, so an evaluation of it cannot be the best.
             None if self.arguments.save_strategy != SaveStrategy::No => {
                 (state.best_metric, state.best_global_step) = (None, None);
             }
@@ -178,7 +178,7 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// The folder of the checkpoints, of which `path` is one, or which it is.
+/// Returns the folder of the checkpoints: `path`, or its parent if it is a checkpoint.
 fn folder_of(path: &Path) -> PathBuf {
     if !path.join("manifest.json").exists() {
         return path.to_owned();
@@ -187,7 +187,7 @@ fn folder_of(path: &Path) -> PathBuf {
     path.parent().unwrap_or(&path).to_owned()
 }
 
-/// The checkpoint of that number in a folder.
+/// Returns the path of the checkpoint with that number in a folder.
 fn path_of(folder: &Path, number: u64) -> Option<PathBuf> {
     let checkpoints = Folder::open(folder).ok()?.checkpoints().ok()?;
     let found = checkpoints

@@ -14,14 +14,14 @@ use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
 use crate::train::state::{LogEntry, Metrics};
 
-/// How an epoch comes to its end.
+/// The ways in which an epoch ends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
     /// Another one may follow.
     Complete,
-    /// The training stops after it.
+    /// The training stops at the end of the epoch.
     LastOfTraining,
-    /// The training stops within it, and continues it if it is resumed.
+    /// The training stops within the epoch; if it is resumed, it continues there.
     BrokenOff,
 }
 

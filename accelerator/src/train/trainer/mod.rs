@@ -101,7 +101,7 @@ pub struct Trainer<M, I, O, P> {
     local: Option<LocalRounds>,
     model: ModelCell<M>,
     optimizer: PreparedOptimizer<Manual>,
-    /// The last checkpoint, or the one that the training was resumed from.
+    /// The last checkpoint, or the one from which the training resumed.
     saved: Option<SavedUpdate>,
     state: TrainerState,
     train: Option<TrainData<O>>,

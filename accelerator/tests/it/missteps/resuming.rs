@@ -260,7 +260,7 @@ fn state_of_an_optimizer_that_keeps_none_is_told_as_such() {
     assert!(text.contains("it keeps nothing,"), "{text}");
 }
 
-/// Whether training begins without it is for the program to say.
+/// The program decides whether to train without a checkpoint.
 #[test]
 fn an_absent_checkpoint_is_told_once() {
     let folder = tempfile::tempdir().unwrap();
