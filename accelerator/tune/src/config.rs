@@ -24,7 +24,7 @@ use crate::value::{self, IntoValue};
 pub struct Config(Map<String, Value>);
 
 impl Config {
-    /// The value at a path, as a type. Where the type has a float, the words of a [`Number`](crate::Number) are floats.
+    /// Parses the value at a path. If the type has a float, the words of a [`Number`](crate::Number) are floats there.
     ///
     /// # Errors
     /// [`Error::is_misuse`] where there is none, or it is of another type.
@@ -134,7 +134,7 @@ impl fmt::Display for Config {
     }
 }
 
-/// The leaves of a value that is at a path.
+/// Returns the leaves of the value at a path.
 pub(crate) fn leaves_below(path: String, value: &Value) -> Vec<(String, &Value)> {
     let mut found = Vec::new();
     add_leaves(path, value, &mut found);

@@ -40,10 +40,10 @@ pub(crate) fn of_type(mut table: Map<String, Value>, types: &[&str]) -> Result<(
 #[serde(deny_unknown_fields)]
 pub(crate) struct NoFields {}
 
-/// A TOML document as JSON. Numbers that are not finite are words in configurations.
+/// Converts a TOML document to JSON. In configurations, NaN and infinities become words.
 ///
 /// # Errors
-/// [`Error::is_misuse`] with the path of what JSON does not have: dates, and such numbers elsewhere.
+/// [`Error::is_misuse`] with the path of a value that JSON does not have: a date, or such a number elsewhere.
 pub(crate) fn to_json(path: &str, value: toml::Value) -> Result<Value> {
     let below = |name: &str| match path {
         "" => name.to_owned(),

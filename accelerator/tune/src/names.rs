@@ -1,6 +1,6 @@
-//! Names that are written almost like one that there is.
+//! Suggestions for misspelt names.
 
-/// The name that was meant by one that is none of them. Of a path, the last part may be meant.
+/// Returns the known name that is most like an unknown one. The last part of a path may match alone.
 pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let distance = |known: &str| {
         let last = known.rsplit('/').next().unwrap_or(known);
@@ -16,7 +16,7 @@ pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) 
         .map(|(_, known)| known)
 }
 
-/// The end of a message about a name that is none of those: the nearest, and all of them.
+/// Returns the end of a message about an unknown name: the nearest known one, and all of them.
 pub(crate) fn instead<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     let known: Vec<_> = known.into_iter().collect();
     let there_are = match known.is_empty() {
@@ -29,7 +29,7 @@ pub(crate) fn instead<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) 
     }
 }
 
-/// In how many characters a name that was meant differs.
+/// The most characters in which a suggestion differs.
 const MOST_EDITS: usize = 2;
 
 #[cfg(test)]

@@ -20,9 +20,10 @@ use crate::trial_id::TrialId;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Resources {
-    /// Cores. The trial is bound to them, and so is what it starts: its `RAYON_NUM_THREADS` and `OMP_NUM_THREADS` are
-    /// as many, where they are not set. Less than 1 shares a core. Where a CPU quota grants the search fewer cores than its
-    /// affinity, there are as many slots as it grants, and trials are not bound: the system chooses the cores.
+    /// Cores. The trial and the processes that it starts are bound to them, and get their number as `RAYON_NUM_THREADS`
+    /// and `OMP_NUM_THREADS` unless these are set. With less than 1, trials share a core. If a CPU quota grants the
+    /// search fewer cores than its affinity, there are only as many slots as the quota allows, and trials are not
+    /// bound: the system chooses the cores.
     #[serde(alias = "cpu")]
     pub cpus: f64,
     /// GPUs, which `CUDA_VISIBLE_DEVICES` names; 0 hides them all. A fraction shares one with other trials, whose memory is
@@ -56,9 +57,9 @@ pub(crate) struct Slots {
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
     pub(crate) host: usize,
-    /// How many threads may compute at a time.
+    /// The number of threads that may compute at a time.
     pub(crate) threads: usize,
-    /// The cores that trials are bound to; none where the system has to choose.
+    /// The cores to which trials are bound; empty if the system has to choose.
     pub(crate) cores: Vec<usize>,
     pub(crate) gpus: Vec<String>,
     /// The one that computes.
@@ -201,7 +202,7 @@ fn whole(all: usize, each: f64) -> usize {
     (all as f64 / each + 1e-9).floor() as usize
 }
 
-/// How many cores or GPUs one takes that takes a part of the last.
+/// Returns the number of cores or GPUs of a trial that uses only a part of the last one.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

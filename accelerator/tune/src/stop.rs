@@ -78,7 +78,8 @@ impl Stop {
         self
     }
 
-    /// Where a closure says so. A search that is resumed knows what it has said, and asks it about new results alone.
+    /// Stops trials when a closure returns true. A search that is resumed knows its earlier answers, and calls it for
+    /// new results only.
     #[must_use]
     pub fn when(
         mut self,
@@ -95,7 +96,7 @@ impl Stop {
         thresholds.chain(plateau)
     }
 
-    /// Fails where it cannot be written to a journal.
+    /// Fails if a journal cannot represent it.
     pub(crate) fn check(&self) -> Result<()> {
         let std = self.plateau.as_ref().map(|plateau| plateau.std);
         match std.filter(|std| !std.is_finite()) {
@@ -111,7 +112,7 @@ impl Stop {
         self.plateau.as_ref().map_or(0, |plateau| plateau.results)
     }
 
-    /// Whether the trial ends, closures aside. `recent` holds its results up to the window, the newest last.
+    /// Returns true if the trial ends, closures aside. `recent` holds its results up to the window, the newest last.
     pub(crate) fn is_due(&self, objective: &Objective, recent: &[TrialResult]) -> bool {
         let Some(result) = recent.last() else {
             return false;
@@ -266,7 +267,7 @@ impl From<Stop> for Map<String, Value> {
                 Threshold::AtLeast(at) => format!(">= {at}").into(),
                 Threshold::AtMost(at) => format!("<= {at}").into(),
             };
-            // Of one metric there may be several.
+            // One metric may have several thresholds.
             match table.get_mut(&metric) {
                 None => {
                     table.insert(metric, value);

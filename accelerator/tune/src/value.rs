@@ -1,7 +1,7 @@
-//! Values of configurations, and floats that JSON has not.
+//! Values of configurations, and floats that JSON does not have.
 //!
-//! NaN and the infinities are the words `"NaN"`, `"Infinity"` and `"-Infinity"` wherever this crate writes JSON, and these
-//! words are numbers where numbers are read.
+//! This crate writes NaN and the infinities as the words `"NaN"`, `"Infinity"` and `"-Infinity"` in all JSON, and reads
+//! these words as numbers wherever it expects a number.
 
 use serde::de::value::{MapDeserializer, SeqDeserializer};
 use serde::de::{DeserializeOwned, Error as _, IntoDeserializer, Visitor};
@@ -24,8 +24,8 @@ pub struct Number(
     pub f64,
 );
 
-/// What a [`Parameter`](crate::Parameter) and a [`Config`](crate::Config) take for a value: what JSON has, and floats that it
-/// has not, which become the words of a [`Number`].
+/// A value of a [`Parameter`](crate::Parameter) or a [`Config`](crate::Config): any value that JSON has, and floats
+/// that it does not have, which become the words of a [`Number`].
 ///
 /// ```
 /// use accelerator_tune::Config;
@@ -37,11 +37,11 @@ pub struct Number(
 /// # Ok::<(), accelerator_tune::Error>(())
 /// ```
 pub trait IntoValue {
-    /// The value as JSON.
+    /// Converts the value to JSON.
     fn into_value(self) -> Value;
 }
 
-/// A number in JSON: a word if JSON has none.
+/// Converts a number to JSON; NaN and infinities become words.
 pub(crate) fn json_number(value: f64) -> Value {
     match value.is_finite() {
         true => value.into(),
@@ -51,7 +51,7 @@ pub(crate) fn json_number(value: f64) -> Value {
     }
 }
 
-/// Reads a value. A word is a number where the type has a float.
+/// Parses a value. If the type has a float, a word is a number there.
 pub(crate) fn parse<T: DeserializeOwned>(value: &Value) -> Result<T, Error> {
     match has_word(value) {
         true => T::deserialize(WithWords(value)),
@@ -59,7 +59,7 @@ pub(crate) fn parse<T: DeserializeOwned>(value: &Value) -> Result<T, Error> {
     }
 }
 
-/// The float that a word means.
+/// Returns the float that a word means.
 fn of_word(word: &str) -> Option<f64> {
     match word {
         "NaN" => Some(f64::NAN),
@@ -79,7 +79,7 @@ fn has_word(value: &Value) -> bool {
 }
 
 impl PartialEq for Number {
-    /// NaN equals itself: two reports of the same bits are the same.
+    /// NaN equals itself: two reports with the same bits are equal.
     fn eq(&self, other: &Self) -> bool {
         self.0.to_bits() == other.0.to_bits()
     }
@@ -108,7 +108,7 @@ impl<'de> Deserialize<'de> for Number {
     }
 }
 
-/// A value whose words are numbers where a float is expected.
+/// A value in which words are numbers if a float is expected.
 struct WithWords<'a>(&'a Value);
 
 impl WithWords<'_> {
@@ -225,7 +225,7 @@ impl<T: IntoValue + Clone> IntoValue for &[T] {
     }
 }
 
-/// Types whose every value JSON has.
+/// Implements the trait for types all values of which JSON has.
 macro_rules! into_value {
     ($($type:ty)*) => {$(
         impl IntoValue for $type {

@@ -26,8 +26,8 @@ pub(crate) enum Event {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         stop: bool,
     },
-    /// A trial goes on from results of another, which count as its own. `stop` is the iteration with which a closure of the
-    /// search ends it.
+    /// A trial continues from results of another, which count as its own. `stop` is the iteration with which a closure
+    /// of the search ends it.
     Shared { trial: TrialId, stop: Option<u64> },
     /// A trial has nothing more to do.
     Ended { trial: TrialId },

@@ -50,7 +50,7 @@ pub(crate) struct Core {
     /// Virtual time: that of the newest decision.
     now: u64,
     is_asking: bool,
-    /// A trial that begins with results of another, until closures have judged these.
+    /// A trial that begins with results of another, until closures have judged these results.
     sharing: Option<(TrialId, Vec<TrialResult>)>,
     is_exhausted: bool,
     is_finished: bool,
@@ -170,7 +170,7 @@ impl Core {
         self.rules.stop.closures_say(trial, result)
     }
 
-    /// The next event, where that is how closures judge results which a trial shares.
+    /// Returns the judgement of closures about results that a trial shares, if that is the next event.
     pub(crate) fn shared(&self) -> Option<Event> {
         let (trial, results) = self.sharing.as_ref()?;
         let mut results = results.iter();
@@ -353,7 +353,7 @@ impl Core {
         self.trial_mut(trial).branch_state_mut().origin = Some((from, origin));
     }
 
-    /// Begins the trial that shares results: they count as reported by it, too.
+    /// Begins the trial that shares results: they count as its reports, too.
     fn share(&mut self, stop: Option<u64>) {
         let Some((trial, results)) = self.sharing.take() else {
             return;

@@ -196,7 +196,7 @@ fn trials_that_begin_alike_train_what_they_share_once() {
     assert_eq!(origins[&5].map(|(_, iteration)| iteration), Some(4));
 }
 
-/// Whoever reads a journal does not have them.
+/// A reader of the journal does not have the closures.
 #[test]
 fn a_closure_stops_a_trial_at_what_it_shares_and_readers_of_the_journal_know() {
     let shared = |stop: Stop| super::Rules {
@@ -208,7 +208,7 @@ fn a_closure_stops_a_trial_at_what_it_shares_and_readers_of_the_journal_know() {
     let stop = || Stop::new().iterations(6);
     let fifo = || -> Box<dyn TrialScheduler> { Box::new(GoOn) };
     let configs = schedules();
-    // Trials 1 and 5 share four iterations with others.
+    // Trials 1 and 5 share four iterations with other trials.
     let ends = |trial: u32| match trial {
         0 => 5,
         1 => 3,

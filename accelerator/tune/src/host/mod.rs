@@ -34,7 +34,7 @@ pub(crate) struct Hosts {
     name: String,
     resources: HostResources,
     agents: Vec<AgentLink>,
-    /// By which processes of the search know one another.
+    /// The token by which the processes of the search recognize one another.
     token: Token,
     /// Where processes of other hosts reach this one.
     address: Option<String>,
@@ -83,7 +83,7 @@ impl Hosts {
         let place = group.topology();
         let token = match group.token(PURPOSE) {
             Some(token) => token,
-            // The job has become one of a single rank.
+            // The job has shrunk to a single rank.
             None => Token::generate().map_err(of_job)?,
         };
         let resources =
@@ -130,7 +130,7 @@ impl Hosts {
         self.address.as_deref()
     }
 
-    /// The secret of the search, which workers know.
+    /// Returns the token of the search, which its workers know.
     pub(crate) fn token(&self) -> &Token {
         &self.token
     }
@@ -210,7 +210,8 @@ impl TrialProcess {
     }
 }
 
-/// Waits for the agents of all other ranks. Each connection has a thread, so that others keep no agent waiting.
+/// Waits for the agents of all other ranks. Each connection has its own thread, so other connections cannot delay an
+/// agent.
 fn accept(listener: &TcpListener, token: &Token, count: usize) -> Result<Vec<AgentLink>> {
     listener.set_nonblocking(true)?;
     let until = Instant::now() + JOIN;
@@ -227,7 +228,7 @@ fn accept(listener: &TcpListener, token: &Token, count: usize) -> Result<Vec<Age
                 let (token, joined) = (token.clone(), joined.clone());
                 let pending = Arc::clone(&pending);
                 let greet = move || {
-                    // Nobody listens once all have joined.
+                    // Nothing listens once all agents have joined.
                     let _ = joined.send(AgentLink::greet(stream, &token, &pending));
                 };
                 thread::Builder::new()
@@ -315,7 +316,7 @@ impl Process for LocalProcess {
     }
 }
 
-/// What the token of a search is derived for.
+/// The purpose for which the token of a search is derived.
 const PURPOSE: &str = "hyperparameter search";
 
 /// How long agents have to connect, once their ranks have met the search's.

@@ -20,9 +20,9 @@ pub(crate) struct ProcessSpec {
     pub(crate) program: ProcessProgram,
     /// More than one are started by `accel-launch`.
     pub(crate) ranks: usize,
-    /// How many threads may compute at a time, in all ranks.
+    /// The number of threads that may compute at a time, in all ranks.
     pub(crate) threads: usize,
-    /// The cores that it is bound to; to none in particular where there are none.
+    /// The cores to which it is bound; if there are none, the system chooses.
     pub(crate) cores: Vec<usize>,
     /// What it sees, as `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,
@@ -48,7 +48,7 @@ pub(super) struct LocalProcess {
 }
 
 impl LocalProcess {
-    /// `token` is the search's, which a worker has to know.
+    /// Starts a process; `token` is the search's, which a worker has to know.
     pub(super) fn spawn(spec: &ProcessSpec, token: &Token) -> Result<Self> {
         let mut command = match &spec.program {
             ProcessProgram::Worker(_) => worker(spec.ranks)?,
@@ -211,7 +211,7 @@ impl ProcessLog {
 const TAIL_BYTES: u64 = 8 << 10;
 const TAIL_LINES: usize = 10;
 
-/// Starts a process whose threads run on these cores, and on any where there are none: it inherits the affinity of the
+/// Starts a process whose threads run on these cores, or on any if there are none: it inherits the affinity of the
 /// thread that starts it.
 #[cfg(target_os = "linux")]
 fn bound_to<T>(cores: &[usize], start: impl FnOnce() -> T) -> T {
@@ -228,7 +228,7 @@ fn bound_to<T>(cores: &[usize], start: impl FnOnce() -> T) -> T {
         tracing::warn!("the trial cannot be bound to the cores {cores:?}: {error}");
     }
     let started = start();
-    // These are cores that it has had.
+    // This thread may use these cores, since it has had them before.
     let _ = before.map(|before| sched_setaffinity(None, &before));
     started
 }
@@ -238,13 +238,13 @@ fn bound_to<T>(_cores: &[usize], start: impl FnOnce() -> T) -> T {
     start()
 }
 
-/// This program again, which finds its place in what it inherits. It may have been built anew meanwhile: trials are of the
-/// same version.
+/// Returns a command that starts this program again, as a worker that inherits its place. The program may have been
+/// rebuilt meanwhile: trials run the version of the search.
 fn worker(ranks: usize) -> Result<Command> {
     let program = env::current_exe()?;
     let running = format!("/proc/{}/exe", std::process::id());
     let mut command = match ranks {
-        // The process that is about to become it has this one's program.
+        // The child resolves this link itself, while it still runs this process's program.
         1 if cfg!(target_os = "linux") => of_ranks(Path::new("/proc/self/exe"), 1)?,
         _ if cfg!(target_os = "linux") && !program.exists() => {
             of_ranks(Path::new(&running), ranks)?

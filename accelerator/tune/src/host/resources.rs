@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// What a host has for trials.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct HostResources {
-    /// How many threads may compute at a time, by affinity and quota.
+    /// The number of threads that may compute at a time, by affinity and quota.
     pub(crate) cores: usize,
-    /// The numbers of the cores, to which trials are bound; none where the system has to choose.
+    /// The numbers of the cores to which trials are bound; empty if the system has to choose.
     pub(crate) core_numbers: Vec<usize>,
     /// As `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,

@@ -28,7 +28,8 @@ pub(super) struct Connection {
 }
 
 impl Listener {
-    /// Workers of other hosts reach it at `host`, and there are none otherwise. There are `most` at a time.
+    /// Listens for at most `most` workers at a time. Workers of other hosts connect to `host`; if it is `None`, there
+    /// are none.
     pub(super) fn bind(
         host: Option<&str>,
         token: &Token,
@@ -67,7 +68,7 @@ impl Listener {
         })
     }
 
-    /// Where a worker that is about to be started finds the search.
+    /// Returns the address of the search for a worker that is about to be started.
     pub(super) fn place(&self, worker: u32) -> WorkerPlace {
         WorkerPlace {
             address: self.address.clone(),

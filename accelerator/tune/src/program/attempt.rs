@@ -39,7 +39,7 @@ pub(super) struct ProgramAttempt {
     /// Why it was, where it has done what it may not.
     pub(super) failure: Option<String>,
     pub(super) has_reported: bool,
-    /// One that has printed reports, and is not rank 0.
+    /// A rank other than 0 that has printed reports.
     pub(super) other_rank: Option<usize>,
 }
 

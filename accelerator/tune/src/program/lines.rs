@@ -20,12 +20,12 @@ pub(super) struct MetricsLine {
     pub(super) checkpoint: Option<PathBuf>,
 }
 
-/// Whose lines an output has.
+/// The origin of the lines of an output.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum LineSource {
-    /// One process's.
+    /// Lines of one process.
     Process,
-    /// Those of all ranks, each with its rank in front, as in `[1] {"loss": 0.5}`. Reports are rank 0's.
+    /// Lines of all ranks, each with its rank as a prefix, as in `[1] {"loss": 0.5}`. Rank 0's are reports.
     Ranks,
 }
 
@@ -160,7 +160,7 @@ impl Drop for FileWriter {
 
 const POLL: Duration = Duration::from_millis(20);
 
-/// The rank that a line has in front. One without is taken for rank 0's.
+/// Returns the rank in the prefix of a line; 0 if it has none.
 fn rank_of(line: &str) -> usize {
     let rank = line
         .strip_prefix('[')

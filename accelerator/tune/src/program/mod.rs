@@ -54,7 +54,7 @@ enum ProgramEvent {
     Line(u32, MetricsLine),
     /// It has printed, for the first time, an object with numbers of these names, and not the metric.
     Other(u32, Vec<String>),
-    /// This rank, which is not rank 0, has printed a report, for the first time.
+    /// This rank, which is not rank 0, has printed its first report.
     OtherRank(u32, usize),
     /// Its standard output is closed.
     Closed(u32),

@@ -35,7 +35,7 @@ impl Template {
         })
     }
 
-    /// Fails if a placeholder is neither one of ours nor a parameter of the space.
+    /// Fails if a placeholder is neither built in nor a parameter of the space.
     pub(crate) fn check_parameters(&self) -> Result<()> {
         let parts = self.words.iter().flat_map(|word| parts(word));
         for part in parts {
@@ -78,14 +78,14 @@ impl Template {
                     .restore
                     .as_ref()
                     .map(|restore| restore.folder.as_path());
-                // What the program has named lies alone in the checkpoint's folder.
+                // The file or folder that the program named is alone in the checkpoint's folder.
                 let entry = folder.and_then(|folder| folder.read_dir().ok()?.next()?.ok());
                 entry.map_or_else(String::new, |entry| entry.path().display().to_string())
             }
             path => match start.config.value(path) {
                 Some(Value::String(text)) => text.clone(),
                 Some(value) => value.to_string(),
-                // Of another option of a choice.
+                // It belongs to another option of a choice.
                 None if self.keys.place(path) != Place::Nothing => String::new(),
                 None => {
                     let leaves = start.config.leaves();
@@ -105,7 +105,7 @@ pub(super) const METRICS: &str = "metrics.jsonl";
 
 enum Part<'a> {
     Text(&'a str),
-    /// Its name, without the braces.
+    /// The name of a placeholder, without the braces.
     Placeholder(&'a str),
 }
 

@@ -40,8 +40,8 @@ pub struct Pbt {
     /// No trial is compared before that time.
     #[serde(default)]
     pub burn_in_period: f64,
-    /// What is changed: a distribution, or a list of values, for each parameter by its path. Some configuration of the space
-    /// has it; what a [`Searcher`](crate::Searcher) of one's own suggests is not known before.
+    /// The changes: a distribution, or a list of values, for each parameter by its path. Some configuration of the
+    /// space has the parameter; suggestions of a user's [`Searcher`](crate::Searcher) cannot be known before.
     pub hyperparam_mutations: Space,
     /// The part of the population that is replaced, and the part that it is replaced by.
     #[serde(default = "default_quantile")]
@@ -118,7 +118,7 @@ impl Pbt {
         }))
     }
 
-    /// Fails if it changes what no configuration has.
+    /// Fails if it changes parameters that no configuration has.
     pub(super) fn check_parameters(&self, keys: &Keys) -> Result<()> {
         for (path, mutation) in self.mutations()? {
             let what = match (keys.place(&path), mutation) {
@@ -185,7 +185,7 @@ impl Population {
     fn explore(&self, config: &Config, random: &mut Random) -> Config {
         let mut config = config.clone();
         for (path, mutation) in &self.mutations {
-            // Of another option of a choice, it is not there.
+            // If another option of a choice was drawn, the parameter is absent.
             let Some(value) = config.value(path).cloned() else {
                 continue;
             };

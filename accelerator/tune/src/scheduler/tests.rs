@@ -399,7 +399,7 @@ fn brackets_are_drawn_as_often_as_ray_draws_them() {
     assert!((first - 0.665).abs() < 0.03, "{first}");
 }
 
-/// Ray 2.60 leaves such means out; earlier versions stopped every trial once there was one.
+/// Ray 2.60 leaves such means out; with earlier versions, one of them stopped every trial.
 #[test]
 fn the_median_of_ray_is_of_means_that_are_numbers() {
     for (required, own, stops) in [(1, 0.9, false), (1, 0.1, true), (2, 0.1, false)] {

@@ -99,9 +99,9 @@ impl Search {
         self
     }
 
-    /// Points of the space that are tried first, each of them instead of a sample, and all of them. What a point does not
-    /// name is drawn, and tried at each option of a grid. What is no parameter, or a value that the parameter never has, is
-    /// an error.
+    /// Sets points of the space to try first. Each replaces a sample, and all are tried. Parameters that a point does
+    /// not set are drawn, and tried at each option of a grid. An unknown parameter, or a value that the parameter never
+    /// has, is an error.
     #[must_use]
     pub fn points_to_evaluate(mut self, points: impl IntoIterator<Item = Config>) -> Self {
         self.spec.points_to_evaluate = points.into_iter().collect();
@@ -264,8 +264,8 @@ impl Search {
     /// `{params}` for a JSON file with all parameters and `{metrics}` for a file of metrics. A line that the program prints, or
     /// writes to that file, is a report where it is a JSON object with the search's metric. It may have a `checkpoint`, the path
     /// of what the program has saved below `{folder}`, under a new name each time; the search moves that, and a trial that goes
-    /// on from it finds it as `{checkpoint}`. Of the ranks of a trial of several processes, rank 0 reports. An object with numbers and without the metric, before the first report of the
-    /// search, is an error.
+    /// on from it finds it as `{checkpoint}`. If a trial has several processes, only rank 0 reports. An object with numbers
+    /// and without the metric, before the first report of the search, is an error.
     ///
     /// # Errors
     ///

@@ -32,7 +32,7 @@ impl SearchLock {
             .open(&path);
         let mut file = file.map_err(|error| Error::io("write", &path, error))?;
         let mut locked = file.try_lock();
-        // Who asks for the holder shares it for a moment; a holder does not.
+        // A process that looks for the holder shares the lock for a moment; a holder never shares it.
         while matches!(locked, Err(TryLockError::WouldBlock)) && file.try_lock_shared().is_ok() {
             file.unlock()
                 .map_err(|error| Error::io("unlock", &path, error))?;
@@ -91,7 +91,7 @@ impl SearchLock {
             Err(Errno::SRCH) => return Ok(false),
             process => process?,
         };
-        // The number may have become another process's before it was opened: then the lock is free.
+        // Another process may have got the number before this opened it: then the lock is free.
         if Self::holder(folder) != holder {
             return Ok(false);
         }
@@ -104,7 +104,7 @@ impl SearchLock {
 
 impl Drop for SearchLock {
     fn drop(&mut self) {
-        // The next holder is not to be taken for this process, before it has written its own number.
+        // Without this, readers could take the next holder for this process until it has written its own number.
         let _ = self.file.set_len(0);
         // Closing is not enough: a process that is being started has the file open, too.
         let _ = self.file.unlock();
@@ -152,7 +152,7 @@ mod tests {
         asked.join().unwrap();
     }
 
-    /// What a search that was killed has left names a process that may be any by now.
+    /// The number that a killed search left behind may be that of any process by now.
     #[test]
     fn a_process_that_does_not_hold_the_lock_gets_no_signal() {
         let folder = tempfile::tempdir().unwrap();
@@ -169,7 +169,7 @@ mod tests {
         std::fs::write(folder.path().join(LOCK), &owner).unwrap();
         assert!(!SearchLock::signal(folder.path(), Signal::KILL).unwrap());
         assert!(stranger.try_wait().unwrap().is_none());
-        // It holds the lock, and gets the signal.
+        // This process holds the lock, and gets the signal.
         let lock = File::open(folder.path().join(LOCK)).unwrap();
         lock.lock().unwrap();
         assert!(SearchLock::signal(folder.path(), Signal::KILL).unwrap());

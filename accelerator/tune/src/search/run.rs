@@ -208,7 +208,7 @@ fn set_up(
             "`points_to_evaluate` is for the search algorithm `variants`; others are not given any, so leave them out",
         ));
     }
-    // What a searcher of one's own suggests is not known before.
+    // Suggestions of a user's searcher cannot be known before.
     if !matches!(spec.search_alg, SearchAlgorithm::Custom { .. }) {
         spec.scheduler.check_parameters(&spec.space.keys())?;
     }

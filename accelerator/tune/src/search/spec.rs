@@ -53,7 +53,7 @@ pub struct SearchSpec {
     /// What randomness follows from.
     #[serde(default)]
     pub seed: u64,
-    /// Points of the space that are tried first, each of them instead of a sample, and all of them; see
+    /// Points of the space to try first. Each replaces a sample, and all are tried; see
     /// [`Search::points_to_evaluate`](crate::Search::points_to_evaluate).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub points_to_evaluate: Vec<Config>,

@@ -22,16 +22,16 @@ use crate::trial_id::TrialId;
 /// ```
 #[derive(Clone, Debug)]
 pub struct VariantGenerator {
-    /// The part of the space at each point that is tried first.
+    /// The part of the space at each of the points to try first.
     points: Vec<Variants>,
     rest: Variants,
     samples: usize,
-    /// How many configurations there are.
+    /// The number of configurations.
     count: usize,
     seed: u64,
 }
 
-/// What of a space is tried once per sample.
+/// A part of a space that is tried once per sample.
 #[derive(Clone, Debug)]
 struct Variants {
     space: Space,
@@ -55,11 +55,11 @@ impl VariantGenerator {
         variants.counted()
     }
 
-    /// Tries points of the space first, each of them instead of a sample, and all of them. What a point does not name is
-    /// drawn, and tried at each option of a grid.
+    /// Sets points of the space to try first. Each replaces a sample, and all are tried. Parameters that a point does
+    /// not set are drawn, and tried at each option of a grid.
     ///
     /// # Errors
-    /// [`Error::is_misuse`] if a point names what is no parameter, or a value that the parameter never has.
+    /// [`Error::is_misuse`] if a point has an unknown parameter, or a value that the parameter never has.
     pub fn with_points(mut self, points: &[Config]) -> Result<Self> {
         let at_point = |(number, point)| match self.rest.space.at_point(point) {
             Ok(space) => Ok(Variants::of(space)),
@@ -106,13 +106,13 @@ impl Variants {
         Self { space, grids }
     }
 
-    /// How many there are.
+    /// Returns the number of variants.
     fn count(&self) -> Option<usize> {
         let mut sizes = self.grids.iter().map(|(_, options)| *options);
         sizes.try_fold(1, usize::checked_mul)
     }
 
-    /// The variant of that number, at whichever sample; what is random follows from the number of the draw.
+    /// Draws the variant of that number, for any sample; randomness depends on the number of the draw.
     fn draw(&self, variant: usize, seed: u64, number: u64) -> Result<Config> {
         let mut rest = variant;
         let grid = self.grids.iter().map(|(path, options)| {
@@ -136,10 +136,10 @@ impl Searcher for VariantGenerator {
         }
         let mut variant = trial.index();
         for (number, point) in self.points.iter().enumerate() {
-            // What does not fit into memory was refused.
+            // Points with more variants were refused.
             let count = point.count().unwrap_or(0);
             if variant < count {
-                // Away from the numbers of the others.
+                // Distinct from the numbers of all other draws.
                 let draw = u64::MAX - trial.index() as u64;
                 let config = point.draw(variant, self.seed, draw);
                 let config = config.map_err(|error| of_point(number, &error))?;
@@ -263,7 +263,8 @@ mod tests {
         let momentum: f64 = point.parse("opt/momentum").unwrap();
         assert!((0.1..0.9).contains(&momentum));
         assert_eq!(point.parse::<f64>("wd").unwrap(), 0.1);
-        // Of a choice, what is named says which; the others are as likely as before.
+        // A value that the point sets determines the option of a choice; other parameters have the same distribution as
+        // before.
         let points: Vec<_> = (0..40).map(|_| json!({"opt": {"lr": 0.5}})).collect();
         let mut names = std::collections::BTreeSet::new();
         for config in at(&optimizers(), 40, points.into()).unwrap() {
@@ -297,7 +298,7 @@ mod tests {
         for config in &configs[..9] {
             assert_eq!(config.parse::<f64>("lr").unwrap(), 0.5);
         }
-        // Of tables, those that fit.
+        // Of options that are tables, those that fit.
         let space = of(
             json!({"opt": {"grid_search": [{"name": "sgd", "nesterov": true},
             {"name": "sgd", "nesterov": false}, {"name": "adam"}]}}),

@@ -193,7 +193,7 @@ impl Domain {
         }
     }
 
-    /// The nearest value of the domain.
+    /// Returns the value of the domain nearest to `value`.
     pub(crate) fn clamp(self, value: f64) -> Value {
         if let Some((first, last, q)) = self.integers() {
             #[expect(clippy::cast_precision_loss, reason = "steps are far below 2^53")]
@@ -217,8 +217,8 @@ impl Domain {
         }
     }
 
-    /// A value that somebody has chosen, of the domain's type; `None` if it is none of the domain. The upper bound of
-    /// floats is one.
+    /// Converts a value that a user has chosen to the domain's type; returns `None` if it is outside the domain. The
+    /// upper bound of floats is inside.
     pub(crate) fn accept(self, value: &Value) -> Option<Value> {
         if let Some((first, last, q)) = self.integers() {
             let value = value.as_i64().or_else(|| {
@@ -241,7 +241,7 @@ impl Domain {
         is_there.then(|| value.into())
     }
 
-    /// The least and the greatest integer, and the step; `None` for floats.
+    /// Returns the least and the greatest integer, and the step; `None` for floats.
     fn integers(self) -> Option<(i64, i64, i64)> {
         match self {
             Self::RandInt(low, high)
@@ -255,7 +255,7 @@ impl Domain {
         }
     }
 
-    /// The step of floats.
+    /// Returns the step of floats.
     fn step(self) -> Option<f64> {
         match self {
             Self::QUniform(_, _, q) | Self::QLogUniform(_, _, q) | Self::QRandn(_, _, q) => Some(q),
@@ -279,7 +279,7 @@ impl Domain {
     }
 }
 
-/// Its values, in words.
+/// Describes the values of the domain.
 impl fmt::Display for Domain {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some((first, last, q)) = self.integers() {
@@ -316,7 +316,7 @@ fn log_int(random: &mut Random, low: i64, high: i64) -> i64 {
     floor.clamp(low, high - 1)
 }
 
-/// The first and the last multiple of a step within bounds.
+/// Returns the first and the last multiple of a step within bounds.
 fn multiples(low: i64, high: i64, q: i64) -> (i64, i64) {
     let first = (low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0)) * q;
     (first, high.div_euclid(q) * q)

@@ -240,7 +240,7 @@ fn check(node: &Node, path: &str, keys: &Keys) -> Result<()> {
     }
 }
 
-/// Fails if a name could not be told from a path.
+/// Fails if a name could be mistaken for a path.
 fn check_name(name: &str) -> Result<()> {
     match name.contains('/') {
         false => Ok(()),
@@ -250,7 +250,7 @@ fn check_name(name: &str) -> Result<()> {
     }
 }
 
-/// Fails if there is no parameter that decides, or a case of a value that it never has.
+/// Fails if the deciding parameter does not exist, or if it never has the value of a case.
 fn check_names(cases: &Cases, path: &str, keys: &Keys) -> Result<()> {
     let of = &cases.of;
     if keys.place(of) == Place::Nothing {

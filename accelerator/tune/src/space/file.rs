@@ -153,7 +153,7 @@ fn parse_named(path: &str, name: &str, value: Value) -> Result<Result<Node, Valu
     }
 }
 
-/// The name that is meant by one that is written almost like it, and has what such a one has.
+/// Returns the keyword that is most like a name and that takes such a value.
 fn nearest(name: &str, value: &Value) -> Option<&'static str> {
     let of_lists = Domain::NAMES.iter().map(|(name, _)| *name);
     match value {

@@ -1,4 +1,4 @@
-//! What configurations of a space may have, by path.
+//! The parameters and values that configurations of a space may have, by path.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::{Node, Parameter, Space};
 use crate::config::leaves_below;
 use crate::names;
 
-/// The paths at which configurations of a space may have values, each with what may be there.
+/// The paths at which configurations of a space may have values, each with its possible value.
 #[derive(Debug)]
 pub(crate) struct Keys(Vec<(String, Possible)>);
 
@@ -16,11 +16,11 @@ pub(crate) struct Keys(Vec<(String, Possible)>);
 enum Possible {
     Value(Value),
     Drawn,
-    /// A closure says what is there, which may be a table.
+    /// The value comes from a closure, and may be a table.
     Anything,
 }
 
-/// What a path leads to.
+/// The target of a path.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Place {
     /// A value, in some configurations.
@@ -31,7 +31,7 @@ pub(crate) enum Place {
 }
 
 impl Space {
-    /// What its configurations may have.
+    /// Collects the keys of its configurations.
     pub(crate) fn keys(&self) -> Keys {
         let mut found = Vec::new();
         for (name, parameter) in self.table() {
@@ -52,7 +52,7 @@ impl Keys {
         }
     }
 
-    /// The values at a path, as cases name them, if there are no others.
+    /// Returns the values at a path, as cases name them, if the space lists all of them.
     pub(super) fn values(&self, path: &str) -> Option<BTreeSet<String>> {
         if self.place(path) != Place::Value {
             return None;
@@ -71,7 +71,7 @@ impl Keys {
         there.map(|(_, possible)| possible)
     }
 
-    /// The end of a message about a path that leads nowhere: the nearest path, and all of them.
+    /// Returns the end of a message about an unknown path: the nearest known path, and all of them.
     pub(crate) fn instead_of(&self, path: &str) -> String {
         let known: BTreeSet<_> = self.0.iter().map(|(known, _)| known.as_str()).collect();
         names::instead(path, known)
@@ -83,7 +83,7 @@ fn is_below(path: &str, above: &str) -> bool {
     rest.is_some_and(|rest| rest.starts_with('/'))
 }
 
-/// A value as the name of a case.
+/// Returns the name of a value in cases.
 pub(super) fn case_name(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

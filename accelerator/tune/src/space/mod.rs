@@ -131,7 +131,7 @@ pub(crate) enum Node {
 #[derive(Clone)]
 pub(crate) struct SampleFrom {
     sample: Arc<SampleFn>,
-    /// What a point names of the parameter.
+    /// The value that a point sets for the parameter.
     point: Option<Value>,
 }
 

@@ -1,4 +1,4 @@
-//! Points of a space: what a configuration is to have, and the rest drawn.
+//! Points of a space: some values of a configuration, to which the search draws the others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,21 +12,21 @@ use crate::config::Config;
 use crate::names;
 
 impl Space {
-    /// The part of the space that has the values of a point. What the point does not name is drawn as before, and grids
-    /// have the options that fit.
+    /// Returns the part of the space that has the values of a point. All other parameters are drawn as before, and
+    /// grids have the options that fit.
     pub(crate) fn at_point(&self, point: &Config) -> Result<Self, Misfit> {
         table(self.table(), "", point.as_map()).map(Self)
     }
 }
 
 impl Parameter {
-    /// The parameter with a value of a point.
+    /// Returns the parameter restricted to a value of a point.
     pub(super) fn at_point(&self, path: &str, value: &Value) -> Result<Self, Misfit> {
         fixed(&self.0, path, value).map(Self)
     }
 }
 
-/// Why a point is none of a space.
+/// The reason why a point is not in a space.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Misfit {
     /// There is no such parameter.
@@ -34,7 +34,7 @@ pub(crate) enum Misfit {
         path: String,
         known: BTreeSet<String>,
     },
-    /// The parameter has other values.
+    /// The parameter never has this value.
     Value {
         path: String,
         found: Value,
@@ -51,7 +51,7 @@ impl Misfit {
         }
     }
 
-    /// What two options expect of one value; `None` if their complaints are about different ones.
+    /// Combines what two options expect of one value; returns `None` if the misfits are about different values.
     fn either(self, other: Self) -> Option<Self> {
         match (self, other) {
             (
@@ -178,7 +178,7 @@ fn table(
     parameters.collect()
 }
 
-/// The options that a value fits: the one that it names as a whole, or each of which it may be a part.
+/// Returns the options that a value fits: the one that it equals, or each that contains it as a part.
 fn fitting(options: &[Parameter], path: &str, value: &Value) -> Result<Vec<Parameter>, Misfit> {
     let mut fitting = Vec::new();
     let mut misfits = Vec::new();
@@ -211,7 +211,7 @@ fn fitting(options: &[Parameter], path: &str, value: &Value) -> Result<Vec<Param
     })
 }
 
-/// The value of what is not drawn.
+/// Returns the value of a node in which nothing is drawn.
 fn constant(node: &Node) -> Option<Value> {
     match node {
         Node::Constant(value) => Some(value.clone()),
@@ -233,7 +233,7 @@ fn constant(node: &Node) -> Option<Value> {
     }
 }
 
-/// Whether two values are the same; an integer may be written with a point.
+/// Returns true if two values are equal; an integer may be written as a float.
 fn is_same(left: &Value, right: &Value) -> bool {
     match (left, right) {
         (Value::Number(left), Value::Number(right)) if left.is_f64() != right.is_f64() => {

@@ -14,7 +14,7 @@
 //!   ── Ended, Failed, Refused ►
 //! ```
 //!
-//! Both prove that they know the search's token, by its keyed hash of both nonces; nobody sends it.
+//! Both sides prove that they know the search's token, by its keyed hash of both nonces; nobody sends it.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -45,7 +45,7 @@ struct Challenge {
     proof: Nonce,
 }
 
-/// The third line, from the worker or agent: a [`Peer`], as it is proved.
+/// The third line, from the worker or agent: a [`Peer`], in the bytes of which the sender has proved the token.
 #[derive(Debug, Deserialize, Serialize)]
 struct Introduction {
     peer: String,
@@ -54,7 +54,7 @@ struct Introduction {
 
 type Nonce = [u8; 32];
 
-/// Who connects to the search.
+/// The identity of a process that connects to the search.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct Peer {
     pub(crate) role: PeerRole,
@@ -63,12 +63,12 @@ pub(crate) struct Peer {
     pub(crate) pid: u32,
 }
 
-/// As what a process connects to the search.
+/// The role in which a process connects to the search.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum PeerRole {
     /// The agent of another host.
     Agent,
-    /// The worker of a number.
+    /// The worker with this number.
     Worker(u32),
 }
 
@@ -117,7 +117,7 @@ pub(crate) enum FromWorker {
     Refused,
 }
 
-/// Where a worker finds the search, and as which it is expected there.
+/// The address of the search, and the number under which it expects the worker.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct WorkerPlace {
     pub(crate) address: String,
@@ -125,13 +125,13 @@ pub(crate) struct WorkerPlace {
 }
 
 impl WorkerPlace {
-    /// What a worker inherits, so that it knows its place and the search's token.
+    /// Returns the content that a worker inherits: its place, and the search's token.
     pub(crate) fn to_inherit(&self, token: &Token) -> Result<Vec<u8>> {
         let bytes = serde_json::to_vec(&(self, token.secret()));
         bytes.map_err(|error| Error::connection(error.to_string()).with_source(error))
     }
 
-    /// That of this process, where it is a worker.
+    /// Returns the place and the token of this process, if it is a worker.
     pub(crate) fn inherited() -> Option<(Self, Token)> {
         let bytes = accelerator_collective::inherited(accelerator_env::TUNE_WORKER.name)?;
         let (place, secret): (_, Vec<u8>) = serde_json::from_slice(&bytes).ok()?;
@@ -139,7 +139,7 @@ impl WorkerPlace {
     }
 }
 
-/// Lets a process that has connected prove that it knows the token; `None` where it does not.
+/// Runs the search's side of the handshake; returns `None` if the peer does not prove that it knows the token.
 pub(crate) fn greet(stream: &TcpStream, token: &Token) -> Option<(BufReader<TcpStream>, Peer)> {
     stream.set_nodelay(true).ok()?;
     stream
@@ -190,7 +190,8 @@ pub(crate) fn connect(
     }
 }
 
-/// `None` where the other end closes the connection before it has proved anything.
+/// Runs the peer's side of the handshake; returns `None` if the other end closes the connection before it has proved
+/// anything.
 fn introduce(
     stream: &TcpStream,
     token: &Token,
@@ -251,14 +252,14 @@ pub(crate) fn receive<T: DeserializeOwned>(reader: &mut impl BufRead) -> Option<
     }
 }
 
-/// Roles in which the token is proved.
+/// The roles in which the token is proved.
 const SEARCH: &str = "tune search";
 const PEER: &str = "tune peer";
 
-/// How much is read of who has not proved anything.
+/// The most bytes that are read from an unauthenticated peer.
 const UNPROVED_BYTES: u64 = 4 << 10;
 
-/// How long a worker waits for a search that has its connection: it may be stopped for a while.
+/// The time that a worker waits for a search that has accepted its connection, since it may be stopped for a while.
 const SEARCH_PATIENCE: Duration = Duration::from_secs(600);
 
 const RETRY: Duration = Duration::from_millis(50);
@@ -269,7 +270,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers one connection as the search of that token.
+    /// Answers one connection as the search with that token.
     fn search(token: Token) -> (String, thread::JoinHandle<Option<Peer>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -288,7 +289,7 @@ mod tests {
         let peer = greeted.join().unwrap().unwrap();
         assert_eq!((peer.role, peer.rank), (PeerRole::Worker(3), 1));
 
-        // Whoever listens at the port of a search that has ended is not told what to do.
+        // A program that listens at the port of a search that has ended learns nothing.
         let (address, greeted) = search(Token::generate().unwrap());
         let error = connect(&address, &token, PeerRole::Agent, 1).unwrap_err();
         assert!(
@@ -302,7 +303,7 @@ mod tests {
     fn what_was_recorded_opens_nothing_and_holds_no_secret() {
         let token = Token::generate().unwrap();
         let (address, greeted) = search(token.clone());
-        // Between the two, somebody records.
+        // An eavesdropper between the two records everything.
         let tap = TcpListener::bind("127.0.0.1:0").unwrap();
         let tapped = tap.local_addr().unwrap().to_string();
         let recorder = thread::spawn(move || {

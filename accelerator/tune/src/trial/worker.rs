@@ -28,7 +28,7 @@ pub(crate) fn serve_function(
 }
 
 fn serve(mut trainable: impl RunTrial) {
-    // What a worker starts does not inherit it, and may be a search of its own.
+    // Children of a worker do not inherit it, and may be searches of their own.
     let Some((place, token)) = WorkerPlace::inherited() else {
         return;
     };
@@ -69,7 +69,8 @@ impl Link {
 }
 
 fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) -> Result<()> {
-    // A help only: a search that ends before is not reached, and one that ends later closes the connection.
+    // This only helps: the worker cannot reach a search that ended before, and one that ends later closes the
+    // connection.
     if let Err(error) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL)) {
         tracing::warn!("the system does not end this trial with what has started it: {error}");
     }

@@ -140,7 +140,7 @@ fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     assert_nothing_left(folder.path());
 }
 
-/// The worker is started, has not come to the search yet, and finds a stranger that has the search's process id.
+/// A worker has started and not yet connected; another process now has the process id of its search.
 #[test]
 fn a_worker_whose_search_is_dead_does_not_become_a_search() {
     let folder = tempfile::tempdir().unwrap();

@@ -66,7 +66,7 @@ fn a_program_is_bound_to_the_cores_of_its_slot_and_the_search_is_not() {
     for trial in results.trials() {
         let cores = fs::read_to_string(trial.folder.join("cores")).unwrap();
         let core: Option<usize> = cores.trim().parse().ok();
-        // Where a quota grants fewer cores than there are, the system chooses.
+        // If a quota grants fewer cores than there are, the system chooses.
         let is_bound = core.is_some_and(|core| before.numbers().contains(&core));
         assert!(is_bound || before.numbers().is_empty(), "{cores}");
     }

@@ -77,8 +77,8 @@ pub(crate) fn processes(folder: &Path) -> Vec<i32> {
     of_search.collect()
 }
 
-/// A program in a PID namespace of its own, which is killed with everything in it when the command is. `None` where this
-/// user may not make one.
+/// A program in a PID namespace of its own, in which everything is killed when the command is. `None` if this user may
+/// not make such a namespace.
 pub(crate) fn in_namespaces(program: impl AsRef<OsStr>) -> Option<Command> {
     let unshare = || {
         let mut command = Command::new("unshare");
@@ -94,7 +94,7 @@ pub(crate) fn in_namespaces(program: impl AsRef<OsStr>) -> Option<Command> {
     };
     let made = unshare().arg("true").stderr(Stdio::null()).status();
     if !made.is_ok_and(|status| status.success()) {
-        // Not `eprintln`, of which nothing is seen where a test passes.
+        // `eprintln` would show nothing if the test passes.
         let _ = writeln!(
             io::stderr(),
             "SKIPPED: this user may not make PID namespaces"

@@ -21,7 +21,7 @@ fn pbt(mutations: Value) -> Pbt {
     Pbt::new(1.0, serde_json::from_value(mutations).unwrap())
 }
 
-/// A name that is misspelt is no name of something else.
+/// A misspelt name is never taken for the name of something else.
 #[test]
 fn what_names_no_parameter_is_refused_before_anything_is_made() {
     let root = tempfile::tempdir().unwrap();
@@ -93,7 +93,7 @@ fn what_names_no_parameter_is_refused_before_anything_is_made() {
         assert!(error.to_string().contains(&expected), "{error}");
         assert!(!folder.exists());
     }
-    // What some configurations have is changed there, and empty elsewhere.
+    // Parameters of some configurations are changed in these, and empty in the others.
     let search = whole().num_samples(4).scheduler(pbt(
         json!({"opt": {"momentum": {"uniform": [0.1, 0.9]}, "betas": [[0.5, 0.6], [0.9, 0.99]]}}),
     ));
@@ -146,7 +146,7 @@ fn config(value: Value) -> Config {
     serde_json::from_value(value).unwrap()
 }
 
-/// What its trials tried, as floats.
+/// Returns the values that its trials tried, as floats.
 fn clips(results: &Results) -> Vec<f64> {
     let trials = results.trials().iter();
     trials
@@ -236,7 +236,7 @@ fn a_file_may_have_floats_that_json_has_not_in_its_space_and_points() {
     );
 }
 
-/// They could not be read from its journal again.
+/// A search could not read them from its journal again.
 #[test]
 fn settings_that_json_has_not_are_refused() {
     let folder = tempfile::tempdir().unwrap();
