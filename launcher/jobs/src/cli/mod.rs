@@ -160,7 +160,7 @@ fn check_submitted(record: &JobRecord) -> Result<()> {
     )))
 }
 
-/// What is known of a job now; if its engine has forgotten it, what was known before.
+/// Returns the state of a job now or, if its engine has forgotten it, its last known state.
 fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Result<JobDetails> {
     if let Some(ended) = record.ended() {
         return Ok(ended.clone());
@@ -179,7 +179,7 @@ fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Re
             }
         }
     };
-    // Whoever has stopped the job meanwhile has written how it ended, and that stays.
+    // If another command has stopped the job meanwhile, the end that it recorded stays.
     match records.update(record, tell) {
         Ok(updated) => *record = updated,
         Err(error) if error.is_not_found() => return Err(error),

@@ -59,8 +59,8 @@ pub(crate) trait Engine {
     /// What the engine knows of a job.
     ///
     /// # Errors
-    /// [`Error::is_not_found`] when the engine has forgotten it, or has another job of its name or number; otherwise when it
-    /// does not answer.
+    /// [`Error::is_not_found`] when the engine has forgotten the job, or has another one with its name or number;
+    /// another error when it does not answer.
     fn get(&self, job: &JobRecord, folder: &Path) -> Result<JobDetails>;
 
     /// Writes the output of an instance.
@@ -75,8 +75,8 @@ pub(crate) trait Engine {
         output: &mut dyn Write,
     ) -> Result<()>;
 
-    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is no error; another job that has
-    /// its name or number is left alone.
+    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is no error; another job
+    /// that has its name or number is not touched.
     ///
     /// # Errors
     /// When the engine refuses it or does not answer.

@@ -5,13 +5,13 @@ use std::fs;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
-/// A process, told from others with the same number by the time of its start, and by when its machine was started.
+/// A process, identified by its number, the time of its start, and the boot of its machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::engine) struct ProcessIdentity {
     pub(in crate::engine) pid: i32,
     /// Clock ticks since the machine was started.
     start_time: u64,
-    /// The beginning of the random number that Linux gives to each start of a machine.
+    /// The beginning of the random id that Linux gives to each boot.
     boot: u64,
 }
 
@@ -45,7 +45,7 @@ impl ProcessIdentity {
     }
 }
 
-/// 0 if the system does not say.
+/// Returns the boot id; 0 if the system has none.
 fn boot() -> u64 {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = id.chars().filter(|c| *c != '-').take(16).collect();

@@ -1,4 +1,4 @@
-//! What is drawn at random for a job: the secret that agents and ranks prove to one another, and what tells it from others.
+//! Random values of a job: the secret that agents and ranks prove to one another, and its nonce.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ pub(super) fn new() -> io::Result<String> {
     hexadecimal::<32>()
 }
 
-/// A new nonce, in hexadecimal digits. Labels of Kubernetes have no room for a longer one.
+/// Returns a new nonce, in hexadecimal digits. Labels of Kubernetes have no room for a longer one.
 ///
 /// # Errors
 /// When the system has no random bytes.

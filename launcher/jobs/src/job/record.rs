@@ -25,7 +25,7 @@ pub(crate) struct JobRecord {
     pub(crate) submitted: u64,
     /// What the engine said when it was asked last.
     pub(crate) last: Option<JobDetails>,
-    /// Whether the engine has nothing of the job any more.
+    /// True if the engine has nothing of the job any more.
     pub(crate) removed: bool,
 }
 
@@ -35,19 +35,19 @@ impl JobRecord {
         self.id.is_empty() && self.spec.engine != EngineKind::Local
     }
 
-    /// How the job has ended, if that is known. It does not change any more, so no engine needs to be asked; and one that
-    /// forgets may have given the id to another job.
+    /// Returns how the job has ended, if that is known. That is final, so no engine needs to be queried; an engine that
+    /// forgets may even have given the id to another job.
     pub(crate) fn ended(&self) -> Option<&JobDetails> {
         self.last.as_ref().filter(|last| last.status.is_final())
     }
 
-    /// Whether the job has ended, and the engine has nothing of it that `stop` would have to remove.
+    /// Returns true if the job has ended, and `stop` has nothing to remove from the engine.
     pub(crate) fn is_over(&self) -> bool {
         let has_nothing = self.removed || !self.spec.engine.leaves_remains();
         !self.is_half_submitted() && self.ended().is_some() && has_nothing
     }
 
-    /// Whether `other` is a record of the same job, and not of another one that got its name later.
+    /// Returns true if `other` is a record of the same job, and not of another one that got its name later.
     fn is_of(&self, other: &Self) -> bool {
         self.spec.nonce == other.spec.nonce
     }
@@ -60,8 +60,8 @@ pub(crate) struct Records {
 }
 
 const FILE: &str = "job.json";
-/// Held by whoever changes or removes a record. It stands beside the folders of jobs, whose removal an open file in them
-/// would hinder on NFS; no job can have its name.
+/// The lock of a command that changes or removes a record. It is beside the folders of jobs, since on NFS an open file
+/// would hinder the removal of its folder; no job can have its name.
 const LOCK: &str = "_lock";
 /// How often the removal of a folder is tried that others write into, and how long between.
 const REMOVAL_TRIES: u32 = 10;
@@ -108,7 +108,7 @@ impl Records {
     /// Makes the folder of a new job, with its first record in it.
     ///
     /// # Errors
-    /// When there is a job of that name already, or the folder or the record cannot be written.
+    /// When there is a job with that name already, or the folder or the record cannot be written.
     pub(crate) fn create(&self, record: &JobRecord) -> Result<PathBuf> {
         let name = &record.spec.name;
         let folder = self.job_folder(name);
@@ -138,11 +138,11 @@ impl Records {
         Ok(folder)
     }
 
-    /// Changes the record of `job` as it is now, and returns the record after that. Several commands may do so at a time:
-    /// each change sees the one before, and how a job has ended stays as it was written first.
+    /// Changes the current record of `job`, and returns the result. Several commands may do so at a time: each change
+    /// sees the one before, and the first recorded end of a job is final.
     ///
     /// # Errors
-    /// When there is no record of this very job any more ([`Error::is_not_found`]), or it cannot be read or written.
+    /// When there is no record of exactly this job any more ([`Error::is_not_found`]), or it cannot be read or written.
     pub(crate) fn update(
         &self,
         job: &JobRecord,
@@ -161,7 +161,7 @@ impl Records {
         Ok(after)
     }
 
-    /// The record of `job` as it is now.
+    /// Returns the current record of `job`.
     fn same(&self, job: &JobRecord) -> Result<JobRecord> {
         let name = &job.spec.name;
         let found = self.read(name)?;
@@ -178,7 +178,7 @@ impl Records {
         let lock = || -> io::Result<File> {
             let file = File::options().create(true).append(true).open(&path)?;
             match rustix::fs::flock(&file, FlockOperation::LockExclusive) {
-                // A file system without locks: commands at the same time may overwrite one another's changes.
+                // Without locks in the file system, concurrent commands may overwrite one another's changes.
                 Ok(()) | Err(Errno::NOSYS | Errno::NOTSUP | Errno::NOLCK) => Ok(file),
                 Err(error) => Err(error.into()),
             }
@@ -273,7 +273,7 @@ impl Records {
         Ok((records, unread))
     }
 
-    /// Removes the folder of `job` and all in it, unless another job has its name by now.
+    /// Removes the folder of `job` with its contents, unless another job has its name by now.
     ///
     /// # Errors
     /// When it cannot be removed.
@@ -286,7 +286,7 @@ impl Records {
         }
     }
 
-    /// Removes the folder of a job that has no record, or none that this version reads.
+    /// Removes the folder of a job that has no record, or none that this version can read.
     ///
     /// # Errors
     /// When it cannot be removed.

@@ -37,7 +37,8 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobSpec {
     pub(crate) name: JobName,
-    /// Random digits that engines keep with the job and show of it. They tell it from another job of its name.
+    /// Random digits that engines keep with the job and return with it. They distinguish it from another job with its
+    /// name.
     pub(crate) nonce: String,
     pub(crate) engine: EngineKind,
     /// How many nodes run the job; one agent runs on each.

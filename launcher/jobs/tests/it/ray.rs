@@ -1,4 +1,4 @@
-//! The engine Ray, with a server that stands for its dashboard.
+//! The engine Ray, with a server in place of its dashboard.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::support::{Jobs, launcher};
 
-/// A dashboard with its jobs, which writes down what it is asked.
+/// A dashboard with its jobs, which records its requests.
 struct Dashboard {
     address: String,
     jobs: Arc<Mutex<BTreeMap<String, Value>>>,
@@ -35,7 +35,7 @@ impl Dashboard {
         dashboard
     }
 
-    /// Puts another user's job in the place of the one of this name.
+    /// Replaces a job with another user's job of the same name.
     fn replace(&self, name: &str) {
         let other = json!({"status": "RUNNING", "entrypoint": "python other.py", "metadata": {"accel-jobs/nonce": "other"}});
         self.jobs.lock().unwrap().insert(name.to_owned(), other);
@@ -45,7 +45,7 @@ impl Dashboard {
         self.jobs.lock().unwrap().get_mut(name).unwrap()["status"] = status.into();
     }
 
-    /// What was asked since the last time.
+    /// Returns the requests since the last call.
     fn asked(&self) -> Vec<String> {
         std::mem::take(&mut self.asked.lock().unwrap())
     }
@@ -115,7 +115,7 @@ fn answer(
     .unwrap();
 }
 
-/// Submits a job, and forgets what the dashboard was asked for that.
+/// Submits a job, and clears the requests that it took.
 fn submitted(name: &str) -> (Jobs, Dashboard) {
     launcher();
     let (jobs, dashboard) = (Jobs::new(), Dashboard::new());
@@ -127,7 +127,7 @@ fn submitted(name: &str) -> (Jobs, Dashboard) {
     (jobs, dashboard)
 }
 
-/// Ray was started anew, and another user has taken the name.
+/// Ray was restarted, and another user has taken the name.
 #[test]
 fn another_users_job_of_the_same_name_is_left_alone() {
     let (jobs, dashboard) = submitted("a");

@@ -221,8 +221,8 @@ fn a_job_is_known_by_the_folder_of_its_output() {
     }
 }
 
-/// A stand-in for sbatch that resolves options as the real one does: its command line before the environment, and that
-/// before the script.
+/// A stand-in for sbatch that resolves options like the real one: its command line overrides the environment, which
+/// overrides the script.
 const SBATCH: &str = r#"script=$(cat)
 for name in partition account qos time constraint requeue; do
     case $name in time) variable=SBATCH_TIMELIMIT ;; *) variable=SBATCH_$(echo $name | tr a-z A-Z) ;; esac
@@ -294,7 +294,7 @@ fn what_would_hide_a_job_is_refused() {
     assert!(!jobs.folder().join("a").exists());
 }
 
-/// A number that cannot be read is no reason to leave the job running.
+/// A job whose number cannot be read must not be left running.
 #[test]
 fn a_job_whose_number_sbatch_does_not_say_is_cancelled() {
     let jobs = Jobs::new();
@@ -308,7 +308,7 @@ fn a_job_whose_number_sbatch_does_not_say_is_cancelled() {
     assert_eq!(commands.calls().last().unwrap(), "scancel 7");
 }
 
-/// A question to Slurm that takes longer than what other commands do meanwhile.
+/// A query of Slurm during which other commands run.
 struct SlowQuestion {
     jobs: Jobs,
     commands: Commands,

@@ -51,12 +51,12 @@ impl Jobs {
         self.run_with(words, &[("PATH", path)])
     }
 
-    /// The same, with these variables.
+    /// Runs it with these variables.
     pub(crate) fn run_with(&self, words: &[&str], variables: &[(&str, &str)]) -> Printed {
         self.run_by(Command::new(JOBS).envs(variables.iter().copied()), words)
     }
 
-    /// The same, as this command starts it.
+    /// Runs it by this command.
     pub(crate) fn run_by(&self, command: &mut Command, words: &[&str]) -> Printed {
         command.arg("--jobs-dir").arg(self.folder()).args(words);
         let output = command.output().unwrap();

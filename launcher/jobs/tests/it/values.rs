@@ -1,4 +1,4 @@
-//! Words and variables of a program arrive byte for byte, whatever an engine and its shells make of their like.
+//! Arguments and variables of a program arrive byte for byte, whatever an engine and its shells would do with them.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -57,7 +57,7 @@ const NAMES: [&str; 8] = [
     "folder", "nodes", "code", "restarts", "file", "copy", "agents", "job",
 ];
 
-/// A job whose program writes what it gets.
+/// A job whose program writes its arguments and variables.
 struct Dump {
     jobs: Jobs,
     program: PathBuf,
@@ -98,7 +98,7 @@ impl Dump {
         }
     }
 
-    /// The command line that submits it to an engine.
+    /// Returns the command line that submits it to an engine.
     fn submit(&self, options: &[&str]) -> Vec<String> {
         let mut line: Vec<_> = ["submit", "--name", "a"].map(str::to_owned).into();
         line.extend(options.iter().map(|&word| word.to_owned()));
@@ -117,7 +117,7 @@ impl Dump {
         printed.stdout
     }
 
-    /// Compares what the program has written with what was given.
+    /// Compares the output of the program with the given values.
     fn check(&self) {
         let written = fs::read(&self.output).unwrap();
         let written: Vec<_> = written.split(|byte| *byte == 0).collect();
@@ -143,7 +143,7 @@ fn locally() {
     dump.check();
 }
 
-/// The script is run as Slurm runs it.
+/// The test runs the script as Slurm does.
 #[test]
 fn by_the_script_of_slurm() {
     let dump = Dump::new();
@@ -166,8 +166,8 @@ fn by_the_script_of_slurm() {
     dump.check();
 }
 
-/// What a kubelet makes of a word of a command, or of a value: `$$` is `$`, and `$(NAME)` is replaced if there is such a
-/// variable.
+/// Expands a word of a command, or a value, like a kubelet: `$$` becomes `$`, and `$(NAME)` is replaced if there is
+/// such a variable.
 fn expanded(text: &str, variables: &[(String, String)]) -> String {
     let mut expanded = String::new();
     let mut rest = text;
@@ -194,7 +194,7 @@ fn expanded(text: &str, variables: &[(String, String)]) -> String {
     expanded + rest
 }
 
-/// The objects are read back as they are printed, and expanded as a kubelet does.
+/// The test reads the printed objects back, and expands them like a kubelet.
 #[test]
 fn by_the_pods_of_kubernetes() {
     assert_eq!(
@@ -250,7 +250,8 @@ fn by_the_pods_of_kubernetes() {
     }
 }
 
-/// Ray's modules, with actors in the driver's own process, and what Ray does to variables of a runtime environment.
+/// Stand-ins for Ray's modules, with actors in the driver's own process, and with Ray's expansion of variables of a
+/// runtime environment.
 const RAY: &str = r#"
 import importlib.util, json, os, re, sys, types
 for name, value in json.loads(os.environ.pop("ENV_VARS")).items():
@@ -286,7 +287,7 @@ spec.loader.exec_module(gang)
 gang.main()
 "#;
 
-/// The entrypoint is run as Ray runs it, with the driver and a stand-in for Ray's modules.
+/// The test runs the entrypoint as Ray does, with the driver and stand-ins for Ray's modules.
 #[test]
 fn by_the_driver_of_ray() {
     let dump = Dump::new();

@@ -34,7 +34,7 @@ struct WatchEnded;
 const WITHOUT: Duration = Duration::from_secs(1);
 
 impl Changes {
-    /// Of a job. Nothing is watched yet.
+    /// Makes the watch of a job. It watches nothing yet.
     pub(super) fn of(cluster: &Cluster, spec: &JobSpec) -> Self {
         let kind = spec.options.kubernetes.kind;
         Self {

@@ -150,7 +150,7 @@ impl Shown {
     }
 }
 
-/// Writes the output of a pod: what there is, or with `successors` until its end, or until one has taken its place.
+/// Writes the output of a pod: so far or, with `successors`, until the pod ends or another has taken its place.
 async fn show(
     cluster: &Cluster,
     pod: &Pod,
@@ -224,7 +224,7 @@ async fn show(
     }
 }
 
-/// The pods that take the place of one another on a node of a job.
+/// The pods that replace one another on a node of a job.
 struct Successors<'a> {
     job: &'a JobSpec,
     node: usize,
@@ -232,7 +232,7 @@ struct Successors<'a> {
 }
 
 impl Successors<'_> {
-    /// Whether another pod has come in this one's place.
+    /// Returns true if another pod has replaced this one.
     async fn have_come(&mut self, cluster: &Cluster, pod: &Pod) -> bool {
         if !self.changes.next(Duration::ZERO).await {
             return false;

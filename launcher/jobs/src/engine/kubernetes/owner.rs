@@ -33,7 +33,7 @@ pub(super) struct Owners {
     /// Seconds since 1970.
     pub(super) started: Option<u64>,
     pub(super) ended: Option<u64>,
-    /// By which the cluster tells them from all others.
+    /// The ids by which the cluster distinguishes them from all other objects.
     pub(super) uids: Vec<String>,
 }
 

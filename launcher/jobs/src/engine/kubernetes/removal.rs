@@ -99,7 +99,7 @@ fn is_optional(resource: &ApiResource) -> bool {
     kinds.contains(&resource.kind.as_str())
 }
 
-/// Deletes this very object. One that is gone is no error, even if another has its name by now.
+/// Deletes exactly this object. If it is gone, this succeeds, even if another object has its name by now.
 async fn delete(
     cluster: &Cluster,
     resource: &ApiResource,
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
     use crate::engine::kubernetes::objects::tests::spec;
 
-    /// What a server was asked.
+    /// The requests that a server got.
     struct Asked {
         method: Method,
         path: String,
@@ -165,7 +165,7 @@ mod tests {
         body: String,
     }
 
-    /// What a server is asked that has one Job until it is deleted.
+    /// Returns the requests to a server that has one Job until it is deleted.
     async fn requests() -> Vec<Asked> {
         let asked = Arc::new(Mutex::new(Vec::<Asked>::new()));
         let asks = Arc::clone(&asked);

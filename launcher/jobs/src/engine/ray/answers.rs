@@ -18,23 +18,23 @@ pub(super) struct RayJob {
     pub(super) end_time: Option<u64>,
     /// The node on which the driver runs.
     pub(super) driver_node_id: Option<String>,
-    /// What whoever submitted it has attached.
+    /// The metadata that the submitter has attached.
     #[serde(default)]
     metadata: Option<BTreeMap<String, Value>>,
     entrypoint: Option<String>,
 }
 
-/// Where a job's metadata has its nonce.
+/// The key of the nonce in a job's metadata.
 pub(super) const NONCE: &str = "accel-jobs/nonce";
 
 impl RayJob {
-    /// Whether it is the job of this specification, and not another one of its name.
+    /// Returns true if it is the job of this specification, and not another one with its name.
     pub(super) fn is_of(&self, spec: &JobSpec) -> bool {
         let nonce = self.metadata.as_ref().and_then(|all| all.get(NONCE));
         nonce.and_then(Value::as_str) == Some(&spec.nonce)
     }
 
-    /// Whether it is the entry that Ray makes of a job which it watches, and of which it does not find one any more.
+    /// Returns true if Ray made this entry for a job that it watches and can no longer find.
     pub(super) fn is_made_of_nothing(&self) -> bool {
         self.metadata.is_none() && self.entrypoint.as_deref() == Some("Entrypoint not found.")
     }

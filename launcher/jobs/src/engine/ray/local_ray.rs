@@ -152,7 +152,8 @@ impl LocalRay {
         Ok("Ray stopped\n".to_owned())
     }
 
-    /// Held while a command starts or stops it, so that none loses the process that another has written.
+    /// Locks Ray while a command starts or stops it, so that no command loses track of a process that another has
+    /// recorded.
     fn lock(&self) -> Result<File> {
         let failed = |error: io::Error| Error::system("Ray cannot be locked").with_source(error);
         let path = self.file("lock");

@@ -42,7 +42,7 @@ const STOP_WAIT: u64 = 60;
 /// How long the end of a job is waited for.
 const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
 const POLL: Duration = Duration::from_millis(500);
-/// Linux starts no program with a longer word, and Ray gives the entrypoint to a shell as one.
+/// The longest word with which Linux starts a program; Ray gives the entrypoint to a shell as one word.
 const LONGEST_ENTRYPOINT: usize = (128 << 10) - 1;
 /// In which Ray has noticed the end of a job.
 const WATCH: Duration = Duration::from_millis(2500);
@@ -74,7 +74,8 @@ impl RayEngine {
                 LONGEST_ENTRYPOINT >> 10
             )));
         }
-        // The driver hands the variables on: Ray replaces `$NAME` in those of `env_vars`. Its own have to be there.
+        // The driver passes the variables on: Ray replaces `$NAME` in those of `env_vars`. Ray's own must be there,
+        // though.
         let mut env: BTreeMap<_, _> = spec.env.clone();
         env.retain(|name, _| name.starts_with("RAY_"));
         env.entry("RAY_JOB_STOP_WAIT_TIME_S".to_owned())
@@ -87,7 +88,7 @@ impl RayEngine {
         }))
     }
 
-    /// This very job. Its name is its id at Ray, where another user may have a job of that name.
+    /// Returns exactly this job. Its name is its id at Ray, where another user may have a job with that name.
     fn job(&self, spec: &JobSpec) -> Result<RayJob> {
         let name = &spec.name;
         let answer = self.client.job(name.as_str())?;
@@ -100,7 +101,7 @@ impl RayEngine {
         }
     }
 
-    /// Ends a job, if it is there.
+    /// Ends a job, if it exists.
     fn end(&self, spec: &JobSpec) -> Result<()> {
         let name = spec.name.as_str();
         if !self.job(spec)?.status.is_final() {
@@ -183,7 +184,7 @@ impl Engine for RayEngine {
         }
         self.client.submit(&request).inspect_err(|error| {
             if error.is_unreachable() {
-                // It may have taken the job; but it did not answer, so it may not answer now.
+                // Ray may have accepted the job; but it did not answer, so it may not answer now.
                 let _ = self.end(spec);
             }
         })?;

@@ -159,7 +159,7 @@ fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
 fn output(command: &mut Command, input: &str, limit: Duration) -> io::Result<Output> {
     command
         .env("SLURM_TIME_FORMAT", "%s")
-        // A job is asked of the cluster that it was submitted to, which is that of the login node.
+        // Queries go to the cluster to which the job was submitted, which is that of the login node.
         .env_remove("SLURM_CLUSTERS")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -168,7 +168,8 @@ impl Engine for SlurmEngine {
     }
 }
 
-/// Cancels what Slurm may have taken though sbatch did not say so. Returns the error, to which it adds that this failed, too.
+/// Cancels the job that Slurm may have accepted although sbatch failed. Returns the error, and adds to it if this
+/// fails, too.
 fn withdraw(folder: &Path, error: Error) -> Error {
     let fields = ["--me", "--noheader", "--Format", "JobID:|,STDOUT:|"];
     let cancelled = slurm("squeue", &fields).and_then(|lines| {

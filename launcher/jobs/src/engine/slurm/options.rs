@@ -7,7 +7,8 @@ use super::run::batch_log;
 use crate::error::{Error, Result};
 use crate::spec::JobSpec;
 
-/// So many seconds before the end of its time a job is told, if its time is long enough; Slurm may be a minute early.
+/// The time in seconds, before its time limit, at which a job gets a signal if the limit is long enough; Slurm may be a
+/// minute early.
 pub(super) const NOTICE: u64 = 60;
 pub(super) const NOTICED_FROM: u64 = 600;
 
@@ -16,8 +17,8 @@ const ONE_JOB: &str =
 const THIS_CLUSTER: &str =
     "a job is asked of the cluster of this login node; submit it where the other cluster is";
 
-/// Options with which a job would not be found again, or be another than is shown: their long and short names, and what
-/// to do.
+/// Options with which `jobs` could not find a job again, or would show another one: their long and short names, and the
+/// remedy.
 const REFUSED: [(&str, Option<char>, &str); 8] = [
     ("array", Some('a'), ONE_JOB),
     ("wait", Some('W'), ONE_JOB),
@@ -33,7 +34,7 @@ const REFUSED: [(&str, Option<char>, &str); 8] = [
     ("wrap", None, "the program stands behind --"),
 ];
 
-/// The same of variables that no option of ours overrides.
+/// Refused variables, which none of our options overrides.
 const REFUSED_VARIABLES: [(&str, &str); 4] = [
     ("SBATCH_ARRAY_INX", ONE_JOB),
     ("SBATCH_WAIT", ONE_JOB),
@@ -44,8 +45,8 @@ const REFUSED_VARIABLES: [(&str, &str); 4] = [
 /// Short options that take no value, so that another may follow in the same word.
 const WITHOUT_VALUE: &str = "HIOVhksuvx";
 
-/// What sbatch is called with: what follows from the words of all engines, and then those of --sbatch-arg, which may
-/// override it.
+/// Returns the options of sbatch: those that follow from the options of all engines, and then those of --sbatch-arg,
+/// which may override them.
 ///
 /// # Errors
 /// When an option cannot be given to Slurm; the message names it.
@@ -97,10 +98,10 @@ pub(super) fn options(spec: &JobSpec, folder: &Path) -> Result<Vec<String>> {
     Ok(options)
 }
 
-/// Refuses to submit with variables that would make several jobs, or one elsewhere.
+/// Fails if a variable would make several jobs, or one on another cluster.
 ///
 /// # Errors
-/// When there is one; the message names it.
+/// When there is such a variable; the message names it.
 pub(super) fn check_environment() -> Result<()> {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     match REFUSED_VARIABLES.iter().find(|(name, _)| is_set(name)) {
@@ -111,7 +112,7 @@ pub(super) fn check_environment() -> Result<()> {
     }
 }
 
-/// Cores of each node: one for each rank if the job asks for no number.
+/// Returns the cores of each node: one per rank unless the job asks for a number.
 pub(super) fn cpus(spec: &JobSpec) -> Option<String> {
     let asked = spec.resources.cpus.map(|cpus| cpus.to_string());
     asked.or_else(|| {
@@ -120,12 +121,12 @@ pub(super) fn cpus(spec: &JobSpec) -> Option<String> {
     })
 }
 
-/// Whether it is sbatch's own option for the folder of the job.
+/// Returns true if it is sbatch's own option for the folder of the job.
 pub(super) fn is_chdir(option: &str) -> bool {
     is_option(option, "chdir", Some('D'))
 }
 
-/// Refuses what --sbatch-arg must not be.
+/// Refuses values that --sbatch-arg must not have.
 fn check_given(option: &str) -> Result<()> {
     let refuse = |why: &str| Err(Error::usage(format!("--sbatch-arg {option}: {why}")));
     let refused = REFUSED
@@ -148,7 +149,7 @@ fn check_given(option: &str) -> Result<()> {
     }
 }
 
-/// Whether `word` is the option of these names. sbatch takes long names that are cut short.
+/// Returns true if `word` is the option with these names. sbatch accepts abbreviated long names.
 fn is_option(word: &str, long: &str, short: Option<char>) -> bool {
     match word.strip_prefix("--") {
         Some(rest) => {

@@ -6,10 +6,10 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::output::shell_word;
 
-/// Refuses an option of sbatch that would change how what Slurm prints of the job is read.
+/// Refuses an option of sbatch that would break the parsing of what Slurm prints about the job.
 ///
 /// # Errors
-/// When it has a control character.
+/// When the option has a control character.
 pub(super) fn check_option(option: &str) -> Result<()> {
     match option.contains(char::is_control) {
         true => Err(Error::usage(format!(
@@ -22,7 +22,7 @@ pub(super) fn check_option(option: &str) -> Result<()> {
 /// A path in which Slurm replaces nothing.
 ///
 /// # Errors
-/// When it is not text, or has a backslash, which Slurm would remove.
+/// When the path is not text, or has a backslash, which Slurm would remove.
 pub(super) fn pattern(path: &Path) -> Result<String> {
     let text = path_text(path)?;
     match text.contains('\\') {

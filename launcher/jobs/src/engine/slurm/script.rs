@@ -1,8 +1,8 @@
-//! The batch script of a job, and the options that sbatch gets with it.
+//! The batch script of a job, and its options for sbatch.
 //!
-//! The script runs on the first node: it starts an agent on each by srun, writes what it knows into the folder of the job
-//! (`run.rs` reads it), and asks for another start where the agents do. Its variables begin with `accel_`, so that none of
-//! them hides one of the program's.
+//! The script runs on the first node: it starts an agent on each node by srun, writes its state to the folder of the
+//! job (`run.rs` reads it), and requests another start if the agents do. Its variables begin with `accel_`, so that
+//! none of them hides a variable of the program.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ const BROADCAST_TIMEOUT: u64 = 60;
 pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
 pub(super) const COPIED_PROGRAM: &str = "program";
 
-/// Variables that bash has for itself, and does not pass on as they are given.
+/// Variables that bash reserves for itself, and does not pass on unchanged.
 const OF_BASH: [&str; 33] = [
     "_",
     "BASH",
@@ -87,19 +87,19 @@ impl AgentFiles {
     }
 }
 
-/// What a job is submitted with.
+/// The input of sbatch for a job.
 #[derive(Clone, Debug)]
 pub(super) struct Submission {
-    /// On the command line of sbatch, where they count more than the variables `SBATCH_…` of the environment.
+    /// The command line of sbatch, which overrides the variables `SBATCH_…` of the environment.
     pub(super) options: Vec<String>,
     pub(super) script: String,
 }
 
 impl Submission {
-    /// Of a job whose folder this is.
+    /// Makes the submission of a job with that folder.
     ///
     /// # Errors
-    /// When Slurm cannot be given such a job; the message names the option.
+    /// When Slurm cannot run such a job; the message names the option.
     pub(super) fn of(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<Self> {
         Ok(Self {
             options: options(spec, folder)?,
@@ -107,7 +107,7 @@ impl Submission {
         })
     }
 
-    /// As a command of the shell.
+    /// Returns it as a shell command.
     pub(super) fn shown(&self) -> String {
         let options = shell_line(&self.options);
         format!("sbatch {options} <<'SCRIPT'\n{}SCRIPT\n", self.script)
@@ -168,7 +168,7 @@ accel_put {RUN} "{{\"restarts\":$accel_restarts,\"started\":$(date +%s),\"nodes\
     Ok(script)
 }
 
-/// Starts the agents; their srun is `$accel_agents`.
+/// Returns the commands that start the agents; their srun is `$accel_agents`.
 fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
     let broadcast = &spec.options.slurm.broadcast;
     let (launcher, program) = match broadcast {

@@ -38,11 +38,11 @@ pub(super) struct SlurmJob {
 }
 
 impl SlurmJob {
-    /// Asks Slurm for the job whose folder this is, and its accounting for what Slurm has forgotten. A controller that lost
-    /// its state gives numbers again.
+    /// Queries Slurm for the job with that folder, and its accounting if Slurm has forgotten it. A controller that lost
+    /// its state reuses numbers.
     ///
     /// # Errors
-    /// When Slurm does not answer; [`Error::is_not_found`] when it has forgotten the job, or has given its number to another.
+    /// When Slurm does not answer; [`Error::is_not_found`] when it has forgotten the job, or has reused its number.
     pub(super) fn of(job: &JobRecord, folder: &Path) -> Result<Self> {
         let id = &job.id;
         let found = match slurm("scontrol", &["show", "job", id]) {

@@ -23,9 +23,9 @@ pub(super) use tensorboard::{
     NAME_SUFFIX as TENSORBOARD_SUFFIX, PART as TENSORBOARD, PORT as TENSORBOARD_PORT,
 };
 
-/// The label of every object of a job: its name.
+/// The label of every object of a job, with the job's name.
 pub(super) const JOB_LABEL: &str = "accel-jobs/job";
-/// The label that tells the objects of a job from those of another of its name.
+/// The label that distinguishes the objects of a job from those of another job with its name.
 const NONCE_LABEL: &str = "accel-jobs/nonce";
 /// The label that tells pods of the job from others of its pods.
 pub(super) const PART_LABEL: &str = "accel-jobs/part";
@@ -123,7 +123,7 @@ impl Object {
     }
 }
 
-/// Selects the objects of this very job.
+/// Selects the objects of exactly this job.
 pub(super) fn selector(spec: &JobSpec) -> String {
     format!("{JOB_LABEL}={},{NONCE_LABEL}={}", spec.name, spec.nonce)
 }
@@ -139,13 +139,13 @@ fn labels(spec: &JobSpec) -> BTreeMap<String, String> {
     .into()
 }
 
-/// A word that a container gets as it stands. Kubernetes replaces `$(NAME)` in commands and in values of variables, and
-/// makes `$` of `$$`.
+/// Escapes a word that a container must get unchanged. Kubernetes replaces `$(NAME)` in commands and in values of
+/// variables, and turns `$$` into `$`.
 fn literal(word: impl AsRef<str>) -> String {
     word.as_ref().replace('$', "$$")
 }
 
-/// The command of a container, whose words it gets as they stand.
+/// Returns the command of a container that gets these words unchanged.
 fn command<S: AsRef<str>>(words: impl IntoIterator<Item = S>) -> Vec<String> {
     words.into_iter().map(literal).collect()
 }

@@ -25,7 +25,7 @@ pub(super) struct NodePods {
     warnings: Warnings,
 }
 
-/// What the engine warns of, by the uid of the object.
+/// Warnings of the engine, by the uid of the object.
 #[derive(Debug, Default)]
 pub(super) struct Warnings(Vec<(String, String)>);
 
@@ -260,7 +260,7 @@ impl NodePods {
 }
 
 impl Warnings {
-    /// The warnings of the objects with these uids. An object that had the name of one of them before has another uid.
+    /// Returns the warnings about the objects with these uids. An earlier object with the same name had another uid.
     pub(super) fn of(events: Vec<Event>, uids: &[String]) -> Self {
         let warning = |event: Event| {
             let uid = event.involved_object.uid.filter(|uid| uids.contains(uid))?;
