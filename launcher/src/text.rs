@@ -108,7 +108,7 @@ pub(crate) fn short(text: &str) -> String {
     }
 }
 
-/// `text`, of which an ellipsis replaces the middle where it is longer than `bytes`.
+/// Returns `text`; if it is longer than `bytes`, an ellipsis replaces the middle.
 pub(crate) fn without_middle(text: &str, bytes: usize) -> String {
     if text.len() <= bytes {
         return text.to_owned();

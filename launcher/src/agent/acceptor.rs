@@ -23,7 +23,7 @@ use crate::settings::nodes::Endpoint;
 use crate::supervisor::signals::Relay;
 use crate::text::{host_name, note};
 
-/// How many connections that have not proved the token are listened to at once.
+/// The most pending connections that have not proved the token.
 const MAX_PENDING_HANDSHAKES: usize = 256;
 
 /// How long to wait where the system takes no connection.
@@ -88,7 +88,7 @@ impl Acceptor {
             let connection = Arc::new(connection);
             let pending = self.pending.enter(&connection);
             let acceptor = Arc::clone(&self);
-            // Where there is no thread for it, it asks again.
+            // If no thread can be started, the host asks again.
             let _ = spawn("handshake", move || {
                 acceptor.shake_hands(&connection, pending);
             });

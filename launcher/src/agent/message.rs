@@ -67,7 +67,7 @@ pub(super) struct JoinReply {
     pub(super) name: String,
 }
 
-/// Reads the name of a host, which is shown: where no token is asked for, it may be anybody's words.
+/// Deserializes the name of a host, which is shown: if no token is required, it may be any text from anybody.
 fn read_name<'a, D: Deserializer<'a>>(from: D) -> Result<String, D::Error> {
     let name = String::deserialize(from)?;
     Ok(name.chars().filter(|c| !c.is_control()).take(64).collect())

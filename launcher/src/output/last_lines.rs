@@ -8,8 +8,8 @@ const LINES: usize = 5;
 /// Over how many lines the message of a panic may go, to keep its first one.
 const PANIC_LINES: usize = 40;
 
-/// How many bytes are kept of the beginning of a long line, where an error says what happened, and how many of its end,
-/// where it says what to do.
+/// The number of bytes kept from the beginning of a long line, where an error says what happened, and from its end,
+/// where it names the remedy.
 const HALF: usize = 2 << 10;
 
 /// The last lines of a stream, bounded in number and width.
@@ -75,7 +75,7 @@ impl LastLines {
     }
 }
 
-/// A line, without the middle where it is long.
+/// A line, without the middle if it is long.
 #[derive(Clone, Debug, Default)]
 struct KeptLine {
     bytes: Vec<u8>,
@@ -95,7 +95,7 @@ impl KeptLine {
         is_panic(&String::from_utf8_lossy(&self.bytes))
     }
 
-    /// The line as text that can be shown anywhere; an ellipsis stands for its middle.
+    /// Returns the line as printable text; an ellipsis replaces its middle.
     fn text(&self) -> String {
         let at = self.bytes.len().saturating_sub(HALF);
         if !self.is_cut && at <= HALF {
@@ -105,7 +105,7 @@ impl KeptLine {
         let end = plain(tail);
         match tail.contains(&b'\r') {
             true => end,
-            // A character may have been cut.
+            // The cut may be within a character.
             false => format!(
                 "{}…{}",
                 plain(head).trim_end_matches('\u{fffd}'),

@@ -60,7 +60,7 @@ impl FailureRecord {
         key(self) == key(other) && self.first.last_words == other.first.last_words
     }
 
-    /// The rank's last lines, unless the failure `before` has shown them, and its log, indented.
+    /// Returns the rank's last lines, unless the failure `before` has shown them, and its log, indented.
     pub(crate) fn evidence(&self, before: Option<&Self>) -> String {
         let FirstFailure {
             last_words, log, ..
@@ -95,7 +95,7 @@ impl FailureRecord {
             } else {
                 format!("rank {} said", reported.rank)
             };
-            // The store has told that rank of the last lines, which stand below.
+            // That rank got the last lines from the store; they follow below.
             let words = last_words(&self.first.last_words);
             let said = reported.text.replace(&words, "").replace('\n', "\n    ");
             let _ = write!(text, "\n  {who}: {said}");

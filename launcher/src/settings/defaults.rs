@@ -1,4 +1,4 @@
-//! Variables that each rank gets where the user has not set them.
+//! Variables that each rank gets unless the user has set them.
 
 use std::ffi::OsString;
 
@@ -25,8 +25,8 @@ pub(crate) const DEFAULTS: [(&str, &str, &str); 5] = [
 
 const KEPT: &str = "default: ranks keep memory that they freed";
 
-/// The settings for each rank, less those that the user has set (`inherited` returns true). A single
-/// process gets them too: it gains as well, and what it takes can be compared with what two take.
+/// Returns the settings for each rank, except those that the user has set (`inherited` returns true). A single process
+/// gets them too: it gains as well, and its memory use stays comparable with that of two processes.
 pub(crate) fn settings(inherited: impl Fn(&str) -> bool) -> Vec<(&'static str, OsString)> {
     let chosen = DEFAULTS.iter().filter(|(name, ..)| !inherited(name));
     chosen

@@ -306,10 +306,10 @@ impl Options {
         self.nnodes.map_or(1, |hosts| hosts.most.get())
     }
 
-    /// Checks that no option is given that has no effect, because one that it belongs to was left out.
+    /// Checks that each given option has an effect, with the options that it depends on.
     ///
     /// # Errors
-    /// When there is one: the error names both.
+    /// When an option has none: the error names both.
     pub(crate) fn check_effects(&self) -> crate::error::Result<()> {
         let is_elastic = self.is_elastic();
         let idle = [

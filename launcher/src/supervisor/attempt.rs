@@ -37,10 +37,11 @@ pub(super) const STDERR_WITHIN: Duration = Duration::from_millis(50);
 /// little longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
-/// How long what the other ranks learn of a rank's error may be.
+/// The longest part of a rank's error that the other ranks get.
 const MAX_TOLD: usize = 1000;
 
-/// What the other ranks learn of the last lines of a rank: its error. Each of them repeats it, so it is one line.
+/// Returns the text about a rank's last lines that the other ranks get: its error. Each of them repeats it, so it is
+/// one line.
 pub(crate) fn last_words(lines: &[String]) -> String {
     headline(lines).map_or_else(String::new, |line| {
         format!("; its last words: {}", without_middle(line, MAX_TOLD))

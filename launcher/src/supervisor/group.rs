@@ -202,8 +202,8 @@ pub(crate) fn supervise(
     outcome
 }
 
-/// Sends a signal to a rank that the launcher has received and that does not ask it to end. As in a terminal, one that
-/// stops a job reaches what the rank has started, too.
+/// Forwards to a rank a signal that the launcher has received and that does not ask it to end. As in a terminal, one
+/// that stops a job reaches the rank's children, too.
 pub(crate) fn forward(process: &dyn RankProcess, signal: i32) {
     let Some(named) = Signal::from_named_raw(signal) else {
         return;

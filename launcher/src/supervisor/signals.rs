@@ -27,7 +27,7 @@ pub(crate) fn asks_to_end(signal: i32) -> bool {
     matches!(signal, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
 }
 
-/// Whether `signal` stops the job or continues it.
+/// Returns true if `signal` stops the job or continues it.
 pub(crate) fn is_job_control(signal: i32) -> bool {
     matches!(signal, SIGTSTP | SIGCONT)
 }
@@ -51,7 +51,7 @@ pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
 
 /// Receives signals on a thread of its own from now on, and sends them to `relay`.
 ///
-/// Where there is a shim, it alone stops for SIGTSTP: this process serves ranks and other hosts that would miss it.
+/// If there is a shim, it alone stops for SIGTSTP: this process serves ranks and other hosts that would miss it.
 ///
 /// # Errors
 /// When the handlers cannot be installed, or the thread cannot be started.
@@ -77,10 +77,10 @@ pub(crate) fn listen(relay: Relay, stopper: Stopper) -> Result<()> {
     Ok(())
 }
 
-/// What carries SIGTSTP out.
+/// The process that handles SIGTSTP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopper {
-    /// The shim stops itself, and tells this process to stop the ranks.
+    /// The shim stops itself, and asks this process to stop the ranks.
     Shim,
     /// The system stops this process.
     System,

@@ -22,8 +22,9 @@ pub(crate) struct StopWatch {
 }
 
 impl StopWatch {
-    /// Tells `output` once which ranks of `group` are stopped, when for `limit` none of this host has run. Where the shim is
-    /// stopped too, as by Ctrl-Z, the user knows it, and `store` judges no rank by its silence.
+    /// Reports to `output` once which ranks of `group` are stopped, after none of this host has run for `limit`. If the
+    /// shim is stopped too, as by Ctrl-Z, the user knows it, and `store` does not take the ranks' silence for a
+    /// failure.
     ///
     /// The job goes on: whoever has stopped them may continue them.
     pub(crate) fn over(

@@ -156,7 +156,7 @@ impl StoreHandle {
         }
     }
 
-    /// Judges no rank by its silence so far.
+    /// Forgives the silence of ranks so far.
     pub(crate) fn forgive_silence(&self) {
         if let Some(server) = self.0.upgrade() {
             server.forgive_silence();

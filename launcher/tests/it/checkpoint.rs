@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use crate::support::Folder;
 use accelerator_manifest::{Checkpoint, CheckpointKind, LoaderState, Metadata, Role};
 
-/// `checkpoints/a` with three checkpoints, the last one an emergency save.
+/// Makes `checkpoints/a` with three checkpoints, the last one an emergency save.
 fn runs(folder: &Folder) -> Vec<Checkpoint> {
     let checkpoints =
         accelerator_manifest::Folder::create(folder.path().join("checkpoints/a")).unwrap();
@@ -246,7 +246,7 @@ fn verify_names_every_defect() {
         .expect(1);
 }
 
-/// Damage and a disk that is away for a moment ask for different things.
+/// Damage and an unreachable disk need different remedies.
 #[test]
 fn what_cannot_be_read_is_not_called_broken() {
     use std::os::unix::fs::PermissionsExt;
@@ -274,14 +274,14 @@ fn what_cannot_be_read_is_not_called_broken() {
     });
 }
 
-/// Runs programs that may not read what they have no permission for, also if this is root: a thread gives up what it
-/// could pass on.
+/// Runs programs without the privileges of root, so that file permissions apply: a thread gives up the capabilities
+/// that it could pass on.
 fn without_privileges(work: impl FnOnce() + Send) {
     use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 
     let unprivileged = || {
         for capability in [CapabilitySet::DAC_OVERRIDE, CapabilitySet::DAC_READ_SEARCH] {
-            // Who is not root has none, and may remove none.
+            // A user other than root has none, and cannot remove any.
             let _ = remove_capability_from_bounding_set(capability);
         }
         work();
@@ -289,7 +289,7 @@ fn without_privileges(work: impl FnOnce() + Send) {
     std::thread::scope(|scope| scope.spawn(unprivileged).join().unwrap());
 }
 
-/// A copy that went wrong, or was put there: the manifest tells what a folder is.
+/// A failed copy, or one that was put there: the manifest identifies a checkpoint.
 #[test]
 fn a_checkpoint_in_a_checkpoint_is_not_taken_for_it() {
     let folder = Folder::new();

@@ -69,7 +69,7 @@ fn fail(failure: &str) {
     }
 }
 
-/// An error with what to do at its end.
+/// Returns an error with the remedy at its end.
 fn complaint() -> String {
     format!("no such file: {}; pass --data", "x".repeat(3000))
 }

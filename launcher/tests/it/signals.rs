@@ -11,10 +11,10 @@ use rustix::process::{Signal, kill_process_group};
 
 use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
 
-/// Set for the ranks that are this program: in which phase of theirs the job is stopped.
+/// Set for the ranks that run this program: the phase in which the job is stopped.
 const STOPPED: &str = "LAUNCHER_TEST_STOPPED";
 
-/// Works as a rank until the file `go` is there, and ends the process, where this is one.
+/// Works as a rank until the file `go` exists, and then exits, if this process is one.
 fn work_as_rank() {
     let Ok(phase) = std::env::var(STOPPED) else {
         return;
@@ -23,7 +23,7 @@ fn work_as_rank() {
     let has_pid = || {
         let line = format!("{}\n", std::process::id());
         let pids = File::options().create(true).append(true).open("pids");
-        // In one piece: the others write there, too.
+        // In one piece, since other ranks write there, too.
         pids.unwrap().write_all(line.as_bytes()).unwrap();
     };
     let may_go = || std::path::Path::new("go").exists();
@@ -48,7 +48,7 @@ fn work_as_rank() {
     std::process::exit(0);
 }
 
-/// Stops the job by SIGTSTP for longer than ranks may be silent, then continues it. It ends well.
+/// Stops the job by SIGTSTP for longer than ranks may be silent, and then continues it. It ends well.
 fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
     let folder = Folder::new();
     let mut command = folder.launcher();

@@ -22,7 +22,7 @@ pub(crate) fn open_terminal() -> (File, File) {
     (File::from(controller), terminal)
 }
 
-/// Runs `command` with both streams on a terminal, and gives what the terminal shows.
+/// Runs `command` with both streams on a terminal, and returns the terminal's output.
 fn on_terminal(mut command: Command) -> String {
     let (mut controller, terminal) = open_terminal();
     command

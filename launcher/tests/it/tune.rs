@@ -291,7 +291,7 @@ fn a_search_without_a_report_says_what_one_is() {
     );
 }
 
-/// Its output goes through a pipe, which Python by itself writes to in blocks: the report would come at the end.
+/// The output goes through a pipe, to which Python writes in blocks by default: the report would arrive at the end.
 #[test]
 fn a_program_of_python_is_read_while_it_runs() {
     let folder = Folder::new();
@@ -315,7 +315,7 @@ fn a_program_of_python_is_read_while_it_runs() {
         let journal = fs::read_to_string(folder.path().join("s/journal.jsonl")).ok()?;
         journal.contains("reported").then_some(())
     });
-    // It was stopped, or ends by this.
+    // The search stops it, or this file ends it.
     folder.write("late", "");
     run.end().expect(0);
 }
@@ -401,7 +401,7 @@ fn of_a_trial_of_several_processes_rank_0_reports() {
     let row = &rows("both")[0];
     assert_eq!(row["training_iteration"], 3, "{row}");
     assert_eq!((&row["loss"], &row["step"]), (&0.0.into(), &3.0.into()));
-    // That the reports are lost is no secret.
+    // The error says that the reports are lost.
     let output = tune("other", "[ $RANK = 0 ] || echo '{{\"loss\": 1}}'");
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let row = &rows("other")[0];

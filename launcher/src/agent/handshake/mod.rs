@@ -7,8 +7,8 @@
 //! head → host   JoinReply, mac("welcome", N, M, welcome)
 //! ```
 //!
-//! `mac` is the proof of the job's token; there is none where it is waived. Either side may refuse at its turn. What the
-//! other side says of that is shown only if it has proved the token; before, the words are this side's own.
+//! `mac` is the proof of the job's token; it is absent if the token is waived. Either side may refuse at its turn. This
+//! side shows the other's reason only if the other has proved the token; before, it shows a message of its own.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

@@ -102,7 +102,7 @@ fn another_version_is_named_on_both_sides() {
     );
 }
 
-/// Whoever listens there says what it likes.
+/// Any program that listens there can send any text.
 #[test]
 fn the_words_of_a_head_that_has_proved_nothing_are_not_shown() {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();

@@ -269,7 +269,7 @@ impl<'a> SshJob<'a> {
                 connection.split(' ').nth(at).map(str::to_owned)
             };
             let address = match (is_head_own, host.is_own) {
-                // The others are told the addresses that this host has for them, each by the way to it.
+                // The other hosts get the addresses of this host that lead to each of them.
                 (true, true) if number == 0 && !are_all_own => Some("::".to_owned()),
                 (true, true) => Some("127.0.0.1".to_owned()),
                 (true, false) => word(hello, 0),

@@ -20,7 +20,7 @@ use crate::agent::line::write_frame;
 /// The length of the largest order: the system allows an environment of a few MiB.
 pub(super) const MAX_ORDER: usize = 64 << 20;
 
-/// The length of the largest hello.
+/// The length of the longest hello.
 const MAX_HELLO: usize = 64 << 10;
 
 /// What a start-up file may print at most before the hello.
@@ -88,7 +88,7 @@ pub(super) fn send(output: &mut impl Write, message: &impl Serialize) -> io::Res
     write_frame(output, &serde_json::to_vec(message)?)
 }
 
-/// Reads a message of at most so many bytes.
+/// Reads a message of at most `most` bytes.
 pub(super) fn receive<M: DeserializeOwned>(input: &mut impl Read, most: usize) -> io::Result<M> {
     let mut header = [0; 4];
     input.read_exact(&mut header)?;

@@ -32,7 +32,7 @@ struct Row {
     path: PathBuf,
     /// Whether the manifest is good and all files are there in their lengths.
     whole: bool,
-    /// Whether a file could not be read, so that it may be whole all the same.
+    /// True if a file could not be read, so that the checkpoint may be whole.
     unreadable: bool,
     defects: Vec<String>,
     #[serde(flatten)]

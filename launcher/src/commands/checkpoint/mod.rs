@@ -77,7 +77,7 @@ fn find(path: &Path) -> Result<Place> {
     Place::open(path).map_err(|error| wrong_place(path, error))
 }
 
-/// The oldest first.
+/// Returns the checkpoints, oldest first.
 fn checkpoints_of(place: &Place) -> Result<Vec<Checkpoint>> {
     let checkpoints = place.checkpoints();
     checkpoints.map_err(|error| wrong_place(place.path(), error))
@@ -104,7 +104,7 @@ fn choose(place: &Place, which: Which) -> Result<Checkpoint> {
     })
 }
 
-/// One that cannot be read may be whole.
+/// Returns the newest whole checkpoint; an unreadable one may be whole, so it is an error.
 fn newest_whole(checkpoints: Vec<Checkpoint>) -> Result<Option<Checkpoint>> {
     for checkpoint in checkpoints.into_iter().rev() {
         let report = checkpoint.verify(VerifyLevel::Sizes);

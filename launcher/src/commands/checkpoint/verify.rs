@@ -49,7 +49,7 @@ struct VerifiedCheckpoint {
     number: u64,
     path: PathBuf,
     good: bool,
-    /// Whether a file could not be read, so that it may be good all the same.
+    /// True if a file could not be read, so that the checkpoint may be good.
     unreadable: bool,
     files: Option<usize>,
     bytes: Option<u64>,

@@ -13,10 +13,10 @@ use crate::event::Channel;
 use crate::supervisor::tool::{self, Stderr, ToolOutput};
 use crate::text::{host_name, needed_glibc, shell_line};
 
-/// Checks that the system finds the interpreter that the first line of a script names. Any other program passes.
+/// Checks that the system finds the interpreter in the first line of a script. Any other program passes.
 ///
 /// # Errors
-/// When it does not: the error says why, and what to do.
+/// When it does not: the error gives the reason and the remedy.
 pub(super) fn check_first_line(program: &Path) -> Result<()> {
     match unusable_first_line(program) {
         Some(why) => refused(program, &why),
@@ -69,7 +69,7 @@ fn refused(program: &Path, why: &str) -> Result<()> {
     )))
 }
 
-/// Why the system does not find the interpreter that the first line of a script names; `None` where it does, and for
+/// Returns why the system does not find the interpreter in the first line of a script; `None` if it does, and for
 /// anything but a script.
 fn unusable_first_line(program: &Path) -> Option<String> {
     let shown = shell_line(&[program.into()]);
@@ -90,7 +90,7 @@ fn unusable_first_line(program: &Path) -> Option<String> {
         .collect();
     let interpreter = Path::new(words.first()?);
     let is_env = interpreter.file_name().is_some_and(|name| name == "env");
-    // What another interpreter makes of an argument that ends so is its own affair.
+    // Another interpreter may accept an argument that ends so.
     if line.ends_with('\r') && (words.len() == 1 || words.len() == 2 && is_env) {
         return Some(format!(
             "its first line, `#!{}`, ends in a carriage return, as editors of Windows write it, and the system takes that \
@@ -106,7 +106,7 @@ fn unusable_first_line(program: &Path) -> Option<String> {
     })
 }
 
-/// More than the system reads of the first line of a script.
+/// More bytes than the system reads of the first line of a script.
 const LONGEST_FIRST_LINE: u64 = 4096;
 
 /// What to do where a program was linked for another system.

@@ -182,7 +182,7 @@ impl Garbage {
                             note(&format!("{path} stays: the run did not write it"));
                         }
                     }
-                    // It has been written since it was listed, or is another user's.
+                    // It has been written since it was listed, or belongs to another user.
                     Err(error) => {
                         is_complete = false;
                         note(&format!(

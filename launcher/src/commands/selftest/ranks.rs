@@ -262,7 +262,7 @@ fn is_of_a_launch(name: &OsString) -> bool {
 fn last_words(mut pipe: File) -> String {
     let mut last_lines = LastLines::default();
     let mut chunk = [0; 8 << 10];
-    // What was read before an error is all there is.
+    // After an error, only what was read before it counts.
     while let Ok(count @ 1..) = pipe.read(&mut chunk) {
         last_lines.feed(&chunk[..count]);
     }

@@ -271,7 +271,7 @@ fn restarts_that_another_host_asks_for_do_not_count() {
     ended.says("--max-restarts 7; what counts is the 2 of host 0");
 }
 
-/// As many idle connections as host 0 listens to at once, and more.
+/// More idle connections than host 0 admits at once.
 #[test]
 fn idle_connections_keep_no_host_out() {
     let hosts = Hosts::new(2);
@@ -289,7 +289,7 @@ fn idle_connections_keep_no_host_out() {
     drop((first, idle));
 }
 
-/// Sockets of IPv6 take no connection of IPv4 here, and can be bound to addresses of other hosts.
+/// Here, IPv6 sockets accept no IPv4 connection, and sockets can be bound to addresses of other hosts.
 #[test]
 fn hosts_meet_whatever_the_defaults_of_the_system_for_sockets_are() {
     let folder = Folder::new();
@@ -413,7 +413,7 @@ fn strangers_do_not_disturb_the_head() {
     let mut answer = Vec::new();
     newer.read_to_end(&mut answer).unwrap();
     let answer = String::from_utf8_lossy(&answer).into_owned();
-    // By which the other side sees that they do not fit.
+    // The field by which the other side sees that they do not fit.
     let own = format!("\"version\":\"{}\"", env!("CARGO_PKG_VERSION"));
     assert!(answer.contains(&own), "{answer}");
     hosts.start(1, &[], &["show.sh"]).end().expect(0);

@@ -59,7 +59,7 @@ fn one_command_runs_a_job_on_every_host_of_a_list() {
     assert_eq!(temporary_files(&folder), 0);
 }
 
-/// This machine is listed by an address of one network, and reached by the others in another one.
+/// The list has this machine's address in one network; other hosts reach it in another one.
 #[test]
 fn a_host_0_that_is_this_one_is_reached_in_every_network() {
     for hosts in [

@@ -167,7 +167,7 @@ fn gc_keeps_and_names_what_the_run_did_not_write() {
     assert_eq!(list, "no runs in runs\n");
 }
 
-/// Like a user, who answers when something else has happened.
+/// The test answers like a user, after other things have happened.
 #[test]
 fn gc_removes_what_it_has_shown_and_nothing_that_came_to_be_needed() {
     let folder = Folder::new();

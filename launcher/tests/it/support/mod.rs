@@ -52,12 +52,12 @@ impl Folder {
         String::from_utf8(fs::read(self.path().join(name)).unwrap_or_default()).unwrap()
     }
 
-    /// The launcher, to be started in this folder, with nothing in its environment that changes what it does.
+    /// Returns the launcher, to be started in this folder, without variables that change its behavior.
     pub(crate) fn launcher(&self) -> Command {
         self.prepared(Command::new(LAUNCHER))
     }
 
-    /// The same, started by a program with these arguments.
+    /// Returns the launcher, started by a program with these arguments.
     pub(crate) fn launcher_by(&self, program: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(program);
         command.args(arguments).arg(LAUNCHER);
@@ -73,7 +73,7 @@ impl Folder {
         }
     }
 
-    /// Starts `command` in this folder, with what programs need of the environment and nothing of a launch.
+    /// Prepares `command` to start in this folder, with the variables that programs need and none of a launch.
     pub(crate) fn prepared(&self, mut command: Command) -> Command {
         // Programs and libraries are found by these, and cargo by the last ones.
         let kept = [
