@@ -1,7 +1,7 @@
-//! Ports of loopback that tests rely on: one that a program listens at later, and one at which nobody listens.
+//! Ports of loopback that tests rely on: one on which a program listens later, and one on which nobody listens.
 //!
-//! A port that was bound, read and closed is neither: the system gives it to the next who asks for any. Tests of other
-//! packages include this file by its path.
+//! A port that was bound, read and closed is neither: the system gives it to the next program that asks for any. Tests
+//! of other packages include this file by its path.
 
 #![allow(dead_code, unreachable_pub, reason = "each program uses what it needs")]
 
@@ -10,16 +10,16 @@ use std::sync::Mutex;
 
 /// Reserves a port for a program that listens there later, until this process ends.
 ///
-/// It is below those that the system gives to outgoing connections and to who asks for any. Other tests pass over it,
-/// since a socket of UDP, whose ports are others, has its number.
+/// It is below the ports that the system gives to outgoing connections and to programs that ask for any. Other tests
+/// skip it, since a UDP socket holds the same number; UDP ports are separate from those of TCP.
 ///
 /// # Panics
 ///
-/// When loopback has none.
+/// If loopback has none.
 pub fn free_port() -> u16 {
     static RESERVED: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
     let mut reserved = RESERVED.lock().unwrap();
-    // Another place for each process, so that few numbers are tried.
+    // Each process starts at a different number, so that few are tried.
     let begin = std::process::id().wrapping_mul(97);
     let free = (0..PORTS).find_map(|next| {
         let port = FIRST_PORT + (begin.wrapping_add(next) % PORTS) as u16;
@@ -40,18 +40,18 @@ pub struct RefusingAddress {
 }
 
 impl RefusingAddress {
-    /// Takes one.
+    /// Takes such an address.
     ///
     /// # Panics
     ///
-    /// When loopback has none.
+    /// If loopback has none.
     pub fn take() -> Self {
         let far = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let near = TcpStream::connect(far.local_addr().unwrap()).unwrap();
         Self { near, _far: far }
     }
 
-    /// The address.
+    /// Returns the address.
     ///
     /// # Panics
     ///

@@ -71,7 +71,7 @@ impl TrainingOperator for LineOfRate {
     }
 }
 
-/// Four epochs, each with an evaluation. That of the untrained model is no iteration.
+/// Trains for four epochs, each with an evaluation. The evaluation of the untrained model is no iteration.
 fn train(session: &mut TrialSession, config: &accelerator::tune::Config) -> Result<(), BoxError> {
     let callback = TuneCallback::new(session);
     let arguments = TrainingArguments {

@@ -247,7 +247,7 @@ fn local_sgd() {
     learns("local_sgd", &args);
 }
 
-/// No example takes a flag that it does nothing with.
+/// No example accepts a flag that has no effect on it.
 #[test]
 fn flags_of_other_examples_are_refused() {
     let files = ["--metrics", "--save", "--save-initial", "--log-samples"];
