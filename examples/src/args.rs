@@ -61,7 +61,7 @@ pub struct MnistArgs {
     pub device: Option<DeviceName>,
 }
 
-/// What a training with a [`Reporter`](crate::Reporter) writes; nothing without a flag.
+/// The output of a training with a [`Reporter`](crate::Reporter); none without a flag.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ReportArgs {
     /// Write figures of each step and each epoch, and of a test, to this file, one JSON object a line
@@ -73,7 +73,7 @@ pub struct ReportArgs {
     pub save: Option<PathBuf>,
 }
 
-/// What a training writes to be compared with another one; nothing without a flag.
+/// The output by which one training is compared with another; none without a flag.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ComparisonArgs {
     /// Write the untrained model to this safetensors file
