@@ -87,7 +87,7 @@ impl PendingHandshakes {
         drop(map);
         if is_due {
             (self.tell)(&format!(
-                "{} connections at once have not said who they are, and the oldest are closed for new ones: something \
+                "{} connections at once have not proved who they are; the oldest are closed for new ones: something \
                  scans this port, or keeps it busy",
                 self.limit
             ));

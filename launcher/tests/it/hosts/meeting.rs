@@ -284,7 +284,7 @@ fn idle_connections_keep_no_host_out() {
     let other = hosts.start(1, &[], &["show.sh"]);
     let ended = end(vec![head, other]);
     assert_eq!(codes(&ended), [0, 0], "{ended:?}");
-    let line = "256 connections at once have not said who they are";
+    let line = "256 connections at once have not proved who they are";
     assert_eq!(ended[0].stderr.matches(line).count(), 1, "{ended:?}");
     drop((first, idle));
 }
