@@ -266,7 +266,7 @@ fn newest(
         return Err(Error::new(
             Kind::Checkpoint,
             format!(
-                "no checkpoint in `{}` is whole and fits, so training cannot go on: {}; restore one of them, or \
+                "no checkpoint in `{}` is whole and fits, so training cannot continue: {}; restore one of them, or \
                  move the folder away to start afresh",
                 path.display(),
                 passed_over.join("; ")
@@ -277,7 +277,7 @@ fn newest(
         return Err(Error::new(
             Kind::Checkpoint,
             format!(
-                "training cannot go on from `{}`: it has no manifest.json, as every checkpoint has; {NAMED_HINT}",
+                "training cannot continue from `{}`: it has no manifest.json, as every checkpoint has; {NAMED_HINT}",
                 path.display()
             ),
         ));
@@ -292,7 +292,7 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
         return Err(defect.error.clone().into());
     }
     if !report.is_good() {
-        let message = format!("training cannot go on from {report}; {NAMED_HINT}");
+        let message = format!("training cannot continue from {report}; {NAMED_HINT}");
         return Err(Error::new(Kind::Checkpoint, message));
     }
     Candidate::read(Source::Folder(Box::new(checkpoint)))
