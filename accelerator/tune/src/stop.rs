@@ -102,7 +102,7 @@ impl Stop {
         match std.filter(|std| !std.is_finite()) {
             None => Ok(()),
             Some(std) => Err(Error::misuse(format!(
-                "`stop.plateau.std` is {std}; it is a finite number"
+                "`stop.plateau.std` is {std}; it must be a finite number"
             ))),
         }
     }
@@ -248,7 +248,7 @@ impl TryFrom<Map<String, Value>> for Stop {
                 };
                 let threshold = threshold.ok_or_else(|| {
                     Error::misuse(format!(
-                        "`{metric}` is {value}; it is a number, a text such as \">= 0.99\" or \"<= 0.1\", or a list of these"
+                        "`{metric}` is {value}; use a number, a text such as \">= 0.99\" or \"<= 0.1\", or a list of these"
                     ))
                 })?;
                 stop.thresholds.push((metric.clone(), threshold));

@@ -86,13 +86,13 @@ impl Pbt {
         if !self.burn_in_period.is_finite() {
             let found = self.burn_in_period;
             return wrong(format!(
-                "`burn_in_period` is {found}; it is a finite number"
+                "`burn_in_period` is {found}; it must be a finite number"
             ));
         }
         let (up, down) = self.perturbation_factors;
         if !(up.is_finite() && down.is_finite()) {
             return wrong(format!(
-                "`perturbation_factors` are {up} and {down}; they are finite numbers"
+                "`perturbation_factors` are {up} and {down}; they must be finite numbers"
             ));
         }
         if !(0.0..=0.5).contains(&self.quantile_fraction) {

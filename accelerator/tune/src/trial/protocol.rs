@@ -157,7 +157,7 @@ pub(crate) fn greet(stream: &TcpStream, token: &Token) -> Option<(BufReader<TcpS
     send(stream, &challenge).ok()?;
     let Introduction { peer, proof } = receive(&mut unproved)?;
     if !token.accepts(PEER, &[&own, &nonce, peer.as_bytes()], &proof) {
-        tracing::warn!("a process connected that does not know the search's token; it is ignored");
+        tracing::warn!("ignored a process that connected and does not know the search's token");
         return None;
     }
     stream.set_read_timeout(None).ok()?;
@@ -174,7 +174,7 @@ pub(crate) fn connect(
     let until = Instant::now() + PendingHandshakes::TIMEOUT;
     loop {
         let stream = TcpStream::connect(address).map_err(|error| {
-            Error::connection(format!("the search is not reached at {address}: {error}"))
+            Error::connection(format!("cannot reach the search at {address}: {error}"))
                 .with_source(error)
         })?;
         match introduce(&stream, token, role, rank)? {
@@ -212,7 +212,7 @@ fn introduce(
     };
     if !token.accepts(SEARCH, &[&nonce, &own], &proof) {
         return Err(Error::connection(
-            "what answers at the search's address does not know its token: another process has taken its port",
+            "the process at the search's address does not know its token: it has taken the port of a search that ended",
         ));
     }
     let peer = Peer {
@@ -345,7 +345,7 @@ mod tests {
         let token = Token::generate().unwrap();
         let error = connect(address, &token, PeerRole::Agent, 0).unwrap_err();
         assert!(error.is_io() && !error.is_trial(), "{error:?}");
-        let expected = format!("is not reached at {address}");
+        let expected = format!("cannot reach the search at {address}");
         assert!(error.to_string().contains(&expected), "{error}");
     }
 

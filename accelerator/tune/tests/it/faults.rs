@@ -171,7 +171,7 @@ fn a_worker_whose_search_is_dead_does_not_become_a_search() {
     namespace.kill().unwrap();
     namespace.wait().unwrap();
     let log = fs::read_to_string(folder.path().join("logs/worker-00000.log")).unwrap();
-    assert!(log.contains("the search is not reached at"), "{log}");
+    assert!(log.contains("cannot reach the search at"), "{log}");
     let journal = fs::read_to_string(folder.path().join("journal.jsonl")).unwrap();
     assert!(!journal.contains("reported"), "{journal}");
 }
