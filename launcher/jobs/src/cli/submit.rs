@@ -145,7 +145,7 @@ impl SubmitArgs {
         };
         let one_a_gpu = || self.gpus.max(1).to_string();
         let nonce = token::nonce()
-            .map_err(|error| Error::system("there are no random bytes").with_source(error))?;
+            .map_err(|error| Error::system("the system has no random bytes").with_source(error))?;
         Ok(JobSpec {
             name: self.name.clone(),
             nonce,

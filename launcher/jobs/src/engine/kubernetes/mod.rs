@@ -192,5 +192,5 @@ impl Engine for KubernetesEngine {
 }
 
 fn new_token() -> Result<String> {
-    token::new().map_err(|error| Error::system("there are no random bytes").with_source(error))
+    token::new().map_err(|error| Error::system("the system has no random bytes").with_source(error))
 }

@@ -162,7 +162,7 @@ impl LocalRay {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(file),
             Err(Errno::WOULDBLOCK) => Err(Error::refused(
-                "another command starts or stops Ray on this host at this moment; try again when it has ended",
+                "another command is starting or stopping Ray on this host; try again when it has finished",
             )),
             Err(error) => Err(failed(error.into())),
         }
@@ -224,7 +224,11 @@ mod tests {
         let ray = LocalRay::of(folder.path().to_owned());
         let start = || ray.start(&["false".to_owned()]).unwrap_err().to_string();
         let lock = ray.lock().unwrap();
-        assert!(start().contains("another command starts"), "{}", start());
+        assert!(
+            start().contains("another command is starting"),
+            "{}",
+            start()
+        );
         drop(lock);
         assert!(start().contains("has not started"), "{}", start());
     }
