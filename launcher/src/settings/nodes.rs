@@ -68,8 +68,9 @@ pub(crate) fn resolve(
     lookup: impl Fn(&str) -> Option<String>,
 ) -> Result<(Options, Option<HostPlace>)> {
     let mut options = options.clone();
+    let given = options.nnodes;
     complete(&mut options, lookup)?;
-    let place = place(&options)?;
+    let place = place(&options, given)?;
     if let Some(per_host) = options.nproc_per_node {
         options.num_processes = Some(Processes::exactly(per_host.count(&options)?));
     }
@@ -138,13 +139,14 @@ fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> R
     Ok(())
 }
 
-fn place(options: &Options) -> Result<Option<HostPlace>> {
+/// The place of this host, where the user has given the number of hosts as `given`.
+fn place(options: &Options, given: Option<Processes>) -> Result<Option<HostPlace>> {
     let hosts = options.hosts();
     let host = options.node_rank;
     if let Some(host) = host.filter(|&host| host >= hosts) {
-        let give = match options.nnodes {
-            None => "give --nnodes, the number of hosts",
-            Some(_) => "hosts are numbered from 0",
+        let give = match given {
+            None if hosts == 1 => "give --nnodes, the number of hosts",
+            _ => "hosts are numbered from 0",
         };
         return Err(Error::usage(format!(
             "--node-rank {host} is no host of {hosts}: {give}"
@@ -158,7 +160,7 @@ fn place(options: &Options) -> Result<Option<HostPlace>> {
             (options.join_timeout.is_some(), "--join-timeout"),
         ];
         return match meant.into_iter().find(|(is_given, _)| *is_given) {
-            Some((_, option)) if options.nnodes.is_none() => Err(Error::usage(format!(
+            Some((_, option)) if given.is_none() => Err(Error::usage(format!(
                 "{option} is for a job on several hosts: give --nnodes, the number of hosts, or leave {option} out"
             ))),
             _ => Ok(None),
@@ -404,6 +406,18 @@ mod tests {
         }
         let alone = "PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=4 JOB_COMPLETION_INDEX=5";
         assert_eq!(under(&Options::default(), alone).unwrap().1, None);
+        for (node_rank, says) in [
+            (0, "--node-rank is for a job on several"),
+            (1, "1 is no host of 1: give --nnodes"),
+        ] {
+            let options = Options {
+                node_rank: Some(node_rank),
+                rdzv_endpoint: "h".parse().ok(),
+                ..Options::default()
+            };
+            let error = under(&options, alone).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
         let elastic = under(
             &Options::default(),
             "PET_NNODES=1:4 PET_NODE_RANK=0 PET_RDZV_ENDPOINT=h",
