@@ -1,7 +1,9 @@
 //! Whether a program runs on this host: what its file and the host's loader say, before any rank of the job starts.
 
+use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -39,7 +41,7 @@ pub(super) fn check(program: &Path, channel: &Channel) -> Result<()> {
         return refused(other);
     }
     if let Some(loader) = &elf.loader {
-        if !loader.exists() {
+        if is_missing(loader) {
             return refused(format!(
                 "it needs the loader {}, which is not there, as where the host has another C library; {REBUILD}",
                 loader.display()
@@ -82,28 +84,34 @@ fn unusable_first_line(program: &Path) -> Option<String> {
              sed -i '1s/^\\xef\\xbb\\xbf//' {shown}"
         ));
     }
-    let line = String::from_utf8_lossy(line.strip_prefix(b"#!")?);
-    let line = line.trim_end_matches('\n').trim_matches([' ', '\t']);
-    let words: Vec<&str> = line
-        .split([' ', '\t'])
+    let line = line.strip_prefix(b"#!")?;
+    let line = line.strip_suffix(b"\n").unwrap_or(line);
+    let words: Vec<&[u8]> = line
+        .split(|byte| b" \t".contains(byte))
         .filter(|word| !word.is_empty())
         .collect();
-    let interpreter = Path::new(words.first()?);
+    let interpreter = Path::new(OsStr::from_bytes(words.first()?));
     let is_env = interpreter.file_name().is_some_and(|name| name == "env");
     // Another interpreter may accept an argument that ends so.
-    if line.ends_with('\r') && (words.len() == 1 || words.len() == 2 && is_env) {
+    if words.last()?.ends_with(b"\r") && (words.len() == 1 || words.len() == 2 && is_env) {
         return Some(format!(
             "its first line, `#!{}`, ends in a carriage return, as editors of Windows write it, and the system takes that \
              for a part of the name; remove those of all lines: sed -i 's/\\r$//' {shown}",
-            line.trim_end()
+            text(line).trim()
         ));
     }
-    (!interpreter.exists()).then(|| {
+    is_missing(interpreter).then(|| {
         format!(
             "its first line names the interpreter {}, which is not there; install it there, or correct the line",
             interpreter.display()
         )
     })
+}
+
+/// Whether there is no such file. One that this user may not look at could be there.
+fn is_missing(path: &Path) -> bool {
+    path.metadata()
+        .is_err_and(|error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory))
 }
 
 /// More bytes than the system reads of the first line of a script.
@@ -244,8 +252,9 @@ impl Elf {
             match kind {
                 LOAD => elf.loaded.push((at, length)),
                 INTERP => {
-                    let name = text(&part(&file, at, length.min(4096))?);
-                    elf.loader = Some(PathBuf::from(name.trim_end_matches('\0')));
+                    let name = part(&file, at, length.min(4096))?;
+                    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+                    elf.loader = Some(PathBuf::from(OsStr::from_bytes(name)));
                 }
                 _ => {}
             }
@@ -403,8 +412,12 @@ mod tests {
             let why = check_first_line(&path).unwrap_err().to_string();
             assert!(why.contains(part), "{part}: {why}");
         }
+        let interpreter = folder.path().join(OsStr::from_bytes(b"sh\xe9"));
+        std::fs::write(&interpreter, "").unwrap();
+        let latin = [b"#!", interpreter.as_os_str().as_bytes(), b"\n"].concat();
         for text in [
-            &b"#!/bin/sh\nexit\r\n"[..],
+            &latin[..],
+            b"#!/bin/sh\nexit\r\n",
             b"#!/bin/sh -e\r\n",
             b"#!\n",
             b"echo",
