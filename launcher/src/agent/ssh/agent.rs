@@ -26,13 +26,17 @@ pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
         let _ = rustix::thread::set_name(c"accel-launch");
     }
     let lost = |error: io::Error| Error::system("the client is gone").with_source(error);
+    let no_port = |error| Error::system("no port is free").with_source(error);
+    // Kept until the order is there, which takes as long as the slowest host: nobody else may take the port meanwhile.
+    let port = listen_everywhere(0).map_err(no_port)?;
     let hello = AgentHello {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         connection: std::env::var("SSH_CONNECTION").ok(),
-        port: free_port().map_err(|error| Error::system("no port is free").with_source(error))?,
+        port: port.local_addr().map_err(no_port)?.port(),
     };
     greet(&mut io::stdout(), &hello).map_err(lost)?;
     let mut order: Order = receive(&mut io::stdin(), MAX_ORDER).map_err(lost)?;
+    drop(port);
     if !order.folder.is_dir() {
         return Err(Error::usage(format!(
             "there is no folder {} on this host: start accel-launch in a folder that all hosts have",
@@ -59,9 +63,4 @@ pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
             "this host has no /proc, which a launcher over SSH needs",
         )),
     }
-}
-
-/// A port that nobody listens on.
-fn free_port() -> io::Result<u16> {
-    Ok(listen_everywhere(0)?.local_addr()?.port())
 }
