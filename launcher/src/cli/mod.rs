@@ -186,8 +186,9 @@ that of a command, such as `env`, write `./env`.
 
 Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
 SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
-forwarded; Ctrl-Z (SIGTSTP) stops the ranks too, and `fg` continues them. Nothing that the ranks start outlives the job, daemons and `kill -9` of the
-launcher included.
+forwarded; Ctrl-Z (SIGTSTP) stops the ranks too, and `fg` continues them; without --hosts,
+a launcher other than that of host 0 stops those of its host alone. Nothing that the ranks
+start outlives the job, daemons and `kill -9` of the launcher included.
 
 Several hosts: with --hosts, over SSH; or start the same line on each, with a --node-rank of its own, and with the
 same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code

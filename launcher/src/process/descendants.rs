@@ -131,6 +131,20 @@ pub(crate) fn state_of(pid: i32) -> RunState {
     }
 }
 
+/// Whether no ancestor in this session is outside of this process's group: no shell waits for the group then, and the
+/// kernel discards its SIGTSTP, since nobody would continue it.
+pub(crate) fn is_in_orphaned_group() -> bool {
+    let group = rustix::process::getpgrp();
+    let mut ancestor = rustix::process::getppid();
+    while let Some(pid) = ancestor
+        && rustix::process::getpgid(Some(pid)) == Ok(group)
+    {
+        ancestor = read(pid.as_raw_pid()).and_then(|member| Pid::from_raw(member.parent));
+    }
+    let session = rustix::process::getsid(None);
+    !ancestor.is_some_and(|pid| rustix::process::getsid(Some(pid)) == session)
+}
+
 /// Whether no descendant seems to run: a quick check of the children only, without a walk over every
 /// process of the machine. What runs descends from a child that runs, since a zombie has no
 /// children; but the kernel may leave a child out while another is being reaped.

@@ -12,7 +12,7 @@ use crate::event::{Channel, Event};
 use crate::process::{End, RankProcess};
 use crate::supervisor::job::{Action, Cause, Job};
 use crate::supervisor::leftovers::{KillScope, LeftBehind, Remains, Swept, end_group};
-use crate::supervisor::signals::is_job_control;
+use crate::supervisor::signals::{is_job_control, is_suspended};
 
 /// Who ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,6 +137,7 @@ pub(crate) fn supervise(
     let mut job = Job::new(group.len(), grace);
     let mut drained = 0;
     let mut is_taken_over = false;
+    stop_if_suspended(group);
     while !job.is_over() && !is_taken_over {
         let deadlines = job.deadline().into_iter().chain(observer.deadline());
         let event = channel.next(deadlines.min());
@@ -211,6 +212,15 @@ pub(crate) fn forward(process: &dyn RankProcess, signal: i32) {
     match is_job_control(signal) {
         true => process.signal_group(named),
         false => process.signal(named),
+    }
+}
+
+/// Stops ranks that have just started, if the job was stopped before.
+pub(crate) fn stop_if_suspended(group: &[Box<dyn RankProcess>]) {
+    if is_suspended() {
+        group
+            .iter()
+            .for_each(|process| forward(&**process, signal::SIGTSTP));
     }
 }
 

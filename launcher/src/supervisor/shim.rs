@@ -81,12 +81,30 @@ pub(crate) fn run(
     }
     let forward = {
         let asked = Arc::clone(&asked);
-        move || {
-            for signal in signals.forever() {
+        let mut pass_on = move |received: &[i32]| {
+            for &signal in received {
                 asked.fetch_or(signals::asks_to_end(signal), Ordering::Relaxed);
                 // Signal numbers fit in a byte. A launcher that is gone needs none.
                 let _ = write_end.write_all(&[signal as u8]);
-                if signal == signal::SIGTSTP {
+            }
+        };
+        move || {
+            while !signals.handle().is_closed() {
+                // They come in the order of their numbers. As in the kernel, SIGCONT cancels a SIGTSTP, and nobody stops
+                // whom no shell would continue.
+                let mut received: Vec<i32> = signals.wait().collect();
+                let is_to_stop = received.contains(&signal::SIGTSTP)
+                    && !received.contains(&signal::SIGCONT)
+                    && !descendants::is_in_orphaned_group();
+                received.retain(|&signal| signal != signal::SIGTSTP || is_to_stop);
+                pass_on(&received);
+                if !is_to_stop {
+                    continue;
+                }
+                let mut late: Vec<i32> = signals.pending().collect();
+                late.retain(|&signal| signal != signal::SIGTSTP);
+                pass_on(&late);
+                if !late.contains(&signal::SIGCONT) {
                     // The shell waits for this process, and continues it.
                     let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
                 }

@@ -1,6 +1,7 @@
 //! The signals that the launcher receives, itself and through its shim.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -32,18 +33,24 @@ pub(crate) fn is_job_control(signal: i32) -> bool {
     matches!(signal, SIGTSTP | SIGCONT)
 }
 
+/// Whether the user has stopped the job, and not yet continued it. It is known before the signal is forwarded, and also
+/// while no attempt is under way.
+pub(crate) fn is_suspended() -> bool {
+    IS_SUSPENDED.load(Ordering::Acquire)
+}
+
+static IS_SUSPENDED: AtomicBool = AtomicBool::new(false);
+
 /// Installs handlers for the signals that concern a job, and for those of `more`.
 ///
-/// SIGHUP stays ignored where the launcher was started so (`nohup`).
+/// SIGHUP and SIGTSTP stay ignored if the launcher was started so (`nohup`).
 ///
 /// # Errors
 /// When the handlers cannot be installed.
 pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
-    let mut wanted = vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2];
+    let mut wanted = vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP];
     wanted.extend(more);
-    if !hangup_is_ignored() {
-        wanted.push(SIGHUP);
-    }
+    wanted.retain(|&signal| !matches!(signal, SIGHUP | SIGTSTP) || !is_ignored(signal));
     Signals::new(&wanted).map_err(|error| {
         Error::system("the signal handlers could not be installed").with_source(error)
     })
@@ -123,6 +130,9 @@ impl Relay {
     pub(crate) fn deliver(&self, signal: i32, path: Route) {
         let mut target = self.lock();
         if target.requests.counts(signal, path, Instant::now()) {
+            if is_job_control(signal) {
+                IS_SUSPENDED.store(signal == SIGTSTP, Ordering::Release);
+            }
             match asks_to_end(signal) {
                 true => target.ask(0, signal),
                 false => target.send(Event::ForwardSignal(signal)),
@@ -232,8 +242,8 @@ impl Requests {
     }
 }
 
-/// Read from `/proc/self/status`, where there is one.
-fn hangup_is_ignored() -> bool {
+/// Reads it from `/proc/self/status`, if there is one.
+fn is_ignored(signal: i32) -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else {
         return false;
     };
@@ -241,7 +251,7 @@ fn hangup_is_ignored() -> bool {
         .lines()
         .find_map(|line| line.strip_prefix("SigIgn:"))
         .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-        .is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
+        .is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 
 #[cfg(test)]

@@ -4,11 +4,10 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, getppid};
-
 use crate::output::Output;
 use crate::process::RankProcess;
 use crate::process::descendants::{RunState, state_of};
+use crate::supervisor::signals;
 use crate::supervisor::store::StoreHandle;
 use crate::text::list;
 
@@ -22,11 +21,11 @@ pub(crate) struct StopWatch {
 }
 
 impl StopWatch {
-    /// Reports to `output` once which ranks of `group` are stopped, after none of this host has run for `limit`. If the
-    /// shim is stopped too, as by Ctrl-Z, the user knows it, and `store` does not take the ranks' silence for a
+    /// Reports to `output` once which ranks of `group` are stopped, after none of this host has run for `limit`. If they
+    /// were stopped through the launcher, as by Ctrl-Z, the user knows it, and `store` does not take their silence for a
     /// failure.
     ///
-    /// The job goes on: whoever has stopped them may continue them.
+    /// The job continues: whoever has stopped them may continue them.
     pub(crate) fn over(
         group: &[Box<dyn RankProcess>],
         limit: Duration,
@@ -36,15 +35,13 @@ impl StopWatch {
         let ranks = group.iter().enumerate();
         let ranks = ranks.filter_map(|(rank, process)| Some((rank, process.local_pid()?)));
         let (ranks, output): (Vec<(usize, i32)>, _) = (ranks.collect(), output.clone());
-        let shim = getppid().map(Pid::as_raw_pid);
         let (running, ended) = mpsc::channel();
         let watch = move || {
             let mut since: Option<Instant> = None;
             let mut is_told = false;
             while ended.recv_timeout(LOOK_EVERY.min(limit / 4)) == Err(RecvTimeoutError::Timeout) {
                 let stopped = stopped(&ranks);
-                let is_on_purpose =
-                    !stopped.is_empty() && shim.map(state_of) == Some(RunState::Stopped);
+                let is_on_purpose = !stopped.is_empty() && signals::is_suspended();
                 if is_on_purpose && let Some(store) = &store {
                     store.forgive_silence();
                 }

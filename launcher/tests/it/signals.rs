@@ -57,12 +57,14 @@ fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", &format!("signals::{name}"), "--nocapture"])
         .env(STOPPED, phase)
-        .env("ACCEL_LIVENESS_TIMEOUT", "1")
+        .env("ACCEL_LIVENESS_TIMEOUT", "5")
         .process_group(0);
     let run = Run::start(command);
     let mut pids = folder.wait_for_lines("pids", 3);
-    // Those that meet have time to begin.
-    thread::sleep(Duration::from_millis(500));
+    wait_until("two ranks to connect", || {
+        let connected = pids.iter().filter(|pid| has_socket(pid));
+        (connected.count() >= 2).then_some(())
+    });
     pids.push(run.pid().as_raw_pid().to_string());
     signal(&run, Signal::TSTP);
     for pid in &pids {
@@ -70,7 +72,7 @@ fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
             is_stopped(pid).then_some(())
         });
     }
-    thread::sleep(Duration::from_secs(3));
+    thread::sleep(Duration::from_secs(7));
     signal(&run, Signal::CONT);
     for pid in &pids {
         wait_until(&format!("process {pid} to be continued"), || {
@@ -82,7 +84,13 @@ fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
     assert!(!ended.stderr.contains("kill -CONT"), "{ended:?}");
 }
 
-fn is_stopped(pid: &str) -> bool {
+fn has_socket(pid: &str) -> bool {
+    let files = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let mut targets = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
+    targets.any(|target| target.to_string_lossy().starts_with("socket:"))
+}
+
+pub(crate) fn is_stopped(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit_once(") ").unwrap().1.starts_with('T')
 }
@@ -102,6 +110,80 @@ fn a_job_stopped_while_its_ranks_meet_continues() {
     work_as_rank();
     let name = "a_job_stopped_while_its_ranks_meet_continues";
     stop_and_continue(name, "meeting", Run::signal);
+}
+
+/// Ranks that append a line to `got` for each SIGUSR1, and end when it has four.
+const COUNT_SIGNALS: &str = "trap 'echo usr >> got' USR1; echo $$ >> pids; \
+    while [ ! -e got ] || [ $(wc -l < got) -lt 4 ]; do sleep 0.02; done; exit 0";
+
+#[test]
+fn ranks_that_start_while_the_job_is_stopped_are_stopped_too() {
+    let folder = Folder::new();
+    let body = "echo $$ >> pids; [ $ACCEL_RESTART = 0 ] && exit 1; while [ ! -e go ]; do sleep 0.02; done; exit 0";
+    folder.script("job.sh", body);
+    let mut command = folder.launcher();
+    let restart = ["--max-restarts", "1", "--restart-delay", "3"];
+    command.args(restart).arg("job.sh").process_group(0);
+    let run = Run::start(command);
+    let first = folder.wait_for_lines("pids", 1);
+    wait_until_dead(&first[0]);
+    run.signal(Signal::TSTP);
+    let path = folder.path().canonicalize().unwrap();
+    // It is stopped before it tells its number.
+    wait_until("the second rank to be stopped", || {
+        let mut pids = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
+            let process = entry.ok()?.path();
+            let is_here = std::fs::read_link(process.join("cwd")).ok()? == path;
+            let environment = std::fs::read(process.join("environ")).ok()?;
+            let mut variables = environment.split(|byte| *byte == 0);
+            (is_here && variables.any(|variable| variable == b"ACCEL_RESTART=1"))
+                .then(|| process.file_name()?.to_str().map(str::to_owned))?
+        });
+        pids.any(|pid| is_stopped(&pid)).then_some(())
+    });
+    run.signal(Signal::CONT);
+    folder.write("go", "");
+    run.end().expect(0);
+}
+
+#[test]
+fn a_job_that_nobody_would_continue_does_not_stop() {
+    for (program, argument) in [("setsid", "--wait"), ("env", "--ignore-signal=TSTP")] {
+        let folder = Folder::new();
+        folder.script("job.sh", COUNT_SIGNALS);
+        let mut command = folder.launcher_by(program, &[argument]);
+        command.args(["-n", "2", "job.sh"]);
+        if program == "env" {
+            command.process_group(0);
+        }
+        let run = Run::start(command);
+        folder.wait_for_lines("pids", 2);
+        run.signal(Signal::TSTP);
+        // The first may overtake it, the second does not.
+        run.signal(Signal::USR1);
+        folder.wait_for_lines("got", 2);
+        run.signal(Signal::USR1);
+        run.end().expect(0);
+    }
+}
+
+#[test]
+fn a_job_that_is_continued_at_once_does_not_stay_stopped() {
+    let folder = Folder::new();
+    folder.script("job.sh", COUNT_SIGNALS);
+    let mut command = folder.launcher();
+    command.args(["-n", "2", "job.sh"]).process_group(0);
+    let run = Run::start(command);
+    folder.wait_for_lines("pids", 2);
+    for _ in 0..100 {
+        run.signal(Signal::TSTP);
+        run.signal(Signal::CONT);
+        thread::sleep(Duration::from_millis(10));
+    }
+    run.signal(Signal::USR1);
+    folder.wait_for_lines("got", 2);
+    run.signal(Signal::USR1);
+    run.end().expect(0);
 }
 
 fn start(folder: &Folder, body: &str, options: &[&str]) -> (Run, Vec<String>) {

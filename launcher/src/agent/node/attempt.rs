@@ -14,7 +14,7 @@ use crate::process::{End, RankProcess};
 use crate::report::KnownRank;
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
-use crate::supervisor::group::{forward, watch};
+use crate::supervisor::group::{forward, stop_if_suspended, watch};
 use crate::supervisor::leftovers::{KillScope, Remains, end_group};
 use crate::supervisor::shim::{self, KillOnDrop};
 use crate::supervisor::signals::is_job_control;
@@ -77,6 +77,7 @@ impl Agent<'_> {
         // Dropped before the ranks, it kills all at once, and not one after the other.
         let guard = KillOnDrop::new();
         ranks.start(program, &environment, channel)?;
+        stop_if_suspended(&ranks.group);
         let sweep = match ranks.run(channel)? {
             Ok(sweep) => sweep,
             Err(over) => return Ok(Some(over)),

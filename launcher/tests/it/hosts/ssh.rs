@@ -1,11 +1,15 @@
 //! Launchers that are started over SSH, by a program in its place that runs the command on this machine.
 
+use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 use accelerator_collective::rendezvous::Token;
 use rustix::process::Signal;
 
-use crate::support::{Folder, LONG_SLEEP, Run, wait_until_dead};
+use crate::signals::is_stopped;
+use crate::support::{Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
 
 /// A folder with a program `ssh`, and the launcher that finds it. Its host `down` is not reached, and the launcher does
 /// not run on `old`, and on `stuck` a start-up file waits. `poor` lacks a folder of libraries that the others have.
@@ -216,6 +220,34 @@ fn a_killed_client_takes_the_job_along_and_leaves_no_file() {
     run.signal(Signal::KILL);
     pids.iter().for_each(|pid| wait_until_dead(pid));
     assert_eq!(temporary_files(&folder), 0);
+}
+
+#[test]
+fn a_job_that_its_client_stops_is_stopped_on_purpose() {
+    let folder = Folder::new();
+    let script = folder.script(
+        "train.sh",
+        "echo $$ >> pids; while [ ! -e go ]; do sleep 0.02; done; exit 0",
+    );
+    let mut command = launcher(&folder, "u@a,u@b");
+    command
+        .env("ACCEL_LIVENESS_TIMEOUT", "2")
+        .arg(script)
+        .process_group(0);
+    let run = Run::start(command);
+    let mut pids = folder.wait_for_lines("pids", 2);
+    pids.push(run.pid().as_raw_pid().to_string());
+    run.signal(Signal::TSTP);
+    for pid in &pids {
+        wait_until(&format!("process {pid} to be stopped"), || {
+            is_stopped(pid).then_some(())
+        });
+    }
+    thread::sleep(Duration::from_secs(4));
+    run.signal(Signal::CONT);
+    folder.write("go", "");
+    let ended = run.end().expect(0);
+    assert!(!ended.stderr.contains("kill -CONT"), "{ended:?}");
 }
 
 #[test]
