@@ -83,7 +83,7 @@ impl Dump {
         let (program, output) = (jobs.folder().join("_dump"), jobs.folder().join("_output"));
         let names: Vec<_> = variables.iter().map(|(name, _)| name.as_str()).collect();
         let script = format!(
-            "#!/bin/bash\n{{ printf '%s\\0' \"$@\"; for name in {}; do printf '%s\\0' \"$name=${{!name-not set}}\"; done; }} >{}\n",
+            "#!/bin/bash\n[ -z \"${{ACCEL_JOBS_ENV+set}}\" ] || exit 9\n{{ printf '%s\\0' \"$@\"; for name in {}; do printf '%s\\0' \"$name=${{!name-not set}}\"; done; }} >{}\n",
             names.join(" "),
             output.display()
         );
@@ -254,8 +254,11 @@ fn by_the_pods_of_kubernetes() {
 /// runtime environment.
 const RAY: &str = r#"
 import importlib.util, json, os, re, sys, types
-for name, value in json.loads(os.environ.pop("ENV_VARS")).items():
-    os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+variables = json.loads(os.environ.pop("ENV_VARS"))
+def update_variables():
+    for name, value in variables.items():
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+update_variables()
 class Ref:
     def __init__(self, value): self.value = value
 class Call:
@@ -267,7 +270,9 @@ class Actor:
 class Remote:
     def __init__(self, of): self.of = of
     def options(self, **_): return self
-    def remote(self): return Actor(self.of())
+    def remote(self):
+        update_variables()
+        return Actor(self.of())
 def module(name, **values):
     sys.modules[name] = types.ModuleType(name)
     vars(sys.modules[name]).update(values)
@@ -294,6 +299,12 @@ fn by_the_driver_of_ray() {
     let text = dump.run(&["--engine", "ray", "--no-upload", "--dry-run"], &[]);
     let (_, request) = text.split_once("/api/jobs/\n").unwrap();
     let request: Value = serde_json::from_str(request).unwrap();
+    // Every user of the driver's host can read it.
+    let entrypoint = request["entrypoint"].as_str().unwrap();
+    for (name, value) in &dump.variables {
+        let is_word = dump.words.contains(value);
+        assert!(is_word || !entrypoint.contains(value.as_str()), "{name}");
+    }
     let folder = dump.jobs.folder();
     fs::write(folder.join("_ray.py"), RAY).unwrap();
     let python = format!(
@@ -303,7 +314,7 @@ fn by_the_driver_of_ray() {
     let commands = Commands::new(&[("python", &python)]);
     let log = fs::File::create(folder.join("_log")).unwrap();
     let done = Command::new("sh")
-        .args(["-c", request["entrypoint"].as_str().unwrap()])
+        .args(["-c", entrypoint])
         .env("PATH", commands.path())
         .env("ENV_VARS", request["runtime_env"]["env_vars"].to_string())
         .env(

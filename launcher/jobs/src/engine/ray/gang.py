@@ -1,7 +1,7 @@
 """The driver of a job on Ray: starts one agent (accel-launch) a node, in the bundles of a placement group.
 
 `accel-jobs submit --engine ray` puts this file into the package of a job, and starts it with what it has to do as its
-one argument (`gang.rs`). It prints what node 0 prints, and lines that begin with RS (as in JSON text sequences): one that
+one argument (`gang.rs`), and the variables of the ranks in ACCEL_JOBS_ENV. It prints what node 0 prints, and lines that begin with RS (as in JSON text sequences): one that
 begins a job, and those of other nodes. What it knows of the job it writes to a file beside Ray's log of it.
 """
 
@@ -46,6 +46,7 @@ class Agent:
         environment = dict(os.environ)
         # Ray's own number is that of one process; the agent has several.
         environment.pop("OMP_NUM_THREADS", None)
+        environment.pop("ACCEL_JOBS_ENV", None)  # Ray gives it to actors as well.
         environment.update({name: value.encode() for name, value in job["env"].items()})
         environment.update(PET_NODE_RANK=str(node), PET_RDZV_ENDPOINT=endpoint)
         # As bytes, whatever encoding this node's locale has.
@@ -354,6 +355,7 @@ def amounts(names, resources):
 
 def main():
     job = json.loads(os.fsencode(sys.argv[1]))
+    job["env"] = json.loads(os.environ.pop("ACCEL_JOBS_ENV"))
     ray.init(log_to_driver=False, logging_level="ERROR")
     # A job of the same name may have been before: Ray goes on with its log.
     job_id = ray.get_runtime_context().get_job_id()

@@ -1,7 +1,5 @@
 //! What the driver of a job is told, and what it says: the other side of `gang.py`.
 
-use std::collections::BTreeMap;
-
 use serde::{Deserialize, Serialize};
 
 use super::answers::RayJob;
@@ -12,15 +10,13 @@ use crate::spec::{JobSpec, RayPlacement};
 /// The driver.
 pub(super) const DRIVER: &str = include_str!("gang.py");
 
-/// What the driver is started with, as JSON in its one argument.
+/// What the driver is started with, as JSON in its one argument, which every user of its host can read.
 #[derive(Serialize)]
 pub(super) struct GangJob<'a> {
     name: &'a str,
     nodes: usize,
     /// The agent of a node. What begins with `./` is in the package.
     command: Vec<String>,
-    /// The variables of the ranks.
-    env: &'a BTreeMap<String, String>,
     /// What each node gives.
     bundle: Bundle,
     strategy: RayPlacement,
@@ -58,7 +54,6 @@ impl<'a> GangJob<'a> {
             name: spec.name.as_str(),
             nodes: spec.nodes.get(),
             command,
-            env: &spec.env,
             bundle: Bundle {
                 cpus,
                 gpus: Some(resources.gpus).filter(|gpus| *gpus > 0),

@@ -42,8 +42,13 @@ const STOP_WAIT: u64 = 60;
 /// How long the end of a job is waited for.
 const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
 const POLL: Duration = Duration::from_millis(500);
-/// The longest word with which Linux starts a program; Ray gives the entrypoint to a shell as one word.
-const LONGEST_ENTRYPOINT: usize = (128 << 10) - 1;
+/// Linux starts no program with a longer word or variable. Ray gives the entrypoint to a shell as one word, and the runtime
+/// environment to the driver as one variable.
+const LONGEST_WORD: usize = (128 << 10) - 1;
+/// What Ray adds to the runtime environment in that variable.
+const ADDED_BY_RAY: usize = 1 << 10;
+/// The variable that brings those of the ranks to the driver (`gang.py`).
+const RANK_VARIABLES: &str = "ACCEL_JOBS_ENV";
 /// In which Ray has noticed the end of a job.
 const WATCH: Duration = Duration::from_millis(2500);
 
@@ -64,27 +69,34 @@ impl RayEngine {
             return Err(Error::usage("--priority: Ray has no priorities"));
         }
         let job = GangJob::new(spec, &package.launcher, &package.program);
-        let job = serde_json::to_string(&job)
-            .map_err(|error| Error::system("cannot write JSON").with_source(error))?;
+        let failed = |error| Error::system("cannot write JSON").with_source(error);
+        let job = serde_json::to_string(&job).map_err(failed)?;
         let entrypoint = shell_line(&["python", "gang.py", &job]);
-        if entrypoint.len() > LONGEST_ENTRYPOINT {
-            return Err(Error::usage(format!(
-                "the program's arguments and variables are too long for Ray, which starts a job by one word of {} KiB at most; \
-                 put them into a file, and bring it along by --ray-include",
-                LONGEST_ENTRYPOINT >> 10
-            )));
-        }
-        // The driver passes the variables on: Ray replaces `$NAME` in those of `env_vars`. Ray's own must be there,
-        // though.
+        // Ray replaces `$NAME` in `env_vars`, so the driver hands the variables on. Ray's own have to be there by name.
         let mut env: BTreeMap<_, _> = spec.env.clone();
         env.retain(|name, _| name.starts_with("RAY_"));
         env.entry("RAY_JOB_STOP_WAIT_TIME_S".to_owned())
             .or_insert_with(|| STOP_WAIT.to_string());
+        let variables = serde_json::to_string(&spec.env).map_err(failed)?;
+        env.insert(RANK_VARIABLES.to_owned(), escaped(&variables));
+        let runtime_env = json!({"working_dir": package.uri(), "env_vars": env});
+        for (what, length) in [
+            ("arguments", entrypoint.len()),
+            ("variables", runtime_env.to_string().len() + ADDED_BY_RAY),
+        ] {
+            if length > LONGEST_WORD {
+                return Err(Error::usage(format!(
+                    "the program's {what} are too long for Ray, which gives them to a job as one text of {} KiB at most; \
+                     put them into a file, and bring it along by --ray-include",
+                    (LONGEST_WORD + 1) >> 10
+                )));
+            }
+        }
         Ok(json!({
             "entrypoint": entrypoint,
             "submission_id": spec.name,
             "metadata": {NONCE: spec.nonce},
-            "runtime_env": {"working_dir": package.uri(), "env_vars": env},
+            "runtime_env": runtime_env,
         }))
     }
 
@@ -141,6 +153,22 @@ impl RayEngine {
         }
         Ok(())
     }
+}
+
+/// The same JSON in ASCII and without `$`: Ray expands nothing in it, and every locale can hold it.
+fn escaped(json: &str) -> String {
+    let mut escaped = String::with_capacity(json.len());
+    for c in json.chars() {
+        if c.is_ascii() && c != '$' {
+            escaped.push(c);
+        } else {
+            // Such a character stands in a string.
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                escaped.push_str(&format!("\\u{unit:04x}"));
+            }
+        }
+    }
+    escaped
 }
 
 impl Engine for RayEngine {
@@ -321,7 +349,7 @@ mod tests {
         let request = RayEngine::request(&spec(), &package()).unwrap();
         let job = r#"{"name":"mnist","nodes":2,"command":["./accel-launch","--nnodes","2","--nproc-per-node","2","#
             .to_owned()
-            + r#""--max-restarts","3","--","./mnist","--text","it'\''s"],"env":{"A":"b c"},"bundle":{"CPU":2,"GPU":1,"memory":1073741824},"#
+            + r#""--max-restarts","3","--","./mnist","--text","it'\''s"],"bundle":{"CPU":2,"GPU":1,"memory":1073741824},"#
             + r#""strategy":"STRICT_SPREAD","max_restarts":3,"time_limit":90,"working_dir":null,"logdir":null}"#;
         assert_eq!(
             request,
@@ -331,10 +359,11 @@ mod tests {
                 "metadata": {"accel-jobs/nonce": "77"},
                 "runtime_env": {
                     "working_dir": "gcs://_ray_pkg_0.zip",
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
+                    "env_vars": {"ACCEL_JOBS_ENV": r#"{"A":"b c"}"#, "RAY_JOB_STOP_WAIT_TIME_S": "60"},
                 },
             })
         );
+        assert_eq!(escaped("$A é 𝄞"), r"\u0024A \u00e9 \ud834\udd1e");
         let urgent = JobSpec {
             priority: Some("high".to_owned()),
             ..spec()
@@ -342,9 +371,16 @@ mod tests {
         assert!(RayEngine::request(&urgent, &package()).is_err());
         let mut long = spec();
         long.env.insert("LONG".to_owned(), "x".repeat(100 << 10));
+        long.program.push("x".repeat(100 << 10));
         assert!(RayEngine::request(&long, &package()).is_ok());
+        let refusal = |spec: &JobSpec| {
+            let error = RayEngine::request(spec, &package()).unwrap_err();
+            error.to_string()
+        };
+        let mut more = long.clone();
+        more.env.insert("MORE".to_owned(), "x".repeat(30 << 10));
+        assert!(refusal(&more).contains("variables are too long for Ray"));
         long.program.push("x".repeat(30 << 10));
-        let error = RayEngine::request(&long, &package()).unwrap_err();
-        assert!(error.to_string().contains("too long for Ray"), "{error}");
+        assert!(refusal(&long).contains("arguments are too long for Ray"));
     }
 }
