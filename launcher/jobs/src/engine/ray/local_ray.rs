@@ -128,12 +128,14 @@ impl LocalRay {
     /// # Errors
     /// When none was started here, or it does not end.
     pub(crate) fn stop(&self) -> Result<String> {
-        let Some(process) = self.process() else {
-            return Err(Error::not_found(
-                "`accel-launch jobs ray start` has started no Ray on this host",
-            ));
-        };
+        let none =
+            || Error::not_found("`accel-launch jobs ray start` has started no Ray on this host");
+        // Without its folder there is no place for the lock.
+        if !self.folder.is_dir() {
+            return Err(none());
+        }
         let _lock = self.lock()?;
+        let process = self.process().ok_or_else(none)?;
         let deadline = Instant::now() + STOP_LIMIT;
         process.signal(Signal::TERM);
         while process.is_alive() {
@@ -219,18 +221,19 @@ mod tests {
     }
 
     #[test]
-    fn one_command_at_a_time_starts_it() {
+    fn one_command_at_a_time_starts_or_stops_it() {
         let folder = tempfile::tempdir().unwrap();
         let ray = LocalRay::of(folder.path().to_owned());
         let start = || ray.start(&["false".to_owned()]).unwrap_err().to_string();
         let lock = ray.lock().unwrap();
-        assert!(
-            start().contains("another command is starting"),
-            "{}",
-            start()
-        );
+        let stop = || ray.stop().unwrap_err();
+        assert!(start().contains("another command starts"), "{}", start());
+        assert!(stop().to_string().contains("another command starts"));
         drop(lock);
         assert!(start().contains("has not started"), "{}", start());
+        assert!(stop().is_not_found());
+        drop(folder);
+        assert!(stop().is_not_found());
     }
 
     #[test]
