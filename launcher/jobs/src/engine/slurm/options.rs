@@ -43,7 +43,7 @@ const REFUSED_VARIABLES: [(&str, &str); 4] = [
 ];
 
 /// Short options that take no value, so that another may follow in the same word.
-const WITHOUT_VALUE: &str = "HIOVhksuvx";
+const WITHOUT_VALUE: &str = "HIOVhksuv";
 
 /// Returns the options of sbatch: those that follow from the options of all engines, and then those of --sbatch-arg,
 /// which may override them.
@@ -201,6 +201,7 @@ mod tests {
             "--exclusive",
             "-H",
             "-pgpu",
+            "-xnode7",
             "--begin=now+1",
             "--time=1",
             "--comment=-o /x",
