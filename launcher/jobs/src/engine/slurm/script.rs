@@ -30,14 +30,19 @@ const BROADCAST_TIMEOUT: u64 = 60;
 pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
 pub(super) const COPIED_PROGRAM: &str = "program";
 
-/// Variables that bash reserves for itself, and does not pass on unchanged.
-const OF_BASH: [&str; 33] = [
-    "_",
+/// Variables that bash has for itself, and does not pass on as they are given.
+const OF_BASH: [&str; 39] = [
     "BASH",
     "BASHOPTS",
     "BASHPID",
+    "BASH_ALIASES",
+    "BASH_ARGC",
+    "BASH_ARGV",
     "BASH_ARGV0",
+    "BASH_CMDS",
     "BASH_COMMAND",
+    "BASH_LINENO",
+    "BASH_SOURCE",
     "BASH_SUBSHELL",
     "BASH_VERSINFO",
     "BASH_VERSION",
@@ -65,6 +70,7 @@ const OF_BASH: [&str; 33] = [
     "SHLVL",
     "SRANDOM",
     "UID",
+    "_",
 ];
 
 /// The two files that every node runs.
@@ -290,6 +296,7 @@ fi
 mod tests {
     use std::collections::BTreeMap;
     use std::num::NonZeroUsize;
+    use std::process::Command;
     use std::time::Duration;
 
     use super::*;
@@ -391,5 +398,27 @@ mod tests {
                 .to_string()
                 .contains("--env UID")
         );
+    }
+
+    #[test]
+    fn variables_that_bash_does_not_pass_on_are_refused() {
+        let run = |script: &str| {
+            let mut bash = Command::new("bash");
+            bash.args(["--noprofile", "--norc", "-c", script])
+                .env_clear();
+            bash.output()
+        };
+        let known = match run("compgen -v") {
+            Ok(known) => String::from_utf8(known.stdout).unwrap(),
+            Err(error) => return println!("skipped, since bash does not start: {error}"),
+        };
+        assert!(known.contains("BASH_VERSION"), "{known}");
+        for name in known.lines() {
+            // As the script of a job exports it.
+            let shown = run(&format!("(export {name}=given; exec /usr/bin/env)")).unwrap();
+            let shown = String::from_utf8(shown.stdout).unwrap();
+            let arrives = shown.lines().any(|line| line == format!("{name}=given"));
+            assert!(arrives || OF_BASH.contains(&name), "{name}");
+        }
     }
 }
