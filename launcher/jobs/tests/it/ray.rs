@@ -41,6 +41,13 @@ impl Dashboard {
         self.jobs.lock().unwrap().insert(name.to_owned(), other);
     }
 
+    /// Puts the entry in its place that Ray makes of a job which it does not find any more.
+    fn lose(&self, name: &str) {
+        let made =
+            json!({"status": "FAILED", "entrypoint": "Entrypoint not found.", "metadata": null});
+        self.jobs.lock().unwrap().insert(name.to_owned(), made);
+    }
+
     fn set_status(&self, name: &str, status: &str) {
         self.jobs.lock().unwrap().get_mut(name).unwrap()["status"] = status.into();
     }
@@ -183,4 +190,13 @@ fn a_job_that_has_ended_by_itself_is_removed_from_ray() {
         assert!(jobs.ok(&["stop", "a"]).contains("had ended as SUCCEEDED"));
         assert_eq!(dashboard.jobs.lock().unwrap().contains_key("a"), other);
     }
+}
+
+/// A stop was interrupted before Ray had noticed the end.
+#[test]
+fn what_an_interrupted_stop_has_left_is_removed_by_the_next() {
+    let (jobs, dashboard) = submitted("a");
+    dashboard.lose("a");
+    jobs.ok(&["stop", "a"]);
+    assert!(dashboard.jobs.lock().unwrap().is_empty());
 }

@@ -102,8 +102,12 @@ impl RayEngine {
 
     /// Returns exactly this job. Its name is its id at Ray, where another user may have a job with that name.
     fn job(&self, spec: &JobSpec) -> Result<RayJob> {
+        self.same(spec, self.client.job(spec.name.as_str())?)
+    }
+
+    /// The answer, unless it is of another job.
+    fn same(&self, spec: &JobSpec, answer: RayJob) -> Result<RayJob> {
         let name = &spec.name;
-        let answer = self.client.job(name.as_str())?;
         match answer.is_of(spec) {
             true => Ok(answer),
             false => Err(Error::not_found(format!(
@@ -116,7 +120,9 @@ impl RayEngine {
     /// Ends a job, if it exists.
     fn end(&self, spec: &JobSpec) -> Result<()> {
         let name = spec.name.as_str();
-        if !self.job(spec)?.status.is_final() {
+        let answer = self.client.job(name)?;
+        // A stop that was interrupted may have left an entry that is nobody's.
+        if !answer.is_made_of_nothing() && !self.same(spec, answer)?.status.is_final() {
             self.client.stop(name)?;
             self.wait_for_end(spec)?;
         }
