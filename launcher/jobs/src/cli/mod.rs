@@ -140,21 +140,29 @@ impl JobsLocation {
         let records = self.records()?;
         let record = records.read(name)?;
         check_submitted(&record)?;
-        let address = self.address.or(&record.spec.address);
-        let engine = connect(record.spec.engine, &address)?;
+        let engine = self.engine_of(&record)?;
         Ok((records, record, engine))
+    }
+
+    /// The engine of a job.
+    fn engine_of(&self, record: &JobRecord) -> Result<Box<dyn Engine>> {
+        connect(record.spec.engine, &self.address.or(&record.spec.address))
     }
 }
 
-/// Refuses to ask an engine for a job by its name alone, which may be another's.
+/// Refuses to ask an engine for a job whose submission it has not answered.
 fn check_submitted(record: &JobRecord) -> Result<()> {
     if !record.is_half_submitted() {
         return Ok(());
     }
     let name = &record.spec.name;
+    let frees = match record.spec.engine.keeps_nonce() {
+        true => "ends it, and frees the name",
+        false => "frees the name here",
+    };
     Err(Error::not_found(format!(
         "the submission of job {name} was interrupted, and whether {0} has it is not known: look for a job {name} there{1}; \
-         `accel-launch jobs stop {name} --forget` frees the name here",
+         `accel-launch jobs stop {name} --forget` {frees}",
         record.spec.engine,
         record.spec.engine.how_to_look(name),
     )))

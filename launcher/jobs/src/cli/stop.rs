@@ -80,20 +80,19 @@ fn had_ended(details: &JobDetails) -> String {
     )
 }
 
-/// Ends a job, and removes its record. What was never submitted whole is removed here alone.
+/// Ends a job, and removes its record. What was not submitted whole is ended where the engine keeps its nonce; elsewhere
+/// another's job may have its name.
 fn forget(name: &JobName, location: &JobsLocation) -> Result<String> {
     let records = location.records()?;
     let folder = records.job_folder(name);
     match records.read(name) {
-        // Another's job may have its name, so nothing is removed from the engine.
-        Ok(record) if record.is_half_submitted() => {
+        Ok(record) if record.is_half_submitted() && !record.spec.engine.keeps_nonce() => {
             records.remove(&record)?;
             Ok("forgotten".to_owned())
         }
         Ok(record) => {
             if !record.is_over() {
-                let (_, record, engine) = location.job(name)?;
-                engine.stop(&record, &folder)?;
+                location.engine_of(&record)?.stop(&record, &folder)?;
             }
             records.remove(&record)?;
             Ok("stopped".to_owned())

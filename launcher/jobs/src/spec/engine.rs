@@ -40,6 +40,19 @@ impl EngineKind {
         }
     }
 
+    /// Whether the engine keeps the nonce of a job, so that the job is known before the engine has told what it calls it.
+    pub(crate) fn keeps_nonce(self) -> bool {
+        match self {
+            Self::Local => false,
+            #[cfg(feature = "slurm")]
+            Self::Slurm => false,
+            #[cfg(feature = "kubernetes")]
+            Self::Kubernetes => true,
+            #[cfg(feature = "ray")]
+            Self::Ray => true,
+        }
+    }
+
     /// The engine's own command that shows a job of this name, for a sentence that may end without one.
     pub(crate) fn how_to_look(self, name: &JobName) -> String {
         // Not every engine's command has it.

@@ -1,6 +1,7 @@
 //! The engine Ray, with a server in place of its dashboard.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -199,4 +200,22 @@ fn what_an_interrupted_stop_has_left_is_removed_by_the_next() {
     dashboard.lose("a");
     jobs.ok(&["stop", "a"]);
     assert!(dashboard.jobs.lock().unwrap().is_empty());
+}
+
+/// The command that submitted it was killed before Ray had answered.
+#[test]
+fn a_job_that_was_half_submitted_is_ended_when_it_is_forgotten() {
+    for other in [false, true] {
+        let (jobs, dashboard) = submitted("a");
+        let path = jobs.folder().join("a/job.json");
+        let mut record: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        record["id"] = "".into();
+        fs::write(&path, record.to_string()).unwrap();
+        if other {
+            dashboard.replace("a");
+        }
+        jobs.refused(&["stop", "a"], 1, "--forget` ends it, and frees the name");
+        assert_eq!(jobs.ok(&["stop", "--forget", "a"]), "job a stopped\n");
+        assert_eq!(dashboard.jobs.lock().unwrap().contains_key("a"), other);
+    }
 }
