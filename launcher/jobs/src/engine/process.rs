@@ -2,17 +2,17 @@
 
 use std::fs;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-/// A process, identified by its number, the time of its start, and the boot of its machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A process, told from others with the same number by the time of its start, and by when its machine was started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::engine) struct ProcessIdentity {
     pub(in crate::engine) pid: i32,
     /// Clock ticks since the machine was started.
     start_time: u64,
-    /// The beginning of the random id that Linux gives to each boot.
-    boot: u64,
+    /// What Linux calls this start of the machine, if it says so.
+    boot: Option<String>,
 }
 
 impl ProcessIdentity {
@@ -30,30 +30,39 @@ impl ProcessIdentity {
     }
 
     /// Whether it has not ended.
-    pub(in crate::engine) fn is_alive(self) -> bool {
-        Self::of(self.pid) == Some(self)
+    pub(in crate::engine) fn is_alive(&self) -> bool {
+        Self::of(self.pid).as_ref() == Some(self)
     }
 
     /// Sends it a signal; one that has ended is left alone.
-    pub(in crate::engine) fn signal(self, signal: Signal) {
-        if self.is_alive()
-            && let Some(pid) = Pid::from_raw(self.pid)
-        {
-            // It may have ended meanwhile.
-            let _ = kill_process(pid, signal);
+    pub(in crate::engine) fn signal(&self, signal: Signal) {
+        let Some(pid) = Pid::from_raw(self.pid) else {
+            return;
+        };
+        // Held before the check, so that the process which is checked is the one that gets the signal.
+        let held = pidfd_open(pid, PidfdFlags::empty());
+        if !self.is_alive() {
+            return;
         }
+        // It may have ended meanwhile.
+        let _ = match held {
+            Ok(process) => pidfd_send_signal(process, signal),
+            // Some sandboxes have no such descriptors.
+            Err(_) => kill_process(pid, signal),
+        };
     }
 }
 
-/// Returns the boot id; 0 if the system has none.
-fn boot() -> u64 {
-    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits: String = id.chars().filter(|c| *c != '-').take(16).collect();
-    u64::from_str_radix(&digits, 16).unwrap_or(0)
+fn boot() -> Option<String> {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(id.trim().to_owned())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
     use super::*;
 
     #[test]
@@ -61,10 +70,27 @@ mod tests {
         let pid = i32::try_from(std::process::id()).unwrap();
         let this = ProcessIdentity::of(pid).unwrap();
         assert!(this.is_alive());
+        let id = this.boot.clone().unwrap();
+        for boot in [None, Some("0".to_owned()), Some(id.replace('-', ""))] {
+            let before = ProcessIdentity {
+                boot,
+                ..this.clone()
+            };
+            assert!(!before.is_alive());
+        }
+    }
+
+    #[test]
+    fn only_the_very_process_gets_a_signal() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let this = ProcessIdentity::of(pid).unwrap();
         let before = ProcessIdentity {
-            boot: this.boot.wrapping_add(1),
-            ..this
+            start_time: this.start_time - 1,
+            ..this.clone()
         };
-        assert!(!before.is_alive());
+        before.signal(Signal::KILL);
+        this.signal(Signal::TERM);
+        assert_eq!(child.wait().unwrap().signal(), Some(15));
     }
 }

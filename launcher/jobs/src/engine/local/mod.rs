@@ -185,8 +185,10 @@ impl Engine for LocalEngine {
         while look()? {
             let supervisor = LocalState::supervisor(folder);
             if signalled != supervisor {
-                supervisor.inspect(|supervisor| supervisor.signal(Signal::TERM));
-                signalled = supervisor;
+                if let Some(supervisor) = &supervisor {
+                    supervisor.signal(Signal::TERM);
+                }
+                signalled.clone_from(&supervisor);
             }
             if Instant::now() > deadline {
                 let process =

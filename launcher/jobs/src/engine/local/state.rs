@@ -76,14 +76,14 @@ impl LocalState {
     }
 
     /// The lock of a job's supervisor, with its process in it; `None` where another one holds it.
-    pub(super) fn lock(folder: &Path, supervisor: ProcessIdentity) -> io::Result<Option<File>> {
+    pub(super) fn lock(folder: &Path, supervisor: &ProcessIdentity) -> io::Result<Option<File>> {
         let path = folder.join(LOCK);
         let file = File::options().create(true).append(true).open(path)?;
         if !try_lock(&file, FlockOperation::NonBlockingLockExclusive)? {
             return Ok(None);
         }
         file.set_len(0)?;
-        serde_json::to_writer(&file, &supervisor)?;
+        serde_json::to_writer(&file, supervisor)?;
         Ok(Some(file))
     }
 
@@ -105,7 +105,11 @@ impl LocalState {
 
     /// Ends agents whose supervisor is gone.
     pub(super) fn end_agents(&self, deadline: Instant) {
-        let agents: Vec<_> = self.nodes.iter().filter_map(|node| node.agent).collect();
+        let agents: Vec<_> = self
+            .nodes
+            .iter()
+            .filter_map(|node| node.agent.as_ref())
+            .collect();
         for agent in &agents {
             agent.signal(Signal::TERM);
         }

@@ -46,7 +46,7 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
         .and_then(ProcessIdentity::of);
     let supervisor = supervisor
         .ok_or_else(|| Error::system("/proc does not show this process; it has to be mounted"))?;
-    let lock = LocalState::lock(folder, supervisor).map_err(failed("cannot be locked"))?;
+    let lock = LocalState::lock(folder, &supervisor).map_err(failed("cannot be locked"))?;
     if lock.is_none() {
         return Err(Error::refused(format!(
             "{} has a supervisor already",
