@@ -109,7 +109,7 @@ pub(crate) fn save_emergency<K>(
     let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency, WriterRole::This);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
-    let draft = write::begin(settings, context)?;
+    let draft = write::begin(settings, context, SnapshotMode::Emergency)?;
     let job = job(context, SnapshotMode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
 }
@@ -121,7 +121,7 @@ fn prepare_draft<K>(
     settings: &Checkpoints,
     parts: impl Save<K>,
 ) -> Result<(Option<Draft>, TakenSnapshot)> {
-    let begin = || write::begin(settings, context);
+    let begin = || write::begin(settings, context, SnapshotMode::Regular);
     prepare(context, settings.path(), parts, begin)
 }
 

@@ -1,7 +1,10 @@
 use core::fmt;
 use core::num::NonZeroUsize;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use accelerator_track::Runs;
 
 use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
@@ -99,7 +102,8 @@ impl Checkpoints {
     /// How many checkpoints are kept, at least 1: when a new one is complete, the oldest are
     /// removed. Those that lack a file, or have one of another size, neither count nor are removed.
     /// No contents are read: one whose bytes changed in place counts, and is removed when it is the
-    /// oldest. Default: all.
+    /// oldest. Those of an [emergency](crate::Accelerator::save_emergency) do not count, and are removed once so many
+    /// others are newer. Default: all.
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -143,23 +147,29 @@ impl Checkpoints {
         self
     }
 
-    /// Returns true if the limit must not remove that checkpoint of the folder.
-    pub(super) fn is_protected(&self, checkpoint: &Path) -> bool {
-        let Ok(checkpoint) = checkpoint.canonicalize() else {
-            return false;
+    /// Whether the limit leaves that checkpoint of the folder alone.
+    pub(super) fn is_protected(&self, checkpoint: &Path) -> Result<bool> {
+        let Some(checkpoint) = resolved(checkpoint)? else {
+            return Ok(false);
         };
-        let is_it = |path: &PathBuf| path.canonicalize().is_ok_and(|path| path == checkpoint);
-        self.protected.iter().any(is_it)
+        for path in &self.protected {
+            if resolved(path)?.is_some_and(|path| path == checkpoint) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
-    /// Returns true if that path leads into the folder, even if nothing is there any more.
-    pub(crate) fn holds(&self, path: &Path) -> bool {
-        let resolved = |folder: &Path| match folder.as_os_str().is_empty() {
-            true => Path::new(".").canonicalize().ok(),
-            false => folder.canonicalize().ok(),
+    /// Whether that path leads into the folder: what it names there may be gone.
+    pub(crate) fn holds(&self, path: &Path) -> Result<bool> {
+        let Some(parent) = path.parent() else {
+            return Ok(false);
         };
-        let parent = path.parent().and_then(resolved);
-        parent.is_some() && parent == resolved(&self.path)
+        match (resolved(parent)?, resolved(&self.path)?) {
+            (Some(parent), Some(folder)) => Ok(parent == folder),
+            // A folder that is not there yet is known by its name alone.
+            _ => Ok(absolute(parent)? == absolute(&self.path)?),
+        }
     }
 
     /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools
@@ -255,11 +265,26 @@ impl Checkpoints {
     /// Checks, before a save begins, that it can honor the settings.
     pub(super) fn check(&self) -> Result<()> {
         self.limit()?;
-        match self.protected.iter().find(|path| !self.holds(path)) {
-            None => Ok(()),
-            Some(stranger) => Err(Error::config(format!(
-                "with_protected: `{}` is not in `{}`, the folder of the checkpoints: protect those that were saved there",
-                stranger.display(),
+        for path in &self.protected {
+            if !self.holds(path)? {
+                return Err(Error::config(format!(
+                    "with_protected: `{}` is not in `{}`, the folder of the checkpoints: protect those that were saved \
+                     there",
+                    path.display(),
+                    self.path.display()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses the folder of a tracked run, whose files are not a checkpoint's.
+    pub(super) fn check_folder(&self) -> Result<()> {
+        match Runs::is_run(&self.path) {
+            false => Ok(()),
+            true => Err(Error::misuse(format!(
+                "`{}` is the folder of a tracked run; keep checkpoints in another one, such as `checkpoints/NAME`, and \
+                 move those that are here there",
                 self.path.display()
             ))),
         }
@@ -342,6 +367,29 @@ impl Resumed {
 impl From<&Self> for Checkpoints {
     fn from(checkpoints: &Self) -> Self {
         checkpoints.clone()
+    }
+}
+
+/// Where a path leads; `None` if nothing is there.
+fn resolved(path: &Path) -> Result<Option<PathBuf>> {
+    let path = named(path);
+    match path.canonicalize() {
+        Ok(resolved) => Ok(Some(resolved)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("find", path, error)),
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    let path = named(path);
+    std::path::absolute(path).map_err(|error| Error::io("find", path, error))
+}
+
+/// The parent of a bare name is the current folder.
+fn named(path: &Path) -> &Path {
+    match path.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => path,
     }
 }
 

@@ -9,7 +9,7 @@ use accelerator_collective::Activity;
 use accelerator_manifest::{
     self as manifest, CheckpointKind, FileName, Folder, Metadata, Role, VerifyLevel,
 };
-use accelerator_track::{RunMark, Runs};
+use accelerator_track::RunMark;
 
 use super::checkpoint_context::CheckpointContext;
 use super::saved::Saved;
@@ -18,6 +18,7 @@ use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::source::{LiveState, MODEL, model_file};
 use super::state_file::{HookState, Names, StateFile, encode};
 use crate::core::error::{Error, Result};
+use crate::core::user_message;
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
@@ -37,21 +38,29 @@ pub(super) struct JobInfo {
     pub(super) world_size: NonZeroUsize,
 }
 
-/// Opens the folder and begins a checkpoint in it.
+/// Opens the folder and begins a checkpoint in it. The last state, which an emergency saves, is not lost for settings
+/// that do not concern it.
 pub(super) fn begin(
     settings: &Checkpoints,
     context: &CheckpointContext,
+    mode: SnapshotMode,
 ) -> Result<manifest::Draft> {
-    settings.check()?;
-    if settings.path().join("manifest.json").exists() {
+    match mode {
+        SnapshotMode::Regular => {
+            settings.check()?;
+            settings.check_folder()?;
+        }
+        SnapshotMode::Emergency => {
+            if let Err(error) = settings.check_folder() {
+                user_message::warn(&error.to_string());
+            }
+        }
+    }
+    let manifest = settings.path().join("manifest.json");
+    let is_checkpoint = manifest.try_exists();
+    if is_checkpoint.map_err(|error| Error::io("find", &manifest, error))? {
         return Err(Error::misuse(format!(
             "`{}` is a checkpoint; expected the folder that holds checkpoints",
-            settings.path().display()
-        )));
-    }
-    if Runs::is_run(settings.path()) {
-        return Err(Error::misuse(format!(
-            "`{}` is the folder of a tracked run; save checkpoints to another one, such as `checkpoints/NAME`",
             settings.path().display()
         )));
     }
@@ -91,9 +100,10 @@ pub(super) fn write(
     if let Some(mark) = &job.run {
         job.tracking.checkpoint_saved(mark);
     }
-    // It may lack parts, and a program then resumes from an older one.
-    let is_emergency = job.mode == SnapshotMode::Emergency;
-    if let Some(limit) = settings.limit()?.filter(|_| !is_emergency) {
+    // It may lack parts, so that training goes on from one before.
+    if job.mode == SnapshotMode::Regular
+        && let Some(limit) = settings.limit()?
+    {
         prune(settings, limit, job.activity);
     }
     Ok(Saved {
@@ -181,14 +191,18 @@ fn put(sink: &mut FileSink<'_>, name: &FileName, role: Role, bytes: &[u8]) -> Re
 
 /// The new checkpoint is complete: that an old one stays is no failure of it.
 fn prune(settings: &Checkpoints, limit: NonZeroUsize, activity: Activity) {
-    let pruned = Folder::open(settings.path()).and_then(|folder| {
+    let prune = || -> Result<Vec<u64>> {
+        let folder = Folder::open(settings.path())?;
         let folder = folder.with_progress(move || activity.keep_alive());
-        let protected = folder.checkpoints()?.into_iter();
-        let protected = protected.filter(|x| settings.is_protected(x.path()));
-        let protected: Vec<_> = protected.map(|x| x.number()).collect();
-        folder.prune(limit, VerifyLevel::Sizes, &protected)
-    });
-    match pruned {
+        let mut protected = Vec::new();
+        for checkpoint in folder.checkpoints()? {
+            if settings.is_protected(checkpoint.path())? {
+                protected.push(checkpoint.number());
+            }
+        }
+        Ok(folder.prune(limit, VerifyLevel::Sizes, &protected)?)
+    };
+    match prune() {
         Ok(numbers) if !numbers.is_empty() => tracing::debug!(?numbers, "removed old checkpoints"),
         Ok(_) => {}
         Err(error) => tracing::warn!("old checkpoints could not be removed: {error}"),

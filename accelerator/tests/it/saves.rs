@@ -206,6 +206,36 @@ fn a_protected_path_of_another_folder_is_refused_before_anything_is_saved() {
     accelerator.save_state(&checkpoints, Object(&1)).unwrap();
 }
 
+#[cfg(unix)]
+#[test]
+fn where_a_protected_path_cannot_be_resolved_nothing_is_removed() {
+    let outer = tempfile::tempdir().unwrap();
+    let folder = outer.path().join("out");
+    let best = folder.join("best");
+    let accelerator = Accelerator::new().unwrap();
+    let checkpoints = Checkpoints::new(&folder)
+        .with_total_limit(1)
+        .with_protected(&best);
+    let save = |checkpoints: &Checkpoints| accelerator.save_state(checkpoints, Object(&1));
+    assert!(!folder.exists());
+    save(&checkpoints).unwrap();
+    // A link to itself cannot be followed, whoever asks.
+    std::os::unix::fs::symlink(&best, &best).unwrap();
+    for number in 2..=3 {
+        assert_eq!(save(&checkpoints).unwrap().number(), number);
+    }
+    assert_eq!(names(&folder).len(), 5, "{:?}", names(&folder));
+    std::fs::remove_file(&best).unwrap();
+    save(&checkpoints).unwrap();
+    assert_eq!(names(&folder), ["checkpoint-000004", "latest"]);
+
+    let endless = outer.path().join("endless");
+    std::os::unix::fs::symlink(&endless, &endless).unwrap();
+    let checkpoints = checkpoints.with_protected(endless.join("checkpoint-000001"));
+    let error = save(&checkpoints).unwrap_err();
+    assert!(error.is_io(), "{error:?}");
+}
+
 #[test]
 fn another_job_that_saves_into_the_folder_is_noticed() {
     let folder = tempfile::tempdir().unwrap();

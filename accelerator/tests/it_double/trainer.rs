@@ -337,7 +337,52 @@ fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {
     }
 }
 
-/// The training continues in another folder: the best checkpoint is in the first.
+/// Copies a checkpoint as versions before saved it, whose state names the best one before it though it is the best itself.
+fn as_saved_before(checkpoint: &Path, best: &Path, folder: &Path) {
+    let checkpoint = accelerator_manifest::Checkpoint::at(checkpoint).unwrap();
+    let manifest = checkpoint.manifest().unwrap();
+    let folder = accelerator_manifest::Folder::create(folder).unwrap();
+    let mut draft = folder.begin(0).unwrap();
+    for (name, entry) in &manifest.files {
+        let mut bytes = checkpoint.read(name).unwrap();
+        if name.as_str().starts_with("object") {
+            let mut state: ciborium::Value = ciborium::from_reader(&bytes[..]).unwrap();
+            let fields = state.as_map_mut().unwrap();
+            fields.retain(|(name, _)| name.as_text() != Some("best_is_beside"));
+            let is_path = |name: &ciborium::Value| name.as_text() == Some("best_model_checkpoint");
+            let path = fields.iter_mut().find(|(name, _)| is_path(name)).unwrap();
+            path.1 = best.to_str().unwrap().into();
+            bytes.clear();
+            ciborium::into_writer(&state, &mut bytes).unwrap();
+        }
+        draft.write_bytes(name, entry.role, &bytes).unwrap();
+    }
+    draft.commit(manifest.metadata.clone()).unwrap();
+}
+
+#[test]
+fn a_checkpoint_of_a_version_before_is_the_best_if_its_update_is() {
+    let outer = tempfile::tempdir().unwrap();
+    let (folder, old) = (outer.path().join("new"), outer.path().join("old"));
+    let first = TrainingArguments {
+        max_steps: 4,
+        ..by_metric(&folder)
+    };
+    let best = weight(&train_with_metrics(&first, &[0.1, 0.9], Idle));
+    let [before, newest] = ["checkpoint-000001", "checkpoint-000002"].map(|x| folder.join(x));
+    as_saved_before(&newest, &before, &old);
+    let next = TrainingArguments {
+        max_steps: 6,
+        output_dir: old.clone(),
+        resume_from_checkpoint: ResumeFrom::Newest,
+        ..first
+    };
+    let trainer = train_with_metrics(&next, &[0.3], Idle);
+    assert_eq!(best_of(&trainer), (Some(0.9), Some(4), Some(4)));
+    assert_eq!(weight(&trainer).to_bits(), best.to_bits());
+}
+
+/// Another folder is continued in: the best one is in the first.
 #[test]
 fn a_best_checkpoint_of_another_folder_is_loaded_from_there() {
     let outer = tempfile::tempdir().unwrap();

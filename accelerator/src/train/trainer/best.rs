@@ -62,15 +62,21 @@ where
     /// Fails if the best checkpoint so far is needed at the end and does not exist.
     pub(super) fn check_best(&self) -> Result<()> {
         let best = self.state.best_model_checkpoint.as_deref();
-        let is_wanted = self.arguments.load_best_model_at_end;
+        let best = best.filter(|_| self.arguments.load_best_model_at_end);
         let context = &self.accelerator.shared.context;
-        context.on_main("find the best checkpoint", || match best {
-            Some(best) if is_wanted && !best.exists() => Err(Error::config(format!(
-                "load_best_model_at_end: the best checkpoint so far, `{}`, is gone: leave the argument out, or put it \
-                 back",
-                best.display()
-            ))),
-            _ => Ok(()),
+        context.on_main("find the best checkpoint", || {
+            let Some(best) = best else {
+                return Ok(());
+            };
+            match best.try_exists() {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(Error::config(format!(
+                    "load_best_model_at_end: the best checkpoint so far, `{}`, is gone: leave the argument out, or \
+                     put it back",
+                    best.display()
+                ))),
+                Err(error) => Err(Error::io("find the best checkpoint", best, error)),
+            }
         })?;
         Ok(())
     }

@@ -1,7 +1,7 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
 
-use accelerator_manifest::Folder;
+use accelerator_manifest::Place;
 use burn::module::Module;
 
 use super::{TrainData, Trainer};
@@ -81,25 +81,27 @@ where
     /// What the checkpoint did not know of itself, and what callbacks remember.
     fn restore_state(&mut self, folder: &Path, position: &Position) -> Result<()> {
         let state = &mut self.state;
-        let folder = folder_of(folder);
-        let is_main = self.accelerator.is_main_process();
-        self.saved = position.checkpoint().map(|number| SavedUpdate {
+        let best = state.best_model_checkpoint.as_deref();
+        let best = best.filter(|_| state.best_is_beside);
+        let context = &self.accelerator.shared.context;
+        // Rank 0 alone sees the folder.
+        let found = context.on_main("find the checkpoint", || {
+            let found = position.checkpoint();
+            found.map_or(Ok((None, None)), |number| find_beside(folder, number, best))
+        })?;
+        let (path, beside) = found.unwrap_or_default();
+        self.saved = position.checkpoint().map(|_| SavedUpdate {
             update: state.global_step,
-            path: is_main.then(|| path_of(&folder, number)).flatten(),
+            path,
         });
         match &mut state.best_model_checkpoint {
-            Some(best) if state.best_is_beside => {
-                let beside = best.file_name().map(|name| folder.join(name));
-                if let Some(beside) = beside.filter(|beside| beside.exists()) {
-                    *best = beside;
-                }
-            }
-            Some(_) => {}
-            None if state.best_global_step == Some(state.global_step) => {
+            // It is this checkpoint, which could not name itself; versions before named the best one before it.
+            best if state.best_global_step == Some(state.global_step) => {
                 let saved = self.saved.as_ref();
-                state.best_model_checkpoint = saved.and_then(|saved| saved.path.clone());
+                *best = saved.and_then(|saved| saved.path.clone());
             }
-            // No checkpoint has that update, so an evaluation of it cannot be the best.
+            Some(best) => *best = beside.unwrap_or_else(|| best.clone()),
+            // No checkpoint is of that update, so none could be compared with it.
             None if self.arguments.save_strategy != SaveStrategy::No => {
                 (state.best_metric, state.best_global_step) = (None, None);
             }
@@ -134,9 +136,13 @@ where
         }
         self.settle_candidate();
         let best = self.state.best_model_checkpoint.as_ref();
-        let beside = best.filter(|best| checkpoints.holds(best)).cloned();
-        self.state.best_is_beside = beside.is_some();
-        if let Some(best) = beside {
+        let context = &self.accelerator.shared.context;
+        // Rank 0 alone sees the folder.
+        let is_beside = context.on_main("find the best checkpoint", || {
+            best.map_or(Ok(false), |best| checkpoints.holds(best))
+        })?;
+        self.state.best_is_beside = is_beside.unwrap_or(false);
+        if let Some(best) = best.filter(|_| self.state.best_is_beside) {
             checkpoints = checkpoints.with_protected(best);
         }
         let (model, state) = (self.model.get(), Object(&self.state));
@@ -178,20 +184,34 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// Returns the folder of the checkpoints: `path`, or its parent if it is a checkpoint.
-fn folder_of(path: &Path) -> PathBuf {
-    if !path.join("manifest.json").exists() {
-        return path.to_owned();
-    }
-    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    path.parent().unwrap_or(&path).to_owned()
-}
-
-/// Returns the path of the checkpoint with that number in a folder.
-fn path_of(folder: &Path, number: u64) -> Option<PathBuf> {
-    let checkpoints = Folder::open(folder).ok()?.checkpoints().ok()?;
-    let found = checkpoints
-        .iter()
-        .find(|checkpoint| checkpoint.number() == number);
-    found.map(|checkpoint| checkpoint.path().to_owned())
+/// The checkpoint of that number at `path`, which is it or the folder that holds it; and, in that folder, the one that
+/// has the name of `best`, if it is there.
+fn find_beside(
+    path: &Path,
+    number: u64,
+    best: Option<&Path>,
+) -> Result<(Option<PathBuf>, Option<PathBuf>)> {
+    let (folder, found) = match Place::open(path)? {
+        Place::Checkpoint(checkpoint) => {
+            let path = checkpoint.path();
+            let path = path
+                .canonicalize()
+                .map_err(|error| Error::io("find the checkpoint", path, error))?;
+            (path.parent().unwrap_or(&path).to_owned(), Some(path))
+        }
+        Place::Folder(folder) => {
+            let checkpoints = folder.checkpoints()?;
+            let mut checkpoints = checkpoints.iter();
+            let found = checkpoints.find(|checkpoint| checkpoint.number() == number);
+            let found = found.map(|checkpoint| checkpoint.path().to_owned());
+            (path.to_owned(), found)
+        }
+    };
+    let Some(beside) = best.and_then(Path::file_name).map(|name| folder.join(name)) else {
+        return Ok((found, None));
+    };
+    let is_there = beside.try_exists();
+    let is_there =
+        is_there.map_err(|error| Error::io("find the best checkpoint", &beside, error))?;
+    Ok((found, is_there.then_some(beside)))
 }
