@@ -51,6 +51,9 @@ enum FileBytes {
 /// Opens the file at that path; `None` if there is none.
 type Files<'a> = dyn Fn(&Path) -> Result<Option<FileBytes>> + 'a;
 
+/// Reads the file of that name, `None` if there is none.
+type ReadFile<'a> = dyn Fn(&str) -> Result<Option<Arc<Vec<u8>>>> + 'a;
+
 trait ReadSeek: Read + Seek {}
 
 impl<T: Read + Seek> ReadSeek for T {}
@@ -82,11 +85,7 @@ impl ModelFile {
 
     /// Opens a model whose files `read` returns by name, or `None` for one that does not exist; errors name the model
     /// `path`.
-    pub(crate) fn in_memory(
-        path: &Path,
-        activity: Activity,
-        read: &dyn Fn(&str) -> Result<Option<Arc<Vec<u8>>>>,
-    ) -> Result<Self> {
+    pub(crate) fn in_memory(path: &Path, activity: Activity, read: &ReadFile<'_>) -> Result<Self> {
         Self::assemble(path, activity, &|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             Ok(read(&name)?.map(FileBytes::Memory))
