@@ -29,11 +29,11 @@ mod tests;
 /// is brought up to date; one that did not is left as it is. The destination is a folder of runs as the one that it came
 /// from.
 ///
-/// If another run has the name there, [`OnConflict::NewVersion`] uses the next free name (`mnist-2`),
-/// [`OnConflict::Replace`] removes that run once this one is complete, unless its folder holds files that it did not
-/// write, [`OnConflict::Skip`] copies nothing, and [`OnConflict::Error`] is an error. The same holds for versions of
-/// artifacts whose number has other contents there; skipped ones stay as they are there. An alias is given if the
-/// destination does not have it.
+/// Where another run has the name there, [`OnConflict::NewVersion`] uses the next free name (`mnist-2`),
+/// [`OnConflict::Replace`] removes that run when this one is whole, unless its folder holds what neither it nor its upload put there,
+/// [`OnConflict::Skip`] copies nothing and
+/// [`OnConflict::Error`] is an error. The same holds for versions of artifacts whose number has other contents there;
+/// skipped ones stay what they are there. An alias is given where the destination does not have it.
 ///
 /// ```
 /// use accelerator_track::{MakeFolder, OnConflict, Run, RunHistory, upload};

@@ -1,5 +1,6 @@
 //! Where a run goes, and what is there.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,8 +8,9 @@ use std::time::Duration;
 
 use accelerator_manifest::StagedFolder;
 
+use super::below;
 use super::marker::Marker;
-use crate::artifact::OnConflict;
+use crate::artifact::{OnConflict, source};
 use crate::error::{Error, Kind, Result};
 use crate::history::HistoryReader;
 use crate::journal::RunLock;
@@ -118,11 +120,11 @@ impl Place {
     }
 }
 
-/// Fails if the folder to replace is not a run, or holds files that its run did not write.
+/// Refuses to replace what is no run, and a run in whose folder others have something that no upload brought.
 fn expect_nothing_foreign(target: &Path) -> Result<()> {
     let what = match target.is_dir() && Runs::is_run(target) {
         false => "is no run".to_owned(),
-        true => match RunFiles::list(target)?.foreign.first() {
+        true => match first_foreign(target)? {
             None => return Ok(()),
             Some(foreign) => format!(
                 "holds what its run did not write, such as {}",
@@ -135,6 +137,22 @@ fn expect_nothing_foreign(target: &Path) -> Result<()> {
         target.display()
     );
     Err(Error::new(Kind::Conflict, message))
+}
+
+/// Returns a file or folder that neither the run nor the upload of the run put there.
+fn first_foreign(target: &Path) -> Result<Option<PathBuf>> {
+    let marker = Marker::read(target);
+    let brought = marker.iter().flat_map(|marker| marker.files.keys());
+    let brought: BTreeSet<_> = brought.map(|name| below(target, name)).collect();
+    let is_brought = |path: &PathBuf| match path.is_dir() && !path.is_symlink() {
+        // An upload copies the folders of others, too, unless they are empty.
+        true => source::files_below(path).is_ok_and(|files| {
+            !files.is_empty() && files.iter().all(|(_, path)| brought.contains(path))
+        }),
+        false => brought.contains(path),
+    };
+    let mut foreign = RunFiles::list(target)?.foreign.into_iter();
+    Ok(foreign.find(|path| !is_brought(path)))
 }
 
 /// Whether a process writes the run in a folder.

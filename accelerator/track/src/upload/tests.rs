@@ -195,6 +195,26 @@ fn another_run_of_the_name_is_resolved() {
 }
 
 #[test]
+fn what_an_upload_brought_is_replaced_with_its_run() {
+    let fixture = Fixture::new();
+    let first = fixture.run("runs", "mnist");
+    fs::create_dir(first.join("plots")).unwrap();
+    for name in ["notes.txt", "plots/loss.svg"] {
+        fs::write(first.join(name), "mine").unwrap();
+    }
+    fixture.upload(&first, OnConflict::Error).unwrap();
+    let second = fixture.run("others", "mnist");
+    let late = fixture.at("shared/mnist/plots/late.svg");
+    fs::write(&late, "another's").unwrap();
+    let error = fixture.upload(&second, OnConflict::Replace).unwrap_err();
+    assert!(error.is_conflict() && late.exists(), "{error}");
+    fs::remove_file(late).unwrap();
+    let replaced = fixture.upload(&second, OnConflict::Replace).unwrap();
+    assert_eq!(replaced.folder, fixture.at("shared/mnist"));
+    assert_eq!(files(&replaced.folder), files(&second));
+}
+
+#[test]
 fn the_number_of_a_version_that_was_removed_gets_nothing_else() {
     let fixture = Fixture::new();
     let (first, second) = (fixture.run("runs", "a"), fixture.run("others", "b"));
