@@ -88,7 +88,14 @@ pub(crate) fn is_staged(name: &str) -> bool {
             .is_some_and(|name| [TABLE, MLFLOW].contains(&name))
 }
 
-/// Returns the name of a file until it is complete and replaces another one.
+/// Whether the name is that of such a file of an earlier version, in the run's folder or that of blobs.
+pub(crate) fn is_staged_earlier(name: &str) -> bool {
+    name.strip_prefix(".tmp").is_some_and(|random| {
+        random.len() == 6 && random.bytes().all(|byte| byte.is_ascii_alphanumeric())
+    })
+}
+
+/// The name of a file until it is whole and replaces another one.
 pub(crate) fn new_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(NEW);
@@ -139,7 +146,18 @@ pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns true if the removal of the run in a folder was interrupted.
 pub(crate) fn is_cut_off(folder: &Path) -> bool {
-    folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists()
+    folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists() || is_cut_off_earlier(folder)
+}
+
+/// Whether an earlier version has moved the run away, to `.removed-NAME-ID`, and anything of it is left.
+fn is_cut_off_earlier(folder: &Path) -> bool {
+    let name = folder.file_name().and_then(|name| name.to_str());
+    let rest = name.and_then(|name| name.strip_prefix(".removed-"));
+    let id = rest.and_then(|rest| rest.get(rest.len().checked_sub(ID_LENGTH)?..));
+    id.is_some_and(|id| id.parse::<RunId>().is_ok())
+        && folder.is_dir()
+        && RunFiles::list(folder)
+            .is_ok_and(|files| !files.own.is_empty() || files.foreign.is_empty())
 }
 
 /// Fails if a folder holds checkpoints.
@@ -162,6 +180,7 @@ pub(crate) fn expect_no_checkpoints(folder: &Path) -> Result<()> {
 
 fn is_own(path: &Path, name: &str, part: Option<&str>) -> bool {
     is_staged(name)
+        || matches!(part, None | Some(BLOBS)) && is_staged_earlier(name)
         || match part {
             None => FILES.contains(&name) || name.ends_with(".lock") && is_lock(path),
             Some(BLOBS) => name.parse::<ContentHash>().is_ok(),
@@ -177,7 +196,9 @@ fn is_own(path: &Path, name: &str, part: Option<&str>) -> bool {
 fn is_lock(path: &Path) -> bool {
     let is_short = fs::metadata(path).is_ok_and(|file| file.len() < 1024);
     let text = is_short.then(|| fs::read_to_string(path).ok()).flatten();
-    text.is_some_and(|text| text.starts_with("process ") && text.contains(" on "))
+    let is_owner = |text: &str| text.starts_with("process ") && text.contains(" on ");
+    // A process that is killed while it takes the lock leaves no text.
+    text.is_some_and(|text| text.is_empty() || is_owner(&text))
 }
 
 fn ignore_missing(done: io::Result<()>) -> io::Result<()> {
@@ -191,6 +212,8 @@ const FILES: [&str; 7] = [JOURNAL, LOCK, SUMMARY, FAILURE, TABLE, MLFLOW, UPLOAD
 const FOLDERS: [&str; 3] = [BLOBS, SYSTEM, TENSORBOARD];
 /// The journal's name during the removal of the run.
 const REMOVED: &str = ".accel-removed";
+/// That of a UUID.
+const ID_LENGTH: usize = 36;
 const NEW: &str = ".new";
 const RANK: &str = "rank-";
 const EXTENSION: &str = ".jsonl";

@@ -213,7 +213,7 @@ fn of_folder(folder: &Path) -> Vec<PathBuf> {
     let referenced = has_blobs.then(|| referenced(folder).ok().flatten());
     let is_left = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        match run_files::is_staged(&name) {
+        match run_files::is_staged(&name) || run_files::is_staged_earlier(&name) {
             true => is_blob(path) || path.parent() == Some(folder),
             false if is_blob(path) => {
                 matches!(&referenced, Some(Some(names)) if !names.contains(&*name))

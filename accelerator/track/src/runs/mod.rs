@@ -191,11 +191,12 @@ impl Runs {
     pub fn remove(&self, run: &ListedRun) -> Result<Vec<PathBuf>> {
         let folder = &run.folder;
         let _lock = RunLock::take(folder)?;
-        if JournalState::of(folder) != run.journal {
+        let state = JournalState::of(folder);
+        if state.is_none() || state != run.journal {
             return Err(Error::new(
                 Kind::Conflict,
                 format!(
-                    "the run in {} has been written since it was listed",
+                    "the run in {} has been written or removed since it was listed",
                     folder.display()
                 ),
             ));

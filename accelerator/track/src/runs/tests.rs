@@ -206,6 +206,46 @@ fn images_stay_while_a_later_start_may_resume_behind_them() {
 }
 
 #[test]
+fn what_earlier_versions_left_is_removed() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = start(temporary.path(), "a");
+    let folder = run.folder().to_owned();
+    run.log_image("x", &image(1), 1).unwrap();
+    drop(run);
+    for name in [".tmpAb3dE9", "blobs/.tmpAb3dE9"] {
+        fs::write(folder.join(name), "cut").unwrap();
+    }
+    // A process that was killed while it took it.
+    let lock = folder.join("standard output.lock");
+    fs::write(&lock, "").unwrap();
+    let id = crate::RunId::new();
+    for name in [format!(".removed-b-{id}"), ".removed-notes".to_owned()] {
+        fs::create_dir(temporary.path().join(&name)).unwrap();
+        fs::write(temporary.path().join(&name).join("summary.json"), "").unwrap();
+    }
+    let runs = Runs::open(temporary.path()).unwrap();
+    let found = runs.leftovers().unwrap();
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert_eq!(runs.remove_leftovers(&found).unwrap().len(), 3);
+    assert_eq!(runs.leftovers().unwrap(), []);
+    assert!(temporary.path().join(".removed-notes").exists());
+    assert!(runs.remove(&listed(&runs, "a")).unwrap().is_empty());
+    assert!(!folder.exists());
+}
+
+#[test]
+fn a_run_without_its_journal_is_not_removed() {
+    let temporary = tempfile::tempdir().unwrap();
+    drop(start(temporary.path(), "a"));
+    let runs = Runs::open(temporary.path()).unwrap();
+    let mut run = listed(&runs, "a");
+    run.journal = None;
+    fs::remove_file(run.folder.join("journal.jsonl")).unwrap();
+    assert!(runs.remove(&run).unwrap_err().is_conflict());
+    assert!(run.folder.exists());
+}
+
+#[test]
 fn a_run_is_removed_with_its_own_files_alone() {
     let temporary = tempfile::tempdir().unwrap();
     let builder = Run::builder("a")
