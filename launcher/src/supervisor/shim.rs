@@ -101,10 +101,12 @@ pub(crate) fn run(
                 if !is_to_stop {
                     continue;
                 }
+                // SIGSTOP would discard it.
+                let is_continued = signals::is_pending(signal::SIGCONT);
                 let mut late: Vec<i32> = signals.pending().collect();
                 late.retain(|&signal| signal != signal::SIGTSTP);
                 pass_on(&late);
-                if !late.contains(&signal::SIGCONT) {
+                if !is_continued && !late.contains(&signal::SIGCONT) {
                     // The shell waits for this process, and continues it.
                     let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
                 }

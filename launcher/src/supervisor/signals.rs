@@ -242,14 +242,23 @@ impl Requests {
     }
 }
 
-/// Reads it from `/proc/self/status`, if there is one.
+/// Whether `signal` has come to this process, and no handler has run for it yet.
+pub(crate) fn is_pending(signal: i32) -> bool {
+    is_in_mask("ShdPnd:", signal)
+}
+
 fn is_ignored(signal: i32) -> bool {
+    is_in_mask("SigIgn:", signal)
+}
+
+/// Reads it from `/proc/self/status`, if there is one.
+fn is_in_mask(name: &str, signal: i32) -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else {
         return false;
     };
     status
         .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .find_map(|line| line.strip_prefix(name))
         .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
         .is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
