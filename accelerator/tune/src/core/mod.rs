@@ -87,9 +87,9 @@ impl Core {
     /// Takes an event. An event that cannot be, such as a report of a trial that has ended, changes nothing.
     pub(crate) fn step(&mut self, event: Event) -> Vec<Action> {
         if !matches!(event, Event::Shared { .. }) {
-            // A journal of an earlier version has no judgements.
-            while self.sharing.is_some() {
-                self.share(None);
+            // A journal of an earlier version has no judgements: the closures of this process give them, if it has any.
+            while let Some(Event::Shared { stop, .. }) = self.shared() {
+                self.share(stop);
                 self.advance();
             }
         }

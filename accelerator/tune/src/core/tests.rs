@@ -242,6 +242,14 @@ fn a_closure_stops_a_trial_at_what_it_shares_and_readers_of_the_journal_know() {
         .iter()
         .filter(|event| !matches!(event, Event::Shared { .. }));
     assert_ne!(read(&mut others), last(&outcome.core));
+    // The search itself has them, and resumes from a journal of an earlier version.
+    let mut resumed = Core::new(of_closure(), fifo());
+    for event in events {
+        if !matches!(event, Event::Shared { .. }) {
+            resumed.step(event.clone());
+        }
+    }
+    assert_eq!(last(&resumed), last(&outcome.core));
 }
 
 /// Journals of earlier versions have no such events.
