@@ -59,7 +59,8 @@ impl VariantGenerator {
     /// not set are drawn, and tried at each option of a grid.
     ///
     /// # Errors
-    /// [`Error::is_misuse`] if a point has an unknown parameter, or a value that the parameter never has.
+    /// [`Error::is_misuse`] if a point names what is no parameter, or a value that the parameter never has; the errors of
+    /// what is computed from other values, such as by `sample_from`.
     pub fn with_points(mut self, points: &[Config]) -> Result<Self> {
         let at_point = |(number, point)| match self.rest.space.at_point(point) {
             Ok(space) => Ok(Variants::of(space)),
@@ -70,7 +71,17 @@ impl VariantGenerator {
             .enumerate()
             .map(at_point)
             .collect::<Result<_>>()?;
-        self.counted()
+        let variants = self.counted()?;
+        // What is computed from other values may refuse the point's, and is known when it is drawn.
+        let mut first = 0;
+        for point in 0..variants.points.len() {
+            let count = variants.points[point].count().unwrap_or(0);
+            if count > 0 {
+                variants.suggest(first)?;
+            }
+            first += count;
+        }
+        Ok(variants)
     }
 
     /// How many configurations there are.
@@ -83,6 +94,22 @@ impl VariantGenerator {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
+    }
+
+    /// Draws the configuration of a number.
+    fn suggest(&self, number: usize) -> Result<Config> {
+        let mut variant = number;
+        for (index, point) in self.points.iter().enumerate() {
+            // What does not fit into memory was refused.
+            let count = point.count().unwrap_or(0);
+            if variant < count {
+                // Away from the numbers of the others.
+                let config = point.draw(variant, self.seed, u64::MAX - number as u64);
+                return config.map_err(|error| of_point(index, &error));
+            }
+            variant -= count;
+        }
+        self.rest.draw(variant, self.seed, variant as u64)
     }
 
     fn counted(mut self) -> Result<Self> {
@@ -131,24 +158,10 @@ impl Variants {
 
 impl Searcher for VariantGenerator {
     fn ask(&mut self, trial: TrialId) -> Result<Suggestion> {
-        if trial.index() >= self.count {
-            return Ok(Suggestion::Exhausted);
+        match trial.index() < self.count {
+            true => self.suggest(trial.index()).map(Suggestion::Config),
+            false => Ok(Suggestion::Exhausted),
         }
-        let mut variant = trial.index();
-        for (number, point) in self.points.iter().enumerate() {
-            // Points with more variants were refused.
-            let count = point.count().unwrap_or(0);
-            if variant < count {
-                // Distinct from the numbers of all other draws.
-                let draw = u64::MAX - trial.index() as u64;
-                let config = point.draw(variant, self.seed, draw);
-                let config = config.map_err(|error| of_point(number, &error))?;
-                return Ok(Suggestion::Config(config));
-            }
-            variant -= count;
-        }
-        let config = self.rest.draw(variant, self.seed, variant as u64)?;
-        Ok(Suggestion::Config(config))
     }
 
     fn is_adaptive(&self) -> bool {
@@ -409,6 +422,23 @@ mod tests {
             let said = said.strip_prefix("`points_to_evaluate[1]`: ").unwrap();
             assert!(said.starts_with(expected), "{point}: {said}");
         }
+    }
+
+    #[test]
+    fn a_point_that_what_is_computed_refuses_is_refused_at_the_beginning() {
+        let space: Space = serde_json::from_value(json!({
+            "act": {"choice": ["relu", "tanh"]}, "x": {"grid_search": [1, 2]},
+            "by": {"sample_from": {"of": "act", "cases": {"relu": {"randint": [1, 5]}}, "otherwise": 3}},
+        }))
+        .unwrap();
+        let points: Vec<Config> =
+            serde_json::from_value(json!([{}, {"act": "relu", "by": 7}])).unwrap();
+        let variants = VariantGenerator::new(&space, 4, 0).unwrap();
+        let error = variants.with_points(&points).unwrap_err().to_string();
+        assert!(
+            error.starts_with("`points_to_evaluate[1]`: `by` is 7"),
+            "{error}"
+        );
     }
 
     proptest::proptest! {
