@@ -144,12 +144,23 @@ mod tests {
         drop(SearchLock::acquire(folder.path()).unwrap());
         let asking = File::open(folder.path().join(LOCK)).unwrap();
         asking.lock_shared().unwrap();
-        let asked = thread::spawn(move || {
-            thread::sleep(PAUSE * 20);
-            drop(asking);
-        });
-        SearchLock::acquire(folder.path()).unwrap();
-        asked.join().unwrap();
+        let path = folder.path().to_owned();
+        let begun = thread::spawn(move || SearchLock::acquire(&path).map(drop));
+        // The search opens the file, finds it shared, and waits.
+        let opened = || {
+            let descriptors = std::fs::read_dir("/proc/self/fd").unwrap();
+            let targets = descriptors.filter_map(|entry| entry.unwrap().path().read_link().ok());
+            let lock = folder.path().join(LOCK).canonicalize().unwrap();
+            targets.filter(|target| *target == lock).count()
+        };
+        while opened() < 2 && !begun.is_finished() {
+            thread::sleep(PAUSE);
+        }
+        // For as long as one that gives up would take.
+        thread::sleep(PAUSE * 20);
+        assert!(!begun.is_finished(), "it does not wait");
+        drop(asking);
+        begun.join().unwrap().unwrap();
     }
 
     /// The number that a killed search left behind may be that of any process by now.
