@@ -100,32 +100,41 @@ pub fn spawn_with_inherited(
 /// Returns `None` in a process that inherited only the variable, such as a child of a process that has called this.
 ///
 /// ```
-/// assert!(accelerator_collective::inherited("NO_SUCH_VARIABLE").is_none());
+/// assert!(accelerator_collective::inherited("NO_SUCH_VARIABLE")?.is_none());
+/// # Ok::<(), std::io::Error>(())
 /// ```
+///
+/// # Errors
+///
+/// If the process has inherited it, and cannot read it.
 #[cfg(target_os = "linux")]
-pub fn inherited(variable: &str) -> Option<Vec<u8>> {
-    let number = accelerator_env::variable(variable)?;
-    let number: RawFd = number.to_str()?.parse().ok().filter(|number| *number > 2)?;
-    // SAFETY: the number is only passed to the system, which reports an error if no file is open there.
+pub fn inherited(variable: &str) -> io::Result<Option<Vec<u8>>> {
+    let number = accelerator_env::variable(variable);
+    let number = number.and_then(|number| number.to_str()?.parse().ok());
+    let Some(number) = number.filter(|number: &RawFd| *number > 2) else {
+        return Ok(None);
+    };
+    // SAFETY: the number is only used to ask the system, which says where no file is open there.
     let file = unsafe { BorrowedFd::borrow_raw(number) };
     // Any other file that is open there has other seals, or cannot have any.
     if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) {
-        return None;
+        return Ok(None);
     }
-    fcntl_setfd(file, FdFlags::CLOEXEC).ok()?;
-    let length = rustix::fs::fstat(file).ok()?.st_size.try_into().ok()?;
+    fcntl_setfd(file, FdFlags::CLOEXEC)?;
+    let length = rustix::fs::fstat(file)?.st_size;
+    let length = usize::try_from(length).map_err(io::Error::other)?;
     let mut content = vec![0; length];
     let mut read = 0;
     // The ranks of a launcher share the file's position, so this reads at explicit offsets.
     while read < length {
         match rustix::io::pread(file, &mut content[read..], read as u64) {
-            Ok(0) => return None,
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => read += count,
             Err(rustix::io::Errno::INTR) => {}
-            Err(_) => return None,
+            Err(error) => return Err(error.into()),
         }
     }
-    Some(content)
+    Ok(Some(content))
 }
 
 /// The seals by which nobody can change the file.
@@ -151,7 +160,10 @@ mod tests {
             command.args(["--exact", TEST, "--nocapture"]);
             command
         };
-        match (inherited(NAME), std::env::var_os(OF_ONE_THAT_HAS_ASKED)) {
+        match (
+            inherited(NAME).unwrap(),
+            std::env::var_os(OF_ONE_THAT_HAS_ASKED),
+        ) {
             (found, Some(_)) => assert!(found.is_none() && std::env::var_os(NAME).is_some()),
             (Some(content), None) => {
                 assert_eq!(content, b"from the first");

@@ -1,13 +1,12 @@
 #![doc = include_str!("README.md")]
 
 use std::fs;
-use std::io::{ErrorKind, Read};
+use std::io::Read;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{PendingHandshakes, Token};
@@ -15,7 +14,7 @@ use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 use rustix::process::Signal;
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::host_name;
+use crate::trial::protocol::{accept_one, host_name};
 use agent_link::AgentLink;
 use message::Invitation;
 use process::{LocalProcess, ProcessLog};
@@ -218,39 +217,30 @@ fn accept(listener: &TcpListener, token: &Token, count: usize) -> Result<Vec<Age
     let pending = PendingHandshakes::logged(count + 64);
     let (joined, arrivals) = channel();
     let mut agents = Vec::new();
-    while agents.len() < count {
+    loop {
         for agent in arrivals.try_iter() {
             agents.extend(agent?);
         }
-        match listener.accept() {
-            Ok((stream, _)) => {
-                stream.set_nonblocking(false)?;
-                let (token, joined) = (token.clone(), joined.clone());
-                let pending = Arc::clone(&pending);
-                let greet = move || {
-                    // Nothing listens once all agents have joined.
-                    let _ = joined.send(AgentLink::greet(stream, &token, &pending));
-                };
-                thread::Builder::new()
-                    .name("agent".to_owned())
-                    .spawn(greet)?;
-            }
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                if Instant::now() > until {
-                    return Err(Error::new(
-                        Kind::Io,
-                        format!(
-                            "{} of {count} agents have joined the search within {} s; the others reach this host no more, or \
-                             their processes do not come to the search",
-                            agents.len(),
-                            JOIN.as_secs()
-                        ),
-                    ));
-                }
-                thread::sleep(Duration::from_millis(2));
-            }
-            Err(error) => return Err(error.into()),
+        if agents.len() >= count {
+            break;
         }
+        if Instant::now() > until {
+            return Err(Error::new(
+                Kind::Io,
+                format!(
+                    "{} of {count} agents have joined the search within {} s; the others reach this host no more, or \
+                     their processes do not come to the search",
+                    agents.len(),
+                    JOIN.as_secs()
+                ),
+            ));
+        }
+        let (token, joined) = (token.clone(), joined.clone());
+        let pending = Arc::clone(&pending);
+        accept_one(listener, "agent", move |stream| {
+            // Nobody listens once all have joined.
+            let _ = joined.send(AgentLink::greet(stream, &token, &pending));
+        });
     }
     agents.sort_by_key(|agent| agent.rank);
     Ok(agents)
@@ -326,6 +316,7 @@ const JOIN: Duration = Duration::from_secs(60);
 mod tests {
     use std::io::BufRead;
     use std::net::TcpStream;
+    use std::thread;
 
     use super::message::FromAgent;
     use super::*;

@@ -2,14 +2,13 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread;
-use std::time::Duration;
 
 use accelerator_collective::rendezvous::{PendingHandshakes, Token};
 
 use super::events::PoolEvent;
 use crate::error::Result;
 use crate::host::{at_port, bind_everywhere};
-use crate::trial::protocol::{PeerRole, WorkerPlace, greet, receive};
+use crate::trial::protocol::{PeerRole, WorkerPlace, accept_one, greet, receive};
 
 /// Where workers connect.
 #[derive(Debug)]
@@ -46,21 +45,12 @@ impl Listener {
         thread::Builder::new()
             .name("workers".to_owned())
             .spawn(move || {
-                for stream in listener.incoming() {
-                    let Ok(stream) = stream else {
-                        // Such as too many open files: not at once again.
-                        thread::sleep(REFUSED);
-                        continue;
-                    };
+                loop {
                     let (events, token) = (events.clone(), token.clone());
                     let pending = Arc::clone(&pending);
-                    let serve = move || serve(stream, &token, &pending, &events);
-                    if let Err(error) = thread::Builder::new()
-                        .name("worker".to_owned())
-                        .spawn(serve)
-                    {
-                        tracing::error!("no thread can be started for a worker: {error}");
-                    }
+                    accept_one(&listener, "worker", move |stream| {
+                        serve(stream, &token, &pending, &events);
+                    });
                 }
             })?;
         Ok(Self {
@@ -76,9 +66,6 @@ impl Listener {
         }
     }
 }
-
-/// How long to wait after a connection that could not be taken.
-const REFUSED: Duration = Duration::from_millis(100);
 
 /// Passes on the messages of a worker, until it closes the connection.
 fn serve(

@@ -16,8 +16,8 @@
 //!
 //! Both sides prove that they know the search's token, by its keyed hash of both nonces; nobody sends it.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -131,11 +131,46 @@ impl WorkerPlace {
         bytes.map_err(|error| Error::connection(error.to_string()).with_source(error))
     }
 
-    /// Returns the place and the token of this process, if it is a worker.
-    pub(crate) fn inherited() -> Option<(Self, Token)> {
-        let bytes = accelerator_collective::inherited(accelerator_env::TUNE_WORKER.name)?;
-        let (place, secret): (_, Vec<u8>) = serde_json::from_slice(&bytes).ok()?;
-        Some((place, Token::from_secret(&secret)?))
+    /// That of this process, where it is a worker.
+    ///
+    /// # Errors
+    /// If the process has inherited a worker's place that it cannot read: then it is no search of its own.
+    pub(crate) fn inherited() -> Result<Option<(Self, Token)>> {
+        let unreadable = |why: &dyn std::fmt::Display| {
+            let message = "this process is a worker of a search, and cannot read which";
+            Error::connection(format!("{message}: {why}"))
+        };
+        let bytes = accelerator_collective::inherited(accelerator_env::TUNE_WORKER.name);
+        let Some(bytes) = bytes.map_err(|error| unreadable(&error).with_source(error))? else {
+            return Ok(None);
+        };
+        let (place, secret): (_, Vec<u8>) = serde_json::from_slice(&bytes)
+            .map_err(|error| unreadable(&error).with_source(error))?;
+        match Token::from_secret(&secret) {
+            Some(token) => Ok(Some((place, token))),
+            None => Err(unreadable(&"its secret is too short")),
+        }
+    }
+}
+
+/// Accepts a connection, which `greet` gets in a thread of that name; returns after a while if there is none, or if the
+/// system refuses it, for instance since too many files are open.
+pub(crate) fn accept_one(
+    listener: &TcpListener,
+    name: &str,
+    greet: impl FnOnce(TcpStream) + Send + 'static,
+) {
+    let accepted = match listener.accept() {
+        Err(error) if error.kind() == ErrorKind::WouldBlock => return thread::sleep(POLL),
+        Err(error) => Err(error),
+        Ok((stream, _)) => stream.set_nonblocking(false).and_then(|()| {
+            let thread = thread::Builder::new().name(name.to_owned());
+            thread.spawn(move || greet(stream)).map(drop)
+        }),
+    };
+    if let Err(error) = accepted {
+        tracing::warn!("a connection to the search cannot be taken: {error}");
+        thread::sleep(REFUSED);
     }
 }
 
@@ -256,7 +291,12 @@ pub(crate) fn receive<T: DeserializeOwned>(reader: &mut impl BufRead) -> Option<
 const SEARCH: &str = "tune search";
 const PEER: &str = "tune peer";
 
-/// The most bytes that are read from an unauthenticated peer.
+/// How long to wait for a connection to a listener that does not block.
+const POLL: Duration = Duration::from_millis(2);
+/// How long to wait after a connection that could not be taken.
+const REFUSED: Duration = Duration::from_millis(100);
+
+/// How much is read of who has not proved anything.
 const UNPROVED_BYTES: u64 = 4 << 10;
 
 /// The time that a worker waits for a search that has accepted its connection, since it may be stopped for a while.

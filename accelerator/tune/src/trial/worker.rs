@@ -28,11 +28,13 @@ pub(crate) fn serve_function(
 }
 
 fn serve(mut trainable: impl RunTrial) {
-    // Children of a worker do not inherit it, and may be searches of their own.
-    let Some((place, token)) = WorkerPlace::inherited() else {
-        return;
+    // What a worker starts does not inherit it, and may be a search of its own.
+    let carried_out = match WorkerPlace::inherited() {
+        Ok(None) => return,
+        Ok(Some((place, token))) => carry_out(&place, &token, &mut trainable),
+        Err(error) => Err(error),
     };
-    let code = match carry_out(&place, &token, &mut trainable) {
+    let code = match carried_out {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("Error: {error}");
@@ -158,4 +160,34 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("without a message")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// This test is started again, as a worker whose place cannot be read.
+    #[test]
+    fn a_worker_that_cannot_read_its_place_does_not_become_a_search() {
+        const TEST: &str =
+            "trial::worker::tests::a_worker_that_cannot_read_its_place_does_not_become_a_search";
+        let variable = accelerator_env::TUNE_WORKER.name;
+        if std::env::var_os(variable).is_some() {
+            serve_function(|_, _| Ok(()));
+            panic!("it goes on as a search");
+        }
+        for content in ["", "{", r#"[{"address": "127.0.0.1:1", "worker": 0}, [1]]"#] {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", TEST, "--nocapture"]);
+            command.stderr(std::process::Stdio::piped());
+            let child =
+                accelerator_collective::spawn_with_inherited(command, variable, content.as_bytes());
+            let output = child.unwrap().wait_with_output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(1), "{content}: {said}");
+            assert!(said.contains("cannot read which"), "{content}: {said}");
+        }
+    }
 }
