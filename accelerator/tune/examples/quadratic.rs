@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accelerator_tune::{
     Asha, AshaPromotion, BoxError, CheckpointSettings, Config, Display, MaxFailures, Metrics, Mode,
@@ -49,7 +49,11 @@ fn main() -> Result<ExitCode, BoxError> {
     if args.value("--fault") == Some("late") && std::env::var_os("ACCEL_TUNE_WORKER").is_some() {
         let out: PathBuf = args.parse("--out", PathBuf::new())?;
         std::fs::write(out.join("late"), "")?;
+        let until = Instant::now() + Duration::from_secs(120);
         while !out.join("go").exists() {
+            if Instant::now() > until {
+                return Err("nothing lets this worker go on".into());
+            }
             std::thread::sleep(Duration::from_millis(5));
         }
     }

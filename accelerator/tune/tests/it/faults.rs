@@ -1,4 +1,5 @@
 use std::fs;
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use accelerator_tune::{SearchFolder, TrialStatus};
@@ -140,7 +141,17 @@ fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     assert_nothing_left(folder.path());
 }
 
-/// A worker has started and not yet connected; another process now has the process id of its search.
+struct KilledOnDrop(Child);
+
+impl Drop for KilledOnDrop {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The worker is started, has not come to the search yet, and finds a stranger that has the search's process id.
 #[test]
 fn a_worker_whose_search_is_dead_does_not_become_a_search() {
     let folder = tempfile::tempdir().unwrap();
@@ -150,9 +161,15 @@ fn a_worker_whose_search_is_dead_does_not_become_a_search() {
         while ! [ -e "$OUT/late" ]; do sleep 0.05; done
         kill -KILL $search
         wait $search
-        echo $((search - 1)) > /proc/sys/kernel/ns_last_pid
-        sleep 300 &
-        [ $! = $search ] && touch "$OUT/go"
+        while :; do
+            echo $((search - 1)) > /proc/sys/kernel/ns_last_pid || exit
+            sleep 300 &
+            [ $! = $search ] && break
+            # Another process has started meanwhile.
+            kill -KILL $!
+            wait $!
+        done
+        touch "$OUT/go"
         wait"#;
     let Some(mut namespace) = in_namespaces("sh") else {
         return;
@@ -161,15 +178,14 @@ fn a_worker_whose_search_is_dead_does_not_become_a_search() {
         .args(["-c", script])
         .env("SEARCH", quadratic())
         .env("OUT", folder.path());
-    let mut namespace = namespace.spawn().unwrap();
+    let namespace = KilledOnDrop(namespace.spawn().unwrap());
     let until = Instant::now() + DEADLINE;
     while !folder.path().join("go").exists() {
         assert!(Instant::now() < until, "the search is not killed");
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_nothing_left(folder.path());
-    namespace.kill().unwrap();
-    namespace.wait().unwrap();
+    drop(namespace);
     let log = fs::read_to_string(folder.path().join("logs/worker-00000.log")).unwrap();
     assert!(log.contains("cannot reach the search at"), "{log}");
     let journal = fs::read_to_string(folder.path().join("journal.jsonl")).unwrap();
