@@ -297,7 +297,9 @@ fn hosts_meet_whatever_the_defaults_of_the_system_for_sockets_are() {
     folder.script("show.sh", "echo $RANK");
     folder.script(
         "both.sh",
-        "echo 1 > /proc/sys/net/ipv6/bindv6only; echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind
+        "set -e
+        echo 1 > /proc/sys/net/ipv6/bindv6only; echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind
+        cat /proc/sys/net/ipv6/bindv6only > bindv6only
         ip link set lo up; ip address add 192.0.2.7/32 dev lo
         for listed in 192.0.2.7 192.0.2.8; do \"$LAUNCHER\" --hosts $listed,u@b --dry-run show.sh > $listed; done
         for host in 0 1; do
@@ -313,10 +315,12 @@ fn hosts_meet_whatever_the_defaults_of_the_system_for_sockets_are() {
         .env("LAUNCHER", launcher.get_program())
         .env("ACCEL_INSECURE", "1");
     let output = command.output().unwrap();
-    if folder.read("done").is_empty() {
+    if folder.read("bindv6only").is_empty() {
         eprintln!("skipped: no namespace of networks can be made here: {output:?}");
         return;
     }
+    assert_eq!(folder.read("bindv6only").trim(), "1");
+    assert_eq!(folder.read("done").trim(), "done", "{output:?}");
     let shown = ["out.0", "error.0", "error.1"].map(|name| folder.read(name));
     let mut lines: Vec<_> = shown[0].lines().collect();
     lines.sort_unstable();
