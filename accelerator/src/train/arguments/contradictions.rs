@@ -185,6 +185,10 @@ impl Contradictions {
                 "early_stopping_patience",
                 a.early_stopping_patience.is_some(),
             ),
+            (
+                "metric_for_best_model",
+                eval == EvalData::Present && a.metric_for_best_model.is_some(),
+            ),
         ] {
             self.expect(!is_on || evaluates, || {
                 format!("{name} needs evaluations: set eval_strategy to steps or epoch")
@@ -287,6 +291,11 @@ impl Contradictions {
     }
 
     fn others(&mut self, a: &TrainingArguments) {
+        let saves = a.save_strategy != SaveStrategy::No;
+        self.expect(saves || a.save_total_limit.is_none(), || {
+            "save_total_limit is set with save_strategy no: set save_strategy to steps, epoch or best"
+                .to_owned()
+        });
         self.expect(!(a.bf16 && a.fp16), || {
             "bf16 and fp16 are both set: choose one".to_owned()
         });
@@ -433,6 +442,14 @@ mod tests {
             ),
             ("eval_delay = 3", "eval_delay is set without evaluations"),
             ("greater_is_better = true", "set metric_for_best_model"),
+            (
+                r#"metric_for_best_model = "accuracy""#,
+                "metric_for_best_model needs evaluations",
+            ),
+            (
+                r#"save_strategy = "no", save_total_limit = 2"#,
+                "save_total_limit is set with save_strategy no",
+            ),
             (
                 "early_stopping_threshold = 0.1",
                 "without early_stopping_patience",
