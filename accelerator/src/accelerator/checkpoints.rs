@@ -214,7 +214,8 @@ impl Accelerator {
     ///
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout.
     /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
-    /// given different folders or parts. [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read.
+    /// given different folders or parts. [`Error::is_misuse`](crate::Error::is_misuse) for the folder of a tracked run.
+    /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read.
     #[track_caller]
     pub fn resume<K, P: Resume<K>>(
         &self,
@@ -232,7 +233,8 @@ impl Accelerator {
     /// back as it is.
     ///
     /// The loader is found by its number among the loaders that the program has prepared. The checkpoint is
-    /// verified each time.
+    /// verified each time. As `resume` will, this passes over an [emergency](Self::save_emergency)'s that has other parts
+    /// than the newest full one.
     ///
     /// ```
     /// use accelerator::prelude::*;

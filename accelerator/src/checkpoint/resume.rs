@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use accelerator_collective::Activity;
 use accelerator_manifest::{
-    Checkpoint, CheckpointKind, FileName, Place, VerifyLevel, VerifyReport,
+    Checkpoint, CheckpointKind, FileName, Folder, Place, VerifyLevel, VerifyReport,
 };
 use burn::module::Module;
 use burn::tensor::Bytes;
@@ -17,7 +17,7 @@ use super::parts::Resume;
 use super::position::{Origin, Position};
 use super::settings::{Checkpoints, Resumed};
 use super::snapshot::PartKind;
-use super::source::Source;
+use super::source::{Source, is_called_checkpoint, is_meant_as_checkpoint};
 use super::state_file::{
     HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode, list,
 };
@@ -42,7 +42,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
     context.ongoing.resumes(settings.path());
-    let misfit = |state: &StateFile| state.misfit(&kinds);
+    let misfit = |found: &Candidate, _: &Folder| Ok(found.state.misfit(&kinds));
     let Some((found, source)) = find(context, settings, "resume", list(&kinds), &misfit, rule)?
     else {
         if context.is_main_process() {
@@ -51,7 +51,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
         }
         return Ok((parts, Position::start(context.world_size())));
     };
-    if let Some(misfit) = misfit(&found.state) {
+    if let Some(misfit) = found.state.misfit(&kinds) {
         return Err(found.unfit(&misfit));
     }
     if found.seed.is_some_and(|seed| seed != context.seed) {
@@ -132,7 +132,10 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     let name = format!("loader {number} (the first that was prepared is 0)");
     let missing =
         format!("it has no {name}; prepare loaders in the order of the program that saved it");
-    let misfit = |state: &StateFile| state.loader(number).is_none().then(|| missing.clone());
+    let misfit = |found: &Candidate, folder: &Folder| match found.state.loader(number) {
+        None => Ok(Some(missing.clone())),
+        Some(_) => found.other_parts(folder),
+    };
     let call = "resume_loader";
     let Some((found, _)) = find(context, settings, call, name.clone(), &misfit, rule)? else {
         return Ok(loader);
@@ -143,8 +146,8 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     found.resume_loader(context.world_size(), at, &name, saved, loader)
 }
 
-/// Returns why a state does not fit the parts to resume, if it does not.
-type Misfit<'a> = dyn Fn(&StateFile) -> Option<String> + 'a;
+/// Why a checkpoint of that folder does not fit what is to be resumed, if so.
+type Misfit<'a> = dyn Fn(&Candidate, &Folder) -> Result<Option<String>> + 'a;
 
 /// What rank 0 has taken along from the group before, or else finds in the folder, on every rank, and on rank 0 where it
 /// reads it; `None` where there is nothing.
@@ -168,6 +171,8 @@ fn find(
     agreement::check_all(context.group(), &terms)?;
     let mut source = None;
     let found = from_main(context, "find a checkpoint", || {
+        // No checkpoint could be saved there.
+        settings.check_folder()?;
         let mut passed_over = Vec::new();
         let newest = match context.live() {
             Some(live) => Some(Candidate::read(Source::Memory(live))?),
@@ -210,11 +215,38 @@ impl Candidate {
         Ok(Self { source, state })
     }
 
-    /// Returns why the state does not fit, if it is that of an emergency save: survivors leave out parts that they do
-    /// not have, and an older checkpoint has all of them.
-    fn lacks_parts(&self, misfit: &Misfit<'_>) -> Result<Option<String>> {
-        let is_emergency = self.source.metadata()?.kind == CheckpointKind::Emergency;
-        Ok(misfit(&self.state).filter(|_| is_emergency))
+    /// Why the state does not fit, if it is that of an emergency: survivors leave out what they have not got, and an
+    /// older checkpoint has all parts.
+    fn lacks_parts(&self, folder: &Folder, misfit: &Misfit<'_>) -> Result<Option<String>> {
+        match self.source.metadata()?.kind {
+            CheckpointKind::Emergency => misfit(self, folder),
+            _ => Ok(None),
+        }
+    }
+
+    /// How its parts differ from those of the newest full checkpoint, for a call that does not know what `resume` will be
+    /// given: both are to go on from the same one.
+    fn other_parts(&self, folder: &Folder) -> Result<Option<String>> {
+        let parts = self.source.metadata()?.extra.get("parts");
+        for checkpoint in folder.checkpoints()?.iter().rev() {
+            let metadata = match checkpoint.manifest() {
+                Ok(manifest) => &manifest.metadata,
+                Err(error) if error.is_io() => return Err(error.into()),
+                // It is passed over, too.
+                Err(_) => continue,
+            };
+            if metadata.kind == CheckpointKind::Full {
+                let full = metadata.extra.get("parts");
+                let shown = |parts: Option<&serde_json::Value>| {
+                    parts.map_or_else(|| "none".to_owned(), ToString::to_string)
+                };
+                return Ok((parts != full).then(|| {
+                    let (parts, full, number) = (shown(parts), shown(full), checkpoint.number());
+                    format!("its parts are {parts}, and those of checkpoint {number} {full}")
+                }));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -254,7 +286,7 @@ fn newest(
         before = checkpoint.number();
         let path = checkpoint.path().to_owned();
         let found = Candidate::read(Source::Folder(Box::new(checkpoint)))?;
-        match found.lacks_parts(misfit)? {
+        match found.lacks_parts(&folder, misfit)? {
             None => return Ok(Some(found)),
             Some(misfit) => passed_over.push(format!(
                 "{} was saved in an emergency, and does not fit: {misfit}",
@@ -273,7 +305,7 @@ fn newest(
             ),
         ));
     }
-    if is_called_checkpoint(path) || path.join(StateFile::FILE).exists() {
+    if is_meant_as_checkpoint(path)? {
         return Err(Error::new(
             Kind::Checkpoint,
             format!(
@@ -298,14 +330,7 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     Candidate::read(Source::Folder(Box::new(checkpoint)))
 }
 
-/// Returns true if the path ends in the name of a checkpoint, so that it does not mean a folder of them.
-fn is_called_checkpoint(path: &Path) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let number = name.strip_prefix("checkpoint-").unwrap_or_default();
-    !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
-}
-
-/// The remedy if the checkpoint that the program has named cannot be resumed.
+/// What to do where the checkpoint cannot be resumed that the program has named.
 const NAMED_HINT: &str = "pass the folder that holds the checkpoints to go on from the newest one, or see \
                           `accel-launch checkpoint list` for their names";
 

@@ -7,6 +7,7 @@ use accelerator_collective::Activity;
 use accelerator_manifest::{Checkpoint, FileName, Metadata, Role};
 
 use super::position::Origin;
+use super::state_file::StateFile;
 use crate::core::error::{Error, Kind, Result};
 use crate::model::{FileNames, ModelFile};
 
@@ -92,9 +93,9 @@ pub(crate) fn open_model(path: &Path, activity: Activity) -> Result<ModelFile> {
     listed_model(&checkpoint, &name, activity)
 }
 
-/// Finds the checkpoint whose manifest lists the model at that path, and the model's name there. A folder that has a
-/// manifest holds only the files that it lists; a file that a program names may be one that a user put beside them, or
-/// all that is left of a checkpoint.
+/// The checkpoint whose manifest lists the model at that path, and its name there. A folder that has a checkpoint's
+/// manifest holds what that lists; a file that a program names may be one that was put beside, or all that is left of a
+/// checkpoint. What lies elsewhere and cannot be read as a manifest belongs to another program.
 fn find_listed(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
     let is_folder = path.is_dir();
     let file = match is_folder {
@@ -112,14 +113,31 @@ fn find_listed(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
             Ok(Some(checkpoint)) if is_named || lists(&checkpoint, &name)? => {
                 return Ok(Some((checkpoint, name)));
             }
-            Err(error) if is_named || !error.is_corrupt() => return Err(error.into()),
+            Err(error) if error.is_io() || (is_named && is_meant_as_checkpoint(root)?) => {
+                return Err(error.into());
+            }
             _ => {}
         }
     }
     Ok(None)
 }
 
-/// Opens the checkpoint in that folder, if its manifest can be read.
+/// Whether the folder is a checkpoint, or was one, whatever its manifest is.
+pub(super) fn is_meant_as_checkpoint(folder: &Path) -> Result<bool> {
+    let state = folder.join(StateFile::FILE);
+    let has_state = state.try_exists();
+    let has_state = has_state.map_err(|error| Error::io("find", &state, error))?;
+    Ok(has_state || is_called_checkpoint(folder))
+}
+
+/// Whether the path ends as that of a checkpoint does, so that it is not meant as a folder of them.
+pub(super) fn is_called_checkpoint(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = name.strip_prefix("checkpoint-").unwrap_or_default();
+    !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
+}
+
+/// The checkpoint in that folder, if its manifest can be read.
 fn checkpoint_at(folder: &Path) -> accelerator_manifest::Result<Option<Checkpoint>> {
     let is_here = folder.as_os_str().is_empty();
     let found = Checkpoint::find(if is_here { Path::new(".") } else { folder })?;

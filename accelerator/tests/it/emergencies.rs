@@ -165,6 +165,13 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     life(Some(7)).unwrap_err();
     assert_eq!(there().len(), 4, "{:?}", there());
 
+    // The loader alone goes on from the same one.
+    let accelerator = Accelerator::new().unwrap();
+    let train = accelerator.prepare(loader(40, 1)).unwrap();
+    let train = accelerator.resume_loader(&checkpoints, train).unwrap();
+    let batch = train.epoch(0).next().unwrap().unwrap();
+    assert_eq!(batch.numbers, [6, 7], "three steps of two ranks");
+
     let (resumed, position) = life(None).unwrap().remove(0);
     assert_eq!((position.checkpoint(), position.step()), (Some(1), 3));
     let text = position.passed_over().join("\n");
@@ -214,6 +221,41 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
         text.contains("place 2") && text.contains("checkpoint-000001"),
         "{text}"
     );
+}
+
+/// Settings of regular saves, and a folder that no regular save takes.
+#[test]
+fn the_last_state_is_saved_whatever_a_regular_save_refuses() {
+    let outer = tempfile::tempdir().unwrap();
+    let folder = outer.path().join("run");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("journal.jsonl"), "").unwrap();
+    let checkpoints = Checkpoints::new(&folder)
+        .with_total_limit(0)
+        .with_protected(outer.path().join("other/checkpoint-000001"));
+    accelerator::launch(2, |accelerator| {
+        if accelerator.rank() == 0 {
+            return Ok(());
+        }
+        accelerator.wait_for_everyone().unwrap_err();
+        let saved = accelerator.save_emergency(&checkpoints, Object(&7))?;
+        assert!(saved.is_some());
+        Ok(())
+    })
+    .unwrap();
+    let saved = folder.join("checkpoint-000001");
+
+    // A training that would save there is told when it begins.
+    let errors = accelerator::launch(2, |accelerator| {
+        Ok(accelerator.resume(&folder, Object(0)).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        let text = error.to_string();
+        assert!(error.is_misuse() && text.contains("tracked run"), "{text}");
+    }
+    let accelerator = Accelerator::new().unwrap();
+    let (Object(state), _) = accelerator.resume(saved, Object(0)).unwrap();
+    assert_eq!(state, 7);
 }
 
 fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {

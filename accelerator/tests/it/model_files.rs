@@ -138,6 +138,27 @@ fn a_small_model_is_one_file_that_burn_reads() {
 }
 
 #[test]
+fn a_manifest_of_another_program_beside_a_model_is_not_a_checkpoints() {
+    let folder = folder();
+    let path = folder.path().join("model.safetensors");
+    let device = alone().device();
+    let net = Net::trained(&device);
+    alone().save_model(&net, &path).unwrap();
+    let foreign = r#"{"manifest_version": 3, "name": "a page"}"#;
+    for text in [foreign, "{}", "[", r#"{"format": 99}"#] {
+        std::fs::write(folder.path().join("manifest.json"), text).unwrap();
+        for named in [folder.path(), &path] {
+            let loaded = alone().load_model(Net::new(&device), named).unwrap();
+            assert_eq!(flat(&loaded), flat(&net.valid()), "{text}");
+        }
+    }
+    // What was a checkpoint stays one, under any name.
+    std::fs::write(folder.path().join("state.cbor"), "").unwrap();
+    let error = alone().load_model(Net::new(&device), folder.path());
+    assert!(error.unwrap_err().is_checkpoint());
+}
+
+#[test]
 fn what_an_older_save_left_goes_when_the_next_is_complete() {
     let folder = folder();
     let path = folder.path().join("model.safetensors");
