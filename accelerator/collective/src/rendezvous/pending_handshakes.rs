@@ -30,7 +30,8 @@ use crate::{
 /// };
 /// let (first, second, third) = (enter()?, enter()?, enter()?);
 /// assert!(!first.leave() && !second.leave(), "both had to make room");
-/// // Each has to prove who it is before `PendingHandshakes::TIMEOUT` is over.
+/// // The other end has this long to prove who it is.
+/// println!("{} s", PendingHandshakes::TIMEOUT.as_secs());
 /// assert!(third.leave());
 ///
 /// // `logged` writes its line to the log; `clear` closes whatever still waits.
