@@ -157,7 +157,10 @@ mod tests {
                 "stop = { plateau = { metric = 'loss', results = 'x' } }",
                 "`stop`: `plateau`: `results`: invalid type: string \"x\", expected usize",
             ),
-            ("stop = { loss = true }", "`stop`: `loss` is true; use a number"),
+            (
+                "stop = { loss = true }",
+                "`stop`: `loss` is true; use a number",
+            ),
             (
                 "points_to_evaluate = [{}, 3]",
                 "`points_to_evaluate[1]`: invalid type: integer `3`, expected a map",

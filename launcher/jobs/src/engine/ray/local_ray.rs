@@ -227,8 +227,12 @@ mod tests {
         let start = || ray.start(&["false".to_owned()]).unwrap_err().to_string();
         let lock = ray.lock().unwrap();
         let stop = || ray.stop().unwrap_err();
-        assert!(start().contains("another command starts"), "{}", start());
-        assert!(stop().to_string().contains("another command starts"));
+        assert!(
+            start().contains("another command is starting"),
+            "{}",
+            start()
+        );
+        assert!(stop().to_string().contains("another command is starting"));
         drop(lock);
         assert!(start().contains("has not started"), "{}", start());
         assert!(stop().is_not_found());
