@@ -156,13 +156,13 @@ impl LocalRay {
 
     /// Locks Ray while a command starts or stops it, so that no command loses track of a process that another has
     /// recorded.
-    fn lock(&self) -> Result<File> {
+    fn lock(&self) -> Result<RayLock> {
         let failed = |error: io::Error| Error::system("Ray cannot be locked").with_source(error);
         let path = self.file("lock");
         let options = File::options().create(true).append(true).open(path);
         let file = options.map_err(failed)?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(file),
+            Ok(()) => Ok(RayLock(file)),
             Err(Errno::WOULDBLOCK) => Err(Error::refused(
                 "another command is starting or stopping Ray on this host; try again when it has finished",
             )),
@@ -194,6 +194,16 @@ impl LocalRay {
             text += &format!("for jobs: --ray-address {address}\n");
         }
         text
+    }
+}
+
+/// Holds the lock until it is dropped.
+struct RayLock(File);
+
+impl Drop for RayLock {
+    fn drop(&mut self) {
+        // A process that another thread starts holds the file, too, until it has become its program.
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
     }
 }
 
@@ -235,9 +245,11 @@ mod tests {
         assert!(stop().to_string().contains("another command is starting"));
         drop(lock);
         assert!(start().contains("has not started"), "{}", start());
-        assert!(stop().is_not_found());
+        let nothing = stop();
+        assert!(nothing.is_not_found(), "{nothing}");
         drop(folder);
-        assert!(stop().is_not_found());
+        let nothing = stop();
+        assert!(nothing.is_not_found(), "{nothing}");
     }
 
     #[test]
