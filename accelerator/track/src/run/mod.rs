@@ -19,7 +19,7 @@ use hyperparameters::flatten;
 pub use launch_failure::record_failure;
 pub use media::Histogram;
 use queue::{LoggedMetrics, Message, Queue};
-use worker::Worker;
+use worker::{JournalEnd, Worker};
 
 mod artifacts;
 mod builder;
@@ -342,12 +342,11 @@ impl Run {
 
     fn end(mut self, status: EndStatus, failure: Option<Value>) -> Result<()> {
         self.record(Record::End { status, failure });
-        let written = self.flush();
-        let lost = self.worker.finish();
+        let JournalEnd { lost, flushed } = self.worker.finish();
         if lost == 0 {
-            return written;
+            return flushed;
         }
-        let why = match written {
+        let why = match flushed {
             Ok(()) => "the disk did not take them in time".to_owned(),
             Err(error) => error.to_string(),
         };

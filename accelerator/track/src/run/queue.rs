@@ -118,9 +118,7 @@ impl Queue {
         synced.recv_timeout(LONGEST_SYNC).map_err(|error| {
             let why = match error {
                 RecvTimeoutError::Timeout => "the disk does not take the run's journal",
-                RecvTimeoutError::Disconnected => {
-                    "the thread that writes the run's journal has ended"
-                }
+                RecvTimeoutError::Disconnected => WRITER_ENDED,
             };
             Error::new(Kind::Io, why)
         })?
@@ -162,6 +160,8 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+pub(super) const WRITER_ENDED: &str = "the thread that writes the run's journal has ended";
 
 /// In points: some 40 bytes each.
 const MOST_WEIGHT: usize = 1 << 20;

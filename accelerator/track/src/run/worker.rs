@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::feeder::Feeder;
-use super::queue::{LoggedMetrics, Message, Queue};
+use super::queue::{self, LoggedMetrics, Message, Queue};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, JOURNAL, JournalWriter, RunLock};
 use crate::record::{Metrics, PointValue, Record};
@@ -20,9 +20,17 @@ use crate::warning::warn;
 #[derive(Debug)]
 pub(super) struct Worker {
     queue: Arc<Queue>,
-    /// Gives how many entries the journal lacks.
-    thread: Option<JoinHandle<u64>>,
+    thread: Option<JoinHandle<JournalEnd>>,
     feeders: Vec<Feeder>,
+}
+
+/// How the journal stands once its thread has ended.
+#[derive(Debug)]
+pub(super) struct JournalEnd {
+    /// The number of entries that it lacks.
+    pub(super) lost: u64,
+    /// An error if the last entries could not be flushed to the disk.
+    pub(super) flushed: Result<()>,
 }
 
 impl Worker {
@@ -45,13 +53,13 @@ impl Worker {
         })
     }
 
-    /// Writes and delivers what is left, and gives how many entries the journal lacks.
-    pub(super) fn finish(&mut self) -> u64 {
-        let lost = self.close();
+    /// Writes and delivers what is left.
+    pub(super) fn finish(&mut self) -> JournalEnd {
+        let end = self.close();
         for feeder in self.feeders.drain(..) {
             feeder.finish();
         }
-        lost
+        end
     }
 
     /// Writes what is left, and gives the sinks back.
@@ -60,17 +68,26 @@ impl Worker {
         self.feeders.drain(..).filter_map(Feeder::release).collect()
     }
 
-    fn close(&mut self) -> u64 {
+    fn close(&mut self) -> JournalEnd {
         self.queue.close();
-        let thread = self.thread.take();
+        let ended = match self.thread.take() {
+            Some(thread) => thread.join(),
+            None => Ok(JournalEnd {
+                lost: 0,
+                flushed: Ok(()),
+            }),
+        };
         // The thread's panic has been printed.
-        thread.map_or(0, |thread| thread.join().unwrap_or(0))
+        ended.unwrap_or_else(|_| JournalEnd {
+            lost: 0,
+            flushed: Err(Error::new(Kind::Io, queue::WRITER_ENDED)),
+        })
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        let lost = self.finish();
+        let JournalEnd { lost, .. } = self.finish();
         if lost > 0 {
             warn(&format!(
                 "{lost} entries of the run were lost: the disk did not take them"
@@ -165,8 +182,8 @@ impl Journal {
         flushed.map_err(|error| Error::io("write", &self.folder.join(JOURNAL), error))
     }
 
-    /// Gives how many entries the journal lacks.
-    fn write(mut self, queue: &Queue) -> u64 {
+    /// Writes what is logged until the queue is closed.
+    fn write(mut self, queue: &Queue) -> JournalEnd {
         loop {
             let taken = queue.take(TICK);
             for (ms, message) in taken.messages {
@@ -201,7 +218,10 @@ impl Journal {
                 let _ = sync.send(answer.clone());
             }
             if taken.is_closed {
-                return self.writer.missing();
+                return JournalEnd {
+                    lost: self.writer.missing(),
+                    flushed: answer.map(|_| ()),
+                };
             }
         }
     }
