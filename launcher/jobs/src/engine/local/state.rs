@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use rustix::process::Signal;
@@ -19,6 +19,8 @@ use crate::tail::last_lines;
 const FILE: &str = "state.json";
 /// Held by the supervisor for as long as it lives.
 const LOCK: &str = "supervisor.lock";
+/// How long a supervisor waits for commands that hold its lock to look at it.
+const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
 /// How far a job is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -79,8 +81,13 @@ impl LocalState {
     pub(super) fn lock(folder: &Path, supervisor: &ProcessIdentity) -> io::Result<Option<File>> {
         let path = folder.join(LOCK);
         let file = File::options().create(true).append(true).open(path)?;
-        if !try_lock(&file, FlockOperation::NonBlockingLockExclusive)? {
-            return Ok(None);
+        // A command that looks whether the job is supervised holds the lock for a moment.
+        let give_up = Instant::now() + LONGEST_LOOK;
+        while !try_lock(&file, FlockOperation::NonBlockingLockExclusive)? {
+            if Instant::now() > give_up {
+                return Ok(None);
+            }
+            thread::sleep(POLL);
         }
         file.set_len(0)?;
         serde_json::to_writer(&file, supervisor)?;
@@ -155,5 +162,28 @@ fn try_lock(file: &File, operation: FlockOperation) -> io::Result<bool> {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_at_the_lock_does_not_turn_a_supervisor_away() {
+        let folder = tempfile::tempdir().unwrap();
+        let this = ProcessIdentity::of(std::process::id() as i32).unwrap();
+        let look = File::create(folder.path().join(LOCK)).unwrap();
+        assert!(try_lock(&look, FlockOperation::NonBlockingLockShared).unwrap());
+        let lock = thread::scope(|scope| {
+            let supervisor = scope.spawn(|| LocalState::lock(folder.path(), &this).unwrap());
+            thread::sleep(2 * POLL);
+            drop(look);
+            supervisor.join().unwrap()
+        });
+        assert!(LocalState::is_supervised(folder.path()).unwrap());
+        assert!(LocalState::lock(folder.path(), &this).unwrap().is_none());
+        drop(lock);
+        assert!(!LocalState::is_supervised(folder.path()).unwrap());
     }
 }
