@@ -202,7 +202,7 @@ fn a_dropped_slot_is_tried_again() {
     let run = Run::start(command);
     let (two, _) = group_of(&folder, 2, 0.0);
     // It is tried while it is still broken.
-    std::thread::sleep(Duration::from_millis(1200));
+    run.wait_until_it_says("rank 2 was to join, and it ended with exit code 7");
     std::fs::remove_file(folder.path().join("broken")).unwrap();
     let (three, _) = group_of(&folder, 3, 1.0);
     assert_eq!(three[..2], two[..]);
@@ -270,10 +270,7 @@ fn a_host_that_fails_to_join_keeps_no_other_one_out() {
     group_of(folder, 1, 0.0);
     folder.script("broken.sh", "echo no disk >&2; exit 3");
     let broken = hosts.start(1, &options, &["broken.sh"]);
-    wait_until("the broken host to be tried", || {
-        std::thread::sleep(Duration::from_millis(1500));
-        Some(())
-    });
+    head.wait_until_it_says("rank 1 was to join, and it ended with exit code 3");
     let good = start(&hosts, 2, &options);
     let (two, step) = group_of(folder, 2, 1.0);
     // A restart does without it, too.

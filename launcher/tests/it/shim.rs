@@ -229,15 +229,12 @@ fn ranks_that_are_all_stopped_are_named_and_the_job_goes_on() {
         .env("ACCEL_LIVENESS_TIMEOUT", "0.5");
     let run = Run::start(command);
     let pids = folder.wait_for_lines("pids", 2);
-    std::thread::sleep(Duration::from_secs(2));
+    run.wait_until_it_says("ranks 0, 1 are stopped, as by SIGSTOP");
     for pid in &pids {
         let pid = Pid::from_raw(pid.parse().unwrap()).unwrap();
         kill_process(pid, Signal::CONT).unwrap();
     }
-    let ended = run
-        .end()
-        .expect(0)
-        .says("ranks 0, 1 are stopped, as by SIGSTOP");
+    let ended = run.end().expect(0);
     assert_eq!(ended.stderr.matches("stopped").count(), 1, "{ended:?}");
     assert_eq!(ended.text(), "continued\ncontinued\n");
 }

@@ -119,11 +119,11 @@ fn a_signal_ends_the_wait_for_other_hosts() {
     let hosts = Hosts::new(3);
     hosts.folder.script("job.sh", "exit 0");
     let alone = hosts.start(1, &[], &["job.sh"]);
-    std::thread::sleep(Duration::from_millis(500));
+    alone.wait_until_it_handles(Signal::TERM);
     alone.signal(Signal::TERM);
     alone.end().expect(143);
     let runs = [0, 2].map(|host| hosts.start(host, &["--join-timeout", "60"], &["job.sh"]));
-    std::thread::sleep(Duration::from_millis(1500));
+    runs[0].wait_until_it_says("waiting for host 1, for ");
     runs[1].signal(Signal::INT);
     for ended in end(runs.into()) {
         ended.expect(130);

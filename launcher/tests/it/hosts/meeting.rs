@@ -336,9 +336,10 @@ fn a_host_that_does_not_come_is_named() {
     let hosts = Hosts::new(3);
     hosts.folder.script("ran.sh", "echo ran >> ran");
     let other = hosts.start(2, &[], &["ran.sh"]);
-    let head = hosts.start(0, &["--join-timeout", "2"], &["ran.sh"]);
+    // Host 2 has as long to join, on a busy machine too.
+    let head = hosts.start(0, &["--join-timeout", "6.5"], &["ran.sh"]);
     let says = format!(
-        "host 1 did not join within 2 s: start accel-launch there with `--nnodes 3 --node-rank 1 --rdzv-endpoint \
+        "host 1 did not join within 6.5 s: start accel-launch there with `--nnodes 3 --node-rank 1 --rdzv-endpoint \
          127.0.0.1:{}`",
         hosts.port
     );

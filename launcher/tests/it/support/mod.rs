@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -122,8 +123,8 @@ impl Folder {
 pub(crate) struct Run {
     child: Child,
     started: Instant,
-    stdout: Option<JoinHandle<Vec<u8>>>,
-    stderr: Option<JoinHandle<Vec<u8>>>,
+    stdout: Option<Output>,
+    stderr: Option<Output>,
 }
 
 /// A launcher that has ended.
@@ -148,8 +149,8 @@ impl Run {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let stdout = child.stdout.take().map(collect);
-        let stderr = child.stderr.take().map(collect);
+        let stdout = child.stdout.take().map(Output::collect);
+        let stderr = child.stderr.take().map(Output::collect);
         Self {
             child,
             started: Instant::now(),
@@ -166,12 +167,34 @@ impl Run {
         rustix::process::kill_process(self.pid(), signal).unwrap();
     }
 
+    /// Waits until the launcher has said `text`.
+    #[track_caller]
+    pub(crate) fn wait_until_it_says(&self, text: &str) {
+        let said = &self.stderr.as_ref().unwrap().so_far;
+        wait_until(&format!("the launcher to say {text:?}"), || {
+            let said = said.lock().unwrap();
+            String::from_utf8_lossy(&said).contains(text).then_some(())
+        });
+    }
+
+    /// Waits until the launcher handles `signal`, which ends a process that has just been started.
+    #[track_caller]
+    pub(crate) fn wait_until_it_handles(&self, signal: Signal) {
+        let status = format!("/proc/{}/status", self.pid().as_raw_nonzero());
+        wait_until("the launcher to handle signals", || {
+            let status = std::fs::read_to_string(&status).unwrap();
+            let handled = status
+                .lines()
+                .find_map(|line| line.strip_prefix("SigCgt:"))?;
+            let handled = u64::from_str_radix(handled.trim(), 16).unwrap();
+            (handled >> (signal.as_raw() - 1) & 1 == 1).then_some(())
+        });
+    }
+
     pub(crate) fn end(mut self) -> Ended {
         let status = wait_until("the launcher to end", || self.child.try_wait().unwrap());
         let took = self.started.elapsed();
-        let read = |reader: Option<JoinHandle<Vec<u8>>>| {
-            reader.map_or_else(Vec::new, |reader| reader.join().unwrap())
-        };
+        let read = |output: Option<Output>| output.map_or_else(Vec::new, Output::whole);
         let stdout = read(self.stdout.take());
         let stderr = String::from_utf8_lossy(&read(self.stderr.take())).into_owned();
         Ended {
@@ -186,7 +209,7 @@ impl Run {
 impl Run {
     /// Waits until nobody holds the launcher's standard error any more, and gives what was said.
     pub(crate) fn close(mut self) -> String {
-        let stderr = self.stderr.take().unwrap().join().unwrap();
+        let stderr = self.stderr.take().unwrap().whole();
         String::from_utf8_lossy(&stderr).into_owned()
     }
 }
@@ -278,10 +301,28 @@ fn hangup_is_ignored() -> bool {
     mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
 }
 
-fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let _ = pipe.read_to_end(&mut bytes);
-        bytes
-    })
+/// What a launcher writes to a pipe, read as it comes.
+struct Output {
+    so_far: Arc<Mutex<Vec<u8>>>,
+    reader: JoinHandle<()>,
+}
+
+impl Output {
+    fn collect(mut pipe: impl Read + Send + 'static) -> Self {
+        let so_far = Arc::new(Mutex::new(Vec::new()));
+        let bytes = Arc::clone(&so_far);
+        let reader = thread::spawn(move || {
+            let mut chunk = [0; 1 << 16];
+            while let Ok(count @ 1..) = pipe.read(&mut chunk) {
+                bytes.lock().unwrap().extend(&chunk[..count]);
+            }
+        });
+        Self { so_far, reader }
+    }
+
+    /// Waits for the end of the pipe.
+    fn whole(self) -> Vec<u8> {
+        self.reader.join().unwrap();
+        std::mem::take(&mut self.so_far.lock().unwrap())
+    }
 }
