@@ -68,6 +68,8 @@ variables! {
         "tags of the run that the program starts";
     SET_BY_LAUNCHER, SetByLauncher, Text("names of variables, separated by commas"), default "none", code "":
         "the variables that the launcher has set; a program that does not know one of them ignores it";
+    STARTED_BY, SetByLauncher, Number, default "none", code "":
+        "the descriptor by which a rank that a program has started for itself finds the call that has started it";
     STORE, SetByLauncher, OneOf(&["launcher", "rank0"]), default "rank0", code "":
         "who hosts the store";
     TOKEN_FILE, LauncherAndRanks, ExistingFile, default "none", code "":

@@ -76,7 +76,7 @@ impl AcceleratorBuilder {
         world_size: usize,
         body: impl FnOnce(Accelerator) -> Result<()>,
     ) -> Result<()> {
-        match ProcessRole::of(JOB) {
+        match ProcessRole::of(JOB)? {
             ProcessRole::Placed => return self.build()?.run(body),
             ProcessRole::Started => {}
             ProcessRole::Parent => return RankProcesses::start(world_size, JOB)?.wait(),
@@ -111,18 +111,37 @@ pub(crate) enum ProcessRole {
 }
 
 impl ProcessRole {
-    /// In a call whose ranks have that job.
-    pub(crate) fn of(job: &str) -> Self {
+    /// Returns the role of this process in a call whose ranks have that job.
+    ///
+    /// # Errors
+    ///
+    /// If this process was started as a rank, and cannot read for which call.
+    pub(crate) fn of(job: &str) -> Result<Self> {
         let is_rank = accelerator_env::variable("RANK").is_some();
         let is_ours = accelerator_env::variable(accelerator_env::JOB.name)
             .is_some_and(|theirs| theirs == job);
-        match is_rank {
+        Ok(match is_rank {
             _ if is_one_of_several() => Self::Placed,
-            true if is_ours => Self::Started,
+            true if is_ours && is_started_for(job)? => Self::Started,
+            // A rank of such a call has started this program, which has ranks of its own.
+            true if is_ours => Self::Parent,
             true => Self::Placed,
             false => Self::Parent,
-        }
+        })
     }
+}
+
+/// Returns whether a call has started this process itself, and not a rank of the call, whose variables this process
+/// has, too.
+#[cfg(target_os = "linux")]
+fn is_started_for(job: &str) -> Result<bool> {
+    let started_for = accelerator_collective::inherited(accelerator_env::STARTED_BY.name)?;
+    Ok(started_for.is_some_and(|started_for| started_for == job.as_bytes()))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_started_for(_job: &str) -> Result<bool> {
+    Ok(true)
 }
 
 /// Whether another launcher, such as `mpirun`, has started several processes of this program.
@@ -274,9 +293,21 @@ fn start(
         // They are processes of one user on one host, whom the store lets in without a token.
         .env_remove(accelerator_env::TOKEN_FILE.name)
         .stdin(OwnedFd::from(input));
-    let child = accelerator_env::prepare_child(&mut command).spawn();
+    accelerator_env::prepare_child(&mut command);
+    let child = spawn_for(job, command);
     let child = child.map_err(|error| Error::io("start a rank of", program, error))?;
     Ok(RankProcess { child, link })
+}
+
+#[cfg(target_os = "linux")]
+fn spawn_for(job: &str, command: Command) -> std::io::Result<Child> {
+    let variable = accelerator_env::STARTED_BY.name;
+    accelerator_collective::spawn_with_inherited(command, variable, job.as_bytes())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn spawn_for(_job: &str, mut command: Command) -> std::io::Result<Child> {
+    command.spawn()
 }
 
 /// Takes, on a thread, what the process sends that has started this rank, and ends this rank when that is gone.

@@ -68,6 +68,11 @@ fn main() -> Result<ExitCode> {
                         return accelerator.finish_preempted().map(drop);
                     }
                     "sleep" => std::thread::sleep(Duration::from_secs(600)),
+                    "nest" if accelerator.is_main_process() => {
+                        let mut again = std::process::Command::new(std::env::current_exe()?);
+                        let status = again.args(["launch-processes", "2", "work"]).status()?;
+                        assert!(status.success(), "{status}");
+                    }
                     _ => {}
                 }
                 accelerator.wait_for_everyone()?;

@@ -35,6 +35,22 @@ fn ranks_are_processes_and_what_follows_runs_once() {
     );
 }
 
+/// The program that a rank starts has the rank's variables.
+#[test]
+fn a_program_that_a_rank_starts_has_ranks_of_its_own() {
+    let ended = run(&["launch-processes", "2", "nest"]);
+    let stdout = String::from_utf8(ended.stdout).unwrap();
+    let stderr = String::from_utf8(ended.stderr).unwrap();
+    assert!(ended.status.success(), "{stdout}{stderr}");
+    let count = |start: &str| {
+        stdout
+            .lines()
+            .filter(|line| line.starts_with(start))
+            .count()
+    };
+    assert_eq!((count("rank in "), count("behind")), (4, 2), "{stdout}");
+}
+
 #[test]
 fn a_rank_that_fails_is_named_and_ends_the_others() {
     let begun = Instant::now();

@@ -78,7 +78,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         num_workers: usize,
         config: T::Config,
     ) -> Result<Self> {
-        match (ProcessRole::of(workers::JOB), num_workers) {
+        match (ProcessRole::of(workers::JOB)?, num_workers) {
             (ProcessRole::Started, _) => workers::serve::<T>(builder),
             (ProcessRole::Placed, _) | (ProcessRole::Parent, 1) => {
                 Self::here(builder.build()?, config, FinishedBy::Trainer)
