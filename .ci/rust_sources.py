@@ -6,6 +6,20 @@ A file is named by its module path, `()` for the crate's root. Tests, comments a
 import pathlib
 import re
 
+CRATES = [
+    "accelerator/src",
+    "accelerator/collective/src",
+    "accelerator/env/src",
+    "accelerator/fault/src",
+    "accelerator/manifest/src",
+    "accelerator/nccl/src",
+    "accelerator/plan/src",
+    "accelerator/track/src",
+    "accelerator/tune/src",
+    "launcher/jobs/src",
+    "launcher/src",
+]
+
 
 def files(root):
     """The files of a crate by module path."""
