@@ -6,27 +6,6 @@ use std::path::Path;
 use std::time::Duration;
 
 /// The values that a variable may have; its text completes "expected …".
-///
-/// ```
-/// use accelerator_env::Grammar;
-///
-/// assert_eq!(Grammar::OneOf(&["a", "b", "c"]).to_string(), "a, b or c");
-/// for (grammar, accepted, refused) in [
-///     (Grammar::OneOf(&["auto", "on"]), "auto", "yes"),
-///     (Grammar::Switch, "1", "2"),
-///     (Grammar::Number, "0", "-1"),
-///     (Grammar::Count, "1", "0"),
-///     (Grammar::Port, "29500", "0"),
-///     (Grammar::Seconds, "1.5", "0.01"),
-///     (Grammar::ExistingFile, "Cargo.toml", "no/such.file"),
-///     (Grammar::NewFile, "trace.json", "no/such/trace.json"),
-///     (Grammar::TraceSchedule, "active=3,wait=1", "wait=1"),
-/// ] {
-///     assert!(grammar.accepts(accepted.as_ref()), "{grammar}: {accepted}");
-///     assert!(!grammar.accepts(refused.as_ref()), "{grammar}: {refused}");
-/// }
-/// assert_eq!(Grammar::Text("a name").to_string(), "a name");
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Grammar {
@@ -99,27 +78,12 @@ impl fmt::Display for Grammar {
 }
 
 /// The shortest liveness timeout: a busy system may delay a process for less although nothing is wrong.
-///
-/// ```
-/// assert_eq!(accelerator_env::seconds("0.1"), Some(accelerator_env::SHORTEST_LIVENESS));
-/// ```
 pub const SHORTEST_LIVENESS: Duration = Duration::from_millis(100);
 
 /// The liveness timeout where `ACCEL_LIVENESS_TIMEOUT` is not set.
-///
-/// ```
-/// use accelerator_env::{DEFAULT_LIVENESS, LIVENESS_TIMEOUT, seconds};
-///
-/// assert_eq!(seconds(LIVENESS_TIMEOUT.default), Some(DEFAULT_LIVENESS));
-/// ```
 pub const DEFAULT_LIVENESS: Duration = Duration::from_secs(5);
 
 /// Reads a variable that is on or off; an empty one is off.
-///
-/// ```
-/// assert_eq!(accelerator_env::switch("True"), Some(true));
-/// assert_eq!(accelerator_env::switch("2"), None);
-/// ```
 pub fn switch(text: &str) -> Option<bool> {
     match text.trim().to_ascii_lowercase().as_str() {
         "1" | "true" => Some(true),
@@ -129,31 +93,16 @@ pub fn switch(text: &str) -> Option<bool> {
 }
 
 /// Reads a whole number from 0 on.
-///
-/// ```
-/// assert_eq!((accelerator_env::number(" 3"), accelerator_env::number("x")), (Some(3), None));
-/// ```
 pub fn number(text: &str) -> Option<usize> {
     text.trim().parse().ok()
 }
 
 /// Reads a port that is not 0.
-///
-/// ```
-/// assert_eq!((accelerator_env::port("29500"), accelerator_env::port("0")), (Some(29_500), None));
-/// ```
 pub fn port(text: &str) -> Option<u16> {
     text.trim().parse().ok().filter(|port| *port != 0)
 }
 
 /// Reads a time in seconds, no shorter than [`SHORTEST_LIVENESS`].
-///
-/// ```
-/// use std::time::Duration;
-///
-/// assert_eq!(accelerator_env::seconds("1.5"), Some(Duration::from_millis(1500)));
-/// assert_eq!(accelerator_env::seconds("0.01"), None);
-/// ```
 pub fn seconds(text: &str) -> Option<Duration> {
     let seconds = Duration::try_from_secs_f64(text.trim().parse().ok()?).ok()?;
     (seconds >= SHORTEST_LIVENESS).then_some(seconds)
@@ -239,5 +188,24 @@ mod tests {
                 assert!(!grammar.accepts(value.as_ref()), "{grammar:?} {value:?}");
             }
         }
+    }
+
+    #[test]
+    fn values_are_read_as_they_are_accepted() {
+        assert_eq!(
+            [switch("True"), switch(""), switch("2")],
+            [Some(true), Some(false), None]
+        );
+        assert_eq!([number(" 3"), number("x")], [Some(3), None]);
+        assert_eq!([port("29500"), port("0")], [Some(29_500), None]);
+        assert_eq!(
+            [seconds("1.5"), seconds("0.01")],
+            [Some(Duration::from_millis(1500)), None]
+        );
+        assert_eq!(seconds("0.1"), Some(SHORTEST_LIVENESS));
+        assert_eq!(
+            seconds(crate::LIVENESS_TIMEOUT.default),
+            Some(DEFAULT_LIVENESS)
+        );
     }
 }

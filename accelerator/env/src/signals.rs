@@ -18,11 +18,6 @@ use std::{io, ptr};
 ///
 /// Call it in the first line of a program that starts others, since it changes the whole process and the threads that
 /// start after it. A library calls [`prepare_child`] instead.
-///
-/// ```
-/// accelerator_env::reset_signals();
-/// assert!(std::process::Command::new("true").status().is_ok());
-/// ```
 pub fn reset_signals() {
     heed_children();
     // It can fail only for an invalid first argument.
@@ -50,11 +45,6 @@ pub fn prepare_child(command: &mut Command) -> &mut Command {
 ///
 /// Call it in a library that runs a short-lived program; unlike [`prepare_child`], it keeps the fast path of the
 /// system's spawn, which does not copy the page tables of a large process.
-///
-/// ```
-/// accelerator_env::heed_children();
-/// assert!(std::process::Command::new("true").status().is_ok());
-/// ```
 pub fn heed_children() {
     let mut action = MaybeUninit::<libc::sigaction>::uninit();
     // SAFETY: `action` is valid for a write, and is read only if the call has filled it. The default action replaces no
@@ -126,6 +116,14 @@ mod tests {
             reset_signals();
             let status = killed_by_term().status();
             assert_eq!(status.unwrap().signal(), Some(libc::SIGTERM));
+        }
+    }
+
+    #[test]
+    fn a_process_that_heeds_children_learns_how_they_end() {
+        if is_inner("a_process_that_heeds_children_learns_how_they_end") {
+            heed_children();
+            assert!(Command::new("true").status().unwrap().success());
         }
     }
 }

@@ -4,15 +4,6 @@ use std::fmt;
 use crate::grammar::Grammar;
 
 /// An environment variable.
-///
-/// ```
-/// use accelerator_env::{DEVICE, Reader};
-///
-/// assert_eq!((DEVICE.name, DEVICE.reader), ("ACCEL_DEVICE", Reader::Ranks));
-/// assert_eq!(DEVICE.grammar.to_string(), "cuda, wgpu, flex or ndarray");
-/// println!("{}: {}; `{}` in code", DEVICE.meaning, DEVICE.default, DEVICE.code);
-/// assert!(!DEVICE.accepts("tpu".as_ref()));
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Variable {
     /// Its name.
@@ -36,11 +27,6 @@ impl Variable {
     }
 
     /// The words that it may be, where it is one of several.
-    ///
-    /// ```
-    /// assert_eq!(accelerator_env::COMPRESSION.words(), ["none", "f16", "bf16"]);
-    /// assert!(accelerator_env::PORT.words().is_empty());
-    /// ```
     pub fn words(&self) -> &'static [&'static str] {
         match self.grammar {
             Grammar::OneOf(words) => words,
@@ -55,17 +41,7 @@ impl Variable {
     }
 }
 
-/// Who reads a variable.
-///
-/// ```
-/// use accelerator_env::{Reader, VARIABLES};
-///
-/// let is_for_users = |reader| match reader {
-///     Reader::Ranks | Reader::LauncherAndRanks => true,
-///     Reader::SetByLauncher | Reader::Tests => false,
-/// };
-/// assert!(VARIABLES.iter().any(|variable| is_for_users(variable.reader)));
-/// ```
+/// The programs that read a variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reader {
     /// The ranks.
