@@ -37,13 +37,6 @@ pub enum Effect {
 /// Faults of the whole process (kill, exit, panic, stop, slow) happen inside; others are returned
 /// for the caller to carry out. Each fault is triggered once. Without the feature `inject` this does
 /// nothing.
-///
-/// ```
-/// use accelerator_fault::{Point, fail_point};
-///
-/// // At the end of each step; a planned `kill` would happen here.
-/// assert_eq!(fail_point(0, Point::Step(3)), None);
-/// ```
 #[inline]
 pub fn fail_point(rank: usize, point: Point) -> Option<Effect> {
     #[cfg(feature = "inject")]
@@ -55,12 +48,7 @@ pub fn fail_point(rank: usize, point: Point) -> Option<Effect> {
     }
 }
 
-/// Whether the plan of the environment can be carried out.
-///
-/// ```
-/// // At the start of a program, before other ranks wait for it.
-/// assert!(accelerator_fault::check().is_ok());
-/// ```
+/// Checks that the plan of the environment can be carried out.
 ///
 /// # Errors
 ///

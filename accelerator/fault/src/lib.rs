@@ -30,24 +30,7 @@ pub use plan::{Action, Fault, FaultPlan, Point, SaveStage};
 pub use random::Bounds;
 
 /// The variable that holds the plan of a process.
-///
-/// ```
-/// use accelerator_fault::{FaultPlan, VARIABLE};
-///
-/// let plan: FaultPlan = "rank=1 step=3 kill".parse()?;
-/// let mut program = std::process::Command::new("train");
-/// program.env(VARIABLE, plan.to_string());
-/// # Ok::<(), accelerator_fault::Error>(())
-/// ```
 pub const VARIABLE: &str = "ACCEL_FAULTS";
 
 /// The variable that says how often the job was restarted; a fault belongs to one attempt.
-///
-/// ```
-/// use accelerator_fault::RESTART;
-///
-/// // As a launcher starts the job for the third time.
-/// let mut program = std::process::Command::new("train");
-/// program.env(RESTART, 2.to_string());
-/// ```
 pub const RESTART: &str = "ACCEL_RESTART";

@@ -6,14 +6,7 @@ use std::time::Duration;
 
 use crate::plan::{Action, Fault, FaultPlan, Point, SaveStage};
 
-/// Why a text is no plan.
-///
-/// ```
-/// use accelerator_fault::FaultPlan;
-///
-/// let error = "rank=1 step=3 explode".parse::<FaultPlan>().unwrap_err();
-/// assert!(error.to_string().contains("explode"));
-/// ```
+/// The reason why a text is no plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error(pub(crate) String);
 

@@ -4,33 +4,13 @@ use std::fmt;
 use std::time::Duration;
 
 /// Faults of one job, each of which is triggered once.
-///
-/// ```
-/// use accelerator_fault::{Action, Fault, FaultPlan, Point};
-///
-/// let kill = Fault { rank: 1, restart: 0, point: Point::Step(3), action: Action::Kill };
-/// let plan = FaultPlan { faults: vec![kill] };
-/// assert_eq!("rank=1 step=3 kill".parse(), Ok(plan));
-/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultPlan {
     /// In no particular order.
     pub faults: Vec<Fault>,
 }
 
-/// One fault.
-///
-/// ```
-/// use accelerator_fault::{Action, FaultPlan, Point};
-///
-/// # fn main() -> Result<(), accelerator_fault::Error> {
-/// let plan: FaultPlan = "rank=1 restart=2 step=3 panic".parse()?;
-/// let fault = &plan.faults[0];
-/// assert_eq!((fault.rank, fault.restart), (1, 2));
-/// assert_eq!((fault.point, fault.action), (Point::Step(3), Action::Panic));
-/// # Ok(())
-/// # }
-/// ```
+/// A fault of one rank at one point.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The rank on which it happens.
@@ -44,22 +24,6 @@ pub struct Fault {
 }
 
 /// A point in the run of a rank.
-///
-/// ```
-/// use accelerator_fault::{FaultPlan, Point, SaveStage};
-///
-/// # fn main() -> Result<(), accelerator_fault::Error> {
-/// let plan: FaultPlan = "rank=0 rendezvous kill; rank=0 connect kill; rank=0 step=3 kill; rank=0 op=4 kill; \
-///                        rank=0 op=5 within kill; rank=0 save=2 data kill"
-///     .parse()?;
-/// let points: Vec<_> = plan.faults.iter().map(|fault| fault.point).collect();
-/// assert_eq!(points, [
-///     Point::Rendezvous, Point::Connect, Point::Step(3), Point::Operation(4), Point::Within(5),
-///     Point::Save(2, SaveStage::Data),
-/// ]);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
     /// Before the rank goes to the store.
@@ -81,19 +45,6 @@ pub enum Point {
 }
 
 /// A place within a save.
-///
-/// ```
-/// use accelerator_fault::SaveStage;
-///
-/// /// Whether the checkpoint is there, where its writer dies.
-/// fn is_there(stage: SaveStage) -> bool {
-///     match stage {
-///         SaveStage::Begin | SaveStage::Data | SaveStage::Written => false,
-///         SaveStage::Renamed => true,
-///     }
-/// }
-/// assert!(!is_there(SaveStage::Written));
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveStage {
     /// Before anything is written.
@@ -106,21 +57,7 @@ pub enum SaveStage {
     Renamed,
 }
 
-/// What happens.
-///
-/// ```
-/// use accelerator_fault::Action;
-/// use std::time::Duration;
-///
-/// let second = Duration::from_secs(1);
-/// let deadly = [Action::Kill, Action::Segv, Action::Exit(7), Action::Panic];
-/// assert!(deadly.into_iter().all(Action::is_deadly));
-/// let survived = [Action::Slow(second), Action::DiskFull, Action::FailWrite];
-/// assert!(!survived.into_iter().any(Action::is_deadly));
-/// // As a plan writes them.
-/// let cuts = [Action::Stop(Some(second)), Action::DropConnection, Action::CorruptFrame];
-/// assert_eq!(cuts.map(|action| action.to_string()), ["stop 1000ms", "drop-connection", "corrupt-frame"]);
-/// ```
+/// The action of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// SIGKILL.
