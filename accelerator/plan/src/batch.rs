@@ -58,21 +58,7 @@ impl PlannedBatch {
     }
 }
 
-/// Whether a batch counts.
-///
-/// ```
-/// use accelerator_plan::{BatchKind, BatchSize, PlanConfig};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// // Three samples for two ranks, one each in a step.
-/// let plan = PlanConfig::new(3, BatchSize::per_rank(1)?).with_world_size(2).init()?;
-/// let last = [0, 1].map(|rank| plan.epoch(0).batch(rank, 1).expect("all ranks have two steps"));
-/// assert_eq!([last[0].kind, last[1].kind], [BatchKind::Real, BatchKind::Idle]);
-/// assert!(last[1].is_idle() && last[1].real == 0);
-/// assert_eq!(last[1].indices, [1], "its batch before");
-/// # Ok(())
-/// # }
-/// ```
+/// The kind of a batch: one that counts, or one that only keeps its rank in step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BatchKind {
     /// It counts, with the duplicates that [`TailPolicy::Pad`](crate::TailPolicy::Pad) adds.
@@ -88,20 +74,6 @@ pub enum BatchKind {
 /// [`EpochPlan::rank`](crate::EpochPlan::rank).
 ///
 /// It holds no list: skipping with [`nth`](Iterator::nth) takes constant time.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, PlanConfig, RankBatches};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// let plan = PlanConfig::new(1_000_000_000, BatchSize::per_rank(1)?).init()?;
-/// let mut batches: RankBatches = plan.epoch(0).rank(0);
-/// let far = batches.nth(999_999_998).expect("there are more");
-/// assert_eq!(far.indices, [999_999_998]);
-/// assert!(batches.next().is_some_and(|batch| batch.is_last));
-/// assert!(batches.next().is_none());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct RankBatches {
     epoch: EpochPlan,

@@ -109,18 +109,6 @@ impl BatchPlan {
     }
 
     /// The samples of all batches together.
-    ///
-    /// ```
-    /// use accelerator_plan::{BatchPlan, TailPolicy};
-    ///
-    /// # fn main() -> accelerator_plan::Result<()> {
-    /// let plan = BatchPlan::new(vec![vec![0, 1, 2], vec![3, 4]], 1, TailPolicy::Exact)?;
-    /// assert_eq!(plan.samples(), 5);
-    /// // After the first batch.
-    /// assert_eq!(plan.starting_at(3)?.steps(0), 1);
-    /// # Ok(())
-    /// # }
-    /// ```
     #[must_use]
     pub fn samples(&self) -> u64 {
         self.before.last().copied().unwrap_or(0)

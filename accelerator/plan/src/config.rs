@@ -6,26 +6,7 @@ use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
 use crate::tail::TailPolicy;
 
-/// How many samples make a batch.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, PlanConfig};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// let global = |size, ranks| {
-///     PlanConfig::new(1000, size).with_world_size(ranks).init().map(|plan| plan.global_batch())
-/// };
-/// assert_eq!(global(BatchSize::per_rank(32)?, 4)?, 128);
-/// assert_eq!(global(BatchSize::global(32)?, 4)?, 32);
-/// assert!(BatchSize::per_rank(0).unwrap_err().is_batch_size());
-/// let text = |size| match size {
-///     BatchSize::PerRank(samples) => format!("{samples} each"),
-///     BatchSize::Global(samples) => format!("{samples} in all"),
-/// };
-/// assert_eq!(text(BatchSize::global(32)?), "32 in all");
-/// # Ok(())
-/// # }
-/// ```
+/// The number of samples of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BatchSize {
     /// Samples a rank and step: the global batch grows with the world size.
@@ -58,23 +39,7 @@ impl BatchSize {
     }
 }
 
-/// In which order an epoch goes through the samples.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, Order, PlanConfig};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// let first = |order, epoch| -> accelerator_plan::Result<Vec<u64>> {
-///     let plan = PlanConfig::new(100, BatchSize::per_rank(4)?).with_order(order).init()?;
-///     Ok(plan.epoch(epoch).batch(0, 0).map_or(Vec::new(), |batch| batch.indices))
-/// };
-/// assert_eq!(first(Order::Sequential, 1)?, [0, 1, 2, 3]);
-/// let shuffled = Order::Shuffled { seed: 42 };
-/// assert_ne!(first(shuffled, 0)?, first(shuffled, 1)?);
-/// assert_eq!(first(shuffled, 1)?, first(shuffled, 1)?);
-/// # Ok(())
-/// # }
-/// ```
+/// The order in which an epoch goes through the samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Order {
     /// By index, the same in every epoch.

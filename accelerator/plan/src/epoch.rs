@@ -10,21 +10,10 @@ use crate::permutation::Permutation;
 use crate::plan::{Plan, divide};
 use crate::tail::TailPolicy;
 
-/// Who gets which sample in one epoch; made by [`Plan::epoch`].
+/// The assignment of samples to ranks in one epoch; made by [`Plan::epoch`].
 ///
 /// It holds a few numbers, however many samples there are, and computes any batch of any rank.
 /// A rank that is not below the world size has no batches.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, PlanConfig};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// let plan = PlanConfig::new(1_000_000_000_000, BatchSize::per_rank(2)?).with_world_size(4).init()?;
-/// let batch = plan.epoch(0).batch(3, 1_000_000).expect("there are as many steps");
-/// assert_eq!(batch.indices, [8_000_006, 8_000_007]);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct EpochPlan {
     plan: Plan,

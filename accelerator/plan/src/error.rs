@@ -4,41 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 
 /// The result of this crate's functions.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, PlanConfig};
-///
-/// fn steps(samples: u64, batch_size: usize) -> accelerator_plan::Result<u64> {
-///     let plan = PlanConfig::new(samples, BatchSize::per_rank(batch_size)?).init()?;
-///     Ok(plan.epoch(0).steps(0))
-/// }
-/// assert_eq!(steps(100, 32)?, 4);
-/// # Ok::<(), accelerator_plan::Error>(())
-/// ```
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What is wrong with the settings of a plan.
+/// A mistake in the settings of a plan.
 ///
 /// The message says what was found, what was expected and what to do; the predicates tell the
 /// causes apart. Cloning is cheap.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, PlanConfig, TailPolicy, WeightedSampler};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// let config = |samples, batch_size| PlanConfig::new(samples, batch_size);
-/// assert!(BatchSize::per_rank(0).unwrap_err().is_batch_size());
-///
-/// let one = BatchSize::per_rank(1)?;
-/// assert!(config(8, one).with_world_size(0).init().unwrap_err().is_world_size());
-/// assert!(config(u64::MAX, one).init().unwrap_err().is_too_large());
-/// assert!(config(8, one).init()?.epoch(0).starting_at(9).unwrap_err().is_start());
-///
-/// assert!("round".parse::<TailPolicy>().unwrap_err().is_tail());
-/// assert!(WeightedSampler::new([0.0, 0.0]).unwrap_err().is_weights());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct Error(Arc<Inner>);
 

@@ -8,26 +8,13 @@ use crate::epoch::EpochPlan;
 use crate::error::{Error, Kind, Result};
 use crate::tail::TailPolicy;
 
-/// Who gets which sample, in every epoch of a run.
+/// The assignment of samples to ranks, in every epoch of a run.
 ///
 /// Made by [`PlanConfig::init`](crate::PlanConfig::init). A global batch holds
 /// [`global_batch`](Self::global_batch) samples; of the sequence of an epoch, global batch `k`
 /// covers the positions from `k · global_batch` on, and rank `r` gets the `r`-th
 /// [`share`](Self::share) of them. So the ranks together see the samples in the order in which one
 /// rank with the global batch would.
-///
-/// ```
-/// use accelerator_plan::{BatchSize, Order, PlanConfig, TailPolicy};
-///
-/// # fn main() -> accelerator_plan::Result<()> {
-/// let plan = PlanConfig::new(1000, BatchSize::global(10)?).with_world_size(4).init()?;
-/// assert_eq!((plan.samples(), plan.world_size(), plan.global_batch()), (1000, 4, 10));
-/// // Ten samples do not divide over four ranks: two have three, two have two.
-/// assert_eq!(plan.batch_size(), 3);
-/// assert_eq!((plan.tail(), plan.order()), (TailPolicy::Exact, Order::Sequential));
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct Plan {
     samples: u64,
@@ -122,16 +109,6 @@ impl Plan {
 
     /// The part of a full global batch that this rank gets, by position within it; empty where the
     /// rank is not below the world size.
-    ///
-    /// ```
-    /// use accelerator_plan::{BatchSize, PlanConfig};
-    ///
-    /// # fn main() -> accelerator_plan::Result<()> {
-    /// let plan = PlanConfig::new(100, BatchSize::global(8)?).with_world_size(3).init()?;
-    /// assert_eq!([0, 1, 2].map(|rank| plan.share(rank)), [0..3, 3..6, 6..8]);
-    /// # Ok(())
-    /// # }
-    /// ```
     #[must_use]
     pub fn share(&self, rank: usize) -> Range<u64> {
         if rank >= self.world_size {
