@@ -72,15 +72,6 @@ impl Checkpoint {
 
     /// Opens the checkpoint at `path` if there is a manifest, valid or not; returns `None` for any other place.
     ///
-    /// ```
-    /// use accelerator_manifest::Checkpoint;
-    ///
-    /// # fn main() -> accelerator_manifest::Result<()> {
-    /// assert!(Checkpoint::find("no/such/folder")?.is_none());
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
     /// # Errors
     ///
     /// [`Error::is_io`] if the system cannot tell whether there is a manifest, and the errors of [`at`](Self::at).
@@ -96,29 +87,6 @@ impl Checkpoint {
 
     /// The same checkpoint, which calls `progress` after each piece of a file that was read; see
     /// [`Folder::with_progress`](crate::Folder::with_progress).
-    ///
-    /// ```
-    /// use std::num::NonZeroUsize;
-    /// use std::sync::Arc;
-    /// use std::sync::atomic::{AtomicUsize, Ordering};
-    /// use accelerator_manifest::{Checkpoint, VerifyLevel, Metadata, Folder, Role};
-    ///
-    /// # fn main() -> accelerator_manifest::Result<()> {
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let mut draft = Folder::create(temporary.path())?.begin(0)?;
-    /// draft.write_bytes(&"model.bin".parse()?, Role::Model, &[0; 8 << 20])?;
-    /// let saved = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
-    ///
-    /// let pieces = Arc::new(AtomicUsize::new(0));
-    /// let count = Arc::clone(&pieces);
-    /// let checkpoint = Checkpoint::at(saved.path())?.with_progress(move || {
-    ///     count.fetch_add(1, Ordering::Relaxed);
-    /// });
-    /// assert!(checkpoint.verify(VerifyLevel::Hashes).is_good());
-    /// assert!(pieces.load(Ordering::Relaxed) > 8);
-    /// # Ok(())
-    /// # }
-    /// ```
     #[must_use]
     pub fn with_progress(
         self,
@@ -315,23 +283,6 @@ pub enum VerifyLevel {
 }
 
 /// The result of verifying a checkpoint.
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{VerifyLevel, Metadata, Folder, VerifyReport};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let checkpoint = Folder::create(temporary.path())?.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
-/// std::fs::write(checkpoint.path().join("notes.txt"), "a good one").unwrap();
-/// let report: VerifyReport = checkpoint.verify(VerifyLevel::Hashes);
-/// assert!(report.is_good() && report.defects.is_empty());
-/// assert_eq!((report.number, report.path.as_path()), (1, checkpoint.path()));
-/// assert!(report.unreadable().is_none());
-/// assert_eq!(report.untracked, ["notes.txt"]);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct VerifyReport {
     /// The checkpoint's number.
@@ -345,24 +296,6 @@ pub struct VerifyReport {
 }
 
 /// A file that differs from its entry in the manifest, or the manifest itself.
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Defect, VerifyLevel, Metadata, Folder, Role};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
-/// draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
-/// let checkpoint = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
-/// std::fs::write(checkpoint.path().join("model.bin"), b"weig").unwrap();
-/// let defects: Vec<Defect> = checkpoint.verify(VerifyLevel::Sizes).defects;
-/// assert_eq!(defects[0].file, "model.bin");
-/// assert!(defects[0].error.is_corrupt() && !defects[0].is_unreadable());
-/// println!("{}: {}", defects[0].file, defects[0].what);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct Defect {
     /// Its name within the checkpoint.
@@ -434,29 +367,6 @@ impl fmt::Display for Defect {
 }
 
 /// Reads a file of a checkpoint, and fails at its end where it is not what was written.
-///
-/// ```
-/// use std::io::Read;
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Metadata, Folder, Role, VerifiedReader};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let name = "model.bin".parse()?;
-/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
-/// draft.write_bytes(&name, Role::Model, b"weights")?;
-/// let checkpoint = draft.commit(Metadata::new(NonZeroUsize::MIN))?;
-///
-/// let mut reader: VerifiedReader = checkpoint.open(&name)?;
-/// let mut content = Vec::with_capacity(reader.entry().bytes as usize);
-/// reader.read_to_end(&mut content).unwrap();
-/// assert_eq!(content, b"weights");
-///
-/// std::fs::write(checkpoint.path().join("model.bin"), b"weighus").unwrap();
-/// assert!(checkpoint.open(&name)?.read_to_end(&mut content).is_err());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Debug)]
 pub struct VerifiedReader {
     file: File,

@@ -6,52 +6,12 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 /// The result of this crate's functions.
-///
-/// ```
-/// use accelerator_manifest::Folder;
-///
-/// fn newest(path: &str) -> accelerator_manifest::Result<Option<u64>> {
-///     let search = Folder::open(path)?.latest_good()?;
-///     Ok(search.found.map(|checkpoint| checkpoint.number()))
-/// }
-/// assert!(newest("no/such/folder").unwrap_err().is_not_found());
-/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a checkpoint could not be written, found or read.
+/// The reason why a checkpoint could not be written, found or read.
 ///
 /// The message says what was expected, what was found, where, and what to do; the predicates
 /// distinguish causes; [`source`](StdError::source) is the error of the system. Cloning is cheap.
-///
-/// ```
-/// use accelerator_manifest::Folder;
-///
-/// let error = Folder::open("no/such/folder").unwrap_err();
-/// assert!(error.is_not_found());
-/// ```
-///
-/// Whether to go on without a save that failed, and without a checkpoint that cannot be read:
-///
-/// ```
-/// use accelerator_manifest::{Error, FileName, Folder, Manifest};
-///
-/// /// Where training goes on, and the next save may be better.
-/// fn is_passing(error: &Error) -> bool {
-///     error.is_disk_full() || error.is_conflict() || (error.is_io() && !error.is_misuse())
-/// }
-/// /// Where an older checkpoint may do. What a newer program wrote is not to be passed over.
-/// fn is_passed_over(error: &Error) -> bool {
-///     error.is_corrupt() && !error.is_incompatible()
-/// }
-/// assert!(is_passed_over(&Manifest::parse(b"{}").unwrap_err()));
-/// assert!(!is_passing(&FileName::new("../model").unwrap_err()));
-///
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let file = temporary.path().join("a file");
-/// std::fs::write(&file, "").unwrap();
-/// assert!(!is_passing(&Folder::open(file).unwrap_err()));
-/// assert!(FileName::new("").unwrap_err().is_name());
-/// ```
 #[derive(Clone, Debug)]
 pub struct Error(Arc<Inner>);
 

@@ -21,18 +21,6 @@ use crate::error::{Error, Kind, Result};
 /// assert!("../model".parse::<FileName>().unwrap_err().is_name());
 /// # Ok::<(), accelerator_manifest::Error>(())
 /// ```
-///
-/// One folder is allowed, and not more:
-///
-/// ```
-/// use accelerator_manifest::FileName;
-///
-/// let name = FileName::new(format!("ranks/{:05}.json", 1))?;
-/// assert_eq!((name.as_str(), name.folder()), ("ranks/00001.json", Some("ranks")));
-/// assert!(FileName::new("a/b/c").unwrap_err().is_name());
-/// assert!(FileName::new("x".repeat(FileName::LONGEST + 1)).is_err());
-/// # Ok::<(), accelerator_manifest::Error>(())
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct FileName(String);

@@ -26,9 +26,9 @@ use crate::vfs::Vfs;
 /// # let folder = temporary.path();
 /// let is_ours = |target: &str| target == "model.safetensors";
 /// let staged = StagedFolder::create(folder, "model.safetensors", is_ours)?;
-/// let file = staged.path().join("model.safetensors");
-/// std::fs::write(&file, "weights")?;
-/// std::fs::rename(file, folder.join("model.safetensors"))?;
+/// std::fs::write(staged.path().join("model.safetensors"), "weights")?;
+/// staged.publish("model.safetensors", &folder.join("model.safetensors"))?;
+/// assert!(folder.join("model.safetensors").exists());
 ///
 /// let hidden = staged.path().to_owned();
 /// drop(staged);
@@ -67,18 +67,6 @@ impl StagedFolder {
 
     /// Gives a file of this folder its own name, `to`, of the same file system, in place of what has that name. The
     /// file is on the disk before it has the name, and the name when this returns.
-    ///
-    /// ```
-    /// use accelerator_manifest::StagedFolder;
-    ///
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// # let folder = temporary.path();
-    /// let staged = StagedFolder::create(folder, "notes.txt", |target| target == "notes.txt")?;
-    /// std::fs::write(staged.path().join("notes"), "all of it, or nothing")?;
-    /// staged.publish("notes", &folder.join("notes.txt"))?;
-    /// assert!(folder.join("notes.txt").exists());
-    /// # Ok::<(), std::io::Error>(())
-    /// ```
     ///
     /// # Errors
     ///

@@ -44,25 +44,6 @@ mod writer;
 /// # Ok(())
 /// # }
 /// ```
-///
-/// What is not to be is given up, and leaves nothing behind:
-///
-/// ```
-/// use accelerator_manifest::{Folder, Role};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path().join("checkpoints/a"))?;
-/// let mut draft = folder.begin(0)?;
-/// assert_eq!(draft.number(), 1);
-/// let entry = draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
-/// assert_eq!(entry.bytes, 7);
-/// assert_eq!(draft.files().len(), 1);
-/// draft.abandon()?;
-/// assert!(folder.unfinished()?.is_empty());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Debug)]
 pub struct Draft {
     folder: PathBuf,

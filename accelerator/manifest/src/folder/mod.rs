@@ -42,30 +42,6 @@ mod tests;
 /// # Ok(())
 /// # }
 /// ```
-///
-/// What is in it, whole or not:
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Metadata, Folder};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path().join("checkpoints/a"))?;
-/// for step in [100, 200] {
-///     folder.begin(0)?.commit(Metadata { step, ..Metadata::new(NonZeroUsize::MIN) })?;
-/// }
-/// let draft = folder.begin(0)?;
-/// assert_eq!(folder.unfinished()?, [draft.path()]);
-///
-/// assert_eq!((folder.latest_hint(), folder.next_number()?), (Some(2), 3));
-/// assert!(folder.next_number()? <= Folder::LARGEST);
-/// let checkpoints = folder.checkpoints()?;
-/// folder.remove(&checkpoints[0])?;
-/// assert_eq!(folder.checkpoints()?.len(), 1);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -73,25 +49,6 @@ pub struct Folder {
 }
 
 /// The newest good checkpoint, and what was passed over.
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Metadata, Folder, Search};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let folder = Folder::create(temporary.path())?;
-/// for _ in 0..2 {
-///     folder.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
-/// }
-/// std::fs::write(folder.checkpoints()?[1].path().join("manifest.json"), "torn").unwrap();
-///
-/// let search: Search = folder.latest_good()?;
-/// assert_eq!(search.found.map(|checkpoint| checkpoint.number()), Some(1));
-/// assert_eq!(search.rejected[0].number, 2);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
 pub struct Search {
     /// The newest one that nothing is wrong with.
@@ -204,22 +161,6 @@ impl Folder {
     }
 
     /// Searches only the checkpoints with a lower number than `number`, for a caller that cannot use that one.
-    ///
-    /// ```
-    /// use std::num::NonZeroUsize;
-    /// use accelerator_manifest::{Folder, Metadata};
-    ///
-    /// # fn main() -> accelerator_manifest::Result<()> {
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let folder = Folder::create(temporary.path())?;
-    /// for _ in 0..2 {
-    ///     folder.begin(0)?.commit(Metadata::new(NonZeroUsize::MIN))?;
-    /// }
-    /// let older = folder.latest_good_before(2)?.found;
-    /// assert_eq!(older.map(|checkpoint| checkpoint.number()), Some(1));
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///

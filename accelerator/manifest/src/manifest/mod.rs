@@ -68,32 +68,7 @@ pub struct Manifest {
     pub files: BTreeMap<FileName, FileEntry>,
 }
 
-/// What a training program records about a checkpoint.
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::Metadata;
-///
-/// let metadata = Metadata { step: 1200, epoch: 3, ..Metadata::new(NonZeroUsize::MIN) };
-/// assert!(metadata.loaders.is_empty());
-/// ```
-///
-/// With all fields:
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{CheckpointKind, Metadata, Parameter};
-///
-/// let mut metadata = Metadata { seed: Some(42), ..Metadata::new(NonZeroUsize::MIN) };
-/// metadata.parameters.push(Parameter {
-///     path: "bias".to_owned(),
-///     id: "1".to_owned(),
-///     shape: vec![10],
-///     dtype: "f32".to_owned(),
-/// });
-/// metadata.extra.insert("learning_rate_factor".to_owned(), 1.5.into());
-/// assert_eq!((metadata.kind, metadata.world_size.get()), (CheckpointKind::Full, 1));
-/// ```
+/// The record of a training program about a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Metadata {
     /// Why it was written.
@@ -118,21 +93,7 @@ pub struct Metadata {
     pub extra: serde_json::Map<String, serde_json::Value>,
 }
 
-/// Why a checkpoint was written.
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{CheckpointKind, Metadata};
-///
-/// /// What only one of the ranks could save.
-/// fn is_partial(metadata: &Metadata) -> bool {
-///     match metadata.kind {
-///         CheckpointKind::Full => false,
-///         CheckpointKind::Emergency | _ => metadata.world_size.get() > 1,
-///     }
-/// }
-/// assert!(!is_partial(&Metadata::new(NonZeroUsize::MIN)));
-/// ```
+/// The reason why a checkpoint was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -144,24 +105,6 @@ pub enum CheckpointKind {
 }
 
 /// The position of a data loader.
-///
-/// ```
-/// use accelerator_manifest::LoaderState;
-///
-/// // In the middle of the second epoch.
-/// let loader = LoaderState {
-///     samples: 1000,
-///     order: "shuffled with seed 42".to_owned(),
-///     tail: "exact".to_owned(),
-///     global_batch: 32,
-///     epoch: 1,
-///     consumed: 320,
-///     step: 10,
-///     finished: false,
-///     extra: serde_json::Map::new(),
-/// };
-/// assert_eq!(loader.consumed, loader.step * loader.global_batch);
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoaderState {
     /// The number of samples of an epoch.
@@ -186,20 +129,6 @@ pub struct LoaderState {
 }
 
 /// A parameter or a buffer of a model.
-///
-/// ```
-/// use accelerator_manifest::Parameter;
-///
-/// let weight = Parameter {
-///     path: "layers.0.weight".to_owned(),
-///     id: "7hc2m0".to_owned(),
-///     shape: vec![784, 128],
-///     dtype: "f32".to_owned(),
-/// };
-/// let elements: u64 = weight.shape.iter().product();
-/// let line = format!("{} ({}): {elements} {}", weight.path, weight.id, weight.dtype);
-/// assert_eq!(line, "layers.0.weight (7hc2m0): 100352 f32");
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
     /// Where it is within the model: `layers.0.weight`.
@@ -213,19 +142,6 @@ pub struct Parameter {
 }
 
 /// The manifest's entry for a file.
-///
-/// ```
-/// use accelerator_manifest::{ContentHash, FileEntry, Folder, Role};
-///
-/// # fn main() -> accelerator_manifest::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let mut draft = Folder::create(temporary.path())?.begin(0)?;
-/// let entry: &FileEntry = draft.write_bytes(&"model.bin".parse()?, Role::Model, b"weights")?;
-/// assert_eq!((entry.bytes, entry.role), (7, Role::Model));
-/// assert_eq!(entry.blake3, ContentHash::of(b"weights"));
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
     /// Its length.
@@ -236,22 +152,7 @@ pub struct FileEntry {
     pub role: Role,
 }
 
-/// What a file of a checkpoint is for.
-///
-/// ```
-/// use accelerator_manifest::Role;
-///
-/// /// What another program than the one that trained has use for.
-/// fn is_for_all(role: Role) -> bool {
-///     match role {
-///         Role::Model | Role::Other => true,
-///         Role::Optimizer | Role::Scheduler | Role::Ranks | Role::Object => false,
-///         // A role that a newer version knows.
-///         _ => false,
-///     }
-/// }
-/// assert!(is_for_all(Role::Model) && !is_for_all(Role::Optimizer));
-/// ```
+/// The purpose of a file of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::support::{
     FILES, content, folder_in_memory, latest, name, save, set_mode, without_privileges,
 };
-use accelerator_manifest::{Checkpoint, Folder, Place, VerifyLevel};
+use accelerator_manifest::{Checkpoint, Defect, Folder, Place, VerifyLevel};
 use proptest::prelude::*;
 
 #[derive(Clone, Copy, Debug)]
@@ -124,6 +124,7 @@ fn all_defects_are_listed() {
         text[2].starts_with("ranks/00000.json: ranks is missing"),
         "{text:?}"
     );
+    assert!(!report.defects.iter().any(Defect::is_unreadable));
     assert_eq!(report.untracked, ["notes.txt"]);
 }
 
