@@ -7,41 +7,12 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 /// A result whose error is [`Error`].
-///
-/// ```
-/// use accelerator_nccl::{Library, Result};
-///
-/// /// The version of NCCL, where there is one.
-/// fn version() -> Result<String> {
-///     Ok(Library::load()?.version().to_string())
-/// }
-/// assert!(version().map_or_else(|error| error.is_absent() || error.is_cuda(), |text| text.contains('.')));
-/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong with CUDA, NCCL, or the ranks that use them together.
+/// An error of CUDA, of NCCL, or of the ranks that use them together.
 ///
 /// The error is opaque: ask it with the `is_*` predicates, print it for people. It is cheap to clone,
 /// since a communicator that ended answers every later call with the error it ended with.
-///
-/// ```
-/// use accelerator_nccl::{Error, Library};
-///
-/// /// Whether ranks may go on without GPUs of NVIDIA's.
-/// fn can_do_without(error: &Error) -> bool {
-///     error.is_absent()
-/// }
-///
-/// /// Whether it is worth another try with other ranks.
-/// fn is_of_the_group(error: &Error) -> bool {
-///     (error.is_timeout() || error.is_aborted()) && !(error.is_misuse() || error.is_nccl() || error.is_cuda())
-/// }
-///
-/// if let Err(error) = Library::load() {
-///     assert!(can_do_without(&error) || error.is_cuda(), "{error}");
-///     assert!(!is_of_the_group(&error));
-/// }
-/// ```
 #[derive(Clone)]
 pub struct Error(Arc<ErrorInner>);
 

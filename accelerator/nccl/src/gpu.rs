@@ -16,18 +16,6 @@ use crate::unique_id::UniqueId;
 /// it, uses as well. So pointers and kernels of theirs and of ours are of one context.
 ///
 /// Cheap to clone; the context is kept for as long as there are clones.
-///
-/// ```
-/// use accelerator_nccl::{Gpu, Library, Result};
-///
-/// /// Where the GPU of a rank is in its host: two ranks of a host that share one have the same text.
-/// fn place(ordinal: usize) -> Result<String> {
-///     let gpu = Gpu::open(&Library::load()?, ordinal)?;
-///     println!("the driver is for CUDA {}", gpu.driver_version());
-///     Ok(gpu.bus_id().to_owned())
-/// }
-/// assert!(place(usize::MAX).is_err());
-/// ```
 #[derive(Clone, Debug)]
 pub struct Gpu(Arc<GpuInner>);
 

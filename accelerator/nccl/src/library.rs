@@ -73,15 +73,6 @@ impl Library {
 }
 
 /// A version of NCCL or of CUDA.
-///
-/// ```
-/// use accelerator_nccl::Version;
-///
-/// let version = Version::new(12, 5, 0);
-/// assert!(version < Version::new(13, 0, 0));
-/// assert_eq!((version.major(), version.minor(), version.patch()), (12, 5, 0));
-/// assert_eq!(version.to_string(), "12.5.0");
-/// ```
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Version {
     major: u32,

@@ -8,15 +8,7 @@
 use crate::error::{Error, Kind, Result};
 use crate::gpu::{Gpu, note};
 
-/// Where something is in the memory of a GPU.
-///
-/// ```
-/// use accelerator_nccl::DevicePointer;
-///
-/// // As a library that owns the memory tells it.
-/// let pointer = DevicePointer(0x7f00_0000_0000);
-/// assert_eq!(format!("{pointer:?}"), "DevicePointer(0x7f0000000000)");
-/// ```
+/// An address in the memory of a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DevicePointer(
     /// The address, as in CUDA's `CUdeviceptr`.
@@ -35,19 +27,6 @@ impl std::fmt::Debug for DevicePointer {
 /// Copies are in the order of CUDA's default stream: [`read`](Self::read) after
 /// [`Communicator::wait`](crate::Communicator::wait) or
 /// [`Communicator::order_after`](crate::Communicator::order_after).
-///
-/// ```no_run
-/// use accelerator_nccl::{DeviceMemory, Gpu, Library};
-///
-/// let gpu = Gpu::open(&Library::load()?, 0)?;
-/// let mut memory = DeviceMemory::new(&gpu, 4)?;
-/// memory.write(&1.5_f32.to_le_bytes())?;
-/// let mut bytes = [0; 4];
-/// memory.read(&mut bytes)?;
-/// assert_eq!(f32::from_le_bytes(bytes), 1.5);
-/// println!("{} bytes at {:?}", memory.bytes(), memory.pointer());
-/// # Ok::<(), accelerator_nccl::Error>(())
-/// ```
 #[derive(Debug)]
 pub struct DeviceMemory {
     gpu: Gpu,

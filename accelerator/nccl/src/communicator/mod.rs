@@ -87,14 +87,6 @@ pub struct Communicator {
 
 impl Communicator {
     /// The types of elements that NCCL reduces.
-    ///
-    /// ```
-    /// use accelerator_collective::DType;
-    /// use accelerator_nccl::Communicator;
-    ///
-    /// assert!(Communicator::DTYPES.contains(&DType::BF16));
-    /// assert!(!Communicator::DTYPES.contains(&DType::I16));
-    /// ```
     pub const DTYPES: [DType; 10] = operation::DTYPES;
 
     /// This rank.
