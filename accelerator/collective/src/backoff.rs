@@ -11,17 +11,6 @@ use std::net::TcpStream;
 /// link that is down for 3 s may stay silent for 6 s, and a peer be taken for lost that no longer is.
 ///
 /// Linux has this since 6.15; elsewhere nothing changes.
-///
-/// ```
-/// use std::net::{TcpListener, TcpStream};
-///
-/// # fn main() -> std::io::Result<()> {
-/// let listener = TcpListener::bind("127.0.0.1:0")?;
-/// let stream = TcpStream::connect(listener.local_addr()?)?;
-/// accelerator_collective::limit_backoff(&stream);
-/// # Ok(())
-/// # }
-/// ```
 pub fn limit_backoff(stream: &TcpStream) {
     #[cfg(target_os = "linux")]
     {

@@ -33,21 +33,6 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
-///
-/// Its elements are bytes, for what travels otherwise:
-///
-/// ```
-/// use accelerator_collective::{DType, ProcessGroup};
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let mut buffer = ProcessGroup::single().buffer(DType::U16, 2);
-/// buffer.bytes_mut()[2..].copy_from_slice(&500_u16.to_ne_bytes());
-/// assert_eq!(buffer.as_slice::<u16>()?, [0, 500]);
-/// assert_eq!((buffer.dtype(), buffer.len(), buffer.bytes().len()), (DType::U16, 2, 4));
-/// assert!(!buffer.is_empty());
-/// # Ok(())
-/// # }
-/// ```
 pub struct Buffer {
     dtype: DType,
     len: usize,

@@ -11,22 +11,6 @@ use crate::{
 
 /// Some bytes of one of several buffers; see
 /// [`ProcessGroup::all_gather_parts`](crate::ProcessGroup::all_gather_parts).
-///
-/// ```
-/// use accelerator_collective::{BufferSlice, Partition};
-///
-/// /// Cuts a buffer of so many elements of `size` bytes into a part for each rank.
-/// fn parts(elements: usize, size: usize, ranks: usize) -> Vec<Vec<BufferSlice>> {
-///     let partition = Partition::new(elements, ranks);
-///     let part = |rank| {
-///         let range = partition.range(rank);
-///         vec![BufferSlice { buffer: 0, bytes: range.start * size..range.end * size }]
-///     };
-///     (0..ranks).map(part).collect()
-/// }
-/// let parts = parts(3, 4, 2);
-/// assert_eq!((parts[1][0].buffer, parts[1][0].bytes.clone()), (0, 8..12));
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct BufferSlice {
     /// The number of the buffer.

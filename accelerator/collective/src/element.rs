@@ -5,22 +5,6 @@ use std::fmt;
 use half::{bf16, f16};
 
 /// The type of the elements of a buffer.
-///
-/// ```
-/// use accelerator_collective::DType;
-///
-/// // By their size in bytes.
-/// let types = [
-///     (1, vec![DType::I8, DType::U8]),
-///     (2, vec![DType::BF16, DType::F16, DType::I16, DType::U16]),
-///     (4, vec![DType::F32, DType::I32, DType::U32]),
-///     (8, vec![DType::F64, DType::I64, DType::U64]),
-/// ];
-/// for (size, types) in types {
-///     assert!(types.iter().all(|dtype| dtype.size() == size), "{types:?}");
-/// }
-/// assert_eq!(DType::BF16.name(), "bf16");
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum DType {
@@ -126,17 +110,6 @@ impl fmt::Display for DType {
 ///
 /// The trait is sealed: it is implemented for `f32`, `f64`, [`half::f16`], [`half::bf16`] and the
 /// integers of 8 to 64 bits, and for nothing else.
-///
-/// ```
-/// use accelerator_collective::{DType, Element};
-///
-/// /// How many bytes an all-reduce of these is given.
-/// fn bytes<T: Element>(values: &[T]) -> usize {
-///     values.len() * T::DTYPE.size()
-/// }
-/// assert_eq!(bytes(&[1.0_f32; 3]), 12);
-/// assert_eq!(<i64 as Element>::DTYPE, DType::I64);
-/// ```
 pub trait Element: sealed::Sealed + bytemuck::Pod + fmt::Debug + Send + Sync {
     /// The element type as a value.
     const DTYPE: DType;

@@ -5,38 +5,15 @@ use std::{fmt, io, sync::Arc, time::Duration};
 use serde::{Deserialize, Serialize};
 
 /// A result whose error is [`Error`].
-///
-/// ```
-/// use accelerator_collective::{Launch, Result, Topology};
-///
-/// /// The place that the environment says, or one that the program knows.
-/// fn place(known: Option<(usize, usize)>) -> Result<Topology> {
-///     match known {
-///         Some((rank, world_size)) => Topology::new(rank, world_size),
-///         None => Ok(Launch::from_env()?.topology),
-///     }
-/// }
-/// assert_eq!(place(Some((1, 2)))?.rank(), 1);
-/// assert!(place(Some((2, 2))).is_err());
-/// # Ok::<(), accelerator_collective::Error>(())
-/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong in a topology, a rendezvous or a collective.
+/// An error of a topology, a rendezvous or a collective.
 ///
 /// The error is opaque: ask it with the `is_*` predicates, print it for people. Its message says
 /// what was expected, what was found, where, and what to do. It is cheap to clone, since a group
 /// that failed answers every later operation with the error it failed with.
 ///
-/// ```
-/// use accelerator_collective::Topology;
-///
-/// let error = Topology::new(2, 2).unwrap_err();
-/// assert!(error.is_topology());
-/// assert_eq!(error.to_string(), "rank 2 is outside the world: with a world size of 2, ranks are 0 to 1");
-/// ```
-///
-/// What ranks do to one another:
+/// The errors that other ranks cause:
 ///
 /// ```
 /// use std::thread;
@@ -70,30 +47,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// let group = ProcessGroup::single();
 /// group.close().unwrap();
 /// assert!(group.barrier().unwrap_err().is_closed());
-/// ```
-///
-/// Whether it is worth another try, after ranks did not come together:
-///
-/// ```
-/// use accelerator_collective::Error;
-/// use accelerator_collective::rendezvous::{StoreServer, Token};
-///
-/// fn is_worth_a_try(error: &Error) -> bool {
-///     let is_setting = error.is_topology() || error.is_unauthorized() || error.is_misuse();
-///     let is_passing = error.is_rendezvous() || error.is_io() || error.is_address_in_use();
-///     // Something else may be listening at that port.
-///     !is_setting && (is_passing || error.is_protocol())
-/// }
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let no_token = Token::from_file("no/such/file").unwrap_err();
-/// assert!(!is_worth_a_try(&no_token));
-///
-/// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
-/// let taken = StoreServer::bind(store.local_addr(), 2, None).unwrap_err();
-/// assert!(is_worth_a_try(&taken));
-/// # Ok(())
-/// # }
 /// ```
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
@@ -170,22 +123,6 @@ impl Error {
     /// The rank that failed first, and why, as far as this rank knows. It is known for lost peers
     /// and for those that broke the protocol, and stays known where another rank
     /// reported it.
-    ///
-    /// ```
-    /// use std::thread;
-    ///
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let mut ranks = ProcessGroup::threads(2, &GroupOptions::new())?.into_iter();
-    /// let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
-    /// thread::spawn(move || second.abort("its data set is empty"));
-    /// let error = first.barrier().unwrap_err();
-    /// let culprit = error.culprit().unwrap();
-    /// assert_eq!((culprit.rank(), culprit.cause()), (1, "its data set is empty"));
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn culprit(&self) -> Option<&Culprit> {
         self.0.culprit.as_ref()
     }
@@ -289,24 +226,6 @@ impl std::error::Error for Error {
 }
 
 /// The rank that is to blame for an error; see [`Error::culprit`].
-///
-/// ```
-/// use accelerator_collective::{Culprit, GroupOptions, ProcessGroup};
-///
-/// /// A line for whoever looks after the job.
-/// fn told(culprit: &Culprit) -> String {
-///     let process = culprit.pid().map_or(String::new(), |pid| format!(" (process {pid})"));
-///     format!("rank {} on {}{process}: {}", culprit.rank(), culprit.host(), culprit.cause())
-/// }
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-/// ranks[1].abort("its data set is empty");
-/// let error = ranks[0].barrier().unwrap_err();
-/// assert_eq!(error.culprit().map(told).unwrap(), "rank 1 on this process: its data set is empty");
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Culprit {
     pub(crate) rank: usize,

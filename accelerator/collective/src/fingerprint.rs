@@ -166,30 +166,6 @@ impl fmt::Display for CollectiveFingerprint {
 }
 
 /// The operations of a process group; the numbers are those of the wire.
-///
-/// ```
-/// use accelerator_collective::OpKind;
-///
-/// assert_eq!(OpKind::AllToAll.name(), "all_to_all");
-/// assert!(OpKind::ALL.contains(&OpKind::AllReduce));
-///
-/// let is_of_objects = |kind| match kind {
-///     OpKind::AllGatherObject
-///     | OpKind::BroadcastObject
-///     | OpKind::Connect
-///     | OpKind::GatherObject
-///     | OpKind::ScatterObject => true,
-///     OpKind::AllGather
-///     | OpKind::AllGatherParts
-///     | OpKind::AllGatherVaried
-///     | OpKind::Barrier
-///     | OpKind::Broadcast
-///     | OpKind::ReduceScatter
-///     | OpKind::ReduceScatterBuffer => false,
-///     _ => false,
-/// };
-/// assert!(is_of_objects(OpKind::GatherObject) && !is_of_objects(OpKind::Barrier));
-/// ```
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(into = "u8", try_from = "u8")]
 #[non_exhaustive]

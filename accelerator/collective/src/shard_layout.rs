@@ -4,24 +4,8 @@ use std::{iter, ops::Range};
 
 use crate::error::{Error, Kind, Result};
 
-/// Which elements of a buffer each rank keeps of a reduction; see
+/// The elements of a buffer that each rank keeps of a reduction; see
 /// [`ProcessGroup::reduce_scatter_buffer`](crate::ProcessGroup::reduce_scatter_buffer).
-///
-/// ```
-/// use accelerator_collective::ShardLayout;
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// // Of ten elements rank 0 keeps the first four and the last, rank 1 two in the middle.
-/// let layout = ShardLayout::new(10, vec![vec![9..10, 0..2, 2..4], vec![5..7]])?;
-/// assert_eq!(layout.of(0), [0..4, 9..10]);
-/// assert_eq!(layout.of(1), [5..7]);
-/// assert!(layout.len() == 10 && !layout.is_empty(), "what nobody keeps is counted");
-///
-/// let error = ShardLayout::new(10, vec![vec![0..4], vec![3..7]]).unwrap_err();
-/// assert!(error.is_misuse());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ShardLayout {
     len: usize,

@@ -19,23 +19,6 @@ use crate::error::{Error, Kind, Result};
 /// # Ok(())
 /// # }
 /// ```
-///
-/// The fourth of six ranks, on two hosts of three:
-///
-/// ```
-/// use accelerator_collective::Topology;
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let topology = Topology::new(3, 6)?.with_local(0, 3)?;
-/// assert_eq!((topology.rank(), topology.world_size()), (3, 6));
-/// assert_eq!((topology.local_rank(), topology.local_world_size()), (0, 3));
-/// assert!(topology.is_local_main() && !topology.is_main() && !topology.is_last());
-///
-/// assert!(Topology::single().is_main() && Topology::single().is_last());
-/// assert!(Topology::new(0, Topology::LARGEST + 1).unwrap_err().is_topology());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Topology {
     rank: usize,
@@ -165,18 +148,10 @@ impl Topology {
         self.local_world_size
     }
 
-    /// Whether the local rank and the local world size are known, as they are in every group.
+    /// Returns true if the local rank and the local world size are known, as they are in every group.
     ///
     /// Where [`Launch`](crate::Launch) does not tell them, they are found when the ranks connect; until then they
     /// are 0 and 1.
-    ///
-    /// ```
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// let group = ProcessGroup::threads(2, &GroupOptions::new())?.remove(1);
-    /// assert!(group.topology().is_local_known());
-    /// # Ok::<(), accelerator_collective::Error>(())
-    /// ```
     pub fn is_local_known(&self) -> bool {
         self.is_local_known
     }

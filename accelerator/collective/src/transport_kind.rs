@@ -5,33 +5,6 @@ use std::{fmt, str::FromStr};
 use crate::error::{Error, Kind, Result};
 
 /// The way in which the ranks of a group are connected.
-///
-/// ```
-/// use accelerator_collective::TransportKind;
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let transport: TransportKind = "tcp".parse()?;
-/// assert_eq!(transport, TransportKind::Tcp);
-/// assert_eq!(transport.to_string(), "tcp");
-/// # Ok(())
-/// # }
-/// ```
-///
-/// Which of them ranks can use depends on where they are:
-///
-/// ```
-/// use accelerator_collective::TransportKind;
-///
-/// fn is_for_one_host(transport: TransportKind) -> bool {
-///     match transport {
-///         TransportKind::Shm | TransportKind::Threads => true,
-///         TransportKind::Auto | TransportKind::Hierarchical | TransportKind::Tcp => false,
-///         _ => false,
-///     }
-/// }
-/// assert!(is_for_one_host("shm".parse()?));
-/// # Ok::<(), accelerator_collective::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum TransportKind {

@@ -4,14 +4,6 @@ use std::num::NonZeroUsize;
 use std::thread;
 
 /// The cores that this process may use, according to its affinity and to the CPU quota of its control group.
-///
-/// ```
-/// use accelerator_collective::UsableCores;
-///
-/// let cores = UsableCores::of_this_process();
-/// println!("{} threads compute at a time", cores.count());
-/// assert!(cores.numbers().is_empty() || cores.numbers().len() == cores.count().get());
-/// ```
 #[derive(Clone, Debug)]
 pub struct UsableCores {
     count: NonZeroUsize,

@@ -7,19 +7,6 @@ use crate::transport::ActivityClock;
 
 impl ProcessGroup {
     /// Shows the other ranks that this one works while it is in no collective; see [`Activity`].
-    ///
-    /// ```
-    /// use accelerator_collective::{Activity, ProcessGroup};
-    ///
-    /// let group = ProcessGroup::single();
-    /// let activity: Activity = group.activity();
-    /// let hashing = std::thread::spawn(move || {
-    ///     for _block in 0..10 {
-    ///         activity.keep_alive();
-    ///     }
-    /// });
-    /// # hashing.join().unwrap();
-    /// ```
     pub fn activity(&self) -> Activity {
         let rank_state = &self.0.rank_state;
         Activity {
@@ -79,29 +66,6 @@ impl Activity {
     /// Shows that this rank works for as long as the guard lives, where the work itself cannot: at most
     /// for the [busy timeout](crate::GroupOptions::with_busy_timeout) after the last
     /// [`keep_alive`](Self::keep_alive), so that work that hangs is found.
-    ///
-    /// ```
-    /// use std::{thread, time::Duration};
-    ///
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(1));
-    /// let ranks = ProcessGroup::threads(2, &options)?;
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         scope.spawn(move || {
-    ///             if group.rank() == 0 {
-    ///                 let _busy = group.activity().busy();
-    ///                 thread::sleep(Duration::from_millis(1200)); // a download
-    ///             }
-    ///             group.barrier().unwrap();
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn busy(&self) -> Busy {
         self.activity.begin(self.limit);
         Busy(Arc::clone(&self.activity))
@@ -115,15 +79,6 @@ impl fmt::Debug for Activity {
 }
 
 /// While it lives, this rank counts as one that works; see [`Activity::busy`].
-///
-/// ```
-/// use accelerator_collective::{Busy, ProcessGroup};
-///
-/// let group = ProcessGroup::single();
-/// let busy: Busy = group.activity().busy();
-/// // A download.
-/// drop(busy);
-/// ```
 #[must_use = "the rank counts as idle again when this is dropped"]
 pub struct Busy(Arc<ActivityClock>);
 

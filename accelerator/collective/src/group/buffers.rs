@@ -68,28 +68,6 @@ impl ProcessGroup {
     /// It runs on the calling thread. Ranks that pass slices to [`all_reduce`](Self::all_reduce)
     /// at the same time take part in the same operation.
     ///
-    /// ```
-    /// use std::thread;
-    ///
-    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::F32, 100_000);
-    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
-    ///             group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?;
-    ///             assert!(buffer.as_slice::<f32>()?.iter().all(|x| *x == 3.0));
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
     /// # Errors
     ///
     /// As [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
@@ -191,24 +169,6 @@ impl ProcessGroup {
     /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
     /// [`start_all_reduce`](Self::start_all_reduce) does. Ranks that call the blocking one at the
     /// same time take part in the same operation.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    ///
-    /// use accelerator_collective::{ShardLayout, DType, ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let layout = Arc::new(ShardLayout::new(2, vec![vec![1..2]])?);
-    /// let mut buffer = group.buffer(DType::F32, 2);
-    /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[1.0, 2.0]);
-    /// let pending = group.start_reduce_scatter(buffer, ReduceOp::Mean, &layout)?;
-    /// // Compute something else here.
-    /// let buffer = pending.wait()?;
-    /// assert_eq!(buffer.as_slice::<f32>()?[1], 2.0);
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///

@@ -122,19 +122,9 @@ impl ProcessGroup {
         Ok(all)
     }
 
-    /// As [`all_gather_varied`](Self::all_gather_varied), into memory of the caller's: `sink` gets the
+    /// Gathers as [`all_gather_varied`](Self::all_gather_varied) does, into memory of the caller: `sink` gets the
     /// values of each other rank with its number, piece by piece and in order for each rank. The
     /// rank's own values are not given back.
-    ///
-    /// ```
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// group.all_gather_varied_with(&[1_u8, 2], |rank, _| unreachable!("there is no rank {rank}"))?;
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///

@@ -33,19 +33,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Whether collectives of this rank are allowed here, for a `call` that comes to communicate after it
+    /// Checks that collectives of this rank are allowed here, for a `call` that communicates only after it
     /// has done something else. Sends nothing.
-    ///
-    /// ```
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// let group = ProcessGroup::single();
-    /// assert!(group.check_allowed("train").is_ok());
-    /// let guard = group.forbid("ranks are not together here");
-    /// let error = group.check_allowed("train").unwrap_err();
-    /// assert!(error.is_misuse() && error.to_string().contains("called train"));
-    /// # drop(guard);
-    /// ```
     ///
     /// # Errors
     ///
@@ -56,21 +45,6 @@ impl ProcessGroup {
 }
 
 /// While it lives, collectives of this rank fail; see [`ProcessGroup::forbid`].
-///
-/// ```
-/// use accelerator_collective::{Forbidden, ProcessGroup};
-///
-/// /// What only this rank does.
-/// struct Alone {
-///     _forbidden: Forbidden,
-/// }
-///
-/// let group = ProcessGroup::single();
-/// let alone = Alone { _forbidden: group.forbid("only the main rank is here") };
-/// assert!(group.barrier().unwrap_err().is_misuse());
-/// drop(alone);
-/// assert!(group.barrier().is_ok());
-/// ```
 #[derive(Debug)]
 #[must_use = "collectives are allowed again when this is dropped"]
 pub struct Forbidden {

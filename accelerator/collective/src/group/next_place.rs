@@ -33,14 +33,8 @@ pub enum NextPlace {
 }
 
 impl ProcessGroup {
-    /// Whether the launcher has told this process its place in a next group. Nothing is sent or awaited. Other ranks may
-    /// learn of theirs a moment earlier or later. It is always false without a launcher that does so.
-    ///
-    /// ```
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// assert!(!ProcessGroup::single().has_next_place());
-    /// ```
+    /// Returns true if the launcher has told this process its place in a next group. Nothing is sent or awaited. Other
+    /// ranks may learn of theirs a moment earlier or later. It is always false without a launcher that does so.
     pub fn has_next_place(&self) -> bool {
         let store = self.0.rank_state.store();
         store.is_some_and(|store| store.has_next_place())
@@ -48,15 +42,6 @@ impl ProcessGroup {
 
     /// The place that the launcher gives this process in the next group; waits up to `timeout` for it. The group may be
     /// closed already.
-    ///
-    /// ```
-    /// use std::time::Duration;
-    ///
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// let error = ProcessGroup::single().next_place(Duration::ZERO).unwrap_err();
-    /// assert!(error.is_rendezvous());
-    /// ```
     ///
     /// # Errors
     ///

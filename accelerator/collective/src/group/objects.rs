@@ -16,17 +16,6 @@ use crate::{
 impl ProcessGroup {
     /// Gives every rank the values of all ranks, in rank order.
     ///
-    /// ```
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let loss = ("loss".to_owned(), 0.5);
-    /// assert_eq!(group.all_gather_object(&loss)?, [loss]);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
     /// # Errors
     ///
     /// A misuse error where the value cannot be written or read as `S`; otherwise as
@@ -139,18 +128,6 @@ impl ProcessGroup {
     /// Gives each rank its value of those that the root has, one for each rank in rank order. The root
     /// passes `Some`, what others pass is ignored. Over connections each rank is sent its own value
     /// only.
-    ///
-    /// ```
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let parts = [vec!["a", "b"]];
-    /// let mine: Vec<String> = group.scatter_object(Some(&parts), 0)?;
-    /// assert_eq!(mine, ["a", "b"]);
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///

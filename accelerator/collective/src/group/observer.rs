@@ -9,29 +9,6 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 
 /// An operation of this rank that has ended, well or not; see
 /// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
-///
-/// ```
-/// use std::sync::mpsc;
-///
-/// use accelerator_collective::{ExecThread, OpKind, ProcessGroup, ReduceOp};
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let group = ProcessGroup::single();
-/// let (sender, seen) = mpsc::channel();
-/// group.observe(move |operation| {
-///     // Nobody may be listening any more.
-///     let _ = sender.send(*operation);
-/// })?;
-/// group.all_reduce(&mut [0.5_f64; 4], ReduceOp::Sum)?;
-/// group.barrier()?;
-/// let first = seen.recv().unwrap();
-/// assert_eq!((first.kind, first.name), (OpKind::AllReduce, "all_reduce"));
-/// assert_eq!((first.bytes, first.thread), (32, ExecThread::Caller));
-/// assert_eq!(first.duration(), first.ended - first.started);
-/// assert_eq!(seen.recv().unwrap().sequence, first.sequence + 1);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct OpEvent {
@@ -54,26 +31,6 @@ pub struct OpEvent {
 
 impl OpEvent {
     /// The file and the line that errors of the operation name: where it was called.
-    ///
-    /// ```
-    /// use std::sync::{Arc, Mutex};
-    ///
-    /// use accelerator_collective::ProcessGroup;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let places = Arc::new(Mutex::new(Vec::new()));
-    /// let notes = Arc::clone(&places);
-    /// group.observe(move |operation| {
-    ///     notes.lock().unwrap().push(operation.place().to_string());
-    /// })?;
-    /// group.barrier()?;
-    /// # let line = line!() - 1;
-    /// let places = places.lock().unwrap();
-    /// assert_eq!(*places, [format!("{}:{line}", file!())]);
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn place(&self) -> impl fmt::Display {
         self.site
     }
@@ -85,23 +42,6 @@ impl OpEvent {
 }
 
 /// The thread that runs an operation.
-///
-/// ```
-/// use std::sync::mpsc;
-///
-/// use accelerator_collective::{DType, ProcessGroup, ReduceOp, ExecThread};
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let group = ProcessGroup::single();
-/// let (sender, runners) = mpsc::channel();
-/// group.observe(move |operation| drop(sender.send(operation.thread)))?;
-/// group.barrier()?;
-/// group.start_all_reduce(group.buffer(DType::F32, 2), ReduceOp::Sum)?.wait()?;
-/// assert_eq!(runners.recv(), Ok(ExecThread::Caller));
-/// assert_eq!(runners.recv(), Ok(ExecThread::Communication));
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum ExecThread {
     /// The one that called it: a blocking operation.

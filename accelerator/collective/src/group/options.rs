@@ -23,23 +23,6 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
-///
-/// For hosts that boot one after the other, on a network that stands still at times:
-///
-/// ```
-/// use std::time::Duration;
-///
-/// use accelerator_collective::{GroupOptions, TransportKind};
-///
-/// let options = GroupOptions::new()
-///     .with_connect_timeout(Duration::from_secs(600))
-///     .with_liveness_timeout(Duration::from_secs(20))
-///     .with_warn_after(Duration::from_secs(60))
-///     .with_transport(TransportKind::Tcp);
-/// assert!(options.liveness_timeout() < options.warn_after());
-/// assert!(options.connect_timeout() <= options.progress_timeout());
-/// assert_eq!(options.transport(), TransportKind::Tcp);
-/// ```
 #[derive(Clone, Debug)]
 pub struct GroupOptions {
     connect_timeout: Duration,
@@ -83,20 +66,10 @@ impl GroupOptions {
         }
     }
 
-    /// How long a rank that is [busy](crate::Activity::busy) counts as one that works without any
+    /// Sets how long a rank that is [busy](crate::Activity::busy) counts as one that works without any
     /// further sign of it. A busy rank that hangs is named when this and the
     /// [progress timeout](Self::with_progress_timeout) are over. Zero: only
     /// [`keep_alive`](crate::Activity::keep_alive) counts.
-    ///
-    /// ```
-    /// use std::time::Duration;
-    ///
-    /// use accelerator_collective::GroupOptions;
-    ///
-    /// // A download that may take all night.
-    /// let options = GroupOptions::new().with_busy_timeout(Duration::from_secs(12 * 3600));
-    /// assert_eq!(options.busy_timeout(), Duration::from_secs(43_200));
-    /// ```
     pub fn with_busy_timeout(self, busy_timeout: Duration) -> Self {
         Self {
             busy_timeout,

@@ -12,25 +12,6 @@ use crate::{
 ///
 /// Dropping it does not stop the operation, since the other ranks count on it; the buffer and
 /// any error are then lost, though a failed group says so at the next operation.
-///
-/// ```
-/// use accelerator_collective::{DType, Pending, ProcessGroup, ReduceOp};
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let group = ProcessGroup::single();
-/// let mut pending: Vec<Pending> = Vec::new();
-/// for len in [2, 3] {
-///     pending.push(group.start_all_reduce(group.buffer(DType::F32, len), ReduceOp::Sum)?);
-/// }
-/// // What is done first; in the end there is nothing to do but wait.
-/// let done = pending.iter().filter(|pending| pending.is_ready()).count();
-/// println!("{done} of two are done already");
-/// for (pending, len) in pending.into_iter().zip([2, 3]) {
-///     assert_eq!(pending.wait()?.len(), len);
-/// }
-/// # Ok(())
-/// # }
-/// ```
 #[must_use = "the result and any error of the operation come from wait()"]
 pub struct Pending(Option<Arc<PendingSlot>>);
 

@@ -45,65 +45,19 @@ impl ProcessGroup {
     /// Ends the group because this thread panicked, and the panic was caught: as [`abort`](Self::abort), for
     /// what the panic said and where it was. A group whose last handle is dropped by a thread that unwinds
     /// does so by itself.
-    ///
-    /// ```
-    /// use std::panic::catch_unwind;
-    ///
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// if catch_unwind(|| panic!("its data set is empty")).is_err() {
-    ///     ranks[1].abort_by_panic();
-    /// }
-    /// let error = ranks[0].barrier().unwrap_err();
-    /// assert!(error.to_string().contains("is lost: it panicked: its data set is empty (at "));
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn abort_by_panic(&self) {
         self.0.rank_state.abort(&panics::last_panic());
     }
 
-    /// What the latest panic of this thread said, and where it was, for a thread that unwinds. It is known in a
-    /// program with a group of several ranks.
-    ///
-    /// ```
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let _ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// std::panic::catch_unwind(|| panic!("its data set is empty")).unwrap_err();
-    /// assert!(ProcessGroup::last_panic().starts_with("it panicked: its data set is empty (at "));
-    /// # Ok(())
-    /// # }
-    /// ```
+    /// Returns the message and the place of the latest panic of this thread, for a thread that unwinds. It is known in
+    /// a program with a group of several ranks.
     pub fn last_panic() -> String {
         panics::last_panic()
     }
 
-    /// Why collectives of this group fail, or the next one that needs all ranks will, as far as this rank
+    /// Returns why collectives of this group fail, or the next one that needs all ranks will, as far as this rank
     /// knows at this moment; `None` while all is well, and where ranks left in good order. Nothing is sent or
     /// awaited, so it can be asked often: by what waits for other ranks by other means, such as a GPU.
-    ///
-    /// ```
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// assert_eq!(ranks[0].failure(), None);
-    /// ranks[1].abort("its data set is empty");
-    /// let failure = loop {
-    ///     // Known at once, and told after a moment in which what is under way may end.
-    ///     if let Some(failure) = ranks[0].failure() {
-    ///         break failure;
-    ///     }
-    ///     std::thread::yield_now();
-    /// };
-    /// assert!(failure.contains("rank 1") && failure.contains("its data set is empty"), "{failure}");
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn failure(&self) -> Option<String> {
         self.0.rank_state.failure()
     }

@@ -99,11 +99,6 @@ pub fn spawn_with_inherited(
 ///
 /// Returns `None` in a process that inherited only the variable, such as a child of a process that has called this.
 ///
-/// ```
-/// assert!(accelerator_collective::inherited("NO_SUCH_VARIABLE")?.is_none());
-/// # Ok::<(), std::io::Error>(())
-/// ```
-///
 /// # Errors
 ///
 /// If the process has inherited it, and cannot read it.

@@ -42,7 +42,7 @@ use crate::{
     wire::message::Registration,
 };
 
-/// How this process was started: its place in the job and where the ranks meet.
+/// The launch of this process: its place in the job and where the ranks meet.
 ///
 /// [`from_env`](Self::from_env) asks these launchers in turn. The first that tells a place tells all of it;
 /// [`source`](Self::source) is that one, and [`noticed`](Self::noticed) those that have left variables beside it:
@@ -87,21 +87,7 @@ use crate::{
 /// `accel-launch`), PMI or PMIx without a rank and a size; and where `RANK` is set by none of the launchers above and
 /// contradicts MPI's.
 ///
-/// ```
-/// use accelerator_collective::Launch;
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let alone = Launch::from_vars(|_| None)?;
-/// assert_eq!(alone.topology.world_size(), 1);
-///
-/// let error = Launch::from_vars(|name| (name == "RANK").then(|| "banana".to_owned())).unwrap_err();
-/// assert!(error.is_topology());
-/// assert!(error.to_string().starts_with("RANK is \"banana\""));
-/// # Ok(())
-/// # }
-/// ```
-///
-/// What a launcher says, and how a program tells what it was started with:
+/// A program can list the settings that it was started with:
 ///
 /// ```
 /// use accelerator_collective::{Launch, TransportKind};
@@ -179,25 +165,9 @@ impl Launch {
     ///
     /// An `ACCEL_…` variable that a program does not know is misspelt, and an error, unless it is listed here:
     /// then the launcher is newer than the program, which ignores the variable.
-    ///
-    /// ```
-    /// use accelerator_collective::Launch;
-    ///
-    /// assert_eq!(Launch::SET_BY_LAUNCHER, "ACCEL_SET_BY_LAUNCHER");
-    /// ```
     pub const SET_BY_LAUNCHER: &'static str = env::SET_BY_LAUNCHER.name;
 
     /// A launch that the program describes itself.
-    ///
-    /// ```
-    /// use accelerator_collective::{Launch, Rendezvous, Topology};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let launch = Launch::new(Topology::new(1, 2)?, Rendezvous::new("127.0.0.1", 29_500));
-    /// assert_eq!(launch.topology.rank(), 1);
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
         Self {
             topology,
@@ -226,18 +196,6 @@ impl Launch {
 
     /// Reads the environment of this process. Where `PMI_PORT` and `PMI_ID` are set, but not `PMI_RANK`, it asks the
     /// launcher at that address for the rank; nothing else is sent before the ranks connect.
-    ///
-    /// ```
-    /// use accelerator_collective::Launch;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// // Nothing has launched this process.
-    /// let launch = Launch::from_env()?;
-    /// assert_eq!(launch.topology, Launch::single().topology);
-    /// assert!(launch.rendezvous.is_none());
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///
@@ -271,19 +229,6 @@ impl Launch {
 
     /// After how long without a heartbeat a rank counts as lost, where the environment says
     /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
-    ///
-    /// ```
-    /// use std::time::Duration;
-    ///
-    /// use accelerator_collective::Launch;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let set = |name: &str| (name == "ACCEL_LIVENESS_TIMEOUT").then(|| "1.5".to_owned());
-    /// assert_eq!(Launch::from_vars(set)?.liveness_timeout(), Some(Duration::from_millis(1500)));
-    /// assert_eq!(Launch::from_vars(|_| None)?.liveness_timeout(), None);
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn liveness_timeout(&self) -> Option<Duration> {
         self.liveness_timeout
     }
@@ -406,18 +351,6 @@ enum Elastic {
 /// # Errors
 ///
 /// A topology error that names the launcher, its variables and what to do.
-///
-/// ```
-/// use accelerator_collective::check_alone;
-///
-/// let of = |vars: &'static [(&str, &str)]| {
-///     move |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
-/// };
-/// assert!(check_alone(of(&[])).is_ok());
-/// assert!(check_alone(of(&[("PMI_SIZE", "2"), ("PMI_RANK", "0")])).unwrap_err().is_topology());
-/// // It was given a place.
-/// assert!(check_alone(of(&[("PMI_SIZE", "2"), ("RANK", "0")])).is_ok());
-/// ```
 pub fn check_alone(lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     sources::check_alone(LaunchReader(&lookup))
 }

@@ -44,16 +44,6 @@ pub fn listen_at(addresses: &[IpAddr], port: u16) -> io::Result<TcpListener> {
 /// Listens on all addresses of this host, IPv6 and IPv4, whatever the system's default for IPv6 sockets
 /// (`net.ipv6.bindv6only`); on those of IPv4 alone if there is no IPv6.
 ///
-/// ```
-/// use std::net::TcpStream;
-///
-/// # fn main() -> std::io::Result<()> {
-/// let listener = accelerator_collective::rendezvous::listen_everywhere(0)?;
-/// TcpStream::connect(("127.0.0.1", listener.local_addr()?.port()))?;
-/// # Ok(())
-/// # }
-/// ```
-///
 /// # Errors
 ///
 /// An error of the system, for instance if the port is taken.
@@ -89,13 +79,6 @@ pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
 
 /// Returns true if this host has the address, according to its network interfaces or its routes. Binding a socket to
 /// the address would prove less: with `net.ipv4.ip_nonlocal_bind`, a socket can be bound to any address.
-///
-/// ```
-/// use accelerator_collective::rendezvous::is_own_address;
-///
-/// assert!(is_own_address("127.0.1.1".parse().unwrap()));
-/// assert!(!is_own_address("192.0.2.1".parse().unwrap()));
-/// ```
 pub fn is_own_address(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let is_listed = || {

@@ -43,14 +43,7 @@ pub(crate) use token::{Key, random};
 
 use crate::error::{Error, Kind, Result};
 
-/// Where the ranks of a job meet, and by what right.
-///
-/// ```
-/// use accelerator_collective::{Rendezvous, StoreHost};
-///
-/// let rendezvous = Rendezvous::new("127.0.0.1", 29_500).with_store(StoreHost::Launcher);
-/// assert_eq!(rendezvous.to_string(), "127.0.0.1:29500");
-/// ```
+/// The place where the ranks of a job meet, and the proof that they belong to it.
 ///
 /// Between hosts, where ranks prove that they belong to the job:
 ///
@@ -139,13 +132,6 @@ impl Rendezvous {
 
     /// Lets this rank listen for the others at the address of a network interface, or of the first of several, with
     /// commas between them, that its host has. Otherwise it listens where its way to the store begins.
-    ///
-    /// ```
-    /// use accelerator_collective::Rendezvous;
-    ///
-    /// let store = Rendezvous::new("node-0", 29_500).with_network_interface("ib0,eth1");
-    /// assert_eq!(store.network_interface(), Some("ib0,eth1"));
-    /// ```
     pub fn with_network_interface(self, name: impl Into<String>) -> Self {
         Self {
             network_interface: Some(name.into()),
@@ -223,14 +209,6 @@ enum Interfaces {
 }
 
 /// Who hosts the store.
-///
-/// ```
-/// use accelerator_collective::{Rendezvous, StoreHost};
-///
-/// let store = Rendezvous::new("127.0.0.1", 29_500);
-/// assert_eq!(store.store(), StoreHost::Rank0);
-/// assert_eq!(store.with_store(StoreHost::Launcher).store().to_string(), "launcher");
-/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum StoreHost {
@@ -256,18 +234,7 @@ pub(crate) enum TokenSource {
     None,
 }
 
-/// Whether ranks of other hosts need a token to join.
-///
-/// ```
-/// use accelerator_collective::rendezvous::Security;
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let set = |name: &str| (name == Security::VARIABLE).then(|| "1".to_owned());
-/// assert_eq!(Security::from_vars(set)?, Security::Waived);
-/// assert_eq!(Security::from_vars(|_| None)?, Security::Required);
-/// # Ok(())
-/// # }
-/// ```
+/// The choice whether ranks of other hosts need a token to join.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Security {
     /// Without a token, only processes of the same user on the same host may join.
@@ -282,15 +249,6 @@ impl Security {
     pub const VARIABLE: &'static str = accelerator_env::INSECURE.name;
 
     /// Reads the environment of this process.
-    ///
-    /// ```
-    /// use accelerator_collective::rendezvous::Security;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// assert_eq!(Security::from_env()?, Security::Required, "nobody has waived it here");
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///

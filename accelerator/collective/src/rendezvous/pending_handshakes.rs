@@ -121,20 +121,6 @@ impl fmt::Debug for PendingHandshakes {
 }
 
 /// The place of one connection among [`PendingHandshakes`]; dropping it frees the place.
-///
-/// ```
-/// use std::{net::{TcpListener, TcpStream}, sync::Arc};
-///
-/// use accelerator_collective::rendezvous::{PendingHandshake, PendingHandshakes};
-///
-/// # fn main() -> std::io::Result<()> {
-/// let listener = TcpListener::bind("127.0.0.1:0")?;
-/// let stream = Arc::new(TcpStream::connect(listener.local_addr()?)?);
-/// let handshake: PendingHandshake = PendingHandshakes::logged(64).enter(&stream);
-/// assert!(handshake.leave());
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Debug)]
 pub struct PendingHandshake {
     pending: Arc<PendingHandshakes>,

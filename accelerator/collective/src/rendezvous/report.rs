@@ -4,23 +4,6 @@ use crate::error::Error;
 
 /// Something that a store has learnt; see
 /// [`StoreOptions::with_observer`](super::StoreOptions::with_observer).
-///
-/// ```
-/// use accelerator_collective::rendezvous::Report;
-///
-/// /// A line for the launcher's log.
-/// fn told(report: &Report) -> String {
-///     match report {
-///         Report::Joined { rank, host, pid, .. } => format!("rank {rank} is process {pid} on {host}"),
-///         Report::Met => "all ranks have met".to_owned(),
-///         Report::Failed(report) => report.text.clone(),
-///         Report::Closed { rank, .. } => format!("rank {rank} is done"),
-///         Report::Rejected { note, .. } => format!("turned away: {note}"),
-///         other => format!("{other:?}"),
-///     }
-/// }
-/// assert_eq!(told(&Report::Met), "all ranks have met");
-/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Report {
@@ -52,27 +35,7 @@ pub enum Report {
     },
 }
 
-/// What a rank says about the failure of its group.
-///
-/// ```
-/// use accelerator_collective::rendezvous::FailureReport;
-///
-/// /// Whom to look at: the ranks that others name, unless one speaks for itself.
-/// fn suspects(reports: &[FailureReport]) -> Vec<usize> {
-///     match reports.iter().find(|report| report.is_self_reported()) {
-///         Some(self_reported) => {
-///             println!("rank {}: {}", self_reported.rank, self_reported.text);
-///             vec![self_reported.rank]
-///         }
-///         None => {
-///             // A hung rank is alive, and can be asked what it does.
-///             let lost = reports.iter().filter(|report| !report.error().is_timeout());
-///             lost.flat_map(|report| report.blamed.clone()).collect()
-///         }
-///     }
-/// }
-/// assert_eq!(suspects(&[]), [] as [usize; 0]);
-/// ```
+/// The report of a rank about the failure of its group.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FailureReport {

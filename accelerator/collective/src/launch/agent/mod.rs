@@ -59,7 +59,7 @@ use engines::ENGINES;
 pub struct AgentLaunch {
     /// The index of this agent's host, from 0; `None` where the first agent gives it.
     pub node: Option<usize>,
-    /// How many hosts the job has.
+    /// The number of hosts of the job.
     pub nodes: Option<NodeCount>,
     /// How many processes this agent starts.
     pub processes: Option<AgentProcesses>,
@@ -75,14 +75,6 @@ pub struct AgentLaunch {
 
 impl AgentLaunch {
     /// Reads the environment of this process.
-    ///
-    /// ```
-    /// use accelerator_collective::AgentLaunch;
-    ///
-    /// // No engine has started this process.
-    /// assert!(AgentLaunch::from_env()?.is_none());
-    /// # Ok::<(), accelerator_collective::Error>(())
-    /// ```
     ///
     /// # Errors
     ///
@@ -122,21 +114,11 @@ impl AgentLaunch {
         Ok(found)
     }
 
-    /// How many hosts the job has.
+    /// Returns the number of hosts of the job.
     ///
     /// # Errors
     ///
     /// A topology error that names the engine's variable where it does not tell.
-    ///
-    /// ```
-    /// use accelerator_collective::AgentLaunch;
-    ///
-    /// let indexed = |name: &str| (name == "JOB_COMPLETION_INDEX").then(|| "1".to_owned());
-    /// let launch = AgentLaunch::from_vars(indexed)?.unwrap();
-    /// assert_eq!(launch.node, Some(1));
-    /// assert!(launch.node_count().unwrap_err().is_topology());
-    /// # Ok::<(), accelerator_collective::Error>(())
-    /// ```
     pub fn node_count(&self) -> Result<NodeCount> {
         self.nodes.ok_or_else(|| {
             let LaunchSource { launcher, variable } = self.source;

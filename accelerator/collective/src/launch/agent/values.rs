@@ -7,17 +7,7 @@ use crate::{
     launch::reader::invalid,
 };
 
-/// How many hosts a job has: a number, or a range such as `1:4`.
-///
-/// ```
-/// use accelerator_collective::NodeCount;
-///
-/// let range: NodeCount = "1:4".parse()?;
-/// assert_eq!((range.least, range.most), (1, 4));
-/// assert_eq!("2".parse::<NodeCount>()?.to_string(), "2");
-/// assert!("2:1".parse::<NodeCount>().is_err());
-/// # Ok::<(), accelerator_collective::Error>(())
-/// ```
+/// The number of hosts of a job: one number, or a range such as `1:4`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct NodeCount {
@@ -60,16 +50,7 @@ impl fmt::Display for NodeCount {
     }
 }
 
-/// How many processes an agent starts.
-///
-/// ```
-/// use accelerator_collective::AgentProcesses;
-///
-/// assert_eq!("8".parse::<AgentProcesses>()?, AgentProcesses::Number(8));
-/// assert_eq!("gpu".parse::<AgentProcesses>()?, AgentProcesses::Auto);
-/// assert!("0".parse::<AgentProcesses>().is_err());
-/// # Ok::<(), accelerator_collective::Error>(())
-/// ```
+/// The number of processes that an agent starts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum AgentProcesses {
@@ -104,18 +85,7 @@ impl fmt::Display for AgentProcesses {
     }
 }
 
-/// Where agents meet.
-///
-/// ```
-/// use accelerator_collective::AgentHead;
-///
-/// let head: AgentHead = "job-worker-0:23456".parse()?;
-/// assert_eq!((&*head.host, head.port), ("job-worker-0", Some(23_456)));
-/// assert_eq!("[fd00::1]:7".parse::<AgentHead>()?.host, "fd00::1");
-/// assert_eq!("node-0".parse::<AgentHead>()?.port, None);
-/// assert!("node-0:0".parse::<AgentHead>().is_err());
-/// # Ok::<(), accelerator_collective::Error>(())
-/// ```
+/// The address at which agents meet.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct AgentHead {

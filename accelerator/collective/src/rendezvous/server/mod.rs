@@ -37,16 +37,6 @@ use crate::{
 };
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
-///
-/// ```
-/// use accelerator_collective::rendezvous::{StoreServer, Token};
-///
-/// # fn main() -> accelerator_collective::Result<()> {
-/// let store = StoreServer::bind(("127.0.0.1", 0), 2, Some(Token::generate()?))?;
-/// assert_ne!(store.local_addr().port(), 0);
-/// # Ok(())
-/// # }
-/// ```
 pub struct StoreServer {
     shared: Arc<ServerState>,
     address: SocketAddr,
@@ -73,18 +63,6 @@ impl StoreServer {
     }
 
     /// Listens for the ranks of a job, as [`bind`](Self::bind) does, with further options.
-    ///
-    /// ```
-    /// use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// // Ranks of other jobs are turned away.
-    /// let options = StoreOptions::new(2).with_job("night run");
-    /// let store = StoreServer::bind_with(("127.0.0.1", 0), options)?;
-    /// assert_ne!(store.local_addr().port(), 0);
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///
@@ -146,16 +124,6 @@ impl StoreServer {
     ///
     /// Until the ranks are connected, everybody fails with it at once. Later they know the cause
     /// when they see the rank gone. A rank that has left in good order is not lost by it.
-    ///
-    /// ```
-    /// use accelerator_collective::rendezvous::StoreServer;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
-    /// store.report_exit(1, "it was killed by SIGKILL");
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn report_exit(&self, rank: usize, text: impl Into<String>) {
         let text = shorten(&text.into(), message::MAX_TEXT_BYTES);
         self.shared.step(StoreInput::ExitNotice { rank, text });
@@ -164,16 +132,6 @@ impl StoreServer {
     /// Gives each silent rank another liveness timeout, after a caller has stopped the ranks and before it continues
     /// them. It matters until the ranks are connected; from then on they watch one another, and notice by themselves
     /// when they were stopped.
-    ///
-    /// ```
-    /// use accelerator_collective::rendezvous::StoreServer;
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;
-    /// store.forgive_silence();
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn forgive_silence(&self) {
         self.shared.step(StoreInput::Suspended);
     }
