@@ -6,28 +6,12 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 /// The result of this crate's functions.
-///
-/// ```
-/// use accelerator_tune::Config;
-///
-/// fn rate(config: &Config) -> accelerator_tune::Result<f64> {
-///     config.parse("lr")
-/// }
-/// assert!(rate(&Config::default()).unwrap_err().is_misuse());
-/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a search could not be set up, run or read.
+/// The reason why a search could not be set up, run or read.
 ///
 /// The message says what was expected, what was found, where, and what to do; the predicates distinguish causes;
 /// [`source`](StdError::source) is the error below. Cloning is cheap.
-///
-/// ```
-/// use accelerator_tune::Config;
-///
-/// let error = Config::default().parse::<f64>("lr").unwrap_err();
-/// assert!(error.is_misuse() && !error.is_io());
-/// ```
 #[derive(Clone, Debug)]
 pub struct Error(Arc<Inner>);
 
@@ -75,12 +59,6 @@ impl Error {
     }
 
     /// The error of a trial's own work: what a [`Trainable`](crate::Trainable) returns.
-    ///
-    /// ```
-    /// use accelerator_tune::Error;
-    ///
-    /// assert!(Error::trial("the data set is empty").is_trial());
-    /// ```
     #[must_use]
     pub fn trial(message: impl Into<String>) -> Self {
         Self::new(Kind::Trial, message)

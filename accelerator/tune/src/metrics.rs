@@ -10,13 +10,6 @@ use crate::value::Number;
 /// Named numbers that a trial reports after an iteration.
 ///
 /// In JSON, each is a [`Number`](crate::Number).
-///
-/// ```
-/// use accelerator_tune::Metrics;
-///
-/// let metrics = Metrics::from([("mean_accuracy", 0.97), ("loss", 0.1)]);
-/// assert_eq!(metrics.value("loss"), Some(0.1));
-/// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct Metrics(BTreeMap<String, Number>);

@@ -4,14 +4,7 @@ use std::cmp::Ordering;
 
 use serde::{Deserialize, Serialize};
 
-/// Whether a larger or a smaller value of a metric is better.
-///
-/// ```
-/// use accelerator_tune::Mode;
-///
-/// assert!(Mode::Max.is_better(0.9, 0.8));
-/// assert!(Mode::Min.is_better(0.1, f64::NAN));
-/// ```
+/// The direction in which values of a metric are better.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
@@ -22,7 +15,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Whether `value` is strictly better than `than`. NaN is worse than every number.
+    /// Returns true if `value` is strictly better than `than`. NaN is worse than every number.
     #[must_use]
     pub fn is_better(self, value: f64, than: f64) -> bool {
         self.compare(value, than) == Ordering::Greater
@@ -56,13 +49,6 @@ impl Mode {
 }
 
 /// The metric that a search optimizes, and in which direction.
-///
-/// ```
-/// use accelerator_tune::{Mode, Objective};
-///
-/// let objective = Objective::new("mean_accuracy", Mode::Max);
-/// assert_eq!(objective.metric, "mean_accuracy");
-/// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Objective {
     /// The metric's name, as trials report it.
@@ -79,5 +65,19 @@ impl Objective {
             metric: metric.into(),
             mode,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nan_is_worse_than_every_number() {
+        for mode in [Mode::Min, Mode::Max] {
+            assert!(mode.is_better(0.1, f64::NAN));
+            assert!(!mode.is_better(f64::NAN, 0.1) && !mode.is_better(f64::NAN, f64::NAN));
+        }
+        assert!(Mode::Max.is_better(0.9, 0.8) && Mode::Min.is_better(0.8, 0.9));
     }
 }

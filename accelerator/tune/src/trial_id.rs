@@ -3,12 +3,6 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// The number of a trial in its search, from 0.
-///
-/// ```
-/// use accelerator_tune::TrialId;
-///
-/// assert_eq!(TrialId::new(6).to_string(), "00006");
-/// ```
 #[derive(
     Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
 )]

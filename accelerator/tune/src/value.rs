@@ -9,15 +9,6 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, forward_to_deseria
 use serde_json::{Error, Map, Value};
 
 /// A float in JSON: NaN and the infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
-///
-/// ```
-/// use accelerator_tune::Number;
-///
-/// assert_eq!(serde_json::to_string(&Number(f64::INFINITY))?, r#""Infinity""#);
-/// let number: Number = serde_json::from_str("0.5")?;
-/// assert_eq!(number.0, 0.5);
-/// # Ok::<(), serde_json::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Number(
     /// The float itself.
@@ -26,16 +17,6 @@ pub struct Number(
 
 /// A value of a [`Parameter`](crate::Parameter) or a [`Config`](crate::Config): any value that JSON has, and floats
 /// that it does not have, which become the words of a [`Number`].
-///
-/// ```
-/// use accelerator_tune::Config;
-///
-/// let mut config = Config::default();
-/// config.insert("clip", f64::INFINITY);
-/// assert_eq!(config.to_string(), r#"{"clip":"Infinity"}"#);
-/// assert_eq!(config.parse::<f64>("clip")?, f64::INFINITY);
-/// # Ok::<(), accelerator_tune::Error>(())
-/// ```
 pub trait IntoValue {
     /// Converts the value to JSON.
     fn into_value(self) -> Value;

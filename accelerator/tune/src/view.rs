@@ -10,14 +10,7 @@ use crate::objective::Objective;
 use crate::runner::Location;
 use crate::trial_id::TrialId;
 
-/// How far a trial is, in Ray's words.
-///
-/// ```
-/// use accelerator_tune::TrialStatus;
-///
-/// assert_eq!(serde_json::to_string(&TrialStatus::Pending)?, "\"PENDING\"");
-/// # Ok::<(), serde_json::Error>(())
-/// ```
+/// The progress of a trial, in Ray's words.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum TrialStatus {
@@ -33,15 +26,7 @@ pub enum TrialStatus {
     Error,
 }
 
-/// One result of a trial.
-///
-/// ```
-/// use accelerator_tune::TrialResult;
-///
-/// fn accuracy(result: &TrialResult) -> Option<f64> {
-///     result.value("mean_accuracy")
-/// }
-/// ```
+/// A result of a trial.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct TrialResult {
     /// How many iterations are done.
@@ -92,14 +77,6 @@ impl TrialResult {
 }
 
 /// A trial of a search.
-///
-/// ```
-/// use accelerator_tune::{Results, Trial};
-///
-/// fn checkpoints(results: &Results) -> impl Iterator<Item = &std::path::Path> {
-///     results.trials().iter().filter_map(|trial: &Trial| trial.checkpoint.as_deref())
-/// }
-/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Trial {
@@ -148,15 +125,7 @@ pub(crate) struct SearchView {
     pub(crate) resources: Option<String>,
 }
 
-/// What a scheduler compared trials at.
-///
-/// ```
-/// use accelerator_tune::{Results, Rung};
-///
-/// fn reached(results: &Results) -> Vec<usize> {
-///     results.rungs().iter().map(|rung: &Rung| rung.entries.len()).collect()
-/// }
-/// ```
+/// A point at which a scheduler compared trials.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Rung {

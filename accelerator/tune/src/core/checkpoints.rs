@@ -10,17 +10,11 @@ use super::{CheckpointKey, Core, prefix};
 use crate::trial_id::TrialId;
 use crate::view::TrialStatus;
 
-/// When trials save, and what is kept on the disk.
+/// The settings for when trials save, and what is kept on the disk.
 ///
 /// Without more, each checkpoint that a function or a program reports is taken, and each trial keeps its newest. A
 /// [`Trainable`](crate::Trainable) saves as these settings say. Schedulers that pause trials, or copy them, ask for
 /// checkpoints besides, and so does an interruption.
-///
-/// ```
-/// use accelerator_tune::CheckpointSettings;
-///
-/// let settings = CheckpointSettings { frequency: Some(5), keep_best: Some(3), ..Default::default() };
-/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSettings {

@@ -7,13 +7,7 @@ use crate::number::format_g;
 use crate::trial_id::TrialId;
 use crate::view::{SearchView, TrialStatus};
 
-/// What a search prints while it runs.
-///
-/// ```
-/// use accelerator_tune::Display;
-///
-/// assert_eq!(Display::default(), Display::Auto);
-/// ```
+/// The output of a search while it runs.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Display {
     /// The table on a terminal, lines elsewhere.

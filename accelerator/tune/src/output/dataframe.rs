@@ -8,16 +8,6 @@ use super::csv;
 use crate::error::{Error, Result};
 
 /// A table of results: a row for each trial.
-///
-/// ```
-/// use accelerator_tune::{DataFrame, Results};
-///
-/// fn save(results: &Results) -> accelerator_tune::Result<DataFrame> {
-///     let frame = results.dataframe();
-///     frame.to_csv("result.csv")?;
-///     Ok(frame)
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct DataFrame {
     columns: Vec<String>,

@@ -30,13 +30,7 @@ pub struct Results {
     ending: SearchEnd,
 }
 
-/// Why a search has ended.
-///
-/// ```
-/// use accelerator_tune::SearchEnd;
-///
-/// assert_ne!(SearchEnd::Finished, SearchEnd::Interrupted);
-/// ```
+/// The reason why a search has ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum SearchEnd {
     /// Every trial has ended.
@@ -47,13 +41,7 @@ pub enum SearchEnd {
     OutOfTime,
 }
 
-/// Which value of a trial counts.
-///
-/// ```
-/// use accelerator_tune::Scope;
-///
-/// assert_eq!(Scope::default(), Scope::Best);
-/// ```
+/// The value of a trial that counts.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Scope {
     /// The best that it reported.
@@ -110,15 +98,6 @@ impl Results {
 
     /// The trial that has reported the best value of a metric, at whichever iteration, that report, and the configuration
     /// with which it was made.
-    ///
-    /// ```
-    /// use accelerator_tune::{Mode, Results};
-    ///
-    /// fn iteration(results: &Results) -> Option<u64> {
-    ///     let (_trial, result, _config) = results.best_result("loss", Mode::Min)?;
-    ///     Some(result.training_iteration)
-    /// }
-    /// ```
     #[must_use]
     pub fn best_result(&self, metric: &str, mode: Mode) -> Option<(&Trial, TrialResult, Config)> {
         let (trial, _) = self.best_trial(metric, mode, Scope::Best)?;
@@ -202,14 +181,6 @@ impl Results {
     }
 
     /// Writes the report to a file, which it replaces as a whole or not at all.
-    ///
-    /// ```
-    /// use accelerator_tune::Results;
-    ///
-    /// fn publish(results: &Results) -> accelerator_tune::Result<()> {
-    ///     results.write_report(results.folder().join("report.html"))
-    /// }
-    /// ```
     ///
     /// # Errors
     /// [`Error::is_io`](crate::Error::is_io) where the results of a trial cannot be read, or the file cannot be written.

@@ -29,13 +29,7 @@ mod listener;
 mod placements;
 mod worker;
 
-/// Whether a process carries out several trials, one after the other.
-///
-/// ```
-/// use accelerator_tune::WorkerReuse;
-///
-/// assert_eq!(WorkerReuse::default(), WorkerReuse::Fresh);
-/// ```
+/// The choice whether a process carries out several trials, one after the other.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerReuse {

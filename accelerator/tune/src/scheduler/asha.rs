@@ -19,14 +19,6 @@ use std::collections::BTreeMap;
 /// A trial that reaches a rung is compared with those that were there before, and ends where it is worse than the best
 /// `1/reduction_factor` of them. It needs no checkpoints. See [`AshaPromotion`](crate::AshaPromotion) for the form that
 /// gives trials a second chance.
-///
-/// ```
-/// use accelerator_tune::Asha;
-///
-/// // Compared after 1, 4, 16 and 64 iterations; none takes more than 100.
-/// let asha = Asha::default();
-/// assert_eq!((asha.grace_period, asha.reduction_factor, asha.max_t), (1, 4, 100));
-/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Asha {

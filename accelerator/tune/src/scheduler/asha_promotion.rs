@@ -16,13 +16,6 @@ use crate::view::Rung;
 ///
 /// No report is final: a trial is promoted once there are enough worse ones, however late they come. Trials have to save
 /// checkpoints. Time is the number of iterations.
-///
-/// ```
-/// use accelerator_tune::AshaPromotion;
-///
-/// let asha = AshaPromotion { max_t: 16, ..AshaPromotion::default() };
-/// assert_eq!(asha.reduction_factor, 4);
-/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AshaPromotion {

@@ -13,13 +13,6 @@ use crate::trial_id::TrialId;
 
 /// Stops a trial whose best value is worse than the median of the other trials' means so far (Golovin et al. 2017, Google
 /// Vizier): Ray Tune's `MedianStoppingRule`.
-///
-/// ```
-/// use accelerator_tune::MedianStopping;
-///
-/// let median = MedianStopping { grace_period: 3.0, ..MedianStopping::default() };
-/// assert_eq!(median.min_samples_required, 3);
-/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MedianStopping {

@@ -8,13 +8,7 @@ use crate::stop::ITERATION;
 use crate::trial_id::TrialId;
 use crate::view::Rung;
 
-/// Whether a scheduler decides as Ray Tune 2 does where that is a defect.
-///
-/// ```
-/// use accelerator_tune::{Asha, Compatibility};
-///
-/// let as_ray = Asha { compatibility: Compatibility::Ray, ..Asha::default() };
-/// ```
+/// The choice whether a scheduler decides as Ray Tune 2 does, even if that is a defect.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Compatibility {

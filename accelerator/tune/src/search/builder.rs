@@ -298,12 +298,6 @@ impl Search {
 
     /// Lets each trial write what [TensorBoard](accelerator_track::TensorBoard) shows, below a folder: metrics as scalars, and
     /// a row of the HParams table.
-    ///
-    /// ```
-    /// use accelerator_tune::{Mode, Objective, Search};
-    ///
-    /// let search = Search::new("mnist", Objective::new("loss", Mode::Min)).tensorboard("logs/mnist");
-    /// ```
     #[must_use]
     pub fn tensorboard(mut self, folder: impl Into<PathBuf>) -> Self {
         self.spec.tensorboard = Some(folder.into());

@@ -52,18 +52,6 @@ impl SearchFolder {
     }
 
     /// The working directory of the process that began it: where its program is to be resumed, too.
-    ///
-    /// ```
-    /// use accelerator_tune::{Display, Mode, Objective, Search, SearchFolder};
-    ///
-    /// let folder = tempfile::tempdir()?;
-    /// let search = Search::new("one", Objective::new("loss", Mode::Min));
-    /// let search = search.folder(folder.path()).display(Display::Quiet);
-    /// search.run_programs(["echo", r#"{{"loss": 1}}"#])?;
-    /// let search = SearchFolder::open(folder.path())?;
-    /// assert_eq!(search.directory(), Some(std::env::current_dir()?.as_path()));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
     #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         self.directory.as_deref()

@@ -206,13 +206,6 @@ impl SearchSpec {
 }
 
 /// Who suggests configurations.
-///
-/// ```
-/// use accelerator_tune::SearchAlgorithm;
-///
-/// let random = SearchAlgorithm::default();
-/// assert!(matches!(random, SearchAlgorithm::Variants));
-/// ```
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(
     tag = "type",
@@ -255,16 +248,7 @@ impl From<Optuna> for SearchAlgorithm {
     }
 }
 
-/// How often a trial is repeated that failed.
-///
-/// ```
-/// use accelerator_tune::MaxFailures;
-///
-/// let any: MaxFailures = serde_json::from_str("-1")?;
-/// assert_eq!(any, MaxFailures::Unlimited);
-/// assert_eq!(MaxFailures::default(), MaxFailures::AtMost(0));
-/// # Ok::<(), serde_json::Error>(())
-/// ```
+/// The number of times that a failed trial is repeated.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "i64", into = "i64")]
 pub enum MaxFailures {

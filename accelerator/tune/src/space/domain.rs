@@ -5,13 +5,7 @@ use serde_json::Value;
 use super::random::Random;
 use crate::error::{Error, Result};
 
-/// What a single value is drawn from. The functions of this crate make them, and files have their names.
-///
-/// ```
-/// use accelerator_tune::{Domain, Parameter};
-///
-/// let lr: Parameter = Domain::LogUniform(1e-4, 1e-1).into();
-/// ```
+/// A distribution that a single value is drawn from. The functions of this crate make them, and files have their names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Domain {
     /// [`uniform`](crate::uniform).

@@ -64,12 +64,6 @@ impl Space {
     }
 
     /// A list of parameters, for a place where a value is one.
-    ///
-    /// ```
-    /// use accelerator_tune::{Space, uniform};
-    ///
-    /// let betas = Space::list([uniform(0.8, 0.95), 0.999.into()]);
-    /// ```
     pub fn list(parameters: impl IntoIterator<Item = Parameter>) -> Parameter {
         Parameter(Node::List(parameters.into_iter().collect()))
     }
@@ -103,15 +97,6 @@ impl Space {
 }
 
 /// A parameter of a [`Space`]: a constant, what a value is drawn from, a table, or a list.
-///
-/// ```
-/// use accelerator_tune::{Parameter, Space, uniform};
-///
-/// let lr: Parameter = uniform(0.0, 1.0);
-/// let epochs: Parameter = 10.into();
-/// let space = Space::new([("lr", lr), ("epochs", epochs)]);
-/// assert_eq!(space.parameters(), ["lr"]);
-/// ```
 #[derive(Clone, Debug)]
 pub struct Parameter(pub(crate) Node);
 
@@ -212,138 +197,79 @@ impl From<Space> for Parameter {
 }
 
 /// Any number from `low` to below `high`.
-///
-/// ```
-/// let lr = accelerator_tune::uniform(0.001, 1.0);
-/// ```
 #[must_use]
 pub fn uniform(low: f64, high: f64) -> Parameter {
     Domain::Uniform(low, high).into()
 }
 
 /// A multiple of `q` from `low` to `high`, of which each is one: a number of [`uniform`], rounded.
-///
-/// ```
-/// let dropout = accelerator_tune::quniform(0.0, 0.5, 0.1);
-/// ```
 #[must_use]
 pub fn quniform(low: f64, high: f64, q: f64) -> Parameter {
     Domain::QUniform(low, high, q).into()
 }
 
 /// Any number from `low` to below `high`, whose logarithm is uniform.
-///
-/// ```
-/// let lr = accelerator_tune::loguniform(1e-4, 1e-1);
-/// ```
 #[must_use]
 pub fn loguniform(low: f64, high: f64) -> Parameter {
     Domain::LogUniform(low, high).into()
 }
 
 /// A number of [`loguniform`], rounded to a multiple of `q`.
-///
-/// ```
-/// let width = accelerator_tune::qloguniform(8.0, 512.0, 8.0);
-/// ```
 #[must_use]
 pub fn qloguniform(low: f64, high: f64, q: f64) -> Parameter {
     Domain::QLogUniform(low, high, q).into()
 }
 
 /// An integer from `low` to below `high`.
-///
-/// ```
-/// let layers = accelerator_tune::randint(1, 5);
-/// ```
 #[must_use]
 pub fn randint(low: i64, high: i64) -> Parameter {
     Domain::RandInt(low, high).into()
 }
 
 /// A multiple of `q` from `low` to `high`, both included.
-///
-/// ```
-/// let batch = accelerator_tune::qrandint(16, 128, 16);
-/// ```
 #[must_use]
 pub fn qrandint(low: i64, high: i64, q: i64) -> Parameter {
     Domain::QRandInt(low, high, q).into()
 }
 
 /// An integer from `low` to below `high`, whose logarithm is uniform.
-///
-/// ```
-/// let width = accelerator_tune::lograndint(8, 1024);
-/// ```
 #[must_use]
 pub fn lograndint(low: i64, high: i64) -> Parameter {
     Domain::LogRandInt(low, high).into()
 }
 
 /// An integer of [`lograndint`], rounded to a multiple of `q` from `low` to `high`.
-///
-/// ```
-/// let width = accelerator_tune::qlograndint(8, 1024, 8);
-/// ```
 #[must_use]
 pub fn qlograndint(low: i64, high: i64, q: i64) -> Parameter {
     Domain::QLogRandInt(low, high, q).into()
 }
 
 /// A number of the normal distribution with that mean and standard deviation.
-///
-/// ```
-/// let bias = accelerator_tune::randn(0.0, 1.0);
-/// ```
 #[must_use]
 pub fn randn(mean: f64, sd: f64) -> Parameter {
     Domain::Randn(mean, sd).into()
 }
 
 /// A number of [`randn`], rounded to a multiple of `q`.
-///
-/// ```
-/// let bias = accelerator_tune::qrandn(0.0, 1.0, 0.25);
-/// ```
 #[must_use]
 pub fn qrandn(mean: f64, sd: f64, q: f64) -> Parameter {
     Domain::QRandn(mean, sd, q).into()
 }
 
-/// One of the options, each as likely as the others. What is in an option is drawn where it is chosen.
-///
-/// ```
-/// let activation = accelerator_tune::choice(["relu".into(), "gelu".into()]);
-/// ```
+/// One of the options, each as likely as the others. The contents of an option are drawn if it is chosen.
 #[must_use]
 pub fn choice(options: impl IntoIterator<Item = Parameter>) -> Parameter {
     Parameter(Node::Choice(options.into_iter().collect()))
 }
 
 /// Each of the options: a trial for each combination with other grids.
-///
-/// ```
-/// let depth = accelerator_tune::grid_search([1.into(), 2.into(), 3.into()]);
-/// ```
 #[must_use]
 pub fn grid_search(options: impl IntoIterator<Item = Parameter>) -> Parameter {
     Parameter(Node::Grid(options.into_iter().collect()))
 }
 
-/// What a closure makes of the parameters that are drawn already: a value, or what it is drawn from. It is called again
-/// where it fails for want of a parameter that comes later.
-///
-/// ```
-/// use accelerator_tune::{sample_from, uniform};
-///
-/// let momentum = sample_from(|config| {
-///     Ok(match config.parse::<String>("optimizer")?.as_str() {
-///         "sgd" => uniform(0.1, 0.9),
-///         _ => 0.0.into(),
-///     })
-/// });
-/// ```
+/// A value that a closure computes from the parameters that are drawn already, or what it is drawn from. The closure is
+/// called again if it fails for want of a parameter that comes later.
 #[must_use]
 pub fn sample_from(
     sample: impl Fn(&Config) -> Result<Parameter> + Send + Sync + 'static,

@@ -11,15 +11,7 @@ use crate::metrics::Metrics;
 use crate::runner::{Offer, Restore};
 use crate::trial_id::TrialId;
 
-/// Which trial a process carries out, and where.
-///
-/// ```
-/// use accelerator_tune::TrialContext;
-///
-/// fn log_file(context: &TrialContext) -> std::path::PathBuf {
-///     context.folder().join(format!("rank-{}.log", context.rank()))
-/// }
-/// ```
+/// The trial that a process carries out, and its place.
 #[derive(Clone, Debug)]
 pub struct TrialContext {
     pub(super) trial: TrialId,
@@ -63,7 +55,8 @@ impl TrialContext {
     }
 }
 
-/// What a trial that is a function reports to. It dereferences to its [`TrialContext`]. Clones are the same session.
+/// A handle by which a trial that is a function reports. It dereferences to its [`TrialContext`]. Clones are the same
+/// session.
 ///
 /// ```
 /// use accelerator_tune::{BoxError, Config, TrialSession};

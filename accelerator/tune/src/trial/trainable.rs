@@ -4,16 +4,7 @@ use super::session::{TrialContext, TrialSession};
 use crate::config::Config;
 use crate::metrics::Metrics;
 
-/// What a trial's own work may fail with: `?` takes any error.
-///
-/// ```
-/// use accelerator_tune::BoxError;
-///
-/// fn read(path: &str) -> Result<String, BoxError> {
-///     Ok(std::fs::read_to_string(path)?)
-/// }
-/// assert!(read("no/such/file").is_err());
-/// ```
+/// An error of a trial's own work: `?` takes any error.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A training that a search carries out in steps: Ray Tune's `Trainable`.
@@ -100,13 +91,7 @@ pub trait Trainable: Sized {
     }
 }
 
-/// Whether a [`Trainable`] has taken another configuration.
-///
-/// ```
-/// use accelerator_tune::Reset;
-///
-/// assert_ne!(Reset::Done, Reset::Refused);
-/// ```
+/// The answer of a [`Trainable`] to another configuration.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Reset {
     /// It has.

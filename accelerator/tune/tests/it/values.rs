@@ -3,8 +3,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use accelerator_tune::{
-    Config, Display, IntoValue, Mode, Objective, Pbt, Results, Search, SearchEnd, SearchFolder,
-    SearchSpec, Space, Stop, choice, grid_search, uniform,
+    Config, Display, IntoValue, MaxFailures, Mode, Objective, Pbt, Results, Search, SearchEnd,
+    SearchFolder, SearchSpec, Space, Stop, choice, grid_search, uniform,
 };
 use serde_json::{Value, json};
 
@@ -274,4 +274,12 @@ fn settings_that_json_has_not_are_refused() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn any_number_of_failures_is_minus_one() {
+    let any: MaxFailures = serde_json::from_value(json!(-1)).unwrap();
+    assert_eq!(any, MaxFailures::Unlimited);
+    assert_eq!(serde_json::to_value(any).unwrap(), json!(-1));
+    assert_eq!(MaxFailures::from(3), MaxFailures::AtMost(3));
 }
