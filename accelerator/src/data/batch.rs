@@ -15,33 +15,19 @@ use crate::core::user_message;
 use crate::data::weight::Closing;
 use crate::data::weight::Weight;
 
-/// What a batcher made of this rank's share of a step, with what is known about it. It derefs
+/// The batcher's value of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
 ///
 /// A value that is a tensor itself is `(*batch).clone()`: `batch.clone()` is another `Batch`.
 ///
-/// ```
-/// use accelerator::data::Batch;
-/// use burn::nn::Linear;
-/// use burn::tensor::Tensor;
-///
-/// fn forward(model: &Linear, batch: Batch<Tensor<2>>) -> Tensor<2> {
-///     model.forward((*batch).clone())
-/// }
-/// ```
-///
 /// It knows its place, and what it counts:
 ///
 /// ```
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
+/// # use burn::data::dataset::InMemDataset;
 /// use accelerator::prelude::*;
 ///
 /// let batches = launch(2, |accelerator| {
-///     let loader = LoaderBuilder::new(Listed)
+///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
 ///         .batch_size(2)
 ///         .build(InMemDataset::new((0..5).collect()));
 ///     accelerator.prepare(loader)?.epoch(0).collect::<Result<Vec<_>>>()
@@ -195,7 +181,7 @@ impl<O> Batch<O> {
         self.info.len
     }
 
-    /// How many of its samples, counted from the first, are seen for the first time in this
+    /// Returns how many of its samples, counted from the first, are seen for the first time in this
     /// epoch. The rest is padding that metrics leave out; in an idle batch, all of it.
     ///
     /// This is what a figure counts that is added up by hand. The rows of an idle batch's tensors are there as those of
@@ -204,16 +190,12 @@ impl<O> Batch<O> {
     /// `backward` asks for the weight: a figure that is counted beside it is not looked at.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::metric::Sum;
     /// use accelerator::prelude::*;
     ///
     /// let even = launch(3, |accelerator| {
-    ///     let valid = LoaderBuilder::new(Listed)
+    ///     let valid = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///         .batch_size(2)
     ///         .build(InMemDataset::new((0..13).collect()));
     ///     let mut even = Sum::new();
@@ -231,50 +213,18 @@ impl<O> Batch<O> {
         self.info.real
     }
 
-    /// What it counts in [`backward`](crate::Accelerator::backward): its number of samples, and
+    /// Returns what it counts in [`backward`](crate::Accelerator::backward): its number of samples, and
     /// none when it is idle. Duplicates of [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad)
     /// count, as they do in Accelerate.
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # use accelerator::prelude::*;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let loader = LoaderBuilder::new(Listed).batch_size(3).build(InMemDataset::new(vec![1; 6]));
-    /// # let loader = accelerator.prepare(loader)?;
-    /// // All batches of an epoch in one step.
-    /// for batch in loader.epoch(0) {
-    ///     let batch = batch?;
-    ///     let loss = model.forward(Tensor::<2>::ones([batch.num_samples(), 2], &device)).mean();
-    ///     let weight = match batch.is_last() {
-    ///         true => batch.weight(),
-    ///         false => batch.weight().no_sync(),
-    ///     };
-    ///     let gradients = accelerator.backward(loss, &model, weight)?;
-    ///     assert_eq!(gradients.samples(), batch.is_last().then_some(6.0));
-    /// }
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn weight(&self) -> Weight {
         self.with_weight(self.info.len as f64)
     }
 
-    /// As [`weight`](Self::weight), with another count for its samples: the number of tokens
+    /// Returns its [`weight`](Self::weight) with another count for its samples: the number of tokens
     /// that the loss is the mean of, for example. An idle batch counts nothing all the same.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// # use burn::nn::{Linear, LinearConfig};
     /// # use burn::tensor::Tensor;
     /// # use accelerator::prelude::*;
@@ -282,7 +232,7 @@ impl<O> Batch<O> {
     /// # let device = accelerator.device();
     /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
     /// # let dataset = InMemDataset::new(vec![3, 5, 4]);
-    /// # let loader = LoaderBuilder::new(Listed).batch_size(3).build(dataset);
+    /// # let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(3).build(dataset);
     /// # let loader = accelerator.prepare(loader)?;
     /// # let batch = loader.epoch(0).next().unwrap()?;
     /// # let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
@@ -312,29 +262,6 @@ impl<O> Batch<O> {
 
     /// The [`indices`](Self::indices) of the [`real`](Self::real) samples: over all ranks, each
     /// sample of an epoch comes exactly once.
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
-    /// use accelerator::prelude::*;
-    ///
-    /// let seen = launch(2, |accelerator| {
-    ///     let loader = LoaderBuilder::new(Listed)
-    ///         .batch_size(2)
-    ///         .tail(TailPolicy::Pad)
-    ///         .build(InMemDataset::new((0..5).collect()));
-    ///     let batches = accelerator.prepare(loader)?.epoch(0).collect::<Result<Vec<_>>>()?;
-    ///     assert!(batches.iter().all(|batch| batch.num_samples() == 2), "duplicates included");
-    ///     Ok(batches.iter().flat_map(|batch| batch.real_indices().to_vec()).collect::<Vec<_>>())
-    /// })?;
-    /// let mut seen = seen.concat();
-    /// seen.sort();
-    /// assert_eq!(seen, [0, 1, 2, 3, 4]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn real_indices(&self) -> &[u64] {
         &self.info.indices[..self.real().min(self.info.indices.len())]
     }
@@ -344,25 +271,6 @@ impl<O> Batch<O> {
     ///
     /// What is made of it counts each sample once over all ranks, as
     /// [`gather_for_metrics`](crate::Accelerator::gather_for_metrics) does.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use burn::data::dataset::InMemDataset;
-    /// use burn::tensor::Tensor;
-    ///
-    /// let rows = launch(2, |accelerator| {
-    ///     let rows = LoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device));
-    ///     let loader = accelerator.prepare(rows.build(InMemDataset::new(vec![1.0; 3])))?;
-    ///     let mut rows = 0;
-    ///     for batch in loader.eval() {
-    ///         let batch = batch?;
-    ///         rows += batch.real_rows(&batch).map_or(0, |rows| rows.dims()[0]);
-    ///     }
-    ///     Ok(rows)
-    /// })?;
-    /// assert_eq!(rows, [2, 1]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn real_rows<const D: usize, K: Basic>(
         &self,
         tensor: &Tensor<D, K>,

@@ -91,21 +91,17 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// How many samples all ranks get in a step together, at least one each. Where it does not
+    /// Sets how many samples all ranks get in a step together, at least one each. Where it does not
     /// divide over the ranks, the first ones get one sample more ([`TailPolicy::Pad`] and
     /// [`TailPolicy::Uneven`] want a multiple of the world size). This is Accelerate's
     /// `split_batches`.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     ///
     /// let sizes = launch(3, |accelerator| {
-    ///     let loader = LoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///         .global_batch_size(4)
     ///         .build(InMemDataset::new((0..8).collect()));
     ///     let loader = accelerator.prepare(loader)?;
@@ -133,16 +129,11 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// from a checkpoint is compared with what was given when it began.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     ///
     /// let shares = launch(2, |accelerator| {
-    ///     let loader = LoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///         .batch_size(2)
     ///         .sampler(|epoch| (epoch..10).rev().collect())
     ///         .build(InMemDataset::new((0..10).collect()));
@@ -171,16 +162,11 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// [`sampler`](Self::sampler)'s order is.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     ///
     /// let shares = launch(2, |accelerator| {
-    ///     let loader = LoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///         .batch_sampler(|_epoch| vec![vec![0, 1, 2], vec![3], vec![4, 5]])
     ///         .build(InMemDataset::new((0..6).collect()));
     ///     let loader = accelerator.prepare(loader)?;
@@ -201,17 +187,12 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Draws so many samples in each epoch by their weights, each time from all of them.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::plan::WeightedSampler;
     /// use accelerator::prelude::*;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = LoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///     .batch_size(50)
     ///     .weighted(WeightedSampler::new([1.0, 1.0, 8.0])?, 100, 42)
     ///     .build(InMemDataset::new(vec![0, 1, 2]));
@@ -233,27 +214,6 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
 
     /// Draws so many different samples in each epoch by their weights; at most as many as have a
     /// weight above 0.
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
-    /// use accelerator::plan::WeightedSampler;
-    /// use accelerator::prelude::*;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let loader = LoaderBuilder::new(Listed)
-    ///     .batch_size(2)
-    ///     .weighted_without_replacement(WeightedSampler::new([1.0, 0.0, 8.0])?, 2, 42)?
-    ///     .build(InMemDataset::new(vec![0, 1, 2]));
-    /// let loader = accelerator.prepare(loader)?;
-    /// let mut drawn = loader.epoch(0).next().unwrap()?.into_inner();
-    /// drawn.sort();
-    /// assert_eq!(drawn, [0, 2]);
-    /// # Ok::<(), Error>(())
-    /// ```
     ///
     /// # Errors
     ///
@@ -282,16 +242,11 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// knows the sample's place: augmentation that is the same on whichever rank and worker it happens.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u64, Vec<u64>> for Listed {
-    /// #     fn batch(&self, items: Vec<u64>, _device: &Device) -> Vec<u64> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     ///
     /// let noisy = |ranks| launch(ranks, |accelerator| {
-    ///     let loader = LoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u64>, _| items)
     ///         .batch_size(2)
     ///         // In a program: a generator that is seeded by this.
     ///         .map_samples(|item, place| item * 1000 + place.rng_seed(42) % 1000)
@@ -314,34 +269,13 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// How many threads load ahead. With 0, each batch is loaded when it is asked for. The order
+    /// Sets how many threads load ahead. With 0, each batch is loaded when it is asked for. The order
     /// of batches does not depend on it. A stream is read by one. Default: 1.
     ///
     /// Workers call the batcher too, unless it [draws from the device](crate::data#random-numbers).
     ///
     /// Leaving an epoch of a data set early waits for the batches that are being loaded at that moment, all at
     /// the same time.
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
-    /// # use accelerator::prelude::*;
-    /// # let accelerator = Accelerator::new()?;
-    /// let read = |workers| -> Result<Vec<_>> {
-    ///     let loader = LoaderBuilder::new(Listed)
-    ///         .batch_size(4)
-    ///         .shuffle(42)
-    ///         .num_workers(workers)
-    ///         .prefetch(3)
-    ///         .build(InMemDataset::new((0..40).collect()));
-    ///     accelerator.prepare(loader)?.epoch(0).map(|batch| Ok(batch?.into_inner())).collect()
-    /// };
-    /// assert_eq!(read(0)?, read(4)?);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn num_workers(mut self, workers: usize) -> Self {
         self.spec.workers = workers;
         self
@@ -353,18 +287,14 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// What happens where the samples do not fill the last step. Default: `Exact`.
+    /// Sets what happens if the samples do not fill the last step. Default: `Exact`.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// # use accelerator::prelude::*;
     /// # let accelerator = Accelerator::new()?;
     /// let sizes = |policy| -> Result<Vec<_>> {
-    ///     let loader = LoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///         .batch_size(4)
     ///         .tail(policy)
     ///         .build(InMemDataset::new((0..10).collect()));
@@ -383,26 +313,6 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Takes it on trust that each index of the data set gives the same item on every rank, and every time. For
     /// data sets whose items take long to read, and those that draw on purpose: see
     /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<usize, Vec<usize>> for Listed {
-    /// #     fn batch(&self, items: Vec<usize>, _device: &Device) -> Vec<usize> { items }
-    /// # }
-    /// use accelerator::prelude::*;
-    ///
-    /// let prepared = |check: bool| launch(2, |accelerator| {
-    ///     let mine = InMemDataset::new(vec![accelerator.rank(); 8]);
-    ///     let builder = LoaderBuilder::new(Listed).batch_size(2);
-    ///     let builder = if check { builder } else { builder.without_item_check() };
-    ///     accelerator.prepare(builder.build(mine)).map(drop)
-    /// });
-    /// assert!(prepared(true).unwrap_err().is_config());
-    /// prepared(false)?;
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn without_item_check(mut self) -> Self {
         self.items = ItemCheck::Trusted;
         self

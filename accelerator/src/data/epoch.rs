@@ -19,29 +19,6 @@ use crate::timeline::Timeline;
 ///
 /// An error is the last thing that it yields. Leaving it before its end is fine: its workers stop.
 /// Reading begins with the first batch that is asked for.
-///
-/// ```
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
-/// use accelerator::prelude::*;
-///
-/// # let accelerator = Accelerator::new()?;
-/// # let loader = LoaderBuilder::new(Listed)
-/// #     .batch_size(4)
-/// #     .build(InMemDataset::new((0..16).collect()));
-/// # let loader = accelerator.prepare(loader)?;
-/// let mut batches = loader.epoch(0);
-/// assert_eq!(batches.size_hint().1, Some(4), "an error may end it earlier");
-/// for batch in batches.by_ref().take(2) {
-///     assert_eq!(batch?.num_samples(), 4);
-/// }
-/// assert_eq!(*batches.next().unwrap()?, [8, 9, 10, 11]);
-/// accelerator.print(format_args!("waited {:?} for data", batches.waited()));
-/// # Ok::<(), Error>(())
-/// ```
 #[must_use = "an epoch is an iterator"]
 pub struct Epoch<O> {
     feed: EpochState<O>,
@@ -93,16 +70,11 @@ impl<O> Epoch<O> {
     /// is left out beyond it is told.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     ///
     /// let accelerator = Accelerator::new()?;
-    /// let loader = LoaderBuilder::new(Listed)
+    /// let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///     .batch_size(4)
     ///     .build(InMemDataset::new((0..16).collect()));
     /// let loader = accelerator.prepare(loader)?;
@@ -142,29 +114,6 @@ impl<O> Epoch<O> {
     /// the number goes on where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
     /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. Adapters in between
     /// count from 0: behind `take` or `zip`, use [`Batch::step`].
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-    /// # }
-    /// use accelerator::prelude::*;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let loader = LoaderBuilder::new(Listed)
-    ///     .batch_size(4)
-    ///     .build(InMemDataset::new((0..16).collect()));
-    /// let loader = accelerator.prepare(loader)?;
-    /// let mut steps = Vec::new();
-    /// for (step, batch) in loader.epoch(0).skip_first_batches(2).enumerate() {
-    ///     assert_eq!(batch?.step(), step as u64);
-    ///     steps.push(step);
-    /// }
-    /// assert_eq!(steps, [2, 3]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn enumerate(self) -> NumberedBatches<O> {
         let next = self.pass.yielded().step as usize;
         NumberedBatches { epoch: self, next }
@@ -244,16 +193,6 @@ impl<O> Iterator for Epoch<O> {
 impl<O> FusedIterator for Epoch<O> {}
 
 /// Batches with their numbers in the epoch; see [`Epoch::enumerate`].
-///
-/// ```
-/// use accelerator::data::NumberedBatches;
-/// use accelerator::prelude::*;
-///
-/// fn last_number<O>(batches: NumberedBatches<O>) -> Option<usize> {
-///     batches.last().map(|(number, _)| number)
-/// }
-/// # let _ = last_number::<Vec<u32>>;
-/// ```
 #[must_use = "an epoch is an iterator"]
 #[derive(Debug)]
 pub struct NumberedBatches<O> {

@@ -8,26 +8,6 @@ use crate::core::error::Result;
 
 /// A loader that was built and not yet shared out: pass it to
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
-///
-/// ```
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
-/// use accelerator::data::{LoaderBuilder, Loader};
-/// use accelerator::Accelerator;
-///
-/// fn numbers(count: u32) -> Loader<Vec<u32>> {
-///     let dataset = InMemDataset::new((0..count).collect());
-///     LoaderBuilder::new(Listed).batch_size(8).build(dataset)
-/// }
-///
-/// let accelerator = Accelerator::new()?;
-/// let (train, valid) = accelerator.prepare((numbers(80), numbers(20)))?;
-/// assert_eq!((train.steps(), valid.steps()), (Some(10), Some(3)));
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[must_use]
 pub struct Loader<O> {
     pub(super) origin: SampleSource<O>,

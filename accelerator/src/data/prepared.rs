@@ -37,30 +37,6 @@ use crate::timeline::Timeline;
 /// It shares out samples, and no more: each rank trains a model of its own on its share unless the model is prepared, too,
 /// and its gradients come of [`Accelerator::backward`](crate::Accelerator::backward). Nothing is said where neither is
 /// done, since a program may evaluate so, or average by itself.
-///
-/// ```
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
-/// use accelerator::prelude::*;
-///
-/// let accelerator = Accelerator::new()?;
-/// let train = LoaderBuilder::new(Listed)
-///     .batch_size(4)
-///     .shuffle(1)
-///     .build(InMemDataset::new((0..10).collect()));
-/// let train = accelerator.prepare(train)?;
-/// assert_eq!((train.samples(), train.steps()), (10, Some(3)));
-///
-/// let items = |epoch| -> Result<Vec<_>> {
-///     train.epoch(epoch).map(|batch| Ok(batch?.into_inner())).collect()
-/// };
-/// assert_eq!(items(0)?, items(0)?);
-/// assert_ne!(items(0)?, items(1)?);
-/// # Ok::<(), Error>(())
-/// ```
 pub struct PreparedLoader<O> {
     pub(super) cursor: Arc<Cursor>,
     pub(super) device: Device,

@@ -9,27 +9,9 @@ use super::deferred::{BatcherThread, DeferredBatch};
 use super::digest::{self, Digest, ItemDigest};
 use crate::core::error::{Error, Kind, Result};
 
-/// Which sample it is that a function of [`LoaderBuilder::map_samples`] gets.
+/// The place of the sample that a function of [`LoaderBuilder::map_samples`] gets.
 ///
 /// [`LoaderBuilder::map_samples`]: super::LoaderBuilder::map_samples
-///
-/// ```
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
-/// use accelerator::prelude::*;
-///
-/// # let accelerator = Accelerator::new()?;
-/// let loader = LoaderBuilder::new(Listed)
-///     .batch_size(2)
-///     .map_samples(|_, place| (100 * place.epoch() + place.index()) as u32)
-///     .build(InMemDataset::new(vec![0; 4]));
-/// let loader = accelerator.prepare(loader)?;
-/// assert_eq!(*loader.epoch(3).next().unwrap()?, [300, 301]);
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SamplePlace {
     epoch: u64,
@@ -50,25 +32,6 @@ impl SamplePlace {
 
     /// The seed of what is drawn for this sample in this epoch: the same on whichever rank and
     /// worker it is loaded.
-    ///
-    /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u64, Vec<u64>> for Listed {
-    /// #     fn batch(&self, items: Vec<u64>, _: &burn::tensor::Device) -> Vec<u64> { items }
-    /// # }
-    /// use accelerator::prelude::*;
-    ///
-    /// # let accelerator = Accelerator::new()?;
-    /// let loader = LoaderBuilder::new(Listed)
-    ///     .map_samples(|_, place| place.rng_seed(42))
-    ///     .build(InMemDataset::new(vec![0; 4]));
-    /// let loader = accelerator.prepare(loader)?;
-    /// let seeds = |epoch| loader.epoch(epoch).map(|batch| Ok(batch?[0])).collect::<Result<Vec<_>>>();
-    /// assert_eq!(seeds(0)?, seeds(0)?);
-    /// assert!(seeds(0)?.iter().all(|seed| !seeds(1).unwrap_or_default().contains(seed)));
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn rng_seed(&self, seed: u64) -> u64 {
         sample_rng_seed(seed, self.epoch, self.index)
     }

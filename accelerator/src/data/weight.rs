@@ -92,21 +92,6 @@ impl Weight {
 
     /// Ends the accumulation window with this call, however few it holds. Every rank says so in the
     /// same calls, as with [`no_sync`](Self::no_sync).
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use accelerator::Weight;
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::tensor::Tensor;
-    ///
-    /// let accelerator = Accelerator::builder().accumulation_steps(8).build()?;
-    /// let device = accelerator.device();
-    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// let gradients = accelerator.backward(loss, &model, Weight::from(4).trigger_sync())?;
-    /// assert!(!gradients.is_accumulating());
-    /// # Ok::<(), Error>(())
-    /// ```
     #[must_use]
     pub fn trigger_sync(self) -> Self {
         let closing = Closing::Now;

@@ -25,15 +25,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// slower than the training, such as a queue, holds each batch back for so long.
     ///
     /// An epoch that is left early does not wait for the reader: its thread ends when the source has given it
-    /// the next sample. See [`SampleStream`] for another example.
+    /// the next sample. See [`SampleStream`] for one that can be entered in the middle.
     ///
     /// ```
-    /// # use burn::data::dataloader::batcher::Batcher;
-    /// # use burn::tensor::Device;
-    /// # struct Joined;
-    /// # impl Batcher<String, String> for Joined {
-    /// #     fn batch(&self, items: Vec<String>, _device: &Device) -> String { items.join(" ") }
-    /// # }
     /// use accelerator::prelude::*;
     /// use std::fs::File;
     /// use std::io::{BufRead, BufReader};
@@ -48,7 +42,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///         Ok(file) => Box::new(BufReader::new(file).lines()) as Box<dyn Iterator<Item = _> + Send>,
     ///         Err(error) => Box::new(std::iter::once(Err(error))),
     ///     };
-    ///     let loader = LoaderBuilder::new(Joined).batch_size(2).build_stream(lines);
+    ///     let loader = LoaderBuilder::from_fn(|lines: Vec<String>, _| lines.join(" "))
+    ///         .batch_size(2)
+    ///         .build_stream(lines);
     ///     let loader = accelerator.prepare(loader)?;
     ///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect::<Result<Vec<_>>>()
     /// })?;
@@ -80,12 +76,6 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// ```
     /// use accelerator::data::StreamPart;
     /// use accelerator::prelude::*;
-    /// # use burn::data::dataloader::batcher::Batcher;
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-    /// # }
     ///
     /// let shares = launch(2, |accelerator| {
     ///     let files = [vec![0, 1, 2], vec![3, 4], vec![5, 6, 7]];
@@ -93,7 +83,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///         let mine = files.clone().into_iter().skip(part.index()).step_by(part.count());
     ///         mine.flatten().map(std::io::Result::Ok)
     ///     };
-    ///     let loader = LoaderBuilder::new(Listed).batch_size(4).build_sharded_stream(numbers);
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
+    ///         .batch_size(4)
+    ///         .build_sharded_stream(numbers);
     ///     let loader = accelerator.prepare(loader)?;
     ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.to_vec(), batch.real()))).collect()
     /// })?;
@@ -122,17 +114,13 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///
     /// ```
     /// use accelerator::prelude::*;
-    /// # use burn::data::dataloader::batcher::Batcher;
-    /// # use burn::tensor::Device;
-    /// # struct Listed;
-    /// # impl Batcher<String, Vec<String>> for Listed {
-    /// #     fn batch(&self, items: Vec<String>, _device: &Device) -> Vec<String> { items }
-    /// # }
     ///
     /// let shares = launch(2, |accelerator| {
     ///     // In a program: lines of a file that only rank 0 has.
     ///     let lines = |_part| "a b c d e".split(' ').map(|word| std::io::Result::Ok(word.to_owned()));
-    ///     let loader = LoaderBuilder::new(Listed).batch_size(2).build_dispatched_stream(lines);
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<String>, _| items)
+    ///         .batch_size(2)
+    ///         .build_dispatched_stream(lines);
     ///     let loader = accelerator.prepare(loader)?;
     ///     loader.epoch(0).map(|batch| batch.map(|batch| (batch.concat(), batch.real()))).collect()
     /// })?;

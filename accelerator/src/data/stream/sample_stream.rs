@@ -2,64 +2,17 @@ use core::iter::Fuse;
 
 use crate::core::error::{Error, Kind, Result};
 
-/// What went wrong in a program's own stream.
-///
-/// ```
-/// use accelerator::data::StreamError;
-///
-/// fn number(line: &str) -> Result<u32, StreamError> {
-///     match line.parse()? {
-///         0 => Err("no line is 0".into()),
-///         number => Ok(number),
-///     }
-/// }
-/// assert_eq!(number("7").unwrap(), 7);
-/// assert_eq!(number("0").unwrap_err().to_string(), "no line is 0");
-/// assert!(number("seven").is_err());
-/// ```
+/// An error of a program's own stream.
 pub type StreamError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The samples of a stream, in order.
-///
-/// ```
-/// use accelerator::data::StreamItems;
-///
-/// fn up_to(count: u64) -> StreamItems<u64> {
-///     match count {
-///         0 => Box::new(std::iter::once(Err("there is nothing".into()))),
-///         count => Box::new((0..count).map(Ok)),
-///     }
-/// }
-/// assert_eq!(up_to(3).flatten().collect::<Vec<_>>(), [0, 1, 2]);
-/// assert!(up_to(0).next().unwrap().is_err());
-/// ```
 pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send>;
 
 /// Samples that come one after the other, as many as there are: lines of files, records of a
 /// queue, what a simulator makes. It is read from its start in every epoch.
 ///
-/// A function of the [`StreamPart`] that gives an iterator of results is one:
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # use burn::data::dataloader::batcher::Batcher;
-/// # use burn::tensor::Device;
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> { items }
-/// # }
-///
-/// let shares = launch(2, |accelerator| {
-///     // In a program: the lines of a file, with `Err` where reading fails.
-///     let numbers = |_part| (0..7).map(std::io::Result::Ok);
-///     let loader = LoaderBuilder::new(Listed).batch_size(2).build_stream(numbers);
-///     let loader = accelerator.prepare(loader)?;
-///     loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect()
-/// })?;
-/// assert_eq!(shares, [[vec![0, 1], vec![4, 5]], [vec![2, 3], vec![6]]]);
-/// # let _: &Vec<Vec<Vec<u32>>> = &shares;
-/// # Ok::<(), Error>(())
-/// ```
+/// A function of the [`StreamPart`] that returns an iterator of results is a stream; see
+/// [`build_stream`](crate::data::LoaderBuilder::build_stream) for an example.
 ///
 /// One that can be entered in the middle says so by [`read_from`](Self::read_from), which resuming and
 /// [`skip_first_batches`](crate::data::Epoch::skip_first_batches) use; otherwise what was used before is read
@@ -135,17 +88,7 @@ where
     }
 }
 
-/// Which part of a stream is read, and for which epoch.
-///
-/// ```
-/// use accelerator::data::StreamPart;
-///
-/// // Which of five files belong to a part.
-/// let files = |part: StreamPart| (part.index()..5).step_by(part.count());
-/// let whole = StreamPart::whole(3);
-/// assert_eq!(files(whole).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
-/// assert_eq!((whole.index(), whole.count(), whole.epoch()), (0, 1, 3));
-/// ```
+/// The part of a stream that is read, and the epoch for which it is read.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StreamPart {
     count: usize,
