@@ -11,32 +11,10 @@ use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 
-/// What [`Accelerator::save_state`](crate::Accelerator::save_state) takes: references to prepared
+/// Parts that [`Accelerator::save_state`](crate::Accelerator::save_state) saves: references to prepared
 /// models, optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
 ///
 /// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
-///
-/// ```
-/// use accelerator::checkpoint::Save;
-/// use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-///
-/// fn save_every<K>(accelerator: &Accelerator, folder: &str, step: u64, parts: impl Save<K>) -> Result<()> {
-///     if step % 1000 == 0 {
-///         accelerator.save_state(folder, parts)?;
-///     }
-///     Ok(())
-/// }
-///
-/// # let folder = folder.to_str().unwrap();
-/// let accelerator = Accelerator::new()?;
-/// for step in 0..2000 {
-///     save_every(&accelerator, folder, step, (Object(&step), PerRank(&"mine")))?;
-/// }
-/// # assert_eq!(accelerator.resume(folder, (Object(0_u64), PerRank(String::new())))?.0.0, Object(1000));
-/// # Ok::<(), Error>(())
-/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be saved in a checkpoint",
     label = "not a reference to a prepared part, an `Object(&value)`, `PerRank(&value)`, or a tuple",
@@ -56,29 +34,10 @@ pub trait Save<K> {
     }
 }
 
-/// What [`Accelerator::resume`](crate::Accelerator::resume) takes and gives back: prepared models,
+/// Parts that [`Accelerator::resume`](crate::Accelerator::resume) takes and gives back: prepared models,
 /// optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
 ///
 /// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
-///
-/// ```
-/// use accelerator::checkpoint::Resume;
-/// use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-///
-/// fn resume_told<K, P: Resume<K>>(accelerator: &Accelerator, folder: &str, parts: P) -> Result<P> {
-///     let (parts, position) = accelerator.resume(folder, parts)?;
-///     accelerator.print(format_args!("training goes on at {position}"));
-///     Ok(parts)
-/// }
-///
-/// # let folder = folder.to_str().unwrap();
-/// let accelerator = Accelerator::new()?;
-/// let (Object(best), PerRank(seen)) = resume_told(&accelerator, folder, (Object(0.5), PerRank(0)))?;
-/// assert_eq!((best, seen), (0.5, 0), "there is no checkpoint");
-/// # Ok::<(), Error>(())
-/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be resumed from a checkpoint",
     label = "not a prepared part, an `Object(value)`, `PerRank(value)`, or a tuple of these",
@@ -96,21 +55,6 @@ pub trait Resume<K>: Sized {
 
 /// A value of the program's own in a checkpoint, the same for all ranks: rank 0's is saved, and
 /// every rank gets it.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// use accelerator::checkpoint::Object;
-///
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-/// let accelerator = Accelerator::new()?;
-/// let best = 0.98_f64;
-/// accelerator.save_state(folder, Object(&best))?;
-///
-/// let (Object(best), _) = accelerator.resume(folder, Object(0.0_f64))?;
-/// assert_eq!(best, 0.98);
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Object<T>(
     /// The value; a reference to it to save.
@@ -146,30 +90,6 @@ pub struct PerRank<T>(
 );
 
 /// The kinds of things that a checkpoint can hold; see [`Save`] and [`Resume`].
-///
-/// ```
-/// use accelerator::checkpoint::{Object, PerRank, Resume, Save, kind};
-/// use accelerator::data::PreparedLoader;
-/// use accelerator::local::{DiLoCo, LocalSgd};
-/// use accelerator::optim::{PreparedOptimizer, Scheduled};
-/// use accelerator::Ema;
-/// use burn::nn::Linear;
-///
-/// fn resumes<K, P: Resume<K>>() where for<'a> &'a P: Save<K> {}
-///
-/// resumes::<kind::Model, Linear>();
-/// resumes::<kind::Ema, Ema<Linear>>();
-/// resumes::<kind::Optimizer, PreparedOptimizer<Scheduled>>();
-/// resumes::<kind::Loader, PreparedLoader<Vec<u32>>>();
-/// resumes::<kind::LocalSgd, LocalSgd>();
-/// resumes::<kind::DiLoCo, DiLoCo<Linear>>();
-///
-/// // Values are saved by reference, too.
-/// fn holds<K, S: Save<K>, P: Resume<K>>() {}
-///
-/// holds::<kind::Object, Object<&f64>, Object<f64>>();
-/// holds::<kind::PerRank, PerRank<&f64>, PerRank<f64>>();
-/// ```
 pub mod kind {
     /// The outer optimizer of local training.
     #[derive(Debug)]

@@ -2,7 +2,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Where training goes on; from [`Accelerator::resume`](crate::Accelerator::resume).
+/// The position from which training continues; from [`Accelerator::resume`](crate::Accelerator::resume).
 ///
 /// Loops start at [`epoch`](Self::epoch); the loader goes on in mid-epoch by itself.
 ///
@@ -20,23 +20,6 @@ use serde::{Deserialize, Serialize};
 /// assert_eq!((lowest, position.checkpoint()), (0.5, Some(1)));
 /// assert_eq!(position.to_string(), "step 0 in epoch 0, by checkpoint 1");
 /// assert!(position.passed_over().is_empty(), "the newest one is good");
-/// # Ok::<(), Error>(())
-/// ```
-///
-/// After a change of the number of ranks, for an optimizer that is told its rate:
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-///
-/// let accelerator = Accelerator::new()?;
-/// let (_, position) = accelerator.resume(folder, Object(0))?;
-/// if position.world_size() != position.world_size_before() {
-///     accelerator.print(format_args!("{} ranks go on from {position}", position.world_size()));
-/// }
-/// let rate = 0.1 * position.learning_rate_factor();
-/// assert_eq!(rate, 0.1, "nothing has changed");
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
@@ -88,18 +71,8 @@ impl Position {
         self.step
     }
 
-    /// How many steps each optimizer had done, in the order of the tuple; empty at the start, and where none was
-    /// saved.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// let (_, position) = accelerator.resume(folder.path(), Object(0))?;
-    /// assert!(position.steps().is_empty(), "there is no checkpoint");
-    /// # Ok::<(), Error>(())
-    /// ```
+    /// Returns how many steps each optimizer had done, in the order of the tuple; empty at the start, and where none
+    /// was saved.
     pub fn steps(&self) -> &[u64] {
         &self.steps
     }

@@ -3,19 +3,6 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 /// A checkpoint that was saved.
-///
-/// ```
-/// # use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-/// # let accelerator = Accelerator::new()?;
-/// let saved = accelerator.save_state(folder, Object(&"state"))?;
-/// assert_eq!((saved.number(), saved.step()), (1, 0));
-/// // Training goes on from this one, whatever comes later.
-/// let (Object(state), _) = accelerator.resume(saved.path(), Object(String::new()))?;
-/// assert_eq!(state, "state");
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Saved {
     pub(super) number: u64,

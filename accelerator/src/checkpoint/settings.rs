@@ -11,13 +11,6 @@ use crate::core::user_message;
 
 /// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
 /// asked for.
-///
-/// ```
-/// use accelerator::checkpoint::Checkpoints;
-///
-/// let checkpoints = Checkpoints::new("checkpoints/a").with_total_limit(3);
-/// assert_eq!(checkpoints.path(), std::path::Path::new("checkpoints/a"));
-/// ```
 #[derive(Clone)]
 #[must_use]
 pub struct Checkpoints {
@@ -35,22 +28,6 @@ type Callback<T> = dyn Fn(&T) -> Result<(), CallbackError> + Send + Sync;
 type CallbackError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A checkpoint that is about to be complete; for [`Checkpoints::before_save`].
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-///
-/// let accelerator = Accelerator::new()?;
-/// let checkpoints = Checkpoints::new(folder).before_save(|draft| {
-///     let about = format!("checkpoint {} of step {}", draft.number(), draft.step());
-///     Ok(std::fs::write(draft.path().join("about.txt"), about)?)
-/// });
-/// let saved = accelerator.save_state(&checkpoints, Object(&1))?;
-/// let about = std::fs::read_to_string(saved.path().join("about.txt"))?;
-/// assert_eq!(about, "checkpoint 1 of step 0");
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug)]
 pub struct Draft {
     pub(super) number: u64,
@@ -59,25 +36,6 @@ pub struct Draft {
 }
 
 /// A checkpoint that training goes on from; for [`Checkpoints::after_resume`].
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-///
-/// let accelerator = Accelerator::new()?;
-/// let saved = accelerator.save_state(folder, Object(&1))?;
-/// let checkpoints = Checkpoints::new(folder).after_resume(move |resumed| {
-///     assert_eq!((resumed.number(), resumed.step()), (saved.number(), saved.step()));
-///     // What `before_save` wrote beside it would be read here.
-///     match resumed.path().is_dir() {
-///         true => Ok(()),
-///         false => Err("it is gone".into()),
-///     }
-/// });
-/// accelerator.resume(&checkpoints, Object(0))?;
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug)]
 pub struct Resumed {
     pub(super) number: u64,
@@ -99,27 +57,11 @@ impl Checkpoints {
         }
     }
 
-    /// How many checkpoints are kept, at least 1: when a new one is complete, the oldest are
+    /// Sets how many checkpoints are kept, at least 1: when a new one is complete, the oldest are
     /// removed. Those that lack a file, or have one of another size, neither count nor are removed.
     /// No contents are read: one whose bytes changed in place counts, and is removed when it is the
     /// oldest. Those of an [emergency](crate::Accelerator::save_emergency) do not count, and are removed once so many
     /// others are newer. Default: all.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// # let accelerator = Accelerator::new()?;
-    /// let checkpoints = Checkpoints::new(folder).with_total_limit(2);
-    /// let first = accelerator.save_state(&checkpoints, Object(&1))?;
-    /// for state in 2..=4 {
-    ///     accelerator.save_state(&checkpoints, Object(&state))?;
-    /// }
-    /// assert!(!first.path().exists());
-    /// let (Object(state), position) = accelerator.resume(&checkpoints, Object(0))?;
-    /// assert_eq!((state, position.checkpoint()), (4, Some(4)));
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn with_total_limit(mut self, checkpoints: usize) -> Self {
         self.total_limit = Some(checkpoints);
         self
@@ -174,21 +116,6 @@ impl Checkpoints {
 
     /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools
     /// read. A single parameter is never cut. Default, and 0: one file.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// let checkpoints = Checkpoints::new(folder).with_max_shard_size(8);
-    /// let saved = accelerator.save_state(&checkpoints, &model)?;
-    /// assert!(saved.path().join("model.safetensors.index.json").is_file());
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
@@ -200,20 +127,6 @@ impl Checkpoints {
     /// A failure gives the checkpoint up. It must call no collective, which the other ranks would
     /// not join. With [`save_state_async`](crate::Accelerator::save_state_async), it runs on another
     /// thread, beside training.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use accelerator::checkpoint::{Checkpoints, Object};
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// # let accelerator = Accelerator::new()?;
-    /// let checkpoints = Checkpoints::new(folder).before_save(|draft| {
-    ///     Ok(std::fs::write(draft.path().join("note.txt"), "a good one")?)
-    /// });
-    /// let saved = accelerator.save_state(&checkpoints, Object(&1))?;
-    /// assert_eq!(std::fs::read(saved.path().join("note.txt")).unwrap(), b"a good one");
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn before_save(
         mut self,
         hook: impl Fn(&Draft) -> Result<(), Box<dyn std::error::Error + Send + Sync>>

@@ -1,29 +1,9 @@
 use serde::{Deserialize, Serialize};
 
-/// That a checkpoint was saved by another number of ranks than go on from it.
+/// A change of the number of ranks between the save of a checkpoint and the resume from it.
 ///
 /// [`Accelerator::resume_with`](crate::Accelerator::resume_with) shows it to the program, which
 /// answers with a [`Rescale`].
-///
-/// ```
-/// use accelerator::checkpoint::Rescale;
-/// use accelerator::prelude::*;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-///
-/// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
-/// launch(4, |accelerator| {
-///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
-///         assert_eq!((change.before(), change.now(), change.ratio()), (2, 4, 2.0));
-///         assert!(change.global_batches().is_empty(), "no loader was saved");
-///         Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio())
-///     })?;
-///     assert_eq!((position.world_size_before(), position.world_size()), (2, 4));
-///     assert_eq!(position.learning_rate_factor(), 2.0);
-///     Ok(())
-/// })?;
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorldChange {
     pub(super) before: usize,
@@ -54,7 +34,7 @@ impl WorldChange {
     }
 }
 
-/// What becomes of batch size and learning rate at another number of ranks.
+/// The rule for batch size and learning rate at another number of ranks.
 ///
 /// | rule | samples a step, over all ranks | learning rate |
 /// |---|---|---|
@@ -62,36 +42,8 @@ impl WorldChange {
 /// | [`keep_batch_per_rank`](Self::keep_batch_per_rank) | grows and shrinks with the ranks | as before, unless a factor is given |
 ///
 /// The first rule keeps the trajectory of the job that was, up to rounding. Under the second one
-/// the rate is often scaled along:
-///
-/// ```
-/// # use accelerator::prelude::*;
-/// # use accelerator::checkpoint::Rescale;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let folder = folder.path();
-/// # let accelerator = Accelerator::new()?;
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(1, 1).init(&accelerator.device()))?;
-/// let (model, position) = accelerator.resume_with(folder, model, |change| {
-///     Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio())
-/// })?;
-/// # assert!(position.is_start());
-/// # let _: Linear = model;
-/// # Ok::<(), Error>(())
-/// ```
-///
-/// A rule that says so to people:
-///
-/// ```
-/// use accelerator::checkpoint::{Rescale, WorldChange};
-///
-/// fn told(change: &WorldChange) -> Rescale {
-///     println!("{} ranks in place of {}", change.now(), change.before());
-///     Rescale::keep_global_batch()
-/// }
-/// assert_eq!(Rescale::default(), Rescale::keep_global_batch());
-/// # let _ = told;
-/// ```
+/// the rate is often scaled along, as in the example of
+/// [`Accelerator::resume_with`](crate::Accelerator::resume_with).
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Rescale {
     batch: BatchChange,
