@@ -19,7 +19,7 @@ use crate::reduce::{Reserved, Windows, forget_graphs, settle_device_reducer};
 /// Finds the largest batch that memory holds, the same on every rank:
 /// [`Accelerator::find_executable_batch_size`] with more to choose.
 ///
-/// What is computed without training, such as an evaluation, has no step to be counted:
+/// A computation without training, such as an evaluation, has no step to be counted:
 ///
 /// ```
 /// use accelerator::{Accelerator, BatchSizeFinder, Error};
@@ -79,31 +79,6 @@ impl<'a> BatchSizeFinder<'a> {
     /// Counts what optimizer steps of this model hold beside what an attempt computes: the buckets in which its
     /// gradients travel, and the state of its optimizer. Memory of that size is held while attempts run. Both must
     /// be prepared; a program with several models calls it for each.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use accelerator::BatchSizeFinder;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::{AdamConfig, SgdConfig};
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let linear = || -> Linear { LinearConfig::new(2, 2).init(&device) };
-    /// # let (generator, critic) = (linear(), linear());
-    /// let (generator, draws) = accelerator.prepare((generator, AdamConfig::new().init()))?;
-    /// let (critic, judges) = accelerator.prepare((critic, SgdConfig::new().init()))?;
-    /// let (size, ()) = BatchSizeFinder::starting_at(64)
-    ///     .with_step_of(&generator, &draws)
-    ///     .with_step_of(&critic, &judges)
-    ///     .find(&accelerator, |size| {
-    ///         let drawn = generator.forward(Tensor::<2>::ones([size, 2], &device));
-    ///         drop(critic.forward(drawn).mean().backward());
-    ///         Ok::<_, Error>(())
-    ///     })?;
-    /// assert_eq!(size, 64);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn with_step_of<M: Module, S>(
         mut self,
         model: &'a M,
@@ -116,28 +91,6 @@ impl<'a> BatchSizeFinder<'a> {
     /// Counts steps of several batches, whose windows the program keeps open with
     /// [`no_sync`](crate::Weight::no_sync). Otherwise a step has as many as
     /// [`accumulation_steps`](Accelerator::accumulation_steps) says.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use accelerator::BatchSizeFinder;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::AdamConfig;
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = LinearConfig::new(2, 1).init(&device);
-    /// let (model, optimizer) = accelerator.prepare((model, AdamConfig::new().init()))?;
-    /// let finder = BatchSizeFinder::starting_at(64).with_step_of(&model, &optimizer);
-    /// // Four batches of what is found are a step, whatever that is.
-    /// let (size, ()) = finder.with_windows_kept_open().find(&accelerator, |size| {
-    ///     let loss = model.forward(Tensor::<2>::ones([size, 2], &device)).mean();
-    ///     drop(loss.backward());
-    ///     Ok::<_, Error>(())
-    /// })?;
-    /// # assert_eq!(size, 64);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn with_windows_kept_open(mut self) -> Self {
         self.windows = Windows::KeptOpen;
         self

@@ -21,25 +21,6 @@ impl Accelerator {
     /// writes under a hidden name, which it renames at the end. Then old checkpoints are removed, beyond the
     /// [limit](Checkpoints::with_total_limit).
     ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// use burn::optim::AdamConfig;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    ///
-    /// let optimizer = accelerator.prepare(AdamConfig::new().init())?;
-    /// let lowest_loss = 0.25;
-    /// let saved = accelerator.save_state(folder, (&model, &optimizer, Object(&lowest_loss)))?;
-    /// accelerator.print(format_args!("saved as {}", saved.path().display()));
-    /// # assert!(saved.path().is_dir());
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
@@ -61,24 +42,11 @@ impl Accelerator {
         checkpoint::save(&self.shared.checkpoints, &checkpoints.into(), parts)
     }
 
-    /// As [`save_state`](Self::save_state), with the writing on a thread beside training, which
+    /// Saves as [`save_state`](Self::save_state) does, but writes on a thread beside training, which
     /// waits only until values are taken: handles of tensors, that later steps leave alone.
     /// Meanwhile the old values take memory.
     ///
     /// One save runs at a time: the next one first waits for it.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use accelerator::checkpoint::Object;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// # let accelerator = Accelerator::new()?;
-    /// let saving = accelerator.save_state_async(folder, Object(&"state"))?;
-    /// // Train on here; `saving.is_done()?` tells all ranks alike when waiting takes no time.
-    /// let saved = saving.wait()?;
-    /// assert_eq!(saved.number(), 1);
-    /// # Ok::<(), Error>(())
-    /// ```
     ///
     /// # Errors
     ///
@@ -169,31 +137,6 @@ impl Accelerator {
     /// Damaged checkpoints are skipped with a warning, and left in place; so are [emergency](Self::save_emergency) ones
     /// that lack parts. A checkpoint that cannot be read is an error, since it may be good.
     ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// use burn::optim::AdamConfig;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    ///
-    /// let optimizer = accelerator.prepare(AdamConfig::new().init())?;
-    /// let lowest_loss = f64::INFINITY;
-    /// let parts = (model, optimizer, Object(lowest_loss));
-    /// let ((model, optimizer, Object(lowest_loss)), position) =
-    ///     accelerator.resume(folder, parts)?;
-    /// for epoch in position.epoch()..3 {
-    ///     // Train.
-    ///     accelerator.save_state(folder, (&model, &optimizer, Object(&lowest_loss)))?;
-    /// }
-    /// # let (_, position) = accelerator.resume(folder, (model, optimizer, Object(lowest_loss)))?;
-    /// # assert_eq!(position.checkpoint(), Some(3));
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// The same on every rank. It never starts afresh by itself.
@@ -240,17 +183,13 @@ impl Accelerator {
     /// use accelerator::prelude::*;
     /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
     /// use burn::optim::SgdConfig;
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// # let folder = tempfile::tempdir().unwrap();
     /// # let folder = folder.path();
     ///
     /// let life = |ranks| launch(ranks, |accelerator| {
     ///     let dataset = InMemDataset::new((0..96).collect());
-    ///     let train = LoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    ///     let train = LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(8).build(dataset);
     ///     let train = accelerator.prepare(train)?;
     ///     let train = accelerator.resume_loader(folder, train)?;
     ///     let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
@@ -283,22 +222,18 @@ impl Accelerator {
         )
     }
 
-    /// As [`resume_loader`](Self::resume_loader), for a program that goes on by
-    /// [`resume_with`](Self::resume_with): with its rule.
+    /// Does the same as [`resume_loader`](Self::resume_loader) for a program that continues by
+    /// [`resume_with`](Self::resume_with), with its rule.
     ///
     /// ```
     /// use accelerator::checkpoint::Rescale;
     /// use accelerator::prelude::*;
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// # let folder = tempfile::tempdir().unwrap();
     /// # let folder = folder.path();
     /// # let train = || {
     /// #     let dataset = InMemDataset::new((0..96).collect());
-    /// #     LoaderBuilder::new(Listed).batch_size(8).build(dataset)
+    /// #     LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(8).build(dataset)
     /// # };
     ///
     /// launch(2, |accelerator| {

@@ -15,18 +15,6 @@ use crate::metric::{self, Metric};
 impl Accelerator {
     /// The metric over every rank, in one reduction; tuples of metrics are reduced together.
     ///
-    /// ```
-    /// use accelerator::metric::Mean;
-    ///
-    /// let means = accelerator::launch(2, |accelerator| {
-    ///     let mut mean = Mean::new();
-    ///     mean.update(accelerator.rank() as f64, 1 + accelerator.rank());
-    ///     Ok(accelerator.reduce_metric(mean)?.value())
-    /// })?;
-    /// assert_eq!(means, [2.0 / 3.0, 2.0 / 3.0]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
     /// The batches of the metrics are not compared: where a rank has left its loop early, or evaluated another epoch,
     /// the result covers the samples that were counted, without a warning.
     ///
@@ -105,20 +93,16 @@ impl Accelerator {
         })
     }
 
-    /// As [`gather`](Self::gather), of the rows of `tensor` that belong to samples: padding and
+    /// Gathers, as [`gather`](Self::gather) does, the rows of `tensors` that belong to samples: padding and
     /// idle batches are left out, so that over an epoch each sample comes exactly once.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     /// use burn::tensor::Tensor;
     ///
     /// let answers = launch(2, |accelerator| {
-    ///     let loader = LoaderBuilder::new(Listed)
+    ///     let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items)
     ///         .batch_size(2)
     ///         .build(InMemDataset::new((0..5).collect()));
     ///     let mut all = Vec::new();
@@ -286,16 +270,6 @@ impl Accelerator {
     }
 
     /// Rank `root`'s value, on every rank.
-    ///
-    /// ```
-    /// let runs = accelerator::launch(2, |accelerator| {
-    ///     // Only rank 0 knows the time at which the run began.
-    ///     let run = accelerator.on_main_process(|| "2026-05-01".to_owned()).unwrap_or_default();
-    ///     accelerator.broadcast_object(&run, 0)
-    /// })?;
-    /// assert_eq!(runs, ["2026-05-01"; 2]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///

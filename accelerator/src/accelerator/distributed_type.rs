@@ -1,7 +1,7 @@
 use super::Accelerator;
 use crate::core::device::BackendKind;
 
-/// On what a training runs, by the names of Accelerate.
+/// The kind of devices that a training runs on, by the names of Accelerate.
 ///
 /// ```
 /// use accelerator::DistributedType;
@@ -29,14 +29,7 @@ pub enum DistributedType {
 }
 
 impl Accelerator {
-    /// Whether there are several ranks, and on which kind of device they compute.
-    ///
-    /// ```
-    /// # use accelerator::DistributedType;
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// assert_eq!(accelerator.distributed_type(), DistributedType::No);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns whether there are several ranks, and the kind of device on which they compute.
     pub fn distributed_type(&self) -> DistributedType {
         match self.backend_kind() {
             _ if self.world_size() == 1 => DistributedType::No,

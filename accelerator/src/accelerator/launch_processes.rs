@@ -59,15 +59,6 @@ pub fn launch_processes(
 impl AcceleratorBuilder {
     /// See [`launch_processes`].
     ///
-    /// ```no_run
-    /// use accelerator::prelude::*;
-    ///
-    /// Accelerator::builder()
-    ///     .accumulation_steps(4)
-    ///     .launch_processes(2, |accelerator| accelerator.wait_for_everyone())?;
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// See [`launch_processes`].

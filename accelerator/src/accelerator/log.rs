@@ -28,14 +28,6 @@ impl Accelerator {
     /// fit. A program that collects no logs gets it on standard error.
     ///
     /// Nothing is communicated. What one rank alone finds is `tracing::warn!`'s.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// for _epoch in 0..3 {
-    ///     accelerator.warn_once("this data set has no labels");
-    /// }
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn warn_once(&self, text: impl fmt::Display) {
         if self.is_main_process() {
             let text = text.to_string();

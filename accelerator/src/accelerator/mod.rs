@@ -212,13 +212,7 @@ impl Accelerator {
         self.shared.context.rank()
     }
 
-    /// How many ranks the job has.
-    ///
-    /// ```
-    /// let places = accelerator::launch(3, |accelerator| Ok((accelerator.rank(), accelerator.world_size())))?;
-    /// assert_eq!(places, [(0, 3), (1, 3), (2, 3)]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns the number of ranks of the job.
     pub fn world_size(&self) -> usize {
         self.shared.context.world_size()
     }
@@ -258,42 +252,17 @@ impl Accelerator {
         self.shared.reduction.settings.precision
     }
 
-    /// The seed that was given to the builder.
-    ///
-    /// ```
-    /// let draws = accelerator::Accelerator::builder().seed(40).launch(3, |accelerator| {
-    ///     // For a generator of the program's own, another one on each rank.
-    ///     Ok(accelerator.seed() + accelerator.rank() as u64)
-    /// })?;
-    /// assert_eq!(draws, [40, 41, 42]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns the seed that was given to the builder.
     pub fn seed(&self) -> u64 {
         self.shared.context.seed
     }
 
-    /// How often the launcher has restarted this job: 0 in the first attempt, and without a launcher.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// if accelerator.restarts() > 0 {
-    ///     accelerator.print(format_args!("life {}", accelerator.restarts() + 1));
-    /// }
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns how often the launcher has restarted this job: 0 in the first attempt, and without a launcher.
     pub fn restarts(&self) -> u64 {
         self.shared.restarts.done
     }
 
-    /// How often the launcher restarts this job at most; `None` without a launcher that does.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// // What fails in it is not tried again.
-    /// let is_last_life = accelerator.max_restarts() == Some(accelerator.restarts());
-    /// assert!(!is_last_life, "no launcher restarts this program");
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns how often the launcher restarts this job at most; `None` without a launcher that does.
     pub fn max_restarts(&self) -> Option<u64> {
         self.shared.restarts.most
     }

@@ -5,26 +5,7 @@ use super::Accelerator;
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
 
-/// Where [`Accelerator::pad_across_processes`] adds what is missing.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// use burn::tensor::{Int, Tensor};
-///
-/// let pad = |side| {
-///     let padded = launch(2, |accelerator| {
-///         // One token on rank 0, three on rank 1.
-///         let tokens = Tensor::<1, Int>::ones([1 + 2 * accelerator.rank()], &accelerator.device());
-///         let padded = accelerator.pad_across_processes(tokens, 0, 0, side)?;
-///         Ok(padded.into_data().convert::<i64>().try_to_vec::<i64>().unwrap_or_default())
-///     })?;
-///     Ok::<_, Error>(padded[0].clone())
-/// };
-/// assert_eq!(pad(PadSide::End)?, [1, 0, 0]);
-/// // For a model that goes on with the last token.
-/// assert_eq!(pad(PadSide::Start)?, [0, 0, 1]);
-/// # Ok::<(), Error>(())
-/// ```
+/// The side on which [`Accelerator::pad_across_processes`] adds what is missing.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum PadSide {
     /// Before the first element.

@@ -23,26 +23,6 @@ impl Accelerator {
     ///
     /// With what `forward` panics. Where Burn says that two types do not fit together, the panic says first
     /// which calls are missing.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::{DType, Tensor};
-    ///
-    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let inputs = Tensor::<2>::ones([4, 2], &device);
-    /// # let targets = Tensor::<2>::zeros([4, 1], &device);
-    /// let loss = accelerator.forward(&model, |model| {
-    ///     let outputs = model.forward(accelerator.to_working(inputs));
-    ///     assert_eq!(outputs.dtype(), DType::BF16);
-    ///     (accelerator.to_full(outputs) - targets).powi_scalar(2).mean()
-    /// });
-    /// let gradients = accelerator.backward(loss, &model, 4)?;
-    /// # let _ = gradients;
-    /// # Ok::<(), Error>(())
-    /// ```
     #[track_caller]
     pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
         if self.precision().dtype().is_none() {
@@ -87,20 +67,6 @@ impl Accelerator {
     /// copy; then gradients are sent when backward has ended, whatever
     /// [`Overlap`](crate::Overlap) says. One whose loss goes to no backward looks like the first of two, and is
     /// kept until the next backward: evaluate on `model.valid()`, which leaves nothing behind.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// use burn::tensor::DType;
-    ///
-    /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// let copy = accelerator.working_copy(&model);
-    /// assert_eq!(copy.weight.val().dtype(), DType::BF16);
-    /// assert_eq!(model.weight.val().dtype(), DType::F32);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn working_copy<M: Module>(&self, model: &M) -> M {
         self.working_copy_except(model, |_| false)
     }
@@ -149,21 +115,7 @@ impl Accelerator {
         }
     }
 
-    /// By what the loss of a model is multiplied before backward; `None` where it is not scaled.
-    ///
-    /// ```
-    /// use accelerator::precision::LossScale;
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    ///
-    /// let accelerator = Accelerator::builder()
-    ///     .precision(Precision::F16)
-    ///     .loss_scale(LossScale::new().with_initial(1024.0))
-    ///     .build()?;
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
-    /// assert_eq!(accelerator.loss_scale(&model)?, Some(1024.0), "until steps say otherwise");
-    /// # Ok::<(), Error>(())
-    /// ```
+    /// Returns the factor by which the loss of a model is multiplied before backward; `None` if it is not scaled.
     ///
     /// # Errors
     ///

@@ -78,34 +78,17 @@ impl Accelerator {
         self.shared.reduction.trigger.watch_preemption(preemption)
     }
 
-    /// Whether some rank has been told to leave: the same answer on every rank, which stays. Every rank must call it,
-    /// in the same places. It is "yes", too, where the launcher changes the number of ranks: a program that does not go on
-    /// [live](Self::regroup) saves and ends, and is started again with that number.
+    /// Returns true if some rank has been told to leave: the same answer on every rank, which stays. Every rank must
+    /// call it, in the same places. It is true, too, if the launcher changes the number of ranks: a program that
+    /// does not go on [live](Self::regroup) saves and ends, and is started again with that number.
     ///
-    /// It is "no" where a checkpoint cannot be saved anyhow: while an accumulation window is open, and while
+    /// It is false when no checkpoint can be saved: while an accumulation window is open, and while
     /// [local training](crate::local) has replicas that differ. Elsewhere it costs what
     /// [`check_trigger`](Self::check_trigger) does: nothing after a window of gradients, which has brought the answer
     /// along, else an all-reduce of one number.
     ///
     /// After each optimizer step is the place for it. A notice that comes during an evaluation is told by the step after
     /// it; where there is none, or evaluations take longer than the time that is left to save, ask in them, too.
-    ///
-    /// ```
-    /// use std::time::SystemTime;
-    ///
-    /// use accelerator::Preemption;
-    ///
-    /// let answers = accelerator::launch(3, |accelerator| {
-    ///     let before = accelerator.preempted()?;
-    ///     if accelerator.is_last_process() {
-    ///         let passed = Preemption::new().with_signals([]).with_deadline(SystemTime::now());
-    ///         accelerator.on_preemption(passed)?;
-    ///     }
-    ///     Ok([before, accelerator.preempted()?, accelerator.preempted()?])
-    /// })?;
-    /// assert_eq!(answers, [[false, true, true]; 3]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///
@@ -128,16 +111,6 @@ impl Accelerator {
     /// Ends the job as [`finish`](Self::finish) does, and gives the exit code for `main` to return:
     /// [`PREEMPTED_EXIT_CODE`](crate::PREEMPTED_EXIT_CODE), 75, by which `accel-launch`, Slurm and Kubernetes know
     /// that the program wants to be started again.
-    ///
-    /// ```
-    /// use std::process::ExitCode;
-    ///
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// // After `save_state`, where `preempted` said so.
-    /// let code: ExitCode = accelerator.finish_preempted()?;
-    /// assert_eq!(code, ExitCode::from(accelerator::PREEMPTED_EXIT_CODE));
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///

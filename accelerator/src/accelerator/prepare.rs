@@ -90,29 +90,6 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
 }
 
 /// The kinds of things that can be prepared; see [`Prepare`].
-///
-/// ```
-/// use accelerator::data::{AssumeDeterministic, Loader};
-/// use accelerator::optim::{PerEpoch, PerProcess, Sharded};
-/// use accelerator::{Prepare, kind};
-/// use burn::lr_scheduler::constant::ConstantLr as Rate;
-/// use burn::nn::Linear;
-/// use burn::optim::ModuleOptimizer as Optimizer;
-///
-/// fn prepares<K, P: Prepare<K>>() {}
-///
-/// prepares::<kind::Model, Linear>();
-/// prepares::<kind::Loader, Loader<Vec<u32>>>();
-/// prepares::<kind::Opaque, AssumeDeterministic<Vec<u32>>>();
-/// prepares::<kind::Optimizer, Optimizer>();
-/// prepares::<kind::ScheduledByStep, (Optimizer, Rate)>();
-/// prepares::<kind::ScheduledByEpoch, (Optimizer, PerEpoch<Rate>)>();
-/// prepares::<kind::ScheduledByProcess, (Optimizer, PerProcess<Rate>)>();
-/// prepares::<kind::ShardedOptimizer, Sharded<Optimizer>>();
-/// prepares::<kind::ShardedByStep, (Sharded<Optimizer>, Rate)>();
-/// prepares::<kind::ShardedByEpoch, (Sharded<Optimizer>, PerEpoch<Rate>)>();
-/// prepares::<kind::ShardedByProcess, (Sharded<Optimizer>, PerProcess<Rate>)>();
-/// ```
 pub mod kind {
     /// A loader built with [`LoaderBuilder`](crate::data::LoaderBuilder).
     #[derive(Debug)]

@@ -9,17 +9,7 @@ use crate::core::panic_text::panic_text;
 
 /// Control of which ranks run what, and in which order.
 impl Accelerator {
-    /// Whether this is rank 0.
-    ///
-    /// ```
-    /// let firsts = accelerator::launch(3, |accelerator| {
-    ///     // Ranks that are threads are all on one host.
-    ///     assert_eq!(accelerator.is_local_main_process(), accelerator.is_main_process());
-    ///     Ok((accelerator.is_main_process(), accelerator.is_last_process()))
-    /// })?;
-    /// assert_eq!(firsts, [(true, false), (false, false), (false, true)]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns true on rank 0.
     pub fn is_main_process(&self) -> bool {
         self.topology().is_main()
     }
@@ -42,13 +32,6 @@ impl Accelerator {
     }
 
     /// Prints a line on the first rank of each host, and nothing elsewhere.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// let ranks = accelerator.topology().local_world_size();
-    /// accelerator.print_local(format_args!("{ranks} ranks on this host"));
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn print_local(&self, line: impl fmt::Display) {
         if self.is_local_main_process() {
             print(line);
@@ -59,13 +42,6 @@ impl Accelerator {
     ///
     /// Every rank must call it: one collective sends the lines to rank 0. Where some ranks do not call it, or one
     /// calls it in a closure that only some ranks run, it is an error, not a hang.
-    ///
-    /// ```
-    /// accelerator::launch(2, |accelerator| {
-    ///     accelerator.print_in_order(format_args!("rank {} is ready", accelerator.rank()))
-    /// })?;
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///
@@ -167,29 +143,11 @@ impl Accelerator {
 
     /// Runs `work` on the rank with that number on its host, on each host; see
     /// [`on_main_process`](Self::on_main_process).
-    ///
-    /// ```
-    /// let did = accelerator::launch(3, |accelerator| {
-    ///     let unpacked = accelerator.on_local_main_process(|| "unpacked");
-    ///     Ok(unpacked.or(accelerator.on_local_process(1, || "downloaded")))
-    /// })?;
-    /// assert_eq!(did, [Some("unpacked"), Some("downloaded"), None]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.topology().local_rank() == local_rank).then(|| self.busy_alone(work))
     }
 
     /// Runs `work` on that rank only; see [`on_main_process`](Self::on_main_process).
-    ///
-    /// ```
-    /// let seen = accelerator::launch(3, |accelerator| {
-    ///     let last = accelerator.on_last_process(|| "last");
-    ///     Ok(accelerator.on_process(1, || "second").or(last))
-    /// })?;
-    /// assert_eq!(seen, [None, Some("second"), Some("last")]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn on_process<T>(&self, rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.rank() == rank).then(|| self.busy_alone(work))
     }
@@ -224,13 +182,6 @@ impl Accelerator {
 
     /// Runs `work` on the first rank of each host, and on the others after it succeeded on all of
     /// those: what is unpacked to a disk of the host is there once a host.
-    ///
-    /// ```
-    /// accelerator::launch(2, |accelerator| {
-    ///     accelerator.local_main_process_first(|| Ok(()))
-    /// })?;
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///

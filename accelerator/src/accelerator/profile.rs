@@ -44,29 +44,6 @@ impl Accelerator {
     /// The [`step_summary`](Self::step_summary) of all ranks: each figure is the mean of the ranks'
     /// own. Every rank must call it.
     ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::SgdConfig;
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let means = Accelerator::builder().step_summary().launch(2, |accelerator| {
-    /// #     let device = accelerator.device();
-    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-    ///     for _ in 0..3 {
-    ///         // A step of training.
-    /// #         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// #         let gradients = accelerator.backward(loss, &model, 4)?;
-    /// #         model = optimizer.step(0.1, model, gradients);
-    ///     }
-    ///     accelerator.mean_step_summary()
-    /// })?;
-    /// assert_eq!(means[0].as_ref().map(|mean| mean.steps), Some(3));
-    /// assert_eq!(means[0], means[1], "the same on every rank");
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
@@ -164,19 +141,6 @@ impl Accelerator {
     /// `on_ready` ends recording, and is resumed. Otherwise as [`profile`](Self::profile).
     ///
     /// `on_ready` must keep no [`Accelerator`], which would then never be dropped.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// use accelerator::timeline::ProfilerSchedule;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let schedule = ProfilerSchedule::new(10).with_wait(1000);
-    /// let profiler = accelerator.profile_with(schedule, |cycle| {
-    ///     println!("steps from {}:\n{}", cycle.first_step, cycle.summary);
-    /// })?;
-    /// # drop(profiler);
-    /// # Ok::<(), Error>(())
-    /// ```
     ///
     /// # Errors
     ///

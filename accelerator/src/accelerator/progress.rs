@@ -12,13 +12,9 @@ impl Accelerator {
     ///
     /// ```
     /// # use accelerator::prelude::*;
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _device: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// let accelerator = Accelerator::new()?;
-    /// # let loader = LoaderBuilder::new(Listed).build(InMemDataset::new(vec![1, 2, 3]));
+    /// # let loader = LoaderBuilder::from_fn(|items: Vec<u32>, _| items).build(InMemDataset::new(vec![1, 2, 3]));
     /// let train = accelerator.prepare(loader)?;
     /// let bar = accelerator.progress(train.steps());
     /// for batch in bar.wrap_iter(train.epoch(0)) {

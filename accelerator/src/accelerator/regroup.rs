@@ -9,19 +9,13 @@ use crate::tracking::RunEnding;
 
 /// A job whose number of ranks changes while it runs.
 impl Accelerator {
-    /// Whether the launcher has another number of ranks for the job, so that all ranks leave their group by
+    /// Returns true if the launcher has another number of ranks for the job, so that all ranks leave their group by
     /// [`regroup`](Self::regroup): the same answer on every rank, which stays. Every rank must call it, in the same
     /// places.
     ///
-    /// It is "no" where [`preempted`](Self::preempted) is, within an accumulation window for example, and costs the same:
+    /// It is false when [`preempted`](Self::preempted) is, within an accumulation window for example, and costs the same:
     /// nothing after a window of gradients, else an all-reduce of one number, which brings both answers. A program that
     /// asks both asks this first.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// assert!(!accelerator.regroup_pending()?, "no launcher has started this program");
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///

@@ -96,22 +96,6 @@ impl Accelerator {
     /// [`sync_buffers`](Self::sync_buffers). The parameters of a prepared model are
     /// [compared](Self::check_replicas) before. Every rank calls it.
     ///
-    /// ```
-    /// use burn::nn::{BatchNorm, BatchNormConfig};
-    /// use burn::tensor::Tensor;
-    ///
-    /// let means = accelerator::launch(2, |accelerator| {
-    ///     let device = accelerator.device();
-    ///     let norm = BatchNormConfig::new(1).with_momentum(1.0).init(&device);
-    ///     let model: BatchNorm = accelerator.prepare(norm)?;
-    ///     model.forward(Tensor::<2>::full([3, 1], accelerator.rank() as f64, &device));
-    ///     let evaluated = accelerator.valid(&model)?;
-    ///     Ok(evaluated.running_mean.value().into_scalar::<f64>())
-    /// })?;
-    /// assert_eq!(means, [0.5, 0.5]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// As [`sync_buffers`](Self::sync_buffers); [`Error::is_drift`](crate::Error::is_drift) on every rank where the parameters are no longer

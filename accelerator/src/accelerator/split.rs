@@ -6,18 +6,6 @@ use super::Accelerator;
 
 /// This rank's share of items, with copies of the last one that make it as long as every other
 /// rank's; see [`Accelerator::split_between_processes_padded`].
-///
-/// ```
-/// let shares = accelerator::launch(2, |accelerator| {
-///     let share = accelerator.split_between_processes_padded(&[1, 2, 3]);
-///     // As many on every rank, as a collective in the loop needs them.
-///     assert_eq!(share.items.len(), 2);
-///     assert_eq!(share.padding, accelerator.rank());
-///     Ok(share.real().to_vec())
-/// })?;
-/// assert_eq!(shares.concat(), [1, 2, 3]);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PaddedShare<T> {
     /// The share, padding last.
@@ -37,12 +25,6 @@ impl<T> PaddedShare<T> {
 impl Accelerator {
     /// This rank's contiguous share of `count` items; the first ranks get one more where it
     /// does not divide evenly. Nothing is communicated.
-    ///
-    /// ```
-    /// let shares = accelerator::launch(4, |accelerator| Ok(accelerator.share_of(17)))?;
-    /// assert_eq!(shares, [0..5, 5..9, 9..13, 13..17]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn share_of(&self, count: usize) -> Range<usize> {
         Partition::new(count, self.world_size()).range(self.rank())
     }

@@ -84,12 +84,6 @@ impl Accelerator {
     /// [emergency](Self::save_emergency). Nothing is communicated: what is to be said of all ranks is
     /// [reduced](Self::reduce_metric) before. It takes some microseconds; a thread writes. Without
     /// [`init_trackers`](Self::init_trackers) it does nothing, so a program needs no branch.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// accelerator.log("train", [("loss", 0.5), ("lr", 1e-3)], 100, 0.1);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn log<'a>(
         &self,
         kind: &str,
@@ -170,32 +164,6 @@ impl Accelerator {
     /// [local training](crate::local) the gradients are those of rank 0. With a [`Sharded`](crate::optim::Sharded)
     /// optimizer, whose ranks have a part of the gradient each, nothing is logged from the second window on, and a
     /// warning says so once.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::optim::SgdConfig;
-    /// use burn::tensor::Tensor;
-    /// # let runs = tempfile::tempdir().unwrap();
-    /// # let runs = runs.path();
-    ///
-    /// let accelerator = Accelerator::builder().runs_folder(runs).build()?;
-    /// accelerator.init_trackers("linear", &())?;
-    /// let device = accelerator.device();
-    /// let model: Linear = LinearConfig::new(2, 3).init(&device);
-    /// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-    ///
-    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// let gradients = accelerator.backward(loss, &model, 4)?;
-    /// accelerator.log_gradient_histograms(&gradients, 1);
-    /// model = optimizer.step(0.1, model, gradients);
-    /// # let _: Linear = model;
-    /// accelerator.finish()?;
-    /// let run = accelerator::track::RunHistory::read(runs.join("linear")).unwrap();
-    /// let keys: Vec<_> = run.media.iter().map(|medium| medium.key.as_str()).collect();
-    /// assert_eq!(keys, ["gradients/bias", "gradients/weight"]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn log_gradient_histograms(&self, gradients: &AveragedGradients, step: u64) {
         self.shared.tracking.note(step);
         self.tracker(|run| {

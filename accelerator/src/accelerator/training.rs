@@ -48,11 +48,7 @@ impl Accelerator {
     /// `(optimizer, ConstantLr::new(1e-3))`.
     ///
     /// ```
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
+    /// # use burn::data::dataset::InMemDataset;
     /// use accelerator::prelude::*;
     /// use burn::lr_scheduler::constant::ConstantLr;
     /// use burn::nn::{Linear, LinearConfig};
@@ -62,7 +58,7 @@ impl Accelerator {
     /// let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
     /// let optimizer = (AdamConfig::new().init(), ConstantLr::new(1e-3));
     /// # let dataset = InMemDataset::new((0..32).collect());
-    /// let train = LoaderBuilder::new(Listed).batch_size(8).build(dataset);
+    /// let train = LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(8).build(dataset);
     /// let (model, optimizer, train) = accelerator.prepare((model, optimizer, train))?;
     /// # assert_eq!((optimizer.steps(), train.steps()), (0, Some(4)));
     /// # let _: Linear = model;
@@ -274,19 +270,8 @@ impl Accelerator {
         gradients
     }
 
-    /// How the gradients of a model were sent in its last step. It does not block: while `backward` runs, as in a
-    /// [communication hook](crate::hook::CommunicationHook), it is about the step before.
-    ///
-    /// ```
-    /// use accelerator::{Accelerator, OverlapState};
-    /// use burn::nn::{Linear, LinearConfig};
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
-    /// // One process has nothing to send.
-    /// assert_eq!(accelerator.overlap_report(&model)?.state, OverlapState::Off);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Reports how the gradients of a model were sent in its last step. It does not block: while `backward` runs, as in
+    /// a [communication hook](crate::hook::CommunicationHook), it is about the step before.
     ///
     /// # Errors
     ///
@@ -302,30 +287,13 @@ impl Accelerator {
     /// parameter, in whole pages. [Compression](crate::Compression) adds what travels. Where gradients are
     /// accumulated and communication [overlaps](crate::Overlap), they are there twice, since a step
     /// may have to be undone.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let bytes = launch(2, |accelerator| {
-    /// #     let device = accelerator.device();
-    ///     let model: Linear = accelerator.init(|device| LinearConfig::new(64, 64).init(device));
-    ///     let model = accelerator.prepare(model)?;
-    ///     let loss = model.forward(Tensor::<2>::ones([4, 64], &device)).mean();
-    ///     let gradients = accelerator.backward(loss, &model, 4)?;
-    /// #     let _ = gradients;
-    ///     Ok(accelerator.bucket_memory())
-    /// })?;
-    /// assert!(bytes[0] >= (64 * 64 + 64) * size_of::<f32>());
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn bucket_memory(&self) -> usize {
         self.shared.context.group.buffer_bytes()
     }
 
-    /// Whether the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are those of
-    /// all ranks: the opposite of [`is_accumulating`](AveragedGradients::is_accumulating). True before the first.
+    /// Returns true if the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are
+    /// those of all ranks: the opposite of [`is_accumulating`](AveragedGradients::is_accumulating). True before the
+    /// first.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -346,27 +314,14 @@ impl Accelerator {
         !self.shared.accumulates.load(Ordering::Relaxed)
     }
 
-    /// Whether the last step of an optimizer was skipped, since gradients were not finite in half precision: what
-    /// its [`outcome`](crate::optim::PreparedOptimizer::outcome) says, too.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// assert!(!accelerator.optimizer_step_was_skipped());
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns true if the last step of an optimizer was skipped, since gradients were not finite in half precision;
+    /// its [`outcome`](crate::optim::PreparedOptimizer::outcome) says so, too.
     pub fn optimizer_step_was_skipped(&self) -> bool {
         self.shared.optimizers.skipped()
     }
 
     /// Gives back the memory that is kept between steps: that in which gradients travel, of all models. The next step
     /// takes it anew. Burn frees tensors when they are dropped, and its devices keep memory for later ones.
-    ///
-    /// ```
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// accelerator.free_memory();
-    /// assert_eq!(accelerator.bucket_memory(), 0);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn free_memory(&self) {
         self.shared.reduction.models.release_spares();
     }

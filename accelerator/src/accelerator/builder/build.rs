@@ -77,16 +77,6 @@ impl AcceleratorBuilder {
     /// Runs `body` on `world_size` ranks, each a thread of this process, and returns what they
     /// return, in rank order; see [`launch`](crate::launch).
     ///
-    /// ```
-    /// use accelerator::Accelerator;
-    ///
-    /// let accumulation = Accelerator::builder()
-    ///     .global_batch(256, 32)
-    ///     .launch(4, |accelerator| Ok(accelerator.accumulation_steps()))?;
-    /// assert_eq!(accumulation, [2; 4]);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// The error or panic of the rank that failed first.

@@ -131,23 +131,6 @@ impl AcceleratorBuilder {
     /// passed to `backward` are never warned of, whatever their losses. Nor are the same samples under losses that
     /// differ, as with dropout, or a loader that was not prepared and is shuffled by another seed on each rank, since
     /// a program may shard its data itself.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::tensor::Tensor;
-    ///
-    /// Accelerator::builder().allow_same_batches().launch(2, |accelerator| {
-    ///     let device = accelerator.device();
-    ///     let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    ///     for _ in 0..20 {
-    ///         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    ///         let _ = accelerator.backward(loss, &model, 4)?;
-    ///     }
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn allow_same_batches(mut self) -> Self {
         self.same_batches = SameBatches::Allowed;
         self
@@ -161,28 +144,10 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How long a rank may be in a closure that only some ranks run, as that of
+    /// Sets how long a rank may be in a closure that only some ranks run, as that of
     /// [`main_process_first`](crate::Accelerator::main_process_first), while others wait for it: each
     /// [`keep_alive`](crate::Accelerator::keep_alive) in the closure gives it so long again. When this is
     /// over, the [progress timeout](Self::progress_timeout) runs. Default: an hour.
-    ///
-    /// ```
-    /// use accelerator::Accelerator;
-    /// use core::time::Duration;
-    ///
-    /// let builder = Accelerator::builder()
-    ///     .progress_timeout(Duration::from_secs(1))
-    ///     .busy_timeout(Duration::from_secs(12 * 3600));
-    /// builder.launch(2, |accelerator| {
-    ///     accelerator.main_process_first(|| {
-    ///         if accelerator.is_main_process() {
-    ///             std::thread::sleep(Duration::from_millis(1200)); // a download
-    ///         }
-    ///         Ok(())
-    ///     })
-    /// })?;
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn busy_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_busy_timeout(timeout);
         self
@@ -193,28 +158,6 @@ impl AcceleratorBuilder {
     /// [`check_replicas`](crate::Accelerator::check_replicas) for what is compared, and what it costs. It
     /// fails with [`Error::is_drift`](crate::Error::is_drift) on every rank before the model is moved. The
     /// last steps of a program are checked where it asks for it. Default, and 0: never.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::SgdConfig;
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let errors = Accelerator::builder().check_replicas_every(1).launch(2, |accelerator| {
-    /// #     let device = accelerator.device();
-    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-    /// #     let optimizer = SgdConfig::new().init();
-    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
-    /// #     let loss = |model: &Linear| model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    ///     let gradients = accelerator.backward(loss(&model), &model, 4)?;
-    ///     // Each rank steps with a rate of its own, by mistake.
-    ///     let rate = [0.1, 0.2][accelerator.rank()];
-    ///     model = optimizer.step(rate, model, gradients);
-    ///     Ok(accelerator.backward(loss(&model), &model, 4).unwrap_err())
-    /// })?;
-    /// assert!(errors.iter().all(Error::is_drift));
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn check_replicas_every(mut self, steps: u64) -> Self {
         self.check_replicas = NonZeroU64::new(steps);
         self
@@ -310,23 +253,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How long a collective waits for a rank that is alive but does not call it. Progress of that rank restarts the
-    /// timeout: it saves or loads for all, or calls [`keep_alive`](crate::Accelerator::keep_alive). In a closure that
-    /// only some ranks run, it has its [busy timeout](Self::busy_timeout). Default: 10 minutes.
-    ///
-    /// ```
-    /// use accelerator::Accelerator;
-    /// use core::time::Duration;
-    ///
-    /// // Hosts that boot one after the other, and steps that take long.
-    /// let accelerator = Accelerator::builder()
-    ///     .connect_timeout(Duration::from_secs(600))
-    ///     .liveness_timeout(Duration::from_secs(20))
-    ///     .progress_timeout(Duration::from_secs(3600))
-    ///     .build()?;
-    /// # assert_eq!(accelerator.world_size(), 1);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Sets how long a collective waits for a rank that is alive but does not call it. Progress of that rank restarts
+    /// the timeout: it saves or loads for all, or calls [`keep_alive`](crate::Accelerator::keep_alive). In a closure
+    /// that only some ranks run, it has its [busy timeout](Self::busy_timeout). Default: 10 minutes.
     pub fn progress_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_progress_timeout(timeout);
         self
@@ -334,19 +263,6 @@ impl AcceleratorBuilder {
 
     /// The seed of initial weights, dropout and everything else that draws from the device. The
     /// order of samples has a seed of its own, that of the loader. Default: 0.
-    ///
-    /// ```
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use accelerator::Accelerator;
-    /// let weights = |seed| -> accelerator::Result<_> {
-    ///     let accelerator = Accelerator::builder().seed(seed).build()?;
-    ///     let model: Linear = LinearConfig::new(2, 1).init(&accelerator.device());
-    ///     Ok(model.weight.val().into_data())
-    /// };
-    /// assert_eq!(weights(7)?, weights(7)?);
-    /// assert_ne!(weights(7)?, weights(8)?);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -391,17 +307,6 @@ impl AcceleratorBuilder {
     ///
     /// Nothing is sent while backward runs, and there is no [`Compression`] beside it: [`build`](Self::build)
     /// fails with [`Error::is_config`](crate::Error::is_config) where both are asked for.
-    ///
-    /// ```
-    /// use accelerator::hook::PowerSgd;
-    /// use accelerator::prelude::*;
-    ///
-    /// let builder = Accelerator::builder().communication_hook(|| PowerSgd::new(2));
-    /// let error = builder.clone().compression(Compression::Bf16).build().unwrap_err();
-    /// assert!(error.is_config(), "gradients travel in one way or the other");
-    /// let accelerator = builder.build()?;
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn communication_hook<H: CommunicationHook + 'static>(
         mut self,
         make: impl Fn() -> H + Send + Sync + 'static,
@@ -413,17 +318,6 @@ impl AcceleratorBuilder {
     /// Notes how long each step takes, and what it is made of: for
     /// [`Accelerator::step_summary`](crate::Accelerator::step_summary), and for logs at the level `debug`. It
     /// costs a few readings of the clock a step. Default: no clock is read.
-    ///
-    /// At the end of the program, the mean of all ranks on the main one:
-    ///
-    /// ```
-    /// # let accelerator = accelerator::Accelerator::builder().step_summary().build()?;
-    /// # // Nothing is trained here.
-    /// if let Some(summary) = accelerator.mean_step_summary()? {
-    ///     accelerator.print(summary);
-    /// }
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn step_summary(mut self) -> Self {
         self.recording = Recording::Steps;
         self
@@ -504,26 +398,10 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Of the steps from the first on, records those that the schedule keeps, in a trace for each of its
+    /// Records, of the steps from the first on, those that the schedule keeps, in a trace for each of its
     /// cycles beside the file of [`trace`](Self::trace): `trace.cycle0.json` and so on. It is
     /// [`Accelerator::profile`](crate::Accelerator::profile) from the start to the end of the program.
     /// Default: `ACCEL_TRACE_SCHEDULE`, else one trace of everything.
-    ///
-    /// ```
-    /// use accelerator::timeline::ProfilerSchedule;
-    ///
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let path = folder.path().join("trace.json");
-    /// // Five steps of every thousand.
-    /// let schedule = ProfilerSchedule::new(5).with_wait(994).with_warm_up(1);
-    /// let accelerator = accelerator::Accelerator::builder()
-    ///     .trace(&path)
-    ///     .trace_schedule(schedule)
-    ///     .build()?;
-    /// # accelerator.finish()?;
-    /// # assert!(!path.exists());
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn trace_schedule(mut self, schedule: ProfilerSchedule) -> Self {
         self.trace_schedule = Some(schedule);
         self
@@ -557,15 +435,6 @@ impl AcceleratorBuilder {
     }
 
     /// The folder of all runs, on the host of rank 0. Default: `runs`.
-    ///
-    /// ```
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// let accelerator = accelerator::Accelerator::builder().runs_folder(folder).build()?;
-    /// accelerator.init_trackers("mnist", &())?;
-    /// assert!(folder.join("mnist").is_dir());
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trackers.runs_folder = Some(folder.into());
         self
@@ -605,18 +474,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Whether ranks of a host may share its GPUs, where there are more ranks than GPUs. If not, every rank
+    /// Sets whether ranks of a host may share its GPUs if there are more ranks than GPUs. If not, every rank
     /// of that host fails with [`Error::is_device`](crate::Error::is_device) before it joins the others.
     /// Default: `ACCEL_OVERSUBSCRIBE_GPUS` (`1` allows it), else [`Oversubscription::Refuse`].
-    ///
-    /// ```
-    /// use accelerator::{Accelerator, Oversubscription};
-    ///
-    /// let builder = Accelerator::builder().oversubscription(Oversubscription::Allow);
-    /// // A rank that is alone on its host shares with nobody.
-    /// assert_eq!(builder.build()?.world_size(), 1);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub fn oversubscription(mut self, oversubscription: Oversubscription) -> Self {
         self.oversubscription = Some(oversubscription);
         self
