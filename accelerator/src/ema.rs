@@ -85,24 +85,7 @@ impl<M: Module> Ema<M> {
         &self.average
     }
 
-    /// The same, for good.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let path = folder.path().join("averaged.safetensors");
-    /// let mut ema = Ema::new(&model, 0.999);
-    /// // Train here, with `ema.update(&model)` after each step.
-    /// # ema.update(&model);
-    /// accelerator.save_model(&ema.into_model(), &path)?;
-    /// # assert!(path.is_file());
-    /// # Ok::<(), Error>(())
-    /// ```
+    /// Returns the averaged model, and ends the averaging.
     pub fn into_model(self) -> M {
         self.average
     }

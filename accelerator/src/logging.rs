@@ -38,23 +38,8 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::core::error::Result;
 
-/// Which ranks' events are shown, up to `INFO`. Warnings and errors are those of every rank in any
+/// The ranks whose events are shown, up to `INFO`. Warnings and errors are those of every rank in any
 /// case, since they may concern one rank alone.
-///
-/// ```
-/// use accelerator::logging::LogRanks;
-///
-/// /// By how often `-v` is given.
-/// fn speakers(verbosity: u8) -> LogRanks {
-///     match verbosity {
-///         0 => LogRanks::Main,
-///         1 => LogRanks::LocalMain,
-///         _ => LogRanks::Every,
-///     }
-/// }
-/// assert_eq!(speakers(0), LogRanks::default());
-/// # assert_eq!([speakers(1), speakers(2)], [LogRanks::LocalMain, LogRanks::Every]);
-/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LogRanks {
     /// Those of rank 0.
@@ -129,18 +114,6 @@ impl<S> Filter<S> for RankFilter {
 }
 
 /// Puts `rank=N` in front of what another format writes, where there are several ranks.
-///
-/// ```
-/// use accelerator::Accelerator;
-/// use accelerator::logging::RankFormat;
-/// use tracing_subscriber::fmt::format::Format;
-///
-/// let accelerator = Accelerator::new()?;
-/// let format = RankFormat::new(accelerator.topology(), Format::default().compact());
-/// let subscriber = tracing_subscriber::fmt().event_format(format).finish();
-/// # drop(subscriber);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Clone, Debug)]
 pub struct RankFormat<F = Format<Full>> {
     inner: F,

@@ -6,24 +6,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 /// The result of this crate's operations.
-///
-/// ```
-/// use accelerator::prelude::*;
-///
-/// fn count_lines(path: &str) -> Result<usize> {
-///     Ok(std::fs::read_to_string(path)?.lines().count())
-/// }
-/// assert!(count_lines("no/such/file").unwrap_err().is_io());
-///
-/// // With another error in the second place, it is Rust's own.
-/// fn parse(text: &str) -> Result<u32, std::num::ParseIntError> {
-///     text.parse()
-/// }
-/// assert_eq!(parse("7"), Ok(7));
-/// ```
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What went wrong, where, and what to do about it.
+/// An error of this library, which says what went wrong, where, and what to do about it.
 ///
 /// The type is opaque: ask it with its predicates. Its `Debug` form is the message with its
 /// causes, so that `fn main() -> accelerator::Result<()>` ends with a text for people.
@@ -34,45 +19,6 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 /// let error = Accelerator::builder().accumulation_steps(0).build().unwrap_err();
 /// assert!(error.is_config());
 /// assert!(error.to_string().contains("accumulation_steps"));
-/// ```
-///
-/// What to do depends on what went wrong:
-///
-/// ```
-/// use accelerator::prelude::*;
-///
-/// fn advice(error: &Error) -> String {
-///     if let Some(culprit) = error.culprit() {
-///         return format!("rank {} is lost: restart", culprit.rank());
-///     }
-///     let text = if error.is_device() || error.is_misuse() {
-///         "read the message"
-///     } else if error.collective().is_some_and(|error| error.is_timeout()) {
-///         "a rank hangs: restart"
-///     } else if error.is_peer_lost() || error.is_collective() {
-///         "the network failed: restart"
-///     } else if error.is_checkpoint() || error.is_model() {
-///         "what was saved does not fit this program"
-///     } else if error.is_out_of_memory() {
-///         "train a smaller model"
-///     } else if error.is_not_finite() {
-///         "train with a smaller learning rate"
-///     } else if error.is_drift() || error.is_hook() {
-///         "look at the communication hook"
-///     } else if error.is_data() || error.is_panic() {
-///         "look at the program's own code"
-///     } else {
-///         "?"
-///     };
-///     text.to_owned()
-/// }
-///
-/// let panicked = launch(2, |_| -> Result<()> { panic!("no labels") }).unwrap_err();
-/// assert_eq!(advice(&panicked), "look at the program's own code");
-/// let alone = launch(2, |accelerator| {
-///     accelerator.on_main_process(|| accelerator.wait_for_everyone()).transpose()
-/// });
-/// assert_eq!(advice(&alone.unwrap_err()), "read the message");
 /// ```
 #[derive(Clone)]
 pub struct Error(Arc<ErrorInner>);
@@ -278,31 +224,9 @@ impl Error {
                 .is_some_and(accelerator_collective::Error::is_misuse)
     }
 
-    /// What [local training](crate::local) would average over the ranks is not finite on one of them, or too
+    /// Returns true if what [local training](crate::local) would average is not finite on some rank, or too
     /// large to be added up; or a loss is not finite, where that is to
     /// [stop](crate::AcceleratorBuilder::stop_at_non_finite_loss) the training.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::SgdConfig;
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let errors = launch(2, |accelerator| {
-    /// #     let device = accelerator.device();
-    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-    ///     let mut local = LocalSgdConfig::new(1).init(&accelerator, &model)?;
-    ///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    ///     let gradients = local.backward(loss, &model, 4)?;
-    ///     // A rate that one rank has got wrong.
-    ///     let rate = [0.1, f64::INFINITY][accelerator.rank()];
-    ///     model = optimizer.step(rate, model, gradients);
-    ///     Ok(local.step(&mut model).unwrap_err())
-    /// })?;
-    /// assert!(errors.iter().all(Error::is_not_finite), "both know of it");
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn is_not_finite(&self) -> bool {
         self.0.kind == Kind::NotFinite
     }

@@ -43,19 +43,6 @@ pub struct Preemption {
 }
 
 /// A signal that announces a preemption.
-///
-/// ```
-/// use accelerator::{Preemption, PreemptionSignal};
-///
-/// // Ctrl-C saves, too.
-/// let all = Preemption::new().with_signals([
-///     PreemptionSignal::Int,
-///     PreemptionSignal::Term,
-///     PreemptionSignal::Usr1,
-///     PreemptionSignal::Usr2,
-/// ]);
-/// # let _ = all;
-/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum PreemptionSignal {

@@ -124,25 +124,6 @@ impl Accelerator {
     /// [`learner`](crate::learner). Every rank makes the same calls of the builder, and launches it.
     ///
     /// `directory` is that of burn-train's files, which rank 0 writes.
-    ///
-    /// ```
-    /// use accelerator::learner::ValidationOutput;
-    /// use accelerator::prelude::*;
-    /// use burn_train::{InferenceStep, Interrupter, LearnerModel, SupervisedTraining, TrainStep};
-    ///
-    /// fn training<M: LearnerModel>(
-    ///     accelerator: &Accelerator,
-    ///     train: PreparedLoader<<M as TrainStep>::Input>,
-    ///     valid: PreparedLoader<<M as InferenceStep>::Input>,
-    ///     stop: Interrupter,
-    /// ) -> SupervisedTraining<M>
-    /// where
-    ///     <M as InferenceStep>::Output: ValidationOutput,
-    /// {
-    ///     let training = accelerator.supervised_training("artifacts", train, valid);
-    ///     training.num_epochs(3).with_default_checkpointers().with_interrupter(stop)
-    /// }
-    /// ```
     pub fn supervised_training<M>(
         &self,
         directory: impl AsRef<Path>,

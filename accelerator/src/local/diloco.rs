@@ -11,27 +11,7 @@ use crate::core::tensor_rank::any_rank;
 use crate::reduce::OpenRoundConcern;
 use crate::reduce::mean_over_ranks;
 
-/// How [`DiLoCo`] trains.
-///
-/// ```
-/// use accelerator::local::{DiLoCoConfig, Weighting};
-/// # use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-/// let config = DiLoCoConfig::new(500).with_outer_rate(0.5).with_outer_momentum(0.8);
-/// let local = config.init(&accelerator, &model)?;
-/// # let _ = local;
-///
-/// let endless = DiLoCoConfig::new(500).with_outer_momentum(1.0);
-/// // Each rank counts the same, however many samples it has.
-/// let config = DiLoCoConfig::new(500).with_weighting(Weighting::Equal);
-/// # config.init(&accelerator, &model)?;
-/// assert!(endless.init(&accelerator, &model).unwrap_err().is_config());
-/// # Ok::<(), Error>(())
-/// ```
+/// The settings of [`DiLoCo`].
 #[derive(Clone, Debug)]
 pub struct DiLoCoConfig {
     momentum: f64,

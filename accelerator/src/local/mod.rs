@@ -90,36 +90,6 @@ use crate::reduce::AveragedGradients;
 ///
 /// In each step `backward`, the optimizer, `step`, in this order; in the end `finish`. Every rank makes the
 /// same calls.
-///
-/// A loop for either:
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::optim::SgdConfig;
-/// # use burn::tensor::Tensor;
-///
-/// fn train(accelerator: &Accelerator, model: Linear, mut local: impl LocalTraining<Linear>) -> Result<Linear> {
-///     let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
-///     for _ in 0..4 {
-///         let input = Tensor::<2>::ones([4, 2], &accelerator.device());
-///         let gradients = local.backward(model.forward(input).mean(), &model, 4)?;
-///         model = optimizer.step(0.1, model, gradients);
-///         local.step(&mut model)?;
-///     }
-///     local.finish(&mut model)?;
-///     Ok(model)
-/// }
-///
-/// let accelerator = Accelerator::new()?;
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
-/// let local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
-/// let model = train(&accelerator, model, local)?;
-/// let local = DiLoCoConfig::new(2).init(&accelerator, &model)?;
-/// let model = train(&accelerator, model, local)?;
-/// # let _: Linear = model;
-/// # Ok::<(), Error>(())
-/// ```
 pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     /// Runs the backward pass of `loss`, and at the end of an accumulation window averages the gradients of
     /// `model` over the samples of this rank alone. Nothing is communicated.
@@ -163,31 +133,6 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     /// Every rank calls it after the same step, and ends with the same bits, running statistics included. Sums
     /// are in the type of the parameters, those of half-precision ones in f32.
     ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::SgdConfig;
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let weights = launch(2, |accelerator| {
-    /// #     let device = accelerator.device();
-    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-    /// #     let optimizer = SgdConfig::new().init();
-    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
-    ///     let mut local = LocalSgdConfig::new(100).init(&accelerator, &model)?;
-    ///     let input = Tensor::<2>::full([4, 2], accelerator.rank() as f64, &device);
-    ///     let loss = model.forward(input).powi_scalar(2).mean();
-    ///     let gradients = local.backward(loss, &model, 4)?;
-    ///     model = optimizer.step(0.1, model, gradients);
-    ///     assert_eq!(local.step(&mut model)?, LocalOutcome::Local);
-    ///     // After one of a hundred steps.
-    ///     local.average(&mut model)?;
-    ///     Ok(model.weight.val().into_data())
-    /// })?;
-    /// assert_eq!(weights[0], weights[1]);
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost;
@@ -211,37 +156,7 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     }
 }
 
-/// What each rank counts in an average of parameters.
-///
-/// ```
-/// use accelerator::local::Weighting;
-/// use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::optim::SgdConfig;
-/// # use burn::tensor::Tensor;
-///
-/// let moved = |weighting| {
-///     let moved = launch(2, |accelerator| {
-/// #         let device = accelerator.device();
-/// #         let model: Linear = accelerator.init(|device| LinearConfig::new(1, 1).init(device));
-/// #         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-/// #         let before = model.weight.val().sum().into_scalar::<f64>();
-///         let config = LocalSgdConfig::new(1).with_weighting(weighting);
-///         let mut local = config.init(&accelerator, &model)?;
-///         // Rank 0 has a sample and does not move; rank 1 has three, and moves by 1.
-///         let samples = 1 + 2 * accelerator.rank();
-///         let input = Tensor::<2>::full([samples, 1], accelerator.rank() as f64, &device);
-///         let gradients = local.backward(model.forward(input).mean(), &model, samples)?;
-///         model = optimizer.step(1.0, model, gradients);
-///         local.step(&mut model)?;
-/// #         Ok(before - model.weight.val().sum().into_scalar::<f64>())
-///     })?;
-///     Ok::<_, Error>((moved[0] * 100.0).round())
-/// };
-/// assert_eq!(moved(Weighting::Samples)?, 75.0);
-/// assert_eq!(moved(Weighting::Equal)?, 50.0);
-/// # Ok::<(), Error>(())
-/// ```
+/// The weight of each rank in an average of parameters.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Weighting {
     /// The samples (or tokens) with which it stepped since the last average, as in federated averaging
@@ -254,32 +169,7 @@ pub enum Weighting {
     Equal,
 }
 
-/// What [`LocalTraining::step`] did.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # use burn::optim::SgdConfig;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-/// # let (mut model, mut optimizer) = (model, accelerator.prepare(SgdConfig::new().init())?);
-/// # let mut averaged = Vec::new();
-/// let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
-/// for step in 1..=4 {
-///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-///     let gradients = local.backward(loss, &model, 4)?;
-///     model = optimizer.step(0.1, model, gradients);
-///     if local.step(&mut model)? == LocalOutcome::Averaged {
-///         accelerator.print(format_args!("step {step}: all ranks have the same model"));
-/// #         averaged.push(step);
-///     }
-/// }
-/// # assert_eq!(averaged, [2, 4]);
-/// assert_eq!(local.step(&mut model)?, LocalOutcome::Local, "a round of no step yet");
-/// # Ok::<(), Error>(())
-/// ```
+/// The outcome of [`LocalTraining::step`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LocalOutcome {
     /// Replicas are the same on every rank: it is the moment to evaluate or to save.

@@ -10,24 +10,7 @@ use crate::core::error::Result;
 use crate::reduce::OpenRoundConcern;
 use crate::reduce::mean_over_ranks;
 
-/// How [`LocalSgd`] trains.
-///
-/// ```
-/// use accelerator::local::{LocalSgdConfig, Weighting};
-/// # use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-///
-/// // Averages after every eighth step, in which each rank counts the same.
-/// let config = LocalSgdConfig::new(8).with_weighting(Weighting::Equal);
-/// let local = config.init(&accelerator, &model)?;
-/// assert!(LocalSgdConfig::new(0).init(&accelerator, &model).unwrap_err().is_config());
-/// # let _ = local;
-/// # Ok::<(), Error>(())
-/// ```
+/// The settings of [`LocalSgd`].
 #[derive(Clone, Debug)]
 pub struct LocalSgdConfig {
     period: u64,
@@ -78,33 +61,6 @@ impl LocalSgdConfig {
 /// buckets that gradients travel in, and where the model has running statistics,
 /// [`sync_buffers`](Accelerator::sync_buffers). One rank alone trains as with [`Accelerator::backward`], to the
 /// same bits.
-///
-/// ```
-/// use accelerator::local::LocalSgd;
-/// use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::optim::SgdConfig;
-/// # use burn::tensor::Tensor;
-///
-/// let weights = launch(2, |accelerator| {
-/// #     let device = accelerator.device();
-/// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-/// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-///     let mut local: LocalSgd = LocalSgdConfig::new(8).init(&accelerator, &model)?;
-///     for _ in 0..20 {
-///         let input = Tensor::<2>::full([4, 2], accelerator.rank() as f64, &device);
-///         let loss = model.forward(input).powi_scalar(2).mean();
-///         let gradients = local.backward(loss, &model, 4)?;
-///         model = optimizer.step(0.1, model, gradients);
-///         local.step(&mut model)?;
-///     }
-///     // The last four steps, of which no average was made.
-///     local.finish(&mut model)?;
-///     Ok(model.weight.val().into_data())
-/// })?;
-/// assert_eq!(weights[0], weights[1]);
-/// # Ok::<(), Error>(())
-/// ```
 pub struct LocalSgd {
     rounds: SyncRounds,
 }

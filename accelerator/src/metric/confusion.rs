@@ -46,18 +46,6 @@ impl Confusion {
     /// against `targets` (`[rows]`). Pass [`Batch::real`](crate::data::Batch::real), which leaves
     /// padding out.
     ///
-    /// ```
-    /// use accelerator::metric::Confusion;
-    /// use burn::tensor::{Device, Tensor};
-    ///
-    /// let device = Device::default();
-    /// let logits = Tensor::from_data([[0.9, 0.1], [0.2, 0.8]], &device);
-    /// let mut confusion = Confusion::new(2);
-    /// confusion.update(logits, Tensor::from_data([0, 0], &device), 2)?;
-    /// assert_eq!((confusion.of(0, 0), confusion.of(0, 1), confusion.samples()), (1, 1, 2));
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// [`Error::is_misuse`] where a target is no class; nothing is counted then.

@@ -10,16 +10,6 @@ use super::{Metric, Sums};
 /// What each rank has added of its own, as in an evaluation, becomes the mean of all by
 /// [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric). The training loss of
 /// [`AveragedGradients::loss`](crate::AveragedGradients::loss) is that of all ranks already: it only needs to be added up.
-///
-/// ```
-/// use accelerator::metric::Mean;
-///
-/// let mut loss = Mean::new();
-/// loss.update(0.5, 30);
-/// loss.update(2.0, 10);
-/// assert_eq!(loss.value(), 0.875);
-/// assert_eq!(loss.to_string(), "0.8750");
-/// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Mean {
     pub(super) sum: f64,
@@ -55,21 +45,6 @@ impl Mean {
     }
 
     /// Adds a loss, the mean over `samples` samples.
-    ///
-    /// ```
-    /// use accelerator::metric::Mean;
-    /// use accelerator::prelude::*;
-    /// use burn::tensor::Tensor;
-    ///
-    /// let means = launch(2, |accelerator| {
-    ///     let errors = Tensor::<1>::full([4], accelerator.rank() as f64, &accelerator.device());
-    ///     let mut loss = Mean::new();
-    ///     loss.update_with(errors.mean(), 4);
-    ///     Ok(accelerator.reduce_metric(loss)?.value())
-    /// })?;
-    /// assert_eq!(means, [0.5, 0.5]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn update_with(&mut self, loss: Tensor<1>, samples: usize) {
         if samples > 0 {
             self.update(loss.into_scalar::<f64>(), samples);

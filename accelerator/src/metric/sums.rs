@@ -4,30 +4,7 @@ use super::Metric;
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
 
-/// What a [`Metric`] shows its sums to.
-///
-/// ```
-/// use accelerator::metric::{Metric, Sums};
-///
-/// /// A mean of vectors.
-/// #[derive(Clone)]
-/// struct Centre { count: f64, sum: Vec<f64> }
-///
-/// impl Metric for Centre {
-///     fn sums(&mut self, sums: &mut Sums<'_>) {
-///         sums.one(&mut self.count);
-///         sums.all(&mut self.sum);
-///     }
-/// }
-///
-/// let centres = accelerator::launch(2, |accelerator| {
-///     let mine = Centre { count: 2.0, sum: vec![accelerator.rank() as f64, 3.0] };
-///     let all = accelerator.reduce_metric(mine)?;
-///     Ok(all.sum.iter().map(|sum| sum / all.count).collect::<Vec<_>>())
-/// })?;
-/// assert_eq!(centres[0], [0.25, 1.5]);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// The visitor to which a [`Metric`] shows its sums.
 #[derive(Debug)]
 pub struct Sums<'a> {
     pass: SumsPass<'a>,

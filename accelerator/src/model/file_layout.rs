@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-/// How parameters are named and shaped in a model file.
+/// The names and shapes of parameters in a model file.
 ///
 /// | | [`Burn`](Self::Burn) | [`PyTorch`](Self::PyTorch) |
 /// |---|---|---|
@@ -11,25 +11,6 @@ use serde::{Deserialize, Serialize};
 /// The files say which one they have, so that loading finds out by itself; files of other
 /// programs do not, and count as [`Burn`](Self::Burn) unless
 /// [`LoadOptions::with_layout`](super::LoadOptions::with_layout) says otherwise.
-///
-/// ```
-/// use accelerator::model::{FileLayout, LoadOptions, SaveOptions};
-/// use accelerator::prelude::*;
-/// use burn::nn::{Linear, LinearConfig};
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let path = folder.path().join("model.safetensors");
-///
-/// let accelerator = Accelerator::new()?;
-/// let model: Linear = accelerator.prepare(LinearConfig::new(3, 2).init(&accelerator.device()))?;
-/// let for_python = SaveOptions::new().with_layout(FileLayout::PyTorch);
-/// accelerator.save_model_with(&model, &path, &for_python)?;
-///
-/// // The file says what it is: it is read as such, and as nothing else.
-/// let model = accelerator.load_model(model, &path)?;
-/// let wrong = LoadOptions::new().with_layout(FileLayout::Burn);
-/// assert!(accelerator.load_model_with(model, &path, &wrong).unwrap_err().is_model());
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub enum FileLayout {
     /// As in the module, for Burn programs.

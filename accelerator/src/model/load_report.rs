@@ -5,60 +5,8 @@ use serde::{Deserialize, Serialize};
 /// How many names of a kind are shown.
 const SHOWN: usize = 10;
 
-/// What of a model was in a file, and what was not. Its `Display` form lists the first ten of
+/// The parts of a model that were in a file, and those that were not. Its `Display` form lists the first ten of
 /// each kind.
-///
-/// ```
-/// use accelerator::model::LoadOptions;
-/// # use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let path = folder.path().join("model.safetensors");
-/// # accelerator.save_model(&model, &path)?;
-///
-/// // The file has two inputs.
-/// let wider: Linear = LinearConfig::new(3, 1).init(&device);
-/// let options = LoadOptions::new().allow_partial();
-/// let (wider, report) = accelerator.load_model_with(wider, &path, &options)?;
-/// assert!(!report.is_complete());
-/// assert_eq!(report.loaded, ["bias"]);
-/// let weight = &report.misshapen[0];
-/// assert_eq!((weight.expected.as_slice(), weight.found.as_slice()), (&[3, 1][..], &[2, 1][..]));
-/// accelerator.print(report);
-/// # let _: Linear = wider;
-/// # Ok::<(), Error>(())
-/// ```
-///
-/// What only one of them has:
-///
-/// ```
-/// use accelerator::model::LoadOptions;
-/// # use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let path = folder.path().join("model.safetensors");
-/// # accelerator.save_model(&model, &path)?;
-///
-/// // The file has a bias.
-/// let options = LoadOptions::new().allow_partial();
-/// let plain: Linear = LinearConfig::new(2, 1).with_bias(false).init(&device);
-/// let (plain, report) = accelerator.load_model_with(plain, &path, &options)?;
-/// assert_eq!(report.unexpected, ["bias"]);
-/// assert!(report.misshapen.is_empty() && report.mistyped.is_empty());
-///
-/// accelerator.save_model(&plain, &path)?;
-/// let (model, report) = accelerator.load_model_with(model, &path, &options)?;
-/// assert_eq!(report.missing, ["bias"]);
-/// # let _: Linear = model;
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LoadReport {
@@ -75,26 +23,6 @@ pub struct LoadReport {
 }
 
 /// A tensor that a file has in another shape than the model.
-///
-/// ```
-/// use accelerator::model::LoadOptions;
-/// # use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let path = folder.path().join("model.safetensors");
-/// # accelerator.save_model(&model, &path)?;
-///
-/// // The file has two inputs.
-/// let wider: Linear = LinearConfig::new(3, 1).init(&device);
-/// let (wider, report) = accelerator.load_model_with(wider, &path, &LoadOptions::new().allow_partial())?;
-/// let [weight] = &report.misshapen[..] else { panic!("the bias has its shape") };
-/// assert_eq!((&*weight.name, &*weight.expected, &*weight.found), ("weight", &[3, 1][..], &[2, 1][..]));
-/// # let _: Linear = wider;
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Misshapen {

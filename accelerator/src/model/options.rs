@@ -5,16 +5,7 @@ use regex::Regex;
 use super::FileLayout;
 use crate::core::error::{Error, Result};
 
-/// How [`Accelerator::save_model_with`](crate::Accelerator::save_model_with) writes a model.
-///
-/// ```
-/// use accelerator::model::{FileLayout, SaveOptions};
-///
-/// let for_python = SaveOptions::new()
-///     .with_layout(FileLayout::PyTorch)
-///     .with_max_shard_size(5 << 30);
-/// # let _ = for_python;
-/// ```
+/// Options of [`Accelerator::save_model_with`](crate::Accelerator::save_model_with).
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct SaveOptions {
@@ -148,25 +139,6 @@ impl LoadOptions {
 
     /// Casts values in another float type (f64, f32, f16, bf16) to the model's. Default: that is
     /// an error, since it changes the values.
-    ///
-    /// ```
-    /// use accelerator::model::LoadOptions;
-    /// use accelerator::prelude::*;
-    /// use burn::nn::{Linear, LinearConfig};
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let path = folder.path().join("model.safetensors");
-    /// # let header = br#"{"weight":{"dtype":"BF16","shape":[2,1],"data_offsets":[0,4]}}"#;
-    /// # let values = [0x80, 0x3f, 0x00, 0x40];
-    /// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, &values].concat())?;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let model: Linear = LinearConfig::new(2, 1).with_bias(false).init(&accelerator.device());
-    /// // A file in bf16.
-    /// assert!(accelerator.load_model(model.clone(), &path).unwrap_err().is_model());
-    /// let (model, _) = accelerator.load_model_with(model, &path, &LoadOptions::new().cast_floats())?;
-    /// assert_eq!(model.weight.val().into_data().try_to_vec::<f32>(), Ok(vec![1.0, 2.0]));
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn cast_floats(mut self) -> Self {
         self.casts = Casts::Floats;
         self

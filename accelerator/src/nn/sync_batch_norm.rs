@@ -14,18 +14,6 @@ use crate::core::error::{Error, Kind};
 use crate::data::weight::Weight;
 
 /// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
-///
-/// ```
-/// use accelerator::nn::SyncBatchNormConfig;
-///
-/// # let accelerator = accelerator::Accelerator::new()?;
-/// let norm = SyncBatchNormConfig::new(16)
-///     .with_epsilon(1e-3)
-///     .with_momentum(0.01)
-///     .init(&accelerator);
-/// assert_eq!((norm.gamma.dims(), norm.momentum), ([16], 0.01));
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Clone, Debug)]
 pub struct SyncBatchNormConfig(BatchNormConfig);
 
@@ -86,28 +74,6 @@ impl SyncBatchNormConfig {
 ///     Ok(output.mean().into_scalar::<f64>())
 /// })?;
 /// assert!((outputs[0] + 1.0).abs() < 1e-4 && (outputs[1] - 1.0).abs() < 1e-4);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// What it learns and remembers:
-///
-/// ```
-/// use accelerator::nn::SyncBatchNormConfig;
-/// use burn::tensor::Tensor;
-///
-/// let accelerator = accelerator::Accelerator::new()?;
-/// let norm = accelerator.prepare(SyncBatchNormConfig::new(1).with_momentum(0.5).init(&accelerator))?;
-/// let output = norm.forward(Tensor::<2>::from_data([[1.0], [3.0]], &accelerator.device()), 2);
-/// // γ · (x − mean) / √(variance + ε) + β, with a mean of 2 and a variance of 1.
-/// let x = (3.0 - 2.0) / (1.0 + norm.epsilon).sqrt();
-/// let expected = norm.gamma.val() * x + norm.beta.val();
-/// let last = output.slice([1..2, 0..1]).reshape([1]);
-/// assert!((last - expected).abs().into_scalar::<f64>() < 1e-4);
-/// // By half from where they began, which is 0 and 1.
-/// assert_eq!(norm.momentum, 0.5);
-/// assert_eq!(norm.running_mean.value_sync().into_scalar::<f64>(), 1.0);
-/// assert_eq!(norm.running_var.value_sync().into_scalar::<f64>(), 1.0);
-/// assert!(norm.training.is_enabled());
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[derive(Debug, Module)]

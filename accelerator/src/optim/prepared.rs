@@ -21,51 +21,7 @@ use crate::model::{Layout, Trainable};
 use crate::reduce::{AveragedGradients, GradientMean};
 use crate::timeline::{EventSubject, Phase, Timeline};
 
-/// What the last [`PreparedOptimizer::step`] did.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::optim::SgdConfig;
-/// # use burn::tensor::Tensor;
-///
-/// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = LinearConfig::new(2, 1).init(&device);
-/// # let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-/// # let mut outcomes = Vec::new();
-/// for _ in 0..4 {
-///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-///     let gradients = accelerator.backward(loss, &model, 4)?;
-///     model = optimizer.step(0.1, model, gradients);
-///     match optimizer.outcome() {
-///         StepOutcome::Stepped { rate, .. } => accelerator.print(format_args!("rate {rate}")),
-///         StepOutcome::Skipped { scale } => accelerator.print(format_args!("skipped at {scale}")),
-///         _ => {}
-///     }
-/// #     outcomes.push(matches!(optimizer.outcome(), StepOutcome::Stepped { .. }));
-/// }
-/// # assert_eq!(outcomes, [false, true, false, true]);
-/// assert_eq!(optimizer.steps(), 2);
-/// # Ok::<(), Error>(())
-/// ```
-///
-/// Whether it was worth a line in a log:
-///
-/// ```
-/// use accelerator::prelude::*;
-///
-/// fn told(outcome: StepOutcome) -> Option<String> {
-///     match outcome {
-///         StepOutcome::Accumulated => None,
-///         StepOutcome::Idle => Some("no samples on this rank".to_owned()),
-///         StepOutcome::Lost => Some("another rank is lost".to_owned()),
-///         other => Some(format!("{other:?}")),
-///     }
-/// }
-/// assert_eq!(told(StepOutcome::Accumulated), None);
-/// assert_eq!(told(StepOutcome::Skipped { scale: 8.0 }).unwrap(), "Skipped { scale: 8.0 }");
-/// ```
+/// The outcome of the last [`PreparedOptimizer::step`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepOutcome {
@@ -105,35 +61,6 @@ pub enum StepOutcome {
 ///
 /// Made by [`Accelerator::prepare`](crate::Accelerator::prepare). With a scheduler `S` is
 /// [`Scheduled`], without one it is [`Manual`] and `step` takes the rate, as Burn's own does.
-///
-/// ```
-/// use accelerator::optim::{PreparedOptimizer, Scheduled};
-/// # use accelerator::prelude::*;
-/// # use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
-/// # use burn::optim::AdamConfig;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-///
-/// struct Trainer {
-///     model: Linear,
-///     optimizer: PreparedOptimizer<Scheduled>,
-/// }
-///
-/// let schedule = LinearLrSchedulerConfig::new(0.5, 0.25, 2).init().unwrap();
-/// let optimizer = accelerator.prepare((AdamConfig::new().init(), schedule))?;
-/// let mut trainer = Trainer { model, optimizer };
-/// for rate in [0.5, 0.375, 0.25] {
-///     let loss = trainer.model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-///     let gradients = accelerator.backward(loss, &trainer.model, 4)?;
-///     trainer.model = trainer.optimizer.step(trainer.model, gradients);
-///     assert_eq!(trainer.optimizer.learning_rate(), Some(rate));
-/// }
-/// assert_eq!(trainer.optimizer.steps(), 3);
-/// # Ok::<(), Error>(())
-/// ```
 pub struct PreparedOptimizer<S> {
     counted: CountedOptimizer,
     /// What the rates of the schedule are multiplied by, since training went on at another size.
@@ -339,15 +266,7 @@ impl<S> PreparedOptimizer<S> {
         }
     }
 
-    /// Whether the last step was skipped, since gradients were not finite in half precision.
-    ///
-    /// ```
-    /// # use burn::optim::SgdConfig;
-    /// let accelerator = accelerator::Accelerator::new()?;
-    /// let optimizer = accelerator.prepare(SgdConfig::new().init())?;
-    /// assert!(!optimizer.step_was_skipped());
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
+    /// Returns true if the last step was skipped, since gradients were not finite in half precision.
     pub fn step_was_skipped(&self) -> bool {
         matches!(self.outcome, StepOutcome::Skipped { .. })
     }
@@ -362,26 +281,6 @@ impl<S> PreparedOptimizer<S> {
     /// and counted too.
     ///
     /// Burn does not tell, so the state is copied to be counted: ask now and then.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// use burn::optim::AdamConfig;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    ///
-    /// let mut optimizer = accelerator.prepare(AdamConfig::new().init())?;
-    /// assert_eq!(optimizer.state_memory()?, 0);
-    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// let gradients = accelerator.backward(loss, &model, 4)?;
-    /// let model = optimizer.step(1e-3, model, gradients);
-    /// // Two moments in f32 of each of three parameters, and a little more.
-    /// assert!(optimizer.state_memory()? >= 2 * 4 * 3);
-    /// # let _: Linear = model;
-    /// # Ok::<(), Error>(())
-    /// ```
     ///
     /// # Errors
     ///
@@ -408,18 +307,6 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// Burn's optimizer inside, for its records: of a [`Sharded`](super::Sharded) one, this rank's part of the state.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use burn::grad_clipping::GradientClippingConfig;
-    /// use burn::optim::SgdConfig;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let config = SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Value(1.0)));
-    /// let optimizer = accelerator.prepare(config.init())?;
-    /// assert!(optimizer.inner().has_gradient_clipping());
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.optimizer
     }

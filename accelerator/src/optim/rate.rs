@@ -2,16 +2,10 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 
 use crate::core::user_message;
 
-/// What [`PreparedOptimizer::step`](super::PreparedOptimizer::step) takes as its learning rate: a number, or
+/// A learning rate, as [`PreparedOptimizer::step`](super::PreparedOptimizer::step) takes it: a number, or
 /// Burn's rates of groups of parameters.
 ///
 /// It stands before what Burn converts into a rate, so that the compiler names the argument that is missing.
-///
-/// ```
-/// use accelerator::optim::IntoLearningRate;
-///
-/// assert_eq!(0.1.into_learning_rate().base(), 0.1);
-/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no learning rate",
     label = "expected the learning rate: an optimizer that was prepared without a scheduler takes \

@@ -16,18 +16,14 @@ use super::rate::ManualRates;
 /// use accelerator::prelude::*;
 /// use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 /// # use burn::optim::SgdConfig;
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
+/// # use burn::data::dataset::InMemDataset;
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::Tensor;
 /// # let accelerator = Accelerator::new()?;
 /// # let device = accelerator.device();
 /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
 /// # let dataset = InMemDataset::new((0..8).collect());
-/// # let train = LoaderBuilder::new(Listed).batch_size(2).build(dataset);
+/// # let train = LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(2).build(dataset);
 ///
 /// let schedule = LinearLrSchedulerConfig::new(0.5, 0.25, 2).init().unwrap();
 /// let (mut model, mut optimizer, train) =
@@ -81,51 +77,12 @@ pub struct PerProcess<S>(pub S);
 
 /// The optimizer has no schedule: each `step` is told its learning rate.
 ///
-/// ```
-/// use accelerator::optim::{Manual, PreparedOptimizer};
-/// # use accelerator::prelude::*;
-/// use burn::optim::SgdConfig;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-///
-/// let mut optimizer: PreparedOptimizer<Manual> = accelerator.prepare(SgdConfig::new().init())?;
-/// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-/// let gradients = accelerator.backward(loss, &model, 4)?;
-/// let model = optimizer.step(0.1, model, gradients);
-/// # let _: Linear = model;
-/// # Ok::<(), Error>(())
-/// ```
-///
 /// Rank 0 warns once where a rate that changes with each call is dropped in micro-steps that make no step, and where
 /// the first rate after a resume shows that a schedule by hand begins anew.
 #[derive(Clone, Debug)]
 pub struct Manual(pub(super) ManualRates);
 
 /// The optimizer has a schedule, which advances with it.
-///
-/// ```
-/// use accelerator::optim::{PreparedOptimizer, Scheduled};
-/// # use accelerator::prelude::*;
-/// use burn::lr_scheduler::constant::ConstantLr;
-/// use burn::optim::SgdConfig;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::tensor::Tensor;
-/// # let accelerator = Accelerator::new()?;
-/// # let device = accelerator.device();
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-///
-/// let mut optimizer: PreparedOptimizer<Scheduled> =
-///     accelerator.prepare((SgdConfig::new().init(), ConstantLr::new(0.1)))?;
-/// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-/// let gradients = accelerator.backward(loss, &model, 4)?;
-/// let model = optimizer.step(model, gradients);
-/// assert_eq!(optimizer.learning_rate(), Some(0.1));
-/// # let _: Linear = model;
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug)]
 pub struct Scheduled(pub(super) Scheduler);
 

@@ -2,16 +2,7 @@ use core::fmt;
 
 use super::{PreparedOptimizer, Scheduled};
 
-/// How a learning rate that was found on one process follows the world size.
-///
-/// ```
-/// use accelerator::prelude::*;
-///
-/// let rates = |scaling| launch(4, |accelerator| Ok(accelerator.scaled_rate(0.1, scaling)));
-/// assert_eq!(rates(RateScaling::Linear)?, [0.4; 4]);
-/// assert_eq!(rates(RateScaling::Sqrt)?, [0.2; 4]);
-/// # Ok::<(), Error>(())
-/// ```
+/// The rule by which a learning rate that was found on one process follows the world size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum RateScaling {
     /// As many times as large as there are ranks, as is usual for SGD ([Goyal et al.,
@@ -21,32 +12,11 @@ pub enum RateScaling {
     Sqrt,
 }
 
-/// What a training will be: how many samples make a step, how many steps there are. Made by
+/// The size of a training: how many samples make a step, how many steps there are. Made by
 /// [`Accelerator::plan`](crate::Accelerator::plan), and printed once at the start.
 ///
 /// Figures are `None` where a loader does not tell its length or the size of its batches, and where they do
 /// not fit into 64 bits.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-/// # struct Listed;
-/// # impl Batcher<u32, Vec<u32>> for Listed {
-/// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-/// # }
-///
-/// let plans = Accelerator::builder().accumulation_steps(3).launch(2, |accelerator| {
-///     let train = LoaderBuilder::new(Listed).batch_size(8).build(InMemDataset::new((0..100).collect()));
-///     Ok(accelerator.plan(&accelerator.prepare(train)?, 5))
-/// })?;
-/// let plan = plans[0];
-/// assert_eq!((plan.world_size, plan.accumulation_steps), (2, 3));
-/// assert_eq!((plan.samples, plan.effective_batch), (Some(100), Some(2 * 8 * 3)));
-/// // Seven batches of each rank make two full windows and one of a single batch.
-/// assert_eq!((plan.micro_steps_per_epoch, plan.steps_per_epoch), (Some(7), Some(3)));
-/// assert_eq!((plan.epochs, plan.steps), (5, Some(15)));
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct TrainingPlan {
@@ -73,28 +43,6 @@ pub struct TrainingPlan {
 
 impl TrainingPlan {
     /// With the schedule of that optimizer.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
-    /// # use burn::optim::SgdConfig;
-    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
-    /// # struct Listed;
-    /// # impl Batcher<u32, Vec<u32>> for Listed {
-    /// #     fn batch(&self, items: Vec<u32>, _: &burn::tensor::Device) -> Vec<u32> { items }
-    /// # }
-    /// # let accelerator = Accelerator::new()?;
-    /// # let dataset = InMemDataset::new((0..96).collect());
-    /// # let train = LoaderBuilder::new(Listed).batch_size(8).build(dataset);
-    /// # let train = accelerator.prepare(train)?;
-    ///
-    /// let steps = accelerator.plan(&train, 3).steps.expect("a data set knows its length");
-    /// let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, steps as usize).init().unwrap();
-    /// let optimizer = accelerator.prepare((SgdConfig::new().init(), schedule))?;
-    /// let plan = accelerator.plan(&train, 3).with_schedule(&optimizer);
-    /// assert_eq!(plan.rate_steps, Some(36), "the schedule reaches its end");
-    /// # Ok::<(), Error>(())
-    /// ```
     #[must_use]
     pub fn with_schedule(self, optimizer: &PreparedOptimizer<Scheduled>) -> Self {
         let rate_steps = optimizer.advances(self.steps, self.epochs);

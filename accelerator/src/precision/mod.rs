@@ -88,29 +88,7 @@ use crate::core::choice::named;
 use crate::core::error::{Error, Result};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
-/// full precision.
-///
-/// ```
-/// use accelerator::Accelerator;
-/// use accelerator::precision::Precision;
-///
-/// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
-/// assert_eq!(accelerator.precision(), Precision::Bf16);
-/// assert_eq!("f16".parse::<Precision>()?, Precision::F16);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// Its names are those of `ACCEL_PRECISION`:
-///
-/// ```
-/// use accelerator::precision::Precision;
-///
-/// for precision in [Precision::No, Precision::F16, Precision::Bf16] {
-///     assert_eq!(precision.name().parse::<Precision>()?, precision);
-/// }
-/// assert_eq!(Precision::default(), Precision::No);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// full precision. As text, the settings have the names of `ACCEL_PRECISION`.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Precision {

@@ -4,33 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::error::{Error, Result};
 
-/// How the loss is scaled with [`Precision::F16`](super::Precision::F16): as PyTorch's `GradScaler`
+/// The scaling of the loss with [`Precision::F16`](super::Precision::F16), as PyTorch's `GradScaler`
 /// does it, with the same defaults. Rank 0 logs the first step that is skipped, and warns of the first 16 in a row.
-///
-/// ```
-/// use accelerator::precision::{LossScale, Precision};
-/// use accelerator::Accelerator;
-///
-/// let accelerator = Accelerator::builder()
-///     .precision(Precision::F16)
-///     .loss_scale(LossScale::new().with_initial(1024.0).with_growth_interval(100))
-///     .build()?;
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// One that moves slowly. It must be able to shrink, or no step would ever be good again:
-///
-/// ```
-/// use accelerator::Accelerator;
-/// use accelerator::precision::LossScale;
-///
-/// let slow = LossScale::new().with_growth(1.25).with_backoff(0.8);
-/// Accelerator::builder().loss_scale(slow).build()?;
-///
-/// let stuck = LossScale::new().with_backoff(1.0);
-/// assert!(Accelerator::builder().loss_scale(stuck).build().unwrap_err().is_config());
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 pub struct LossScale {

@@ -232,19 +232,6 @@ impl AveragedGradients {
 
     /// Holds every element within `-max..=max`, as `clip_grad_value_` does in PyTorch. Nothing
     /// happens while the window is open.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    /// # let accelerator = Accelerator::new()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// let mut gradients = accelerator.backward(loss, &model, 4)?.clip_value(0.125);
-    /// assert_eq!(gradients.norm_of_order(f64::INFINITY), Some(0.125));
-    /// # Ok::<(), Error>(())
-    /// ```
     #[track_caller]
     pub fn clip_value(self, max: f64) -> Self {
         self.clip(Clip::value(max))
@@ -259,24 +246,6 @@ impl AveragedGradients {
     ///
     /// With one rank on a GPU, the host does not wait for a clip by value or by the L2 norm; with several it reads the
     /// norm.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use accelerator::Clip;
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::tensor::Tensor;
-    ///
-    /// let accelerator = Accelerator::new()?;
-    /// let device = accelerator.device();
-    /// let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// let mut gradients = accelerator
-    ///     .backward(loss, &model, 4)?
-    ///     .clip(Clip::norm(0.5).of_order(f64::INFINITY))
-    ///     .clip(Clip::value(0.1).only(|path| path == "bias"));
-    /// assert!(gradients.norm_of_order(f64::INFINITY).is_some_and(|largest| largest <= 0.5));
-    /// # Ok::<(), Error>(())
-    /// ```
     #[track_caller]
     pub fn clip(mut self, clip: Clip<'_>) -> Self {
         let WindowResult::Reduced(closed) = &mut self.0 else {
@@ -438,23 +407,7 @@ impl AveragedGradients {
         }
     }
 
-    /// Whether the window is still open, so that an optimizer will not step.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let accelerator = Accelerator::builder().accumulation_steps(2).build()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let loss = || model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// let first = accelerator.backward(loss(), &model, 4)?;
-    /// assert!(first.is_accumulating() && first.loss().is_none());
-    /// let second = accelerator.backward(loss(), &model, 4)?;
-    /// assert!(!second.is_accumulating() && second.loss().is_some());
-    /// # Ok::<(), Error>(())
-    /// ```
+    /// Returns true while the window is open, so that an optimizer will not step.
     pub fn is_accumulating(&self) -> bool {
         matches!(self.0, WindowResult::Accumulating)
     }
@@ -462,24 +415,6 @@ impl AveragedGradients {
     /// The scale of the loss with which the gradient left the range of
     /// [`Precision::F16`](crate::precision::Precision::F16): it is dropped, on all ranks, and the optimizer skips
     /// this step. `None` where it did not.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::tensor::Tensor;
-    ///
-    /// let accelerator = Accelerator::builder().precision(Precision::F16).build()?;
-    /// # let device = accelerator.device();
-    /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// # let input = accelerator.to_working(Tensor::<2>::ones([4, 2], &device));
-    /// let loss = accelerator.forward(&model, |model| {
-    ///     accelerator.to_full(model.forward(input)).mean() * 1e4
-    /// });
-    /// let gradients = accelerator.backward(loss, &model, 4)?;
-    /// assert_eq!(gradients.overflow(), Some(65536.0));
-    /// assert_eq!(accelerator.loss_scale(&model)?, Some(32768.0), "for the next step");
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             WindowResult::Overflowed { scale, .. } => Some(scale),

@@ -76,23 +76,7 @@ impl fmt::Debug for Profiler {
     }
 }
 
-/// What the steps came to that one cycle of a [`ProfilerSchedule`] kept on this rank.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// use accelerator::timeline::{Cycle, ProfilerSchedule};
-///
-/// /// A line for a log.
-/// fn told(cycle: &Cycle) -> String {
-///     let (first, steps) = (cycle.first_step, cycle.summary.steps);
-///     format!("cycle {}: {:.3} s a step from {first} on, over {steps}", cycle.number, cycle.summary.step.mean)
-/// }
-///
-/// let accelerator = Accelerator::new()?;
-/// let profiler = accelerator.profile_with(ProfilerSchedule::new(10), |cycle| println!("{}", told(cycle)))?;
-/// # drop(profiler);
-/// # Ok::<(), Error>(())
-/// ```
+/// The steps that one cycle of a [`ProfilerSchedule`] kept on this rank, with their summary.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Cycle {

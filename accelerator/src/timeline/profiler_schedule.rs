@@ -32,26 +32,7 @@ pub struct ProfilerSchedule {
     warm_up: u64,
 }
 
-/// What a step is to a [`ProfilerSchedule`].
-///
-/// ```
-/// use accelerator::timeline::{ProfilerSchedule, SchedulePhase};
-///
-/// // Something of the program's own, by the same rules.
-/// let schedule = ProfilerSchedule::new(2).with_wait(1).with_warm_up(1);
-/// let mut kept = Vec::new();
-/// for step in 0..8 {
-///     match schedule.phase(step) {
-///         SchedulePhase::Idle | SchedulePhase::WarmUp => {}
-///         SchedulePhase::Active => kept.push(step),
-///         SchedulePhase::Last => {
-///             kept.push(step);
-///             println!("{kept:?} are complete");
-///         }
-///     }
-/// }
-/// assert_eq!(kept, [2, 3, 6, 7]);
-/// ```
+/// The phase of a step in a [`ProfilerSchedule`].
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum SchedulePhase {
     /// It is not looked at. Torch calls it `NONE`.
@@ -114,14 +95,7 @@ impl ProfilerSchedule {
         }
     }
 
-    /// How many cycles are complete after so many steps.
-    ///
-    /// ```
-    /// use accelerator::timeline::ProfilerSchedule;
-    ///
-    /// let schedule = ProfilerSchedule::new(2).with_wait(1).with_repeat(3);
-    /// assert_eq!((schedule.cycles(5), schedule.cycles(6), schedule.cycles(100)), (1, 2, 3));
-    /// ```
+    /// Returns how many cycles are complete after so many steps.
     pub fn cycles(&self, steps: u64) -> u64 {
         if self.active == 0 {
             return 0;

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::step_stats::StepTimes;
 
-/// Where the time of this rank's steps went, on average; from
+/// A summary of where the time of this rank's steps went, on average; from
 /// [`Accelerator::step_summary`](crate::Accelerator::step_summary).
 ///
 /// A step begins when its first batch is asked for (or, for data that is no
@@ -15,37 +15,6 @@ use super::step_stats::StepTimes;
 /// that trains, without overlap; the rest of the `step` is `other`. `communicating` runs beside them, or
 /// within `waiting`. Times are in seconds. They are those of the program: a device that works beside it
 /// (a GPU) shows its time where the program waits for it.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// # use burn::nn::{Linear, LinearConfig};
-/// # use burn::optim::SgdConfig;
-/// # use burn::tensor::Tensor;
-///
-/// Accelerator::builder().step_summary().launch(2, |accelerator| {
-/// #     let device = accelerator.device();
-/// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-/// #     let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
-/// #     for _ in 0..3 {
-/// #         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-/// #         let gradients = accelerator.backward(loss, &model, 4)?;
-/// #         model = optimizer.step(0.1, model, gradients);
-/// #     }
-///     // After three steps:
-///     let summary = accelerator.step_summary().expect("steps were taken");
-///     assert_eq!(summary.steps, 3);
-///     let parts = [
-///         &summary.data, &summary.forward, &summary.backward, &summary.copying, &summary.waiting,
-///         &summary.optimizer, &summary.other,
-///     ];
-///     let together: f64 = parts.iter().map(|part| part.mean).sum();
-///     assert!((together - summary.step.mean).abs() < 1e-6, "they share out the step");
-///     assert!(summary.exposed.mean <= summary.communicating.mean);
-///     assert!(summary.bytes.mean >= 3.0 * 4.0, "three gradients in f32");
-///     Ok(())
-/// })?;
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepSummary {
@@ -79,16 +48,6 @@ pub struct StepSummary {
 }
 
 /// A time in seconds, or a number of bytes.
-///
-/// ```
-/// use accelerator::timeline::Figure;
-///
-/// /// Whether some steps took much longer than most.
-/// fn is_uneven(figure: Figure) -> bool {
-///     figure.mean > 2.0 * figure.median
-/// }
-/// assert!(!is_uneven(Figure::default()));
-/// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Figure {
@@ -99,33 +58,8 @@ pub struct Figure {
 }
 
 impl StepSummary {
-    /// Which part of the communication was hidden behind computation, from 0 to 1; `None` where
+    /// Returns the part of the communication that was hidden behind computation, from 0 to 1; `None` if
     /// there was no communication. Of means.
-    ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use burn::nn::{Linear, LinearConfig};
-    /// # use burn::optim::SgdConfig;
-    /// # use burn::tensor::Tensor;
-    /// Accelerator::builder().step_summary().launch(2, |accelerator| {
-    /// #     let device = accelerator.device();
-    /// #     let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
-    /// #     let optimizer = SgdConfig::new().init();
-    /// #     let (mut model, mut optimizer) = accelerator.prepare((model, optimizer))?;
-    /// #     for _ in 0..3 {
-    /// #         let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();
-    /// #         let gradients = accelerator.backward(loss, &model, 4)?;
-    /// #         model = optimizer.step(0.1, model, gradients);
-    /// #     }
-    ///     // After some steps:
-    ///     let summary = accelerator.mean_step_summary()?.expect("steps were taken");
-    ///     let hidden = summary.hidden().expect("two ranks communicate");
-    ///     assert!((0.0..=1.0).contains(&hidden));
-    ///     accelerator.print(format_args!("{:.0} % are hidden", 100.0 * hidden));
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn hidden(&self) -> Option<f64> {
         let all = self.communicating.mean;
         (all > 0.0).then(|| 1.0 - self.exposed.mean / all)

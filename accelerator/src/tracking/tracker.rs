@@ -4,27 +4,8 @@ use std::sync::Arc;
 
 use accelerator_track::{CsvFile, RunBuilder, Sink, TensorBoard};
 
-/// Where a run goes beside its journal; for [`AcceleratorBuilder::log_with`](crate::AcceleratorBuilder::log_with).
-///
-/// ```
-/// use accelerator::Tracker;
-/// use accelerator::prelude::*;
-/// # let runs = tempfile::tempdir().unwrap();
-/// # let runs = runs.path();
-///
-/// let accelerator = Accelerator::builder().log_with([Tracker::Csv]).runs_folder(runs).build()?;
-/// accelerator.init_trackers("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
-/// accelerator.log("train", [("loss", 0.5)], 1, None);
-/// accelerator.finish()?;
-/// let table = std::fs::read_to_string(runs.join("mnist/metrics.csv"))?;
-/// assert!(table.contains("train/loss,0.5"));
-///
-/// let trackers = [Tracker::TensorBoard, Tracker::TensorBoardIn("logs".into())];
-/// #[cfg(feature = "mlflow")]
-/// let trackers = trackers.into_iter().chain([Tracker::Mlflow]);
-/// # drop(trackers);
-/// # Ok::<(), Error>(())
-/// ```
+/// A destination of a run beside its journal; for
+/// [`AcceleratorBuilder::log_with`](crate::AcceleratorBuilder::log_with).
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Tracker {
@@ -45,14 +26,6 @@ pub enum Tracker {
 
 impl Tracker {
     /// A sink of the program's own, or one with settings: what makes it, on rank 0.
-    ///
-    /// ```
-    /// use accelerator::Tracker;
-    /// use accelerator::track::CsvFile;
-    ///
-    /// let tracker = Tracker::sink(|| CsvFile::at("mnist.csv"));
-    /// assert!(matches!(tracker, Tracker::Sink(_)));
-    /// ```
     pub fn sink<S: Sink + 'static>(make: impl Fn() -> S + Send + Sync + 'static) -> Self {
         Self::Sink(Arc::new(move || Box::new(make())))
     }

@@ -28,57 +28,6 @@ use crate::core::error::{Error, Result};
 ///     }
 /// }
 /// ```
-///
-/// Each hook has its moment, and what a callback remembers is saved:
-///
-/// ```
-/// use accelerator::Result;
-/// use accelerator::checkpoint::Saved;
-/// use accelerator::train::{CallbackContext, Metrics, LogEntry, TrainerCallback, TrainerControl};
-///
-/// #[derive(Default)]
-/// struct Diary(Vec<String>);
-///
-/// type At<'a, M> = CallbackContext<'a, M>;
-///
-/// impl<M> TrainerCallback<M> for Diary {
-///     fn on_train_begin(&mut self, at: &At<'_, M>, _: &mut TrainerControl) -> Result<()> {
-///         self.0.push(format!("of {} epochs", at.arguments.num_train_epochs));
-///         Ok(())
-///     }
-///     fn on_epoch_begin(&mut self, at: &At<'_, M>, _: &mut TrainerControl) -> Result<()> {
-///         self.0.push(format!("epoch {}", at.state.epoch));
-///         Ok(())
-///     }
-///     fn on_epoch_end(&mut self, at: &At<'_, M>, control: &mut TrainerControl) -> Result<()> {
-///         control.should_save = true;
-///         Ok(())
-///     }
-///     fn on_log(&mut self, _: &At<'_, M>, entry: &LogEntry, control: &mut TrainerControl) -> Result<()> {
-///         control.should_evaluate |= entry.metrics.value("loss").is_some_and(|loss| loss < 0.1);
-///         Ok(())
-///     }
-///     fn on_evaluate(&mut self, _: &At<'_, M>, metrics: &Metrics, _: &mut TrainerControl) -> Result<()> {
-///         self.0.push(metrics.to_string());
-///         Ok(())
-///     }
-///     fn on_save(&mut self, _: &At<'_, M>, saved: &Saved, _: &mut TrainerControl) -> Result<()> {
-///         self.0.push(saved.path().display().to_string());
-///         Ok(())
-///     }
-///     fn on_train_end(&mut self, at: &At<'_, M>) -> Result<()> {
-///         at.accelerator.print(self.0.join("\n"));
-///         Ok(())
-///     }
-///     fn state(&self) -> Option<(String, serde_json::Value)> {
-///         Some(("diary".to_owned(), self.0.clone().into()))
-///     }
-///     fn restore(&mut self, state: &serde_json::Value) -> Result<()> {
-///         self.0 = serde_json::from_value(state.clone()).map_err(accelerator::Error::other)?;
-///         Ok(())
-///     }
-/// }
-/// ```
 #[expect(unused_variables, reason = "most callbacks use some of it")]
 pub trait TrainerCallback<M> {
     /// Before the first update, and before the first one after a resume.
@@ -164,15 +113,7 @@ pub trait TrainerCallback<M> {
     }
 }
 
-/// Where a callback is called; see [`TrainerCallback`].
-///
-/// ```
-/// use accelerator::train::CallbackContext;
-///
-/// fn place<M>(at: &CallbackContext<'_, M>) -> String {
-///     format!("rank {}, update {}", at.accelerator.rank(), at.state.global_step)
-/// }
-/// ```
+/// The moment at which a callback is called; see [`TrainerCallback`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CallbackContext<'a, M> {
@@ -186,19 +127,7 @@ pub struct CallbackContext<'a, M> {
     pub model: &'a M,
 }
 
-/// What a callback may ask for; see [`TrainerCallback`].
-///
-/// ```
-/// use accelerator::train::TrainerControl;
-///
-/// let mut control = TrainerControl::default();
-/// control.should_log = true;
-/// control.should_evaluate = true;
-/// control.should_save = true;
-/// control.should_epoch_stop = true;
-/// control.should_training_stop = true;
-/// assert_ne!(control, TrainerControl::default());
-/// ```
+/// The requests of a callback; see [`TrainerCallback`].
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TrainerControl {

@@ -10,16 +10,6 @@ use crate::data::weight::Weight;
 
 /// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch. See
 /// [`LossOutput`] for an example.
-///
-/// ```
-/// use accelerator::train::Inputs;
-/// use burn::tensor::Tensor;
-///
-/// /// The rows, in the type in which the model computes, and back.
-/// fn rows(inputs: &Inputs<'_, Tensor<2>>) -> Tensor<2> {
-///     inputs.to_full(inputs.to_working((***inputs).clone()))
-/// }
-/// ```
 #[derive(Debug)]
 pub struct Inputs<'a, O> {
     pub(super) accelerator: &'a Accelerator,
@@ -126,17 +116,7 @@ impl<P> LossOutput<P> {
     }
 }
 
-/// What a function of losses may return: a loss, a loss with outputs, or a [`LossOutput`].
-///
-/// ```
-/// use accelerator::train::{IntoLossOutput, LossOutput};
-/// use burn::tensor::{Device, Tensor};
-///
-/// let loss = || Tensor::<1>::ones([1], &Device::default());
-/// let outputs = Tensor::<2>::ones([4, 2], &Device::default());
-/// let _: LossOutput = loss().into_loss_output();
-/// let _: LossOutput<Tensor<2>> = (loss(), outputs).into_loss_output();
-/// ```
+/// A value that a function of losses may return: a loss, a loss with outputs, or a [`LossOutput`].
 pub trait IntoLossOutput {
     /// What metrics are made of.
     type Outputs: Tensors + Clone + 'static;

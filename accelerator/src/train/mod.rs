@@ -76,8 +76,8 @@
 //! ```
 //! use accelerator::prelude::*;
 //! use accelerator::train::{
-//!     BatchOf, CriterionOutputs, EpochInfo, Metrics, IntoLossOutput, Meter, OperatorTrainer, OperatorWorker,
-//!     Registered, RegisteredData, RegisteredModel, RegisteredModels, Setup, StepInfo, TrainBatches, TrainingOperator,
+//!     BatchOf, EpochInfo, Meter, Metrics, OperatorTrainer, OperatorWorker, Registered, RegisteredData,
+//!     RegisteredModel, Setup, StepInfo, TrainBatches, TrainingOperator,
 //! };
 //! use burn::lr_scheduler::constant::ConstantLr;
 //! use burn::nn::{Linear, LinearConfig};
@@ -162,12 +162,6 @@
 //! assert_eq!(trainer.validate()?.value("num_samples"), Some(6.0));
 //! assert_eq!(trainer.worker().map(|worker| worker.world_rank()), Some(0));
 //! trainer.shutdown()?;
-//!
-//! // What a criterion may return, and what may be registered.
-//! fn criterion<L: IntoLossOutput<Outputs: CriterionOutputs>>() {}
-//! criterion::<Tensor<1>>();
-//! fn models<T: RegisteredModels>() {}
-//! models::<RegisteredModel<Linear, Tensor<2>>>();
 //! # Ok::<(), Error>(())
 //! ```
 mod arguments;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::words::words;
 
 words! {
-    /// How the learning rate goes over a training, by the names of Hugging Face.
+    /// The course of the learning rate over a training, by the names of Hugging Face.
     ///
     /// `T` is the number of updates, `w` the number of those of the warm-up, in which the rate grows linearly from 0, and
     /// `p = (k - w) / (T - w)` how far update `k` is after it. The rate is that of the arguments, times
@@ -23,13 +23,6 @@ words! {
     /// | `inverse_sqrt` | `1 / √((k + t - w) / t)`, with `timescale` t: w, or 10,000 without warm-up |
     /// | `cosine_with_min_lr` | as `cosine`, down to `min_lr` or `min_lr_rate` |
     /// | `warmup_stable_decay` | 1, and as `cosine` over the last `num_decay_steps` |
-    ///
-    /// ```
-    /// use accelerator::train::LrSchedulerType;
-    ///
-    /// assert_eq!("cosine".parse::<LrSchedulerType>()?, LrSchedulerType::Cosine);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     pub enum LrSchedulerType: "lr_scheduler_type" {
         Linear = "linear",
         Cosine = "cosine",
@@ -43,26 +36,8 @@ words! {
     }
 }
 
-/// What a [`LrSchedulerType`] takes beside the rate and the warm-up. On a command line it is JSON:
+/// The settings of a [`LrSchedulerType`] beside the rate and the warm-up. On a command line it is JSON:
 /// `--lr-scheduler-kwargs '{"power": 2}'`.
-///
-/// ```
-/// use accelerator::train::LrSchedulerKwargs;
-///
-/// let polynomial = LrSchedulerKwargs { lr_end: Some(1e-6), power: Some(2.0), ..LrSchedulerKwargs::default() };
-/// assert_eq!(polynomial, "{\"lr_end\": 1e-6, \"power\": 2}".parse()?);
-/// let none = LrSchedulerKwargs {
-///     lr_end: None,
-///     min_lr: None,
-///     min_lr_rate: None,
-///     num_cycles: None,
-///     num_decay_steps: None,
-///     power: None,
-///     timescale: None,
-/// };
-/// assert_eq!(none, LrSchedulerKwargs::default());
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LrSchedulerKwargs {

@@ -7,15 +7,6 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 /// Metrics by name, in the order in which they came: `loss`, `eval_accuracy`.
-///
-/// ```
-/// use accelerator::train::Metrics;
-///
-/// let metrics: Metrics = [("loss", 0.5), ("learning_rate", 1e-3)].into_iter().collect();
-/// assert_eq!(metrics.value("loss"), Some(0.5));
-/// assert!(metrics.iter().all(|(_, value)| value > 0.0));
-/// assert_eq!(metrics.to_string(), "{'loss': 0.5, 'learning_rate': 0.001}");
-/// ```
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct Metrics {
@@ -107,16 +98,7 @@ fn four_digits(value: f64) -> String {
     }
 }
 
-/// What was logged or evaluated after an update.
-///
-/// ```
-/// use accelerator::train::LogEntry;
-///
-/// fn row(entry: &LogEntry) -> String {
-///     let metrics: Vec<_> = entry.metrics.iter().map(|(name, value)| format!("{name} {value}")).collect();
-///     format!("update {}, epoch {}: {}", entry.step, entry.epoch, metrics.join(", "))
-/// }
-/// ```
+/// The metrics that were logged or evaluated after an update.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LogEntry {
@@ -128,25 +110,7 @@ pub struct LogEntry {
     pub metrics: Metrics,
 }
 
-/// Where a training stands; it is saved in checkpoints.
-///
-/// ```
-/// use accelerator::train::TrainerState;
-///
-/// fn tell(state: &TrainerState) -> String {
-///     let best = state.best_metric.zip(state.best_global_step);
-///     let best = best.map(|(metric, step)| format!("; best {metric} at update {step}"));
-///     let path = state.best_model_checkpoint.as_ref().map(|path| format!(" in {}", path.display()));
-///     format!(
-///         "update {}, epoch {}, {} logs{}{}",
-///         state.global_step,
-///         state.epoch,
-///         state.log_history.len(),
-///         best.unwrap_or_default(),
-///         path.unwrap_or_default(),
-///     )
-/// }
-/// ```
+/// The progress of a training; it is saved in checkpoints.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TrainerState {

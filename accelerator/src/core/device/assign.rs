@@ -6,23 +6,10 @@ use crate::core::device::BackendKind;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
 
-/// Whether ranks of a host may share its GPUs, where there are more ranks than GPUs.
+/// The choice whether ranks of a host may share its GPUs if there are more ranks than GPUs.
 ///
 /// A shared GPU computes for one rank after the other, and its memory holds the model of each: a program
 /// that was meant to have one GPU a rank would be slow and not know why.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// use accelerator::Oversubscription;
-///
-/// // To try two ranks on a machine with one GPU; on the CPU it means nothing.
-/// let world_sizes = Accelerator::builder()
-///     .oversubscription(Oversubscription::Allow)
-///     .launch(2, |accelerator| Ok(accelerator.world_size()))?;
-/// assert_eq!(world_sizes, [2, 2]);
-/// assert_eq!(Oversubscription::default(), Oversubscription::Refuse);
-/// # Ok::<(), Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Oversubscription {

@@ -21,29 +21,6 @@ pub use self::assign::Oversubscription;
 ///
 /// Which kinds there are is decided by the crate's features: `flex` (the default) and `ndarray`
 /// on the CPU, `wgpu`, and `cuda`.
-///
-/// ```
-/// use accelerator::BackendKind;
-///
-/// assert_eq!("flex".parse::<BackendKind>()?, BackendKind::Flex);
-/// assert!("banana".parse::<BackendKind>().is_err());
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// What this program can run on, and what it was not built for:
-///
-/// ```
-/// use accelerator::{Accelerator, BackendKind};
-///
-/// let is_gpu = |kind: &BackendKind| matches!(kind, BackendKind::Cuda | BackendKind::Wgpu);
-/// let (gpus, cpus): (Vec<_>, Vec<_>) = BackendKind::ALL.into_iter().partition(is_gpu);
-/// assert_eq!(cpus, [BackendKind::Flex, BackendKind::NdArray]);
-/// assert!(cpus.into_iter().any(BackendKind::is_compiled_in));
-/// for kind in gpus.into_iter().filter(|kind| !kind.is_compiled_in()) {
-///     let error = Accelerator::builder().device(kind).build().unwrap_err();
-///     assert!(error.is_device());
-/// }
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum BackendKind {

@@ -10,16 +10,6 @@ use super::{settings, step};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
 /// [`InitFused`](super::InitFused).
-///
-/// ```
-/// use accelerator::optim::fused::FusedAdam;
-/// use accelerator::optim::InitFused;
-/// use burn::optim::{AdamConfig, ModuleOptimizer};
-///
-/// let bare: FusedAdam = AdamConfig::new().with_beta_2(0.98).build_fused();
-/// let optimizer = ModuleOptimizer::from(bare);
-/// # let _ = optimizer;
-/// ```
 #[derive(Clone)]
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedAdam {

@@ -9,16 +9,6 @@ use super::{settings, step};
 
 /// Burn's [`AdamW`] as one pass over memory; see the [module](crate::optim::fused). Made by
 /// [`InitFused`](super::InitFused).
-///
-/// ```
-/// use accelerator::optim::fused::FusedAdamW;
-/// use accelerator::optim::InitFused;
-/// use burn::optim::{AdamWConfig, ModuleOptimizer};
-///
-/// let bare: FusedAdamW = AdamWConfig::new().with_weight_decay(0.05).build_fused();
-/// let optimizer = ModuleOptimizer::from(bare);
-/// # let _ = optimizer;
-/// ```
 #[derive(Clone)]
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedAdamW {

@@ -10,21 +10,6 @@ use super::step;
 /// State of [`FusedAdam`](super::FusedAdam) and [`FusedAdamW`](super::FusedAdamW): in records that of Burn's
 /// `Adam` and `AdamW`. From a record it gets the float type in which it was saved; Burn's own gets that of the
 /// default device.
-///
-/// ```
-/// use accelerator::optim::InitFused;
-/// use accelerator::optim::fused::FusedAdamState;
-/// use burn::optim::{AdamConfig, Optimizer};
-/// use burn::tensor::{Device, Tensor};
-///
-/// let optimizer = AdamConfig::new().build_fused();
-/// let one = Tensor::<1>::ones([1], &Device::default());
-/// // A bare tensor, without a module: the state is the program's to keep.
-/// let (tensor, state) = optimizer.step(0.5, one.clone(), one.clone(), None);
-/// let state: Option<FusedAdamState<1>> = state;
-/// let (tensor, _) = optimizer.step(0.5, tensor, one, state);
-/// assert!((tensor.into_scalar::<f64>() - (1.0 - 0.5 - 0.5)).abs() < 1e-4);
-/// ```
 #[derive(Clone)]
 #[allow(missing_debug_implementations, reason = "Burn's states have none")]
 pub struct FusedAdamState<const D: usize> {

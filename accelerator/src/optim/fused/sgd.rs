@@ -12,18 +12,6 @@ use super::{settings, step};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
 /// [module](crate::optim::fused). Made by [`InitFused`](super::InitFused).
-///
-/// ```
-/// use accelerator::optim::fused::FusedSgd;
-/// use accelerator::optim::InitFused;
-/// use burn::optim::{ModuleOptimizer, SgdConfig};
-/// use burn::optim::momentum::MomentumConfig;
-///
-/// let config = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
-/// let bare: FusedSgd = config.build_fused();
-/// let optimizer = ModuleOptimizer::from(bare);
-/// # let _ = optimizer;
-/// ```
 #[derive(Clone)]
 #[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
 pub struct FusedSgd {
@@ -40,23 +28,6 @@ struct SgdStep {
 
 /// State of [`FusedSgd`]: that of Burn's `Sgd` in records, whose own type cannot be looked into. From a record it
 /// gets the float type in which it was saved.
-///
-/// ```
-/// use accelerator::optim::InitFused;
-/// use accelerator::optim::fused::FusedSgdState;
-/// use burn::optim::momentum::MomentumConfig;
-/// use burn::optim::{Optimizer, SgdConfig};
-/// use burn::tensor::{Device, Tensor};
-///
-/// let config = SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_dampening(0.0)));
-/// let optimizer = config.build_fused();
-/// let one = Tensor::<1>::ones([1], &Device::default());
-/// // A bare tensor, without a module: the state is the program's to keep.
-/// let (tensor, state) = optimizer.step(0.5, one.clone() * 2.0, one.clone(), None);
-/// let state: FusedSgdState<1> = state.expect("momentum is kept");
-/// let (tensor, _) = optimizer.step(0.5, tensor, one, Some(state));
-/// assert!((tensor.into_scalar::<f64>() - (2.0 - 0.5 - 0.5 * 1.9)).abs() < 1e-6);
-/// ```
 #[derive(Clone)]
 #[allow(missing_debug_implementations, reason = "Burn's states have none")]
 pub struct FusedSgdState<const D: usize> {

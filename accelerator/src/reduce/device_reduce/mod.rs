@@ -23,31 +23,10 @@ use crate::core::device::BackendKind;
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 
-/// How gradients that are computed on a GPU get to the other ranks.
+/// The way in which gradients that are computed on a GPU get to the other ranks.
 ///
-/// They are gathered in buckets on the device either way, and what comes of them stays there.
-///
-/// ```
-/// use accelerator::{Accelerator, GradientReduction};
-///
-/// let accelerator = Accelerator::builder()
-///     .gradient_reduction(GradientReduction::Staged)
-///     .build()?;
-/// assert_eq!("nccl".parse::<GradientReduction>()?, GradientReduction::Nccl);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// Its names are those of `ACCEL_REDUCTION`:
-///
-/// ```
-/// use accelerator::GradientReduction;
-///
-/// for reduction in [GradientReduction::Auto, GradientReduction::Nccl, GradientReduction::Staged] {
-///     assert_eq!(reduction.name().parse::<GradientReduction>()?, reduction);
-/// }
-/// assert_eq!(GradientReduction::default(), GradientReduction::Auto);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// They are gathered in buckets on the device either way, and what comes of them stays there. As text, the settings
+/// have the names of `ACCEL_REDUCTION`.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum GradientReduction {

@@ -50,41 +50,6 @@ use crate::model::Trainable;
 /// # assert_eq!(norms, [Some(3.0); 2]);
 /// # Ok::<(), accelerator::Error>(())
 /// ```
-///
-/// One that tells what it does, and leaves the rest to the library:
-///
-/// ```
-/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
-///
-/// struct Told;
-///
-/// impl CommunicationHook for Told {
-///     fn name(&self) -> String {
-///         "told".to_owned()
-///     }
-///
-///     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, ranks: &Ranks<'_>) -> Result<(), HookError> {
-///         let (number, count) = (bucket.number() + 1, bucket.count());
-///         println!("step {}: bucket {number} of {count}", bucket.step());
-///         let filled = bucket.parameters().last().map_or(0, |last| last.range.end);
-///         match bucket.values_mut() {
-///             BucketValues::F32(values) => assert_eq!(values.len(), filled),
-///             BucketValues::F64(values) => assert_eq!(values.len(), filled),
-///         }
-///         Ok(bucket.all_reduce(ranks)?)
-///     }
-/// }
-/// # let model = |accelerator: accelerator::Accelerator| -> accelerator::Result<_> {
-/// #     use burn::{nn::{Linear, LinearConfig}, tensor::Tensor};
-/// #     let device = accelerator.device();
-/// #     let model: Linear = accelerator.prepare(LinearConfig::new(1, 1).init(&device))?;
-/// #     let loss = model.forward(Tensor::<2>::ones([1, 1], &device)).mean();
-/// #     Ok(accelerator.backward(loss, &model, 1)?.norm_of_order(1.0))
-/// # };
-/// # let builder = accelerator::Accelerator::builder().communication_hook(|| Told);
-/// # assert_eq!(builder.launch(2, model)?, [Some(2.0); 2]);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Debug)]
 pub struct GradientBucket<'a> {
     buffer: &'a mut Buffer,
@@ -94,24 +59,7 @@ pub struct GradientBucket<'a> {
     step: u64,
 }
 
-/// Where the gradient of a parameter lies in its bucket.
-///
-/// ```
-/// use accelerator::hook::BucketParameter;
-///
-/// /// The columns of the gradient of a matrix, for a hook that compresses some.
-/// fn columns<'v>(parameter: &BucketParameter<'_>, values: &'v [f32]) -> Option<Vec<&'v [f32]>> {
-///     match (parameter.path, parameter.shape) {
-///         // No rank has one in this step.
-///         _ if !parameter.is_present => None,
-///         (path, &[_, width]) if path.ends_with("weight") => {
-///             Some(values[parameter.range.clone()].chunks(width).collect())
-///         }
-///         _ => None,
-///     }
-/// }
-/// # let _ = columns;
-/// ```
+/// The place of the gradient of a parameter in its bucket.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BucketParameter<'a> {
@@ -128,21 +76,6 @@ pub struct BucketParameter<'a> {
 }
 
 /// The values of a bucket. Half-precision gradients are reduced in `f32`.
-///
-/// ```
-/// use accelerator::hook::BucketValues;
-///
-/// /// In double precision, whatever the gradients are in.
-/// fn norm(values: &BucketValues<'_>) -> f64 {
-///     let squares: f64 = match values {
-///         BucketValues::F32(values) => values.iter().map(|value| f64::from(*value).powi(2)).sum(),
-///         BucketValues::F64(values) => values.iter().map(|value| value.powi(2)).sum(),
-///     };
-///     squares.sqrt()
-/// }
-/// assert_eq!(norm(&BucketValues::F32(&mut [3.0, 4.0])), 5.0);
-/// assert_eq!(norm(&BucketValues::F64(&mut [-2.0])), 2.0);
-/// ```
 #[derive(Debug)]
 pub enum BucketValues<'a> {
     /// Of parameters in `f32` or less.

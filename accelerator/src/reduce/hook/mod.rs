@@ -36,26 +36,13 @@ pub use self::power_sgd::PowerSgd;
 pub use self::ranks::Ranks;
 
 /// Whatever a hook fails with.
-///
-/// ```
-/// use accelerator::hook::HookError;
-///
-/// /// What a hook makes of eight bytes that it saved.
-/// fn steps(state: &[u8]) -> Result<u64, HookError> {
-///     match u64::from_le_bytes(state.try_into()?) {
-///         u64::MAX => Err("no job does so many steps".into()),
-///         steps => Ok(steps),
-///     }
-/// }
-/// assert_eq!(steps(&7_u64.to_le_bytes()).unwrap(), 7);
-/// assert!(steps(&[1, 2, 3]).is_err());
-/// ```
 pub type HookError = Box<dyn StdError + Send + Sync>;
 
 /// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.
 ///
 /// It is given to [`communication_hook`](crate::AcceleratorBuilder::communication_hook), and
-/// built once for each prepared model of each rank, so that what it keeps belongs to one model.
+/// built once for each prepared model of each rank, so that what it keeps belongs to one model. [`GradientBucket`] and
+/// [`Ranks`] have examples.
 ///
 /// # What it gets, and what it leaves
 ///
@@ -86,35 +73,6 @@ pub type HookError = Box<dyn StdError + Send + Sync>;
 /// An error or a panic ends the step on every rank: here as [`Error::is_hook`](crate::Error::is_hook) or
 /// [`Error::is_panic`](crate::Error::is_panic), on the others as a lost peer, whose cause is this error. An
 /// error of [`Ranks`] is handed on as it is.
-///
-/// # Examples
-///
-/// A hook that bounds how much a rank can add to an element:
-///
-/// ```
-/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
-///
-/// struct Bounded(f32);
-///
-/// impl CommunicationHook for Bounded {
-///     fn name(&self) -> String {
-///         format!("bounded to {}", self.0)
-///     }
-///
-///     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, ranks: &Ranks<'_>) -> Result<(), HookError> {
-///         match bucket.values_mut() {
-///             BucketValues::F32(values) => values.iter_mut().for_each(|v| *v = v.clamp(-self.0, self.0)),
-///             BucketValues::F64(_) => return Err("only f32 is expected".into()),
-///         }
-///         Ok(bucket.all_reduce(ranks)?)
-///     }
-/// }
-///
-/// let accelerator = accelerator::Accelerator::builder()
-///     .communication_hook(|| Bounded(0.5))
-///     .build()?;
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 pub trait CommunicationHook: Send {
     /// What it is, with every setting on which the result depends. It is compared between the ranks when
     /// the accelerator is built, and between a checkpoint and the program that goes on from it.
@@ -145,7 +103,7 @@ pub trait CommunicationHook: Send {
     /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name), which kept
     /// something on some rank. `state` is empty where this rank kept nothing and another one did.
     ///
-    /// What belongs to this rank alone is left out where it is another rank's:
+    /// State that belongs to one rank alone is left out if another rank saved it:
     ///
     /// ```
     /// use accelerator::hook::SavedBy;
@@ -191,21 +149,7 @@ pub trait CommunicationHook: Send {
     }
 }
 
-/// Whose state a hook goes on from.
-///
-/// ```
-/// use accelerator::hook::SavedBy;
-///
-/// /// What this rank has not sent yet, as a hook goes on from it.
-/// fn rest(saved: Vec<f32>, by: SavedBy) -> Vec<f32> {
-///     match by {
-///         SavedBy::ThisRank => saved,
-///         SavedBy::OneForAll => vec![0.0; saved.len()],
-///     }
-/// }
-/// assert_eq!(rest(vec![0.5], SavedBy::ThisRank), [0.5]);
-/// assert_eq!(rest(vec![0.5], SavedBy::OneForAll), [0.0]);
-/// ```
+/// The rank whose saved state a hook continues from.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum SavedBy {
     /// That of one of the ranks, the same one for all: the job had another number of ranks, or not all of

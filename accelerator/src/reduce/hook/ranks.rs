@@ -45,53 +45,6 @@ use crate::core::error::Result;
 /// # assert_eq!(largest, [Some(1.0); 2]);
 /// # Ok::<(), Error>(())
 /// ```
-///
-/// One by which each rank sends what is large, as places and values:
-///
-/// ```
-/// use accelerator::hook::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks};
-///
-/// struct Sparse;
-///
-/// impl CommunicationHook for Sparse {
-///     fn name(&self) -> String {
-///         "what is above the mean magnitude".to_owned()
-///     }
-///
-///     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, ranks: &Ranks<'_>) -> Result<(), HookError> {
-///         let BucketValues::F32(values) = bucket.values_mut() else {
-///             return Err("only f32 is expected".into());
-///         };
-///         let sum: f32 = values.iter().map(|value| value.abs()).sum();
-///         // The sums of all ranks, as many as there are ranks.
-///         let sums = ranks.all_gather(&[sum])?;
-///         let mean = sums.iter().sum::<f32>() / (ranks.world_size() * values.len()) as f32;
-///         let places: Vec<u32> = (0..).zip(&*values).filter(|(_, v)| v.abs() >= mean).map(|(i, _)| i).collect();
-///         let sent: Vec<f32> = places.iter().map(|&place| values[place as usize]).collect();
-///         values.fill(0.0);
-///         let all = ranks.all_gather_varied(&places)?.into_iter().zip(ranks.all_gather_varied(&sent)?);
-///         for (places, sent) in all {
-///             for (place, value) in places.into_iter().zip(sent) {
-///                 values[place as usize] += value;
-///             }
-///         }
-///         if ranks.rank() == 0 {
-///             println!("{} values of {}, by {}", places.len(), values.len(), ranks.group().topology());
-///         }
-///         Ok(())
-///     }
-/// }
-/// # let builder = accelerator::Accelerator::builder().communication_hook(|| Sparse);
-/// # let sums = builder.launch(2, |accelerator| {
-/// #     use burn::{nn::{Linear, LinearConfig}, tensor::Tensor};
-/// #     let device = accelerator.device();
-/// #     let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-/// #     let input = Tensor::<2>::from_data([[5.0, 0.5]], &device);
-/// #     Ok(accelerator.backward(model.forward(input).mean(), &model, 1)?.norm_of_order(1.0))
-/// # })?;
-/// # assert_eq!(sums, [Some(5.0); 2], "one of three is above their mean");
-/// # Ok::<(), accelerator::Error>(())
-/// ```
 #[derive(Debug)]
 pub struct Ranks<'a> {
     group: &'a ProcessGroup,

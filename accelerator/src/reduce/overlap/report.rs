@@ -1,4 +1,4 @@
-/// How a model's gradients are sent; see
+/// A report on how a model's gradients are sent; see
 /// [`Accelerator::overlap_report`](crate::Accelerator::overlap_report).
 ///
 /// [`On`](OverlapState::On) says that buckets may go early, and the counts say whether they did: a bucket
@@ -45,27 +45,7 @@ pub struct OverlapReport {
     pub repairs: u32,
 }
 
-/// Whether buckets are sent while backward runs.
-///
-/// ```
-/// use accelerator::{Accelerator, OverlapReport, OverlapState};
-/// # use burn::nn::{Linear, LinearConfig};
-///
-/// fn told(report: &OverlapReport) -> &'static str {
-///     match report.state {
-///         OverlapState::On if report.early_total == 0 => "on, and backward is too short for it",
-///         OverlapState::On => "on",
-///         OverlapState::Learning => "not yet",
-///         OverlapState::GivenUp => "no more: the graph changes from step to step",
-///         OverlapState::Off | _ => "off",
-///     }
-/// }
-///
-/// let accelerator = Accelerator::new()?;
-/// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&accelerator.device()))?;
-/// assert_eq!(told(&accelerator.overlap_report(&model)?), "off");
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// The state of overlap: whether buckets are sent while backward runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OverlapState {

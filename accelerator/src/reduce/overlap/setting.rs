@@ -4,29 +4,10 @@ use core::str::FromStr;
 use crate::core::choice::named;
 use crate::core::error::{Error, Result};
 
-/// Whether gradients are sent while backward still computes others.
+/// The choice whether gradients are sent while backward still computes others.
 ///
-/// It changes when bytes travel, and nothing else: results have the same bits.
-///
-/// ```
-/// use accelerator::{Accelerator, Overlap};
-///
-/// let accelerator = Accelerator::builder().overlap(Overlap::On).build()?;
-/// assert_eq!("off".parse::<Overlap>()?, Overlap::Off);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// Its names are those of `ACCEL_OVERLAP`:
-///
-/// ```
-/// use accelerator::Overlap;
-///
-/// for overlap in [Overlap::Auto, Overlap::Off, Overlap::On] {
-///     assert_eq!(overlap.name().parse::<Overlap>()?, overlap);
-/// }
-/// assert_eq!(Overlap::default(), Overlap::Auto);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// It changes when bytes travel, and nothing else: results have the same bits. As text, the settings have the
+/// names of `ACCEL_OVERLAP`.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Overlap {

@@ -31,16 +31,6 @@ impl TrainingArguments {
 
     /// The arguments that a TOML text gives; the others have their defaults.
     ///
-    /// ```
-    /// use accelerator::train::TrainingArguments;
-    ///
-    /// let arguments = TrainingArguments::from_toml(
-    ///     "learning_rate = 1e-3\neval_strategy = \"epoch\"\nresume_from_checkpoint = true",
-    /// )?;
-    /// assert_eq!(arguments.learning_rate, 1e-3);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
-    ///
     /// # Errors
     ///
     /// [`Error::is_config`] for an unknown key, with the nearest one, and for a value of another type.
@@ -50,15 +40,6 @@ impl TrainingArguments {
     }
 
     /// Sets one argument by its name, `learning_rate` or `learning-rate`, from a text.
-    ///
-    /// ```
-    /// use accelerator::train::TrainingArguments;
-    ///
-    /// let mut arguments = TrainingArguments::default();
-    /// arguments.set("per-device-train-batch-size", "64")?;
-    /// assert_eq!(arguments.per_device_train_batch_size, 64);
-    /// # Ok::<(), accelerator::Error>(())
-    /// ```
     ///
     /// # Errors
     ///

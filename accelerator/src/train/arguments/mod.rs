@@ -202,22 +202,8 @@ words! {
     }
 }
 
-/// Whether a training goes on from a checkpoint: `true`, `false`, `auto` or a path. A job that the launcher restarts goes
-/// on in any case.
-///
-/// ```
-/// use accelerator::train::{ResumeFrom, TrainingArguments};
-///
-/// let mut arguments = TrainingArguments::default();
-/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::No);
-/// arguments.set("resume_from_checkpoint", "true")?;
-/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Newest);
-/// arguments.set("resume_from_checkpoint", "auto")?;
-/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Auto);
-/// arguments.set("resume_from_checkpoint", "out/checkpoint-000002")?;
-/// assert_eq!(arguments.resume_from_checkpoint, ResumeFrom::Path("out/checkpoint-000002".into()));
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// The checkpoint that a training continues from, if any: `true`, `false`, `auto` or a path. A job that the launcher
+/// restarts goes on in any case.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "ResumeWord", into = "ResumeWord")]
 pub enum ResumeFrom {

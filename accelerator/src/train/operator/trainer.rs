@@ -93,18 +93,6 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     /// On ranks that there are: each of them calls this, and then the methods of the trainer. The accelerator stays the
     /// program's, which finishes it, and may make several trainers with clones of it.
     ///
-    /// ```
-    /// # use accelerator::prelude::*;
-    /// # use accelerator::train::{Metrics, OperatorTrainer, TrainingOperator};
-    /// # fn program<LineOperator: TrainingOperator>(config: LineOperator::Config) -> Result<Vec<Metrics>>
-    /// # where LineOperator::Config: Clone + Send + Sync {
-    /// launch(2, |accelerator| {
-    ///     let mut trainer = OperatorTrainer::<LineOperator>::on(accelerator, config.clone())?;
-    ///     trainer.train(None)
-    /// })
-    /// # }
-    /// ```
-    ///
     /// # Errors
     ///
     /// Those of [`setup`](TrainingOperator::setup).

@@ -36,7 +36,7 @@ use crate::optim::{Manual, PreparedOptimizer};
 /// Trains a model by [arguments](TrainingArguments) instead of a loop, as Hugging Face's `Trainer` does, on as many
 /// processes as the program is started on.
 ///
-/// See the [module](super) for a first program. What else a trainer does:
+/// See the [module](super) for a first program. A trainer also predicts, averages weights and exports:
 ///
 /// ```
 /// use accelerator::train::{Inputs, Trainer, TrainingArguments};
@@ -131,15 +131,7 @@ struct Callbacks<M> {
     of_program: Vec<Box<dyn TrainerCallback<M>>>,
 }
 
-/// What a training came to; see [`Trainer`].
-///
-/// ```
-/// use accelerator::train::TrainOutput;
-///
-/// fn tell(output: &TrainOutput) {
-///     println!("{} updates, loss {:.4}", output.global_step, output.training_loss);
-/// }
-/// ```
+/// The result of a training; see [`Trainer`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TrainOutput {
@@ -151,17 +143,7 @@ pub struct TrainOutput {
     pub metrics: Metrics,
 }
 
-/// What a model says of a data set; see [`Trainer::predict`].
-///
-/// ```
-/// use accelerator::train::PredictionOutput;
-/// use burn::tensor::Tensor;
-///
-/// fn answers(output: PredictionOutput<Tensor<2>>) -> Option<Tensor<2>> {
-///     println!("{}", output.metrics);
-///     output.predictions
-/// }
-/// ```
+/// The answers of a model to a data set; see [`Trainer::predict`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PredictionOutput<P> {

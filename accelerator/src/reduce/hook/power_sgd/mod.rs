@@ -36,27 +36,7 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 /// | `random_seed` | [`seed`](Self::seed) | 0 |
 /// | `orthogonalization_epsilon` | nothing | columns that depend on others are found by what is left of them |
 ///
-/// ```
-/// use accelerator::hook::PowerSgd;
-///
-/// let accelerator = accelerator::Accelerator::builder()
-///     .communication_hook(|| PowerSgd::new(4).start_after(100))
-///     .build()?;
-/// # Ok::<(), accelerator::Error>(())
-/// ```
-///
-/// Ranks and checkpoints compare its name, which tells every setting:
-///
-/// ```
-/// use accelerator::hook::{CommunicationHook, PowerSgd};
-///
-/// let hook = PowerSgd::new(2).start_after(0).min_compression(4.0).seed(7).without_warm_start();
-/// assert_eq!(
-///     hook.name(),
-///     "PowerSGD of rank 2 after 0 steps, cold start, error feedback, where it saves 4 times, \
-///      seed 7"
-/// );
-/// ```
+/// Ranks and checkpoints compare its name, which holds every setting.
 #[derive(Debug)]
 #[must_use]
 pub struct PowerSgd {
@@ -129,13 +109,6 @@ impl PowerSgd {
     }
 
     /// Forgets what was not sent. It saves memory, and training may not converge.
-    ///
-    /// ```
-    /// use accelerator::hook::{CommunicationHook, PowerSgd};
-    ///
-    /// let hook = PowerSgd::new(1).without_error_feedback();
-    /// assert!(hook.name().contains("no error feedback"));
-    /// ```
     pub fn without_error_feedback(mut self) -> Self {
         self.settings.error_feedback = ErrorFeedback::Off;
         self
