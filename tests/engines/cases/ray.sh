@@ -11,10 +11,7 @@ engine_missing() {
         echo 'there is no Ray: run tests/engines/install ray'
 }
 engine_up() { tests/engines/ray up "$RAY_DIR"; }
-engine_down() {
-    net_down "${PREFIX:-ar}o"
-    tests/engines/ray down "$RAY_DIR"
-}
+engine_down() { tests/engines/ray down "$RAY_DIR"; }
 here() { tests/engines/ray in "$RAY_DIR" "$@"; }
 
 # Host 1 has the head of Ray, so all that is lost with it is Ray itself.
@@ -65,8 +62,8 @@ processes() {
 }
 
 engine_tests() {
-    own_ray
     local name=ray-own
+    expect '^10.77.0.2 .*ready' jobs top nodes --engine ray
     # No place.
     expect submitted submit "$name" --cpus 64 -- sleep 100
     until_shown 'REASON: Ray has no place for 2 agents with CPU 64 each.*10.77.0.2 has CPU 2' jobs get "$name"
@@ -106,37 +103,4 @@ engine_tests() {
     refuse 'nothing answers' jobs top nodes --engine ray --ray-address http://10.77.0.1:1
     refuse 'no priorities' submit "$name" --priority high -- sleep 1
     refuse 'no job' jobs get "$name"
-}
-
-# The commands of docs/ray.md, on two more hosts.
-own_ray() {
-    local net=${PREFIX:-ar}o
-    net_up "$net" 2 && own_ray_on "$net" || fail 'a Ray of our own'
-    net_down "$net"
-}
-
-own_ray_on() {
-    local net=$1
-    on_host() {
-        timeout "$LIMIT" ip netns exec "$net-h$1" unshare --uts sh -c 'hostname "$0"; exec "$@"' "host$1" \
-            env PATH="$(here sh -c 'echo $PATH')" RAY_USAGE_STATS_ENABLED=0 "$JOBS" "${@:2}"
-    }
-    local small=(--num-cpus=2 --object-store-memory=80000000)
-    expect '^ray start .*--head --node-ip-address=10.77.0.1' on_host 1 ray start --head -- --node-ip-address=10.77.0.1 \
-        --dashboard-host=0.0.0.0 "${small[@]}" --temp-dir="$DIR/own"
-    expect 'log is' on_host 2 ray start --address 10.77.0.1:6379 -- --node-ip-address=10.77.0.2 "${small[@]}"
-    refuse 'runs on this host already' on_host 1 ray start --head
-    expect '^10.77.0.2 .*ready' on_host 2 top nodes --engine ray --ray-address http://10.77.0.1:8265
-    expect submitted on_host 2 submit --engine ray --ray-address http://10.77.0.1:8265 --name ray-docs --nodes 2 \
-        --nproc-per-node 2 -- "$EXAMPLES/regression"
-    expect '' on_host 2 wait ray-docs --timeout "${LIMIT}s"
-    expect '4 ranks' on_host 2 logs ray-docs
-    expect stopped on_host 2 stop ray-docs --forget
-    expect 'Ray stopped' on_host 2 ray stop
-    expect 'Ray stopped' on_host 1 ray stop
-    refuse 'started no Ray' on_host 1 ray stop
-    local left
-    left=$(left "$net")
-    [ -z "$left" ] || fail "ray stop leaves $left"
-    expect '^10.77.0.2 .*ready' jobs top nodes --engine ray
 }

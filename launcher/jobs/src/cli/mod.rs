@@ -7,8 +7,6 @@ mod image;
 mod list;
 mod logs;
 mod port_forward;
-#[cfg(feature = "ray")]
-mod ray;
 mod stop;
 mod submit;
 mod top;
@@ -70,10 +68,6 @@ enum Command {
     /// The volumes that jobs can mount.
     #[command(subcommand)]
     Data(data::DataCommand),
-    /// Start and stop a Ray on this host.
-    #[cfg(feature = "ray")]
-    #[command(subcommand)]
-    Ray(ray::RayCommand),
     /// Images of containers with a program in them.
     #[cfg(feature = "image")]
     #[command(subcommand)]
@@ -104,8 +98,6 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::PortForward(arguments) => port_forward::run(arguments, location),
         Command::Top(command) => top::run(command, location),
         Command::Data(command) => data::run(command, location),
-        #[cfg(feature = "ray")]
-        Command::Ray(command) => ray::run(command, location),
         #[cfg(feature = "image")]
         Command::Image(command) => image::run(command),
     }

@@ -99,12 +99,6 @@ impl Records {
         self.folder.join(name.as_str())
     }
 
-    /// A folder for what an engine keeps beside its jobs; it has no name that a job can have.
-    #[cfg(feature = "ray")]
-    pub(crate) fn engine_folder(&self, engine: &str) -> PathBuf {
-        self.folder.join(format!("_{engine}"))
-    }
-
     /// Makes the folder of a new job, with its first record in it.
     ///
     /// # Errors

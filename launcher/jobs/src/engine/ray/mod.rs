@@ -9,7 +9,6 @@ mod client;
 mod details;
 mod gang;
 mod job_log;
-pub(crate) mod local_ray;
 mod package;
 
 use std::collections::BTreeMap;
