@@ -238,12 +238,6 @@ kubernetes_tensorboard() {
     expect 'kubectl port-forward -n default svc/board-tensorboard 9090:6006' jobs get board
     expect stopped jobs stop board --forget
     nothing_left board
-    # TensorBoard itself is no image of this registry: a port of a program is as good.
-    expect submitted one_rank port -- 'mkdir -p /tmp/w; echo from the pod >/tmp/w/index.html; exec httpd -f -p 8000 -h /tmp/w'
-    until_shown '^port +RUNNING' jobs list
-    here timeout 60 "$JOBS" port-forward port 9191:8000 >"$ENGINE_DIR/forward" 2>&1 &
-    until_shown 'from the pod' here curl -s http://127.0.0.1:9191/
-    expect stopped jobs stop port --forget
 }
 
 # The same objects, by `submit` and by kubectl.

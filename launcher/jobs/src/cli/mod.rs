@@ -6,7 +6,6 @@ mod get;
 mod image;
 mod list;
 mod logs;
-mod port_forward;
 mod stop;
 mod submit;
 mod top;
@@ -60,8 +59,6 @@ enum Command {
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
     Stop(stop::StopArgs),
-    /// Make a port of a job one of this machine, TensorBoard's unless another is given, until Ctrl-C.
-    PortForward(port_forward::ForwardArgs),
     /// Show what nodes or jobs have of GPUs.
     #[command(subcommand)]
     Top(top::TopCommand),
@@ -95,7 +92,6 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Command::Logs(arguments) => logs::run(arguments, location),
         Command::Wait(arguments) => wait::run(arguments, location),
         Command::Stop(arguments) => stop::run(arguments, location),
-        Command::PortForward(arguments) => port_forward::run(arguments, location),
         Command::Top(command) => top::run(command, location),
         Command::Data(command) => data::run(command, location),
         #[cfg(feature = "image")]

@@ -82,22 +82,6 @@ pub(crate) trait Engine {
     /// When the engine refuses it or does not answer.
     fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()>;
 
-    /// Makes a port of a job's node one of this machine, until this process is ended.
-    ///
-    /// # Errors
-    /// When the engine has no such thing, or refuses it.
-    fn forward(
-        &self,
-        _job: &JobRecord,
-        _folder: &Path,
-        _ports: PortPair,
-        _output: &mut dyn Write,
-    ) -> Result<()> {
-        Err(Error::usage(
-            "only pods of Kubernetes have ports that are reached by its API",
-        ))
-    }
-
     /// Waits between two questions about one job, perhaps until something of it has changed.
     fn pause(&self, _job: &JobRecord) {
         thread::sleep(Duration::from_millis(200));
@@ -127,13 +111,6 @@ pub(crate) struct Submitted {
     pub(crate) id: String,
     /// What has been made, a line each: `service/mnist created`.
     pub(crate) created: Vec<String>,
-}
-
-/// A port of this machine, and the one of a node that it leads to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PortPair {
-    pub(crate) local: u16,
-    pub(crate) remote: u16,
 }
 
 /// Which output of a job.

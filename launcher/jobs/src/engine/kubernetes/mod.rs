@@ -8,7 +8,6 @@ mod api_error;
 mod changes;
 mod cluster;
 mod details;
-mod forward;
 mod job_image;
 mod logs;
 mod nodes;
@@ -27,7 +26,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Engine, LogsRequest, PortPair, Submitted, Volume, token};
+use super::{Engine, LogsRequest, Submitted, Volume, token};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
@@ -154,18 +153,6 @@ impl Engine for KubernetesEngine {
     fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {
         let cluster = self.of_job(job, folder)?;
         self.runtime.block_on(removal::remove(&cluster, &job.spec))
-    }
-
-    fn forward(
-        &self,
-        job: &JobRecord,
-        folder: &Path,
-        ports: PortPair,
-        output: &mut dyn Write,
-    ) -> Result<()> {
-        let cluster = self.of_job(job, folder)?;
-        self.runtime
-            .block_on(forward::forward(&cluster, &job.spec, ports, output))
     }
 
     fn pause(&self, job: &JobRecord) {

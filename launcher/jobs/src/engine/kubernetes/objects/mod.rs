@@ -19,9 +19,7 @@ use crate::image::LAUNCHER_PATH;
 use crate::spec::{AgentCommand, JobSpec, ObjectKind};
 
 pub(super) use kubeflow::{pytorch_job, train_job};
-pub(super) use tensorboard::{
-    NAME_SUFFIX as TENSORBOARD_SUFFIX, PART as TENSORBOARD, PORT as TENSORBOARD_PORT,
-};
+pub(super) use tensorboard::{NAME_SUFFIX as TENSORBOARD_SUFFIX, PORT as TENSORBOARD_PORT};
 
 /// The label of every object of a job, with the job's name.
 pub(super) const JOB_LABEL: &str = "accel-jobs/job";

@@ -14,7 +14,7 @@ use crate::spec::JobSpec;
 /// What its Service is called, after the job.
 pub(in super::super) const NAME_SUFFIX: &str = "-tensorboard";
 /// The part of the job that it is.
-pub(in super::super) const PART: &str = "tensorboard";
+const PART: &str = "tensorboard";
 /// Where it listens.
 pub(in super::super) const PORT: i32 = 6006;
 
