@@ -1,6 +1,5 @@
 //! `accel-jobs image`.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -68,7 +67,6 @@ struct BuildReport<'a> {
     digest: &'a str,
     layer_bytes: u64,
     seconds: f64,
-    notes: &'a [String],
     #[serde(flatten)]
     pushed: Option<PushedImage>,
     archive: Option<&'a PathBuf>,
@@ -79,10 +77,6 @@ pub(super) fn run(command: &ImageCommand) -> Result<ExitCode> {
     let begin = Instant::now();
     let registries = Registries::new(&arguments.insecure_registry)?;
     let built = arguments.build()?.build(&registries)?;
-    for note in built.notes() {
-        // Standard error may be closed.
-        let _ = writeln!(std::io::stderr(), "note: {note}");
-    }
     let pushed = arguments.push.as_ref();
     let pushed = pushed
         .map(|reference| built.push(&registries, reference))
@@ -135,7 +129,6 @@ impl BuildArgs {
             digest: built.digest(),
             layer_bytes: built.layer_bytes(),
             seconds,
-            notes: built.notes(),
             pushed,
             archive: self.archive.as_ref(),
         };

@@ -1,13 +1,21 @@
-//! The image that a layer is put on.
+//! The image that a layer is put on, and images as archives of one file, in the layout that OCI, containerd, Docker and
+//! Podman share.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{Seek, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
 
-use oci_client::manifest::{OciDescriptor, OciManifest};
+use oci_client::Reference;
+use oci_client::manifest::{
+    OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE, OciDescriptor, OciImageIndex,
+    OciImageManifest, OciManifest,
+};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use tempfile::NamedTempFile;
 
-use super::archive::ImageArchive;
+use super::layer::{DigestWriter, digest};
 use super::registry::{Access, Registries, Repository, size};
 use crate::error::{Error, Result};
 
@@ -29,8 +37,8 @@ enum LayerSource {
     Archive(ImageArchive),
 }
 
-/// A base without files, for programs that need none.
-const SCRATCH: &str = "scratch";
+/// The base without files, for programs that are linked statically.
+pub(super) const SCRATCH: &str = "scratch";
 
 /// Begins the name of a file that is the base.
 const ARCHIVE: &str = "oci-archive:";
@@ -92,7 +100,7 @@ impl Base {
     ///
     /// # Errors
     /// When it is not there, or `output` cannot be written.
-    pub(super) fn pull(
+    fn pull(
         &self,
         registries: &Registries,
         layer: &OciDescriptor,
@@ -188,7 +196,7 @@ impl Base {
 ///
 /// # Errors
 /// When it is none.
-pub(super) fn parse<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
+fn parse<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| {
         Error::usage(format!("{name} is no image that can be understood")).with_source(error)
     })
@@ -222,4 +230,253 @@ fn as_oci(mut layer: OciDescriptor) -> OciDescriptor {
     };
     layer.media_type = kind.to_owned();
     layer
+}
+
+/// An archive, open to be read.
+#[derive(Debug)]
+struct ImageArchive {
+    path: PathBuf,
+    file: File,
+    /// Where each file of it begins, and how long it is.
+    files: BTreeMap<String, (u64, u64)>,
+}
+
+/// An archive that is written. Until it is complete, there is no file of its name.
+pub(super) struct ArchiveWriter {
+    path: PathBuf,
+    archive: tar::Builder<NamedTempFile>,
+    written: BTreeSet<String>,
+}
+
+impl ImageArchive {
+    /// Opens an archive of an image.
+    ///
+    /// # Errors
+    /// When there is none, or it has another layout.
+    fn open(path: &Path) -> Result<Self> {
+        let failed = |error: io::Error| {
+            Error::usage(format!("the archive {} cannot be read", path.display()))
+                .with_source(error)
+        };
+        let file = File::open(path).map_err(failed)?;
+        let mut archive = tar::Archive::new(file.try_clone().map_err(failed)?);
+        let mut files = BTreeMap::new();
+        for entry in archive.entries_with_seek().map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let name = entry.path().map_err(failed)?.to_string_lossy().into_owned();
+            files.insert(name, (entry.raw_file_position(), entry.size()));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            files,
+        })
+    }
+
+    /// The manifest of the image; where there are several, `choose` says which, of platforms and digests.
+    ///
+    /// # Errors
+    /// When there is none, or `choose` takes none.
+    fn manifest(
+        &self,
+        choose: impl Fn(Vec<(String, String)>) -> Result<String>,
+    ) -> Result<OciImageManifest> {
+        let name = self.path.display().to_string();
+        let mut index = self.read("index.json")?;
+        loop {
+            let images: OciImageIndex = parse(&name, &index)?;
+            let (kind, digest) = match &images.manifests[..] {
+                [only] => (only.media_type.as_str(), only.digest.clone()),
+                several => {
+                    let platforms = several.iter().filter_map(|entry| {
+                        let platform = entry.platform.as_ref()?;
+                        let platform = format!("{}/{}", platform.os, platform.architecture);
+                        Some((platform, entry.digest.clone()))
+                    });
+                    (OCI_IMAGE_MEDIA_TYPE, choose(platforms.collect())?)
+                }
+            };
+            let blob = self.blob(&digest)?;
+            match kind {
+                OCI_IMAGE_INDEX_MEDIA_TYPE => index = blob,
+                _ => return parse(&name, &blob),
+            }
+        }
+    }
+
+    /// A small blob.
+    ///
+    /// # Errors
+    /// When it is not there, or is another one.
+    fn blob(&self, wanted: &str) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.copy(wanted, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Writes a blob to `output`.
+    ///
+    /// # Errors
+    /// When it is not there, is another one, or `output` cannot be written.
+    fn copy(&self, wanted: &str, output: &mut dyn Write) -> Result<()> {
+        let (start, size) = self.place(wanted)?;
+        let mut output = DigestWriter::new(output);
+        let mut file = &self.file;
+        let copied = file
+            .seek(SeekFrom::Start(start))
+            .and_then(|_| io::copy(&mut file.take(size), &mut output));
+        copied.map_err(|error| {
+            Error::system(format!("{wanted} cannot be copied")).with_source(error)
+        })?;
+        match output.finish().1 == wanted {
+            true => Ok(()),
+            false => Err(self.broken(&format!("{wanted} is something else"))),
+        }
+    }
+
+    /// Where a blob begins in the file, and how long it is.
+    ///
+    /// # Errors
+    /// When it is not there.
+    fn place(&self, digest: &str) -> Result<(u64, u64)> {
+        let place = self.files.get(&blob_path(digest)).copied();
+        place.ok_or_else(|| self.broken(&format!("{digest} is not in it")))
+    }
+
+    /// The file itself.
+    fn file(&self) -> &File {
+        &self.file
+    }
+
+    fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let place = self.files.get(name).copied();
+        let (start, size) = place.ok_or_else(|| self.broken(&format!("{name} is not in it")))?;
+        let mut bytes = Vec::new();
+        let mut file = &self.file;
+        let read = file
+            .seek(SeekFrom::Start(start))
+            .and_then(|_| file.take(size).read_to_end(&mut bytes));
+        read.map_err(|error| {
+            self.broken(&format!("{name} cannot be read"))
+                .with_source(error)
+        })?;
+        Ok(bytes)
+    }
+
+    fn broken(&self, why: &str) -> Error {
+        Error::usage(format!(
+            "{} is no image in the layout of OCI: {why}; write it by `docker save` (25 or newer), `skopeo copy` or \
+             `accel-jobs image build --archive`",
+            self.path.display()
+        ))
+    }
+}
+
+impl ArchiveWriter {
+    /// Begins an archive.
+    ///
+    /// # Errors
+    /// When its folder cannot be written.
+    pub(super) fn create(path: &Path) -> Result<Self> {
+        let folder = path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty());
+        let file = NamedTempFile::new_in(folder.unwrap_or(Path::new(".")));
+        Ok(Self {
+            path: path.to_owned(),
+            archive: tar::Builder::new(file.map_err(|error| unwritten(path, error))?),
+            written: BTreeSet::new(),
+        })
+    }
+
+    /// Whether a blob is in it already.
+    pub(super) fn has(&self, digest: &str) -> bool {
+        self.written.contains(digest)
+    }
+
+    /// Adds a blob of `size` bytes.
+    ///
+    /// # Errors
+    /// When the disk is full.
+    pub(super) fn add_blob(&mut self, digest: &str, size: u64, blob: impl Read) -> Result<()> {
+        match self.written.insert(digest.to_owned()) {
+            true => self.add(&blob_path(digest), size, blob),
+            false => Ok(()),
+        }
+    }
+
+    /// Completes the archive with what says that it has this image, as `name`.
+    ///
+    /// # Errors
+    /// When `name` is no reference of an image, or the disk is full.
+    pub(super) fn finish(
+        mut self,
+        manifest: &[u8],
+        config: &str,
+        layers: &[&str],
+        name: &str,
+    ) -> Result<()> {
+        let reference: Reference = name.parse().map_err(|error| {
+            Error::usage(format!(
+                "{name:?} is not a name of an image, such as mnist:1"
+            ))
+            .with_source(error)
+        })?;
+        let blob = digest(manifest);
+        self.add_blob(&blob, manifest.len() as u64, manifest)?;
+        let index = json!({
+            "schemaVersion": 2,
+            "mediaType": OCI_IMAGE_INDEX_MEDIA_TYPE,
+            "manifests": [{
+                "mediaType": OCI_IMAGE_MEDIA_TYPE,
+                "digest": blob,
+                "size": manifest.len(),
+                "annotations": {
+                    "io.containerd.image.name": reference.whole(),
+                    "org.opencontainers.image.ref.name": reference.tag().unwrap_or("latest"),
+                },
+            }],
+        });
+        // What Docker reads.
+        let docker = json!([{
+            "Config": blob_path(config),
+            "RepoTags": [reference.whole()],
+            "Layers": layers.iter().map(|layer| blob_path(layer)).collect::<Vec<_>>(),
+        }]);
+        let layout = json!({ "imageLayoutVersion": "1.0.0" });
+        for (name, value) in [
+            ("index.json", index),
+            ("manifest.json", docker),
+            ("oci-layout", layout),
+        ] {
+            let text = value.to_string();
+            self.add(name, text.len() as u64, text.as_bytes())?;
+        }
+        let file = self.archive.into_inner();
+        let file = file.map_err(|error| unwritten(&self.path, error))?;
+        let kept = file.persist(&self.path);
+        kept.map(|_| ())
+            .map_err(|error| unwritten(&self.path, error.error))
+    }
+
+    fn add(&mut self, name: &str, size: u64, contents: impl Read) -> Result<()> {
+        let mut header = tar::Header::new_gnu();
+        header.set_mode(0o644);
+        header.set_mtime(0);
+        header.set_size(size);
+        let added = self.archive.append_data(&mut header, name, contents);
+        added.map_err(|error| unwritten(&self.path, error))
+    }
+}
+
+fn blob_path(digest: &str) -> String {
+    format!("blobs/{}", digest.replacen(':', "/", 1))
+}
+
+fn unwritten(path: &Path, error: io::Error) -> Error {
+    Error::system(format!(
+        "the archive {} cannot be written; is there room?",
+        path.display()
+    ))
+    .with_source(error)
 }

@@ -77,11 +77,6 @@ impl LayerFiles {
         }
     }
 
-    /// The names, without folders, that will be in the layer.
-    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().filter_map(|target| target.rsplit('/').next())
-    }
-
     /// Writes the layer. Times, owners and permissions are the same on every machine. Folders of the base stay as they
     /// are: only those that are included are in the archive.
     ///

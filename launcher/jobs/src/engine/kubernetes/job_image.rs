@@ -2,7 +2,6 @@
 
 use crate::error::{Error, Result};
 use crate::image::{BuiltImage, ImageBuild, Registries};
-use crate::output::warn;
 use crate::spec::{JobSpec, launcher_here};
 
 /// A job as pods see it, and the image that has to be pushed first.
@@ -46,9 +45,6 @@ impl JobImage {
         };
         let registries = Registries::new(&options.insecure_registry)?;
         let image = build.build(&registries)?;
-        for note in image.notes() {
-            warn(note);
-        }
         // By its digest, so that every pod runs this very image whatever is pushed later.
         let repository = without_tag(&reference);
         spec.options.kubernetes.image = Some(format!("{repository}@{}", image.digest()));
