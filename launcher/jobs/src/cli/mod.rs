@@ -1,15 +1,10 @@
 //! The command line: which command runs.
 
-mod data;
-mod get;
+mod control;
 #[cfg(feature = "image")]
 mod image;
-mod list;
-mod logs;
-mod stop;
+mod show;
 mod submit;
-mod top;
-mod wait;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -22,7 +17,6 @@ use crate::error::{Error, Result, chain};
 use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::warn;
 use crate::spec::{EngineAddress, EngineKind, JobName};
-use submit::SubmitArgs;
 
 /// Submits a training program to the engine of a site, and shows its jobs.
 #[derive(Debug, Parser)]
@@ -47,24 +41,24 @@ struct JobsLocation {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Submit a program; what follows `--` is the program and its arguments.
-    Submit(Box<SubmitArgs>),
+    Submit(Box<submit::SubmitArgs>),
     /// List jobs, the newest first.
-    List(list::ListArgs),
+    List(show::ListArgs),
     /// Show a job: its status, its instances, and why it failed.
-    Get(get::GetArgs),
+    Get(show::GetArgs),
     /// Print the output of a job: that of rank 0's node, which is that of all ranks.
-    Logs(logs::LogsArgs),
+    Logs(control::LogsArgs),
     /// Wait until a job has ended; the exit code is 0 where it succeeded, and 1 where it did not.
-    Wait(wait::WaitArgs),
+    Wait(control::WaitArgs),
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
-    Stop(stop::StopArgs),
+    Stop(control::StopArgs),
     /// Show what nodes or jobs have of GPUs.
     #[command(subcommand)]
-    Top(top::TopCommand),
+    Top(show::TopCommand),
     /// The volumes that jobs can mount.
     #[command(subcommand)]
-    Data(data::DataCommand),
+    Data(show::DataCommand),
     /// Images of containers with a program in them.
     #[cfg(feature = "image")]
     #[command(subcommand)]
@@ -87,13 +81,13 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
     let location = &cli.location;
     match &cli.command {
         Command::Submit(arguments) => submit::run(arguments, location),
-        Command::List(arguments) => list::run(arguments, location),
-        Command::Get(arguments) => get::run(arguments, location),
-        Command::Logs(arguments) => logs::run(arguments, location),
-        Command::Wait(arguments) => wait::run(arguments, location),
-        Command::Stop(arguments) => stop::run(arguments, location),
-        Command::Top(command) => top::run(command, location),
-        Command::Data(command) => data::run(command, location),
+        Command::List(arguments) => show::list(arguments, location),
+        Command::Get(arguments) => show::get(arguments, location),
+        Command::Logs(arguments) => control::logs(arguments, location),
+        Command::Wait(arguments) => control::wait(arguments, location),
+        Command::Stop(arguments) => control::stop(arguments, location),
+        Command::Top(command) => show::top(command, location),
+        Command::Data(command) => show::data(command, location),
         #[cfg(feature = "image")]
         Command::Image(command) => image::run(command),
     }

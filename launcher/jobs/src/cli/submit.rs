@@ -9,8 +9,8 @@ use std::time::Duration;
 use clap::Args;
 
 use super::JobsLocation;
-use crate::engine::token;
-use crate::error::{Error, Result};
+use crate::engine::new_nonce;
+use crate::error::Result;
 use crate::job::JobRecord;
 use crate::output::{now, print, warn};
 use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
@@ -144,11 +144,9 @@ impl SubmitArgs {
             words => words.to_vec(),
         };
         let one_a_gpu = || self.gpus.max(1).to_string();
-        let nonce = token::nonce()
-            .map_err(|error| Error::system("the system has no random bytes").with_source(error))?;
         Ok(JobSpec {
             name: self.name.clone(),
-            nonce,
+            nonce: new_nonce()?,
             engine: self.engine,
             nodes: self.nodes,
             nproc_per_node: self.nproc_per_node.clone().unwrap_or_else(one_a_gpu),

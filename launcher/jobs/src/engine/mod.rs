@@ -6,18 +6,19 @@
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 pub(crate) mod local;
-mod process;
 #[cfg(feature = "ray")]
 pub(crate) mod ray;
 #[cfg(feature = "slurm")]
 pub(crate) mod slurm;
-pub(crate) mod token;
 
-use std::io::Write;
-use std::path::Path;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Serialize;
 
 use crate::error::{Error, Result};
@@ -143,4 +144,51 @@ pub(crate) struct Volume {
     pub(crate) owner: String,
     /// Seconds since 1970.
     pub(crate) created: Option<u64>,
+}
+
+/// The name of the file with the job's secret, in the folder of the job.
+const TOKEN_FILE: &str = "token";
+
+/// Returns a new secret, which agents and ranks prove to one another, in hexadecimal digits.
+///
+/// # Errors
+/// When the system has no random bytes.
+fn new_token() -> Result<String> {
+    hexadecimal::<32>()
+}
+
+/// Returns a new nonce, in hexadecimal digits. Labels of Kubernetes have no room for a longer one.
+///
+/// # Errors
+/// When the system has no random bytes.
+pub(crate) fn new_nonce() -> Result<String> {
+    hexadecimal::<16>()
+}
+
+/// Returns the path of the secret of the job in this folder.
+fn token_path(folder: &Path) -> PathBuf {
+    folder.join(TOKEN_FILE)
+}
+
+/// Writes a new secret into the folder of a job, which only its owner can read.
+///
+/// # Errors
+/// When the system has no random bytes, or the folder has a secret already.
+fn write_token(folder: &Path) -> Result<()> {
+    let token = new_token()?;
+    let write = || -> io::Result<()> {
+        let mut options = OpenOptions::new();
+        options.create_new(true).write(true).mode(0o600);
+        let mut file = options.open(token_path(folder))?;
+        file.write_all(token.as_bytes())
+    };
+    write()
+        .map_err(|error| Error::system("the token of the job cannot be written").with_source(error))
+}
+
+fn hexadecimal<const BYTES: usize>() -> Result<String> {
+    let mut bytes = [0; BYTES];
+    getrandom(&mut bytes, GetRandomFlags::empty())
+        .map_err(|error| Error::system("the system has no random bytes").with_source(error))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }

@@ -1,12 +1,14 @@
-//! Which engine runs a job, where it is, and what only one engine understands.
+//! Which engine runs a job, where it is, and the options that only one engine knows.
 
 use std::fmt;
+#[cfg(any(feature = "ray", feature = "slurm"))]
+use std::path::PathBuf;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::JobName;
+use super::values::JobName;
 
 /// Which engine runs a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
@@ -94,13 +96,13 @@ pub(crate) struct EngineAddress {
 pub(crate) struct EngineOptions {
     #[cfg(feature = "slurm")]
     #[command(flatten)]
-    pub(crate) slurm: super::slurm::SlurmOptions,
+    pub(crate) slurm: SlurmOptions,
     #[cfg(feature = "kubernetes")]
     #[command(flatten)]
     pub(crate) kubernetes: super::kubernetes::KubernetesOptions,
     #[cfg(feature = "ray")]
     #[command(flatten)]
-    pub(crate) ray: super::ray::RayOptions,
+    pub(crate) ray: RayOptions,
 }
 
 impl EngineOptions {
@@ -194,6 +196,62 @@ impl fmt::Display for EngineKind {
             Self::Ray => "ray",
         })
     }
+}
+
+/// What only Slurm understands.
+#[cfg(feature = "slurm")]
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct SlurmOptions {
+    /// The partition of Slurm [default: that of the site].
+    #[arg(long, value_name = "NAME")]
+    pub(crate) partition: Option<String>,
+
+    /// Whom Slurm accounts the job to [default: your default account].
+    #[arg(long, value_name = "NAME")]
+    pub(crate) account: Option<String>,
+
+    /// Features that nodes of Slurm must have: a100, 'rack1|rack2'.
+    #[arg(long, value_name = "FEATURES")]
+    pub(crate) constraint: Option<String>,
+
+    /// Any other option of sbatch, such as --sbatch-arg=--exclusive; can be repeated.
+    #[arg(long, value_name = "OPTION", allow_hyphen_values = true)]
+    pub(crate) sbatch_arg: Vec<String>,
+
+    /// Copy the program as it is now, and at its start to DIR of each of Slurm's nodes [default DIR: /tmp].
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true, default_missing_value = "/tmp")]
+    pub(crate) broadcast: Option<PathBuf>,
+}
+
+/// What only Ray understands.
+#[cfg(feature = "ray")]
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct RayOptions {
+    /// Ray: a file or folder that the job gets beside its program, in the folder that it starts in; can be repeated.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) ray_include: Vec<PathBuf>,
+
+    /// Ray: nodes have the program and accel-launch at the paths of this machine, in a folder that they share.
+    #[arg(long)]
+    pub(crate) no_upload: bool,
+
+    /// Ray: whether every agent has a node of its own.
+    #[arg(long, value_enum, value_name = "STRATEGY", default_value_t)]
+    pub(crate) placement: RayPlacement,
+}
+
+/// How agents are placed on Ray's nodes, in the words of its placement groups.
+#[cfg(feature = "ray")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub(crate) enum RayPlacement {
+    /// Each on a node of its own.
+    #[default]
+    StrictSpread,
+    /// On as many nodes as have room.
+    Spread,
 }
 
 #[cfg(all(test, feature = "kubernetes", feature = "slurm"))]

@@ -27,7 +27,7 @@ pub(crate) struct KubernetesOptions {
     pub(crate) push: Option<String>,
 
     /// Kubernetes: put a file or a folder into that image as well, as /app/DEST; can be repeated.
-    #[arg(long, value_name = "PATH[:DEST]", requires = "base_image", value_parser = super::include)]
+    #[arg(long, value_name = "PATH[:DEST]", requires = "base_image", value_parser = super::values::include)]
     pub(crate) include: Vec<(PathBuf, String)>,
 
     /// Kubernetes: a registry that is reached without TLS; can be repeated.

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Engine, LogsRequest, Submitted, Volume, token};
+use super::{Engine, LogsRequest, Submitted, Volume, new_token};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
@@ -176,8 +176,4 @@ impl Engine for KubernetesEngine {
     fn volumes(&self) -> Result<Vec<Volume>> {
         self.runtime.block_on(nodes::volumes(&self.cluster))
     }
-}
-
-fn new_token() -> Result<String> {
-    token::new().map_err(|error| Error::system("the system has no random bytes").with_source(error))
 }

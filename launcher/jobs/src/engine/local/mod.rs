@@ -3,6 +3,7 @@
 //! A supervisor of its own (`supervisor.rs`) starts one agent a node and outlives the terminal. What it knows it writes
 //! to `state.json` in the job's folder, beside the output of each agent.
 
+mod process;
 mod state;
 mod supervisor;
 
@@ -22,10 +23,11 @@ use crate::error::{Error, Result};
 use crate::job::{
     Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, launcher_restarts, node_log,
 };
-use crate::output::now;
+use crate::output::{now, shell_line};
 use crate::spec::{JobSpec, launcher_here, on_path};
 use crate::tail::{copy_tail, follow};
-use state::LocalState;
+use state::{LocalState, POLL};
+use supervisor::agent_words;
 
 pub(crate) use supervisor::supervise;
 
@@ -43,8 +45,6 @@ pub(crate) const SUPERVISE: &str = "__supervise";
 
 /// Where the supervisor writes what it cannot say otherwise.
 const SUPERVISOR_LOG: &str = "supervisor.log";
-/// How often state and output are looked at.
-const POLL: Duration = Duration::from_millis(50);
 /// How long a supervisor may take to start and to end its agents.
 const START_LIMIT: Duration = Duration::from_secs(10);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
@@ -54,7 +54,7 @@ impl Engine for LocalEngine {
         let mut text = String::new();
         for node in 0..spec.nodes.get() {
             let words = agent_words(spec, node, "127.0.0.1:PORT", Path::new("JOB_DIR"))?;
-            text.push_str(&crate::output::shell_line(&words));
+            text.push_str(&shell_line(&words));
             text.push('\n');
         }
         Ok(text)
@@ -233,22 +233,6 @@ fn end_supervisor(child: &mut Child) {
     }
     let _ = child.kill();
     let _ = child.wait();
-}
-
-/// The command of node `node`.
-fn agent_words(spec: &JobSpec, node: usize, endpoint: &str, folder: &Path) -> Result<Vec<String>> {
-    let launcher = launcher_here()?;
-    let program = spec.program_file()?;
-    let mut agent = spec
-        .agent()
-        .launcher(launcher.to_string_lossy())
-        .program(program.to_string_lossy())
-        .node_rank(node)
-        .endpoint(endpoint);
-    if node == 0 {
-        agent = agent.log_dir(folder.join("logs").to_string_lossy());
-    }
-    Ok(agent.words())
 }
 
 /// NVIDIA's GPUs, by the device files that its driver makes.

@@ -10,12 +10,13 @@ use rustix::fs::FlockOperation;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
-use super::POLL;
-use crate::engine::process::ProcessIdentity;
+use super::process::ProcessIdentity;
 use crate::job::{Failure, JobStatus, LAST_LINES, Role, node_log, read_failure};
 use crate::spec::JobSpec;
 use crate::tail::last_lines;
 
+/// The interval at which state and output are polled.
+pub(super) const POLL: Duration = Duration::from_millis(50);
 const FILE: &str = "state.json";
 /// Held by the supervisor for as long as it lives.
 const LOCK: &str = "supervisor.lock";

@@ -14,14 +14,13 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::state::{LocalState, NodeState};
-use super::{POLL, agent_words};
-use crate::engine::process::ProcessIdentity;
-use crate::engine::token;
+use super::process::ProcessIdentity;
+use super::state::{LocalState, NodeState, POLL};
+use crate::engine::{token_path, write_token};
 use crate::error::{Error, Result, chain};
 use crate::job::{JobRecord, JobStatus, node_log};
 use crate::output::now;
-use crate::spec::JobSpec;
+use crate::spec::{JobSpec, launcher_here};
 
 /// How long agents may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(45);
@@ -123,9 +122,7 @@ impl<'a> LocalJob<'a> {
             stop,
             deadline: spec.time_limit.map(|limit| Instant::now() + limit),
         };
-        token::write(folder).map_err(|error| {
-            Error::system("the token of the job cannot be written").with_source(error)
-        })?;
+        write_token(folder)?;
         for node in 0..nodes {
             let process = job.start_agent(node);
             let process = process.inspect_err(|_| job.end(Signal::KILL))?;
@@ -259,7 +256,7 @@ impl<'a> LocalJob<'a> {
             .stdout(log.try_clone().map_err(failed)?)
             .stderr(log);
         command
-            .env(accelerator_env::TOKEN_FILE.name, token::path(self.folder))
+            .env(accelerator_env::TOKEN_FILE.name, token_path(self.folder))
             .envs(&self.spec.env);
         if let Some(folder) = &self.spec.working_dir {
             command.current_dir(folder);
@@ -313,6 +310,27 @@ impl<'a> LocalJob<'a> {
             Error::system("the state of the job cannot be written").with_source(error)
         })
     }
+}
+
+/// Returns the command of the agent of node `node`.
+pub(super) fn agent_words(
+    spec: &JobSpec,
+    node: usize,
+    endpoint: &str,
+    folder: &Path,
+) -> Result<Vec<String>> {
+    let launcher = launcher_here()?;
+    let program = spec.program_file()?;
+    let mut agent = spec
+        .agent()
+        .launcher(launcher.to_string_lossy())
+        .program(program.to_string_lossy())
+        .node_rank(node)
+        .endpoint(endpoint);
+    if node == 0 {
+        agent = agent.log_dir(folder.join("logs").to_string_lossy());
+    }
+    Ok(agent.words())
 }
 
 fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<(Child, String)> {

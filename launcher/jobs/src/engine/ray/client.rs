@@ -199,7 +199,7 @@ impl RayClient {
         let asked = format!("{method} {}", path.split('?').next().unwrap_or(path));
         let lost = |error: ureq::Error| {
             Error::unreachable(format!(
-                "nothing answers {asked} at {}, where Ray's dashboard should be; start Ray (`accel-launch jobs ray start --head`), or \
+                "nothing answers {asked} at {}, where Ray's dashboard should be; start Ray (`ray start --head`), or \
                  give the address of one by --ray-address",
                 self.address
             ))

@@ -18,7 +18,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Engine, LogsMode, LogsRequest, Submitted, token};
+use super::{Engine, LogsMode, LogsRequest, Submitted, write_token};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage, node_log};
 use crate::spec::{JobName, JobSpec, on_path};
@@ -67,7 +67,7 @@ impl Engine for SlurmEngine {
         let failed = |error: io::Error| {
             Error::system(format!("{} cannot be written", folder.display())).with_source(error)
         };
-        token::write(folder).map_err(failed)?;
+        write_token(folder)?;
         if spec.options.slurm.broadcast.is_some() {
             for (from, to) in [
                 (files.launcher, script::COPIED_LAUNCHER),

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use super::options::{NOTICE, NOTICED_FROM, cpus, is_chdir, options};
 use super::quote::{bash_word, path_text, path_word, pattern};
 use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG};
-use crate::engine::token;
+use crate::engine::TOKEN_FILE;
 use crate::error::{Error, Result};
 use crate::output::shell_line;
 use crate::spec::{JobSpec, launcher_here};
@@ -222,7 +222,7 @@ done
         );
     }
     let nodes = spec.nodes;
-    let token = token::FILE;
+    let token = TOKEN_FILE;
     let cpus = cpus(spec)
         .map(|cpus| format!(" --cpus-per-task={cpus}"))
         .unwrap_or_default();

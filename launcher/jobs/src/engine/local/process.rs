@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// A process, told from others with the same number by the time of its start, and by when its machine was started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::engine) struct ProcessIdentity {
-    pub(in crate::engine) pid: i32,
+pub(super) struct ProcessIdentity {
+    pub(super) pid: i32,
     /// Clock ticks since the machine was started.
     start_time: u64,
     /// What Linux calls this start of the machine, if it says so.
@@ -17,7 +17,7 @@ pub(in crate::engine) struct ProcessIdentity {
 
 impl ProcessIdentity {
     /// Of the process that has this number now.
-    pub(in crate::engine) fn of(pid: i32) -> Option<Self> {
+    pub(super) fn of(pid: i32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The name, the second field, is in parentheses and may have blanks; the start time is field 22.
         let (_, rest) = stat.rsplit_once(')')?;
@@ -30,12 +30,12 @@ impl ProcessIdentity {
     }
 
     /// Whether it has not ended.
-    pub(in crate::engine) fn is_alive(&self) -> bool {
+    pub(super) fn is_alive(&self) -> bool {
         Self::of(self.pid).as_ref() == Some(self)
     }
 
     /// Sends it a signal; one that has ended is left alone.
-    pub(in crate::engine) fn signal(&self, signal: Signal) {
+    pub(super) fn signal(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.pid) else {
             return;
         };

@@ -1,10 +1,67 @@
-//! Amounts of memory and time, in the forms that Kubernetes, Slurm and people write.
+//! Values of options: names of jobs, amounts of memory and time, files of an image.
 
 use std::fmt;
+#[cfg(feature = "image")]
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+/// A name that every engine takes: a label of RFC 1123, as Kubernetes has them, of at most 40 characters, so that names of
+/// pods and Services that begin with it fit as well.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct JobName(String);
+
+const LONGEST_NAME: usize = 40;
+
+impl JobName {
+    /// The name as text.
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for JobName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        let begins = text.starts_with(|c: char| c.is_ascii_lowercase());
+        let fits = text.len() <= LONGEST_NAME
+            && text.chars().all(is_inner)
+            && begins
+            && !text.ends_with('-');
+        match fits {
+            true => Ok(Self(text.to_owned())),
+            false => Err(format!(
+                "expected a name of lower-case letters, digits and '-', which begins with a letter, does not end with \
+                 '-', and has at most {LONGEST_NAME} characters, such as \"mnist-2\""
+            )),
+        }
+    }
+}
+
+impl TryFrom<String> for JobName {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<JobName> for String {
+    fn from(name: JobName) -> Self {
+        name.0
+    }
+}
+
+impl fmt::Display for JobName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(&self.0)
+    }
+}
 
 /// An amount of memory in bytes: `16Gi`, `16GiB`, `16G`, `512M`; a number alone is bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,7 +125,7 @@ impl fmt::Display for Memory {
 }
 
 /// Ten years, in seconds.
-const LONGEST: u64 = 10 * 366 * 24 * 3600;
+const LONGEST_TIME: u64 = 10 * 366 * 24 * 3600;
 
 /// A time limit: `90m`, `2h 30m`, or Slurm's `[DAYS-]HOURS:MINUTES:SECONDS`.
 pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
@@ -76,7 +133,7 @@ pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
         true => clock(text),
         false => humantime::parse_duration(text).ok(),
     };
-    limit.filter(|limit| (1..=LONGEST).contains(&limit.as_secs())).ok_or_else(|| {
+    limit.filter(|limit| (1..=LONGEST_TIME).contains(&limit.as_secs())).ok_or_else(|| {
         "expected a time from a second to ten years, such as 90m, 2h or 1-12:00:00 (days-hours:minutes:seconds)".to_owned()
     })
 }
@@ -100,9 +157,48 @@ fn clock(text: &str) -> Option<Duration> {
     ))
 }
 
+/// A file or folder, and its name in the image: `PATH[:DEST]`.
+#[cfg(feature = "image")]
+pub(crate) fn include(text: &str) -> Result<(PathBuf, String), String> {
+    let (path, destination) = match text.split_once(':') {
+        Some((path, destination)) => (path, destination.to_owned()),
+        None => {
+            let name = Path::new(text).file_name();
+            let name = name.ok_or_else(|| format!("{text} has no name; give PATH:DEST"))?;
+            (text, name.to_string_lossy().into_owned())
+        }
+    };
+    match path.is_empty() || destination.is_empty() {
+        true => Err("expected PATH or PATH:DEST".to_owned()),
+        false => Ok((PathBuf::from(path), destination)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_are_labels() {
+        for name in ["a", "mnist-2", &"a".repeat(40)] {
+            assert_eq!(name.parse::<JobName>().unwrap().as_str(), name);
+        }
+        for name in [
+            "",
+            "-a",
+            "a-",
+            "A",
+            "a_b",
+            "a.b",
+            "1a",
+            "é",
+            "a/b",
+            "a b",
+            &"a".repeat(41),
+        ] {
+            assert!(name.parse::<JobName>().is_err(), "{name}");
+        }
+    }
 
     #[test]
     fn memory_is_read_and_written() {
