@@ -13,7 +13,6 @@ mod image;
 mod job;
 mod output;
 mod spec;
-mod tail;
 
 use std::io::Write;
 use std::path::PathBuf;

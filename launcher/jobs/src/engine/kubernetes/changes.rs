@@ -9,8 +9,8 @@ use kube::api::{ApiResource, WatchEvent, WatchParams};
 use tokio::time::{sleep, timeout};
 
 use super::cluster::Cluster;
+use super::details::owner_resource;
 use super::objects::selector;
-use super::owner::owner_resource;
 use crate::spec::JobSpec;
 
 /// Watches of the pods and the owners of a job.

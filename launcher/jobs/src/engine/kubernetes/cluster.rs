@@ -1,18 +1,19 @@
-//! The API server: how it is reached, and how it is asked.
+//! The API server: how it is reached and asked, its version, and what its refusals mean.
 
+use std::fmt;
 use std::fmt::Debug;
 use std::future::Future;
 use std::time::Duration;
 
 use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::api::{ApiResource, ListParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::core::DynamicObject;
+use kube::core::{DynamicObject, Status};
 use kube::{Api, Client, Config, Resource};
 use serde::de::DeserializeOwned;
 
-use super::api_error::{ApiError, is_passing};
-use super::version::ServerVersion;
 use crate::error::{Error, Result};
 use crate::spec::EngineAddress;
 
@@ -177,5 +178,270 @@ impl Cluster {
                 (Err(_), _) => return Err(ApiError::TimedOut(ANSWER_LIMIT)),
             }
         }
+    }
+}
+
+/// Seconds since 1970.
+pub(super) fn seconds(time: &Time) -> u64 {
+    u64::try_from(time.0.as_second()).unwrap_or(0)
+}
+
+/// The version of an API server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ServerVersion {
+    major: u32,
+    minor: u32,
+}
+
+impl ServerVersion {
+    /// Where nothing else is known.
+    pub(super) const CURRENT: Self = Self::new(1, 33);
+
+    /// A version.
+    pub(super) const fn new(major: u32, minor: u32) -> Self {
+        Self { major, minor }
+    }
+
+    /// What a server says of itself. Some say `20+`.
+    pub(super) fn read(info: &Info) -> Self {
+        let number = |text: &str| {
+            let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+            digits.parse().ok()
+        };
+        match (number(&info.major), number(&info.minor)) {
+            (Some(major), Some(minor)) => Self::new(major, minor),
+            _ => Self::CURRENT,
+        }
+    }
+
+    /// Whether a Job can number its pods. Servers before drop the field and say nothing.
+    pub(super) fn has_indexed_jobs(self) -> bool {
+        self >= Self::new(1, 22)
+    }
+
+    /// Whether a Job can tell failures apart.
+    pub(super) fn has_pod_failure_policy(self) -> bool {
+        self >= Self::new(1, 31)
+    }
+}
+
+impl fmt::Display for ServerVersion {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum ApiError {
+    /// The server, or the way to it, said so.
+    Answered(kube::Error),
+    /// Nobody said anything for so long.
+    TimedOut(Duration),
+}
+
+/// Whether the same question may be answered in a moment.
+fn is_passing(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if matches!(status.code, 429 | 500 | 503 | 504))
+}
+
+/// Whether the server has not begun with what it was asked for.
+pub(super) fn is_not_carried_out(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.code == 429)
+}
+
+impl ApiError {
+    /// The status code of the answer, where there was one.
+    pub(super) fn code(&self) -> Option<u16> {
+        match self {
+            Self::Answered(kube::Error::Api(status)) => Some(status.code),
+            Self::Answered(_) | Self::TimedOut(_) => None,
+        }
+    }
+
+    /// As an error that names `what` was asked about, the cluster, and what to do.
+    pub(super) fn into_error(self, what: &str, cluster: &Cluster) -> Error {
+        let place = format!("Kubernetes at {}", cluster.url);
+        match self {
+            Self::TimedOut(limit) => Error::unreachable(format!(
+                "{place} does not answer within {} s about {what}; try again, or look at the control plane",
+                limit.as_secs()
+            )),
+            Self::Answered(kube::Error::Api(status)) => of_status(&status, what, &cluster.namespace, &place),
+            Self::Answered(kube::Error::Auth(error)) => Error::refused(format!(
+                "the credentials for {place} cannot be had; log in again, as for kubectl"
+            ))
+            .with_source(error),
+            Self::Answered(error @ (kube::Error::Service(_) | kube::Error::HyperError(_))) => {
+                Error::unreachable(format!(
+                    "{place} cannot be reached; check that `kubectl version` reaches it with the same context"
+                ))
+                .with_source(error)
+            }
+            Self::Answered(error) => Error::system(format!("{place} answers about {what} what is not understood"))
+                .with_source(error),
+        }
+    }
+}
+
+fn of_status(status: &Status, what: &str, namespace: &str, place: &str) -> Error {
+    let said = status.message.trim();
+    match status.code {
+        401 => Error::refused(format!(
+            "{place} does not accept the credentials of this context, whose token may have expired; log in again, \
+             as for kubectl"
+        )),
+        403 if said.contains("exceeded quota") => Error::refused(format!(
+            "{what} does not fit the quota of namespace {namespace}: {said}; ask for less, or stop a job"
+        )),
+        403 => Error::refused(format!(
+            "{place} forbids {what} in namespace {namespace}: {said}; ask for that right, or give another --namespace"
+        )),
+        404 if said.starts_with("namespaces ") => Error::refused(format!(
+            "{place} has no namespace {namespace}; give another one by --namespace, or have it made"
+        )),
+        404 if status
+            .details
+            .as_ref()
+            .is_none_or(|details| details.name.is_empty()) =>
+        {
+            Error::refused(format!(
+                "{place} does not know {what}: {}",
+                missing_kind(what)
+            ))
+        }
+        404 => Error::not_found(format!(
+            "{what} is not in namespace {namespace} of {place}: {said}"
+        )),
+        409 => Error::refused(format!(
+            "{what} is already in namespace {namespace} of {place}; give another --name, or remove that one: \
+             kubectl delete -n {namespace} {what}"
+        )),
+        400 | 422 => Error::refused(format!("{place} refuses {what}: {said}")),
+        429 | 503 | 504 => Error::unreachable(format!(
+            "{place} is too busy for {what} ({}: {said}); try again",
+            status.code
+        )),
+        500.. => Error::unreachable(format!(
+            "{place} has failed at {what} ({}: {said}); try again, or look at the control plane",
+            status.code
+        )),
+        code => Error::refused(format!("{place} refuses {what} ({code}: {said})")),
+    }
+}
+
+/// Who brings a kind of object that a cluster does not know.
+fn missing_kind(what: &str) -> &'static str {
+    match what {
+        what if what.contains("pytorchjob") => {
+            "its cluster has no Kubeflow training operator; have one installed, or use --kind job"
+        }
+        what if what.contains("trainjob") => {
+            "its cluster has no Kubeflow Trainer; have it installed, or use --kind job"
+        }
+        _ => "its version is too old, or not that of Kubernetes",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_and_compared() {
+        let read = |major: &str, minor: &str| {
+            ServerVersion::read(&Info {
+                major: major.to_owned(),
+                minor: minor.to_owned(),
+                ..Info::default()
+            })
+        };
+        assert_eq!(read("1", "20+"), ServerVersion::new(1, 20));
+        assert!(!read("1", "20").has_indexed_jobs());
+        assert!(read("1", "22").has_indexed_jobs());
+        assert!(!read("1", "30").has_pod_failure_policy());
+        assert!(
+            read("1", "31").has_pod_failure_policy() && read("2", "0").has_pod_failure_policy()
+        );
+        assert_eq!(read("", "x"), ServerVersion::CURRENT);
+    }
+
+    fn text(code: u16, message: &str, what: &str) -> String {
+        let status = Status {
+            code,
+            message: message.to_owned(),
+            ..Status::default()
+        };
+        of_status(&status, what, "team", "Kubernetes at https://k").to_string()
+    }
+
+    #[test]
+    fn every_refusal_says_what_to_do() {
+        for (code, message, what, expected) in [
+            (401, "Unauthorized", "its version", "log in again"),
+            (
+                403,
+                "User \"a\" cannot create resource \"jobs\"",
+                "job.batch/m",
+                "cannot create resource \"jobs\"",
+            ),
+            (
+                403,
+                "exceeded quota: q, requested: pods=2",
+                "job.batch/m",
+                "does not fit the quota of namespace team",
+            ),
+            (
+                404,
+                "the server could not find the requested resource",
+                "pytorchjob.kubeflow.org/m",
+                "training operator",
+            ),
+            (
+                404,
+                "not found",
+                "trainjob.trainer.kubeflow.org/m",
+                "Kubeflow Trainer",
+            ),
+            (
+                404,
+                "namespaces \"team\" not found",
+                "job.batch/m",
+                "has no namespace team",
+            ),
+            (
+                409,
+                "already exists",
+                "service/m",
+                "kubectl delete -n team service/m",
+            ),
+            (
+                422,
+                "spec.x: Invalid value",
+                "job.batch/m",
+                "spec.x: Invalid value",
+            ),
+            (429, "slow down", "job.batch/m", "try again"),
+            (500, "etcd", "job.batch/m", "control plane"),
+        ] {
+            let text = text(code, message, what);
+            assert!(text.contains(expected), "{text}");
+            assert!(
+                text.contains("Kubernetes at https://k") || code == 403,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_may_pass_is_asked_again() {
+        let error = |code| {
+            kube::Error::Api(Box::new(Status {
+                code,
+                ..Status::default()
+            }))
+        };
+        assert!(is_passing(&error(429)) && is_passing(&error(500)));
+        assert!(!is_passing(&error(409)) && !is_passing(&error(403)));
     }
 }

@@ -1,11 +1,18 @@
-//! A job as `accel-jobs get` shows it.
+//! How far a job is: the state of the objects that run it, and of its pods.
 
-use super::cluster::Cluster;
-use super::objects::{TENSORBOARD_PORT, TENSORBOARD_SUFFIX};
-use super::owner::{OwnerState, Owners};
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::Resource;
+use kube::api::ApiResource;
+use kube::core::DynamicObject;
+use serde::Deserialize;
+
+use super::cluster::{Cluster, seconds};
+use super::objects::{TENSORBOARD_PORT, TENSORBOARD_SUFFIX, pytorch_job, selector, train_job};
 use super::pods::NodePods;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, Role};
+use crate::output::now;
 use crate::spec::{JobSpec, ObjectKind};
 
 /// Asks the cluster.
@@ -134,4 +141,209 @@ fn port_forward(job: &str, namespace: &str) -> String {
         "http://localhost:9090 while this runs:\n\
          kubectl port-forward -n {namespace} svc/{job}{TENSORBOARD_SUFFIX} 9090:{TENSORBOARD_PORT}"
     )
+}
+
+/// The state of the objects of one job, taken together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum OwnerState {
+    /// Waits to be let in.
+    Suspended,
+    /// Its pods run, or will.
+    Active,
+    /// Every pod succeeded.
+    Complete,
+    /// It was given up, for this reason.
+    Failed(String),
+}
+
+/// The objects of one job.
+#[derive(Clone, Debug)]
+struct Owners {
+    state: OwnerState,
+    /// Seconds since 1970.
+    started: Option<u64>,
+    ended: Option<u64>,
+    /// The ids by which the cluster distinguishes them from all other objects.
+    uids: Vec<String>,
+}
+
+/// How long the other Jobs of a job have to end when one has failed.
+const SETTLING_SECONDS: u64 = 10;
+
+/// The fields that the three kinds share.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct OwnerStatus {
+    conditions: Vec<OwnerCondition>,
+    start_time: Option<Time>,
+    completion_time: Option<Time>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct OwnerCondition {
+    #[serde(rename = "type")]
+    kind: String,
+    status: String,
+    reason: String,
+    message: String,
+    last_transition_time: Option<Time>,
+}
+
+/// Where the objects are that run a job of that kind.
+pub(super) fn owner_resource(kind: ObjectKind) -> ApiResource {
+    match kind {
+        ObjectKind::Job => ApiResource::erase::<Job>(&()),
+        ObjectKind::PyTorchJob => pytorch_job(),
+        ObjectKind::TrainJob => train_job(),
+    }
+}
+
+impl Owners {
+    /// Asks the cluster.
+    ///
+    /// # Errors
+    /// When there are none, or it does not answer.
+    async fn find(cluster: &Cluster, spec: &JobSpec) -> Result<Self> {
+        let resource = owner_resource(spec.options.kubernetes.kind);
+        let api = cluster.dynamic(&resource);
+        let found = cluster
+            .labelled(&resource.plural, &api, &selector(spec))
+            .await?;
+        Self::of(&found, now()).ok_or_else(|| {
+            Error::not_found(format!(
+                "Kubernetes at {} has no {} {} that was submitted from here in namespace {}: it was removed there",
+                cluster.url, resource.kind, spec.name, cluster.namespace
+            ))
+        })
+    }
+
+    /// Of these objects at that time; `None` where there are none.
+    fn of(objects: &[DynamicObject], now: u64) -> Option<Self> {
+        let read = |object: &DynamicObject| {
+            let status = object.data.get("status").cloned().unwrap_or_default();
+            serde_json::from_value::<OwnerStatus>(status).unwrap_or_default()
+        };
+        let statuses: Vec<_> = objects.iter().map(read).collect();
+        let first = statuses.first()?;
+        let end = statuses.iter().filter_map(OwnerStatus::end).max();
+        // The others end with it, and may say more of why.
+        let is_settled = statuses.iter().all(OwnerStatus::is_over)
+            || end.is_none_or(|end| now >= end + SETTLING_SECONDS);
+        let failed = statuses
+            .iter()
+            .find_map(|status| status.condition("Failed"))
+            .filter(|_| is_settled);
+        let state = if let Some(condition) = failed {
+            OwnerState::Failed(condition.text())
+        } else if statuses.iter().all(OwnerStatus::is_complete) {
+            OwnerState::Complete
+        } else if first.condition("Suspended").is_some() || is_suspended(&objects[0]) {
+            OwnerState::Suspended
+        } else {
+            OwnerState::Active
+        };
+        Some(Self {
+            ended: match state {
+                OwnerState::Failed(_) | OwnerState::Complete => end,
+                OwnerState::Suspended | OwnerState::Active => None,
+            },
+            state,
+            started: statuses
+                .iter()
+                .filter_map(|status| status.start_time.as_ref().map(seconds))
+                .min(),
+            uids: objects
+                .iter()
+                .filter_map(|object| object.meta().uid.clone())
+                .collect(),
+        })
+    }
+}
+
+impl OwnerStatus {
+    fn condition(&self, kind: &str) -> Option<&OwnerCondition> {
+        let holds =
+            |condition: &&OwnerCondition| condition.kind == kind && condition.status == "True";
+        self.conditions.iter().find(holds)
+    }
+
+    fn is_complete(&self) -> bool {
+        let complete = ["Complete", "Succeeded"];
+        complete.iter().any(|kind| self.condition(kind).is_some())
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_complete() || self.condition("Failed").is_some()
+    }
+
+    fn end(&self) -> Option<u64> {
+        let last = ["Failed", "Complete", "Succeeded"]
+            .iter()
+            .find_map(|kind| self.condition(kind));
+        let time = self
+            .completion_time
+            .as_ref()
+            .or(last?.last_transition_time.as_ref());
+        time.map(seconds)
+    }
+}
+
+impl OwnerCondition {
+    fn text(&self) -> String {
+        match (self.message.is_empty(), self.reason.is_empty()) {
+            (false, false) => format!("{} ({})", self.message, self.reason),
+            (true, _) => self.reason.clone(),
+            (false, true) => self.message.clone(),
+        }
+    }
+}
+
+/// A server may not have said so yet.
+fn is_suspended(object: &DynamicObject) -> bool {
+    let places = ["/spec/suspend", "/spec/runPolicy/suspend"];
+    places
+        .iter()
+        .any(|place| object.data.pointer(place).and_then(|value| value.as_bool()) == Some(true))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn state(statuses: &[serde_json::Value]) -> OwnerState {
+        let object = |status: &serde_json::Value| {
+            DynamicObject::new("m", &pytorch_job()).data(json!({"status": status}))
+        };
+        Owners::of(&statuses.iter().map(object).collect::<Vec<_>>(), 100)
+            .unwrap()
+            .state
+    }
+
+    #[test]
+    fn jobs_of_nodes_are_taken_together() {
+        let done = json!({"conditions": [{"type": "Complete", "status": "True"}]});
+        let failed = json!({"conditions": [
+        {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "Job was active longer"}]});
+        assert_eq!(state(&[done.clone(), json!(null)]), OwnerState::Active);
+        assert_eq!(state(&[done.clone(), done.clone()]), OwnerState::Complete);
+        assert_eq!(
+            state(&[done, failed]),
+            OwnerState::Failed("Job was active longer (DeadlineExceeded)".to_owned())
+        );
+        assert!(Owners::of(&[], 0).is_none());
+    }
+
+    #[test]
+    fn conditions_of_kubeflow_are_read() {
+        let of = |kind: &str| {
+            json!({"conditions": [
+        {"type": "Created", "status": "True"}, {"type": kind, "status": "True"}]})
+        };
+        assert_eq!(state(&[of("Succeeded")]), OwnerState::Complete);
+        assert_eq!(state(&[of("Suspended")]), OwnerState::Suspended);
+        assert_eq!(state(&[of("Running")]), OwnerState::Active);
+    }
 }

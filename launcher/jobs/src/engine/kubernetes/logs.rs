@@ -10,8 +10,8 @@ use kube::ResourceExt;
 use kube::api::LogParams;
 use tokio::time::sleep;
 
-use super::api_error::ApiError;
 use super::changes::Changes;
+use super::cluster::ApiError;
 use super::cluster::Cluster;
 use super::details::details;
 use super::pods::{self, NodePods};

@@ -1,22 +1,16 @@
 //! The engine Kubernetes, by its API.
 //!
-//! `job_image` says which image runs, `objects` what a job is made of; `submission` makes it and `removal` removes it; `owner`, `pods` and `details` say
-//! how far it is. All of it is known by the labels of the job, its name and its nonce, and nothing is kept here but the
-//! cluster's address.
+//! `objects` says what a job is made of; `submission` makes and removes it; `details` and `pods` say how far it is. All of
+//! it is known by the labels of the job, its name and its nonce, and nothing is kept here but the cluster's address.
 
-mod api_error;
 mod changes;
 mod cluster;
 mod details;
-mod job_image;
 mod logs;
 mod nodes;
 mod objects;
-mod owner;
 mod pods;
-mod removal;
 mod submission;
-mod version;
 
 use std::cell::RefCell;
 use std::fs;
@@ -24,18 +18,17 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
+use changes::Changes;
+use cluster::{Cluster, ServerVersion};
+use objects::Objects;
 use tokio::runtime::{Builder, Runtime};
 
 use super::{Engine, LogsRequest, Submitted, Volume, new_token};
 use crate::error::{Error, Result};
+use crate::image::{BuiltImage, ImageBuild, Registries};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
-use crate::spec::{EngineAddress, JobSpec};
-use changes::Changes;
-use cluster::Cluster;
-use job_image::JobImage;
-use objects::Objects;
-use version::ServerVersion;
+use crate::spec::{EngineAddress, JobSpec, launcher_here};
 
 /// Jobs of Kubernetes.
 pub(crate) struct KubernetesEngine {
@@ -152,7 +145,8 @@ impl Engine for KubernetesEngine {
 
     fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()> {
         let cluster = self.of_job(job, folder)?;
-        self.runtime.block_on(removal::remove(&cluster, &job.spec))
+        self.runtime
+            .block_on(submission::remove(&cluster, &job.spec))
     }
 
     fn pause(&self, job: &JobRecord) {
@@ -175,5 +169,107 @@ impl Engine for KubernetesEngine {
 
     fn volumes(&self) -> Result<Vec<Volume>> {
         self.runtime.block_on(nodes::volumes(&self.cluster))
+    }
+}
+
+/// A job as pods see it, and the image that has to be pushed first.
+#[derive(Debug)]
+struct JobImage {
+    spec: JobSpec,
+    built: Option<Built>,
+}
+
+#[derive(Debug)]
+struct Built {
+    image: BuiltImage,
+    registries: Registries,
+    reference: String,
+}
+
+impl JobImage {
+    /// Makes the image, if one is to be made. It is pushed nowhere.
+    ///
+    /// # Errors
+    /// When the program is not there, or cannot run on the base.
+    pub(super) fn of(spec: &JobSpec) -> Result<Self> {
+        let mut spec = spec.clone();
+        let options = &spec.options.kubernetes;
+        let (Some(base), Some(reference)) = (options.base_image.clone(), options.push.clone())
+        else {
+            return Ok(Self { spec, built: None });
+        };
+        if let [shell, option, _] = &spec.program[..]
+            && (shell.as_str(), option.as_str()) == ("sh", "-c")
+        {
+            return Err(Error::usage(
+                "--base-image takes a program and its arguments, a word each; a command of the shell needs --image",
+            ));
+        }
+        let build = ImageBuild {
+            program: spec.program_file()?,
+            launcher: launcher_here()?,
+            includes: options.include.clone(),
+            base,
+        };
+        let registries = Registries::new(&options.insecure_registry)?;
+        let image = build.build(&registries)?;
+        // By its digest, so that every pod runs this very image whatever is pushed later.
+        let repository = without_tag(&reference);
+        spec.options.kubernetes.image = Some(format!("{repository}@{}", image.digest()));
+        let program = build.program_path()?;
+        if let Some(first) = spec.program.first_mut() {
+            *first = program;
+        }
+        Ok(Self {
+            spec,
+            built: Some(Built {
+                image,
+                registries,
+                reference,
+            }),
+        })
+    }
+
+    /// The job with its image, and with the program where that has it.
+    pub(super) fn spec(&self) -> &JobSpec {
+        &self.spec
+    }
+
+    /// Pushes what was made. Returns what to say of it.
+    ///
+    /// # Errors
+    /// When the registry is not reached, or refuses it.
+    pub(super) fn push(&self) -> Result<Vec<String>> {
+        let Some(built) = &self.built else {
+            return Ok(Vec::new());
+        };
+        let pushed = built.image.push(&built.registries, &built.reference)?;
+        Ok(vec![format!(
+            "image {} pushed as {}",
+            pushed.reference_by_digest, pushed.reference
+        )])
+    }
+}
+
+/// `host:5000/team/mnist` of `host:5000/team/mnist:1`.
+fn without_tag(reference: &str) -> &str {
+    match reference.rsplit_once(':') {
+        Some((repository, tag)) if !tag.contains('/') => repository,
+        _ => reference,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_is_no_tag() {
+        assert_eq!(
+            without_tag("host:5000/team/mnist:1"),
+            "host:5000/team/mnist"
+        );
+        assert_eq!(without_tag("host:5000/mnist"), "host:5000/mnist");
+        assert_eq!(without_tag("mnist"), "mnist");
     }
 }

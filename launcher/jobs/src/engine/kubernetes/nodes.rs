@@ -7,8 +7,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt};
 
-use super::cluster::Cluster;
-use super::owner::seconds;
+use super::cluster::{Cluster, seconds};
 use crate::engine::Volume;
 use crate::error::Result;
 use crate::job::NodeUsage;

@@ -23,9 +23,9 @@ use crate::error::{Error, Result};
 use crate::job::{
     Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, launcher_restarts, node_log,
 };
+use crate::output::{copy_tail, follow};
 use crate::output::{now, shell_line};
 use crate::spec::{JobSpec, launcher_here, on_path};
-use crate::tail::{copy_tail, follow};
 use state::{LocalState, POLL};
 use supervisor::agent_words;
 

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::process::ProcessIdentity;
 use crate::job::{Failure, JobStatus, LAST_LINES, Role, node_log, read_failure};
+use crate::output::last_lines;
 use crate::spec::JobSpec;
-use crate::tail::last_lines;
 
 /// The interval at which state and output are polled.
 pub(super) const POLL: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! What Ray answers, as far as it is read.
+//! The answers of Ray, as far as they are read, and its log of a job, which has the output of all nodes.
 
 use std::collections::BTreeMap;
 
@@ -134,6 +134,35 @@ impl RayUsage {
     }
 }
 
+/// What begins a line that is not node 0's, as in JSON text sequences.
+const MARK: char = '\x1e';
+
+/// The output of an instance, that of node 0 where none is named, in the log of a job; `None` before its driver has begun.
+///
+/// Ray appends to the log of a job that had the same name, so the driver begins with Ray's number of the job.
+pub(super) fn output_of(log: &str, job_id: Option<&str>, instance: Option<&str>) -> Option<String> {
+    let begin = format!("{MARK}{{\"job_id\": \"{}\"}}\n", job_id?);
+    let (_, log) = log.rsplit_once(begin.as_str())?;
+    let mark = instance.map(|name| format!("{MARK}[{name}] "));
+    let lines = log.split_inclusive('\n');
+    let output = lines.filter_map(|line| match &mark {
+        Some(mark) => line.strip_prefix(mark.as_str()),
+        None => Some(line).filter(|line| !line.starts_with(MARK)),
+    });
+    Some(output.collect())
+}
+
+/// The last `tail` lines of a text, or all of it.
+pub(super) fn tail_of(text: &str, tail: Option<usize>) -> &str {
+    let Some(tail) = tail else { return text };
+    let lines: Vec<_> = text.split_inclusive('\n').collect();
+    let rest: usize = lines[..lines.len().saturating_sub(tail)]
+        .iter()
+        .map(|line| line.len())
+        .sum();
+    &text[rest..]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -142,29 +171,29 @@ mod tests {
     fn recorded_answers_are_read() {
         // Of Ray 2.60, shortened.
         let job = r#"{"type": "SUBMISSION", "job_id": "02000000", "submission_id": "t1", "driver_info": {"id": "02000000",
-            "node_ip_address": "10.77.0.1", "pid": "29223"}, "status": "SUCCEEDED", "entrypoint": "python gang.py", "message":
-            "Job finished successfully.", "error_type": null, "start_time": 1795648064664, "end_time": 1795648075891,
-            "metadata": null, "runtime_env": {}, "driver_agent_http_address": "http://10.77.0.1:52365", "driver_node_id":
-            "e7517e", "driver_exit_code": 0}"#;
+        "node_ip_address": "10.77.0.1", "pid": "29223"}, "status": "SUCCEEDED", "entrypoint": "python gang.py", "message":
+        "Job finished successfully.", "error_type": null, "start_time": 1795648064664, "end_time": 1795648075891,
+        "metadata": null, "runtime_env": {}, "driver_agent_http_address": "http://10.77.0.1:52365", "driver_node_id":
+        "e7517e", "driver_exit_code": 0}"#;
         let job: RayJob = serde_json::from_str(job).unwrap();
         assert_eq!(job.status, RayStatus::Succeeded);
         assert_eq!(job.driver_node_id.as_deref(), Some("e7517e"));
         assert!(!job.is_made_of_nothing());
         let left = r#"{"type": "SUBMISSION", "job_id": null, "submission_id": "t1", "driver_info": null, "status": "FAILED",
-            "entrypoint": "Entrypoint not found.", "message": "Unexpected error occurred", "error_type": null, "start_time":
-            null, "end_time": 1795648075891, "metadata": null, "runtime_env": null, "driver_node_id": null}"#;
+        "entrypoint": "Entrypoint not found.", "message": "Unexpected error occurred", "error_type": null, "start_time":
+        null, "end_time": 1795648075891, "metadata": null, "runtime_env": null, "driver_node_id": null}"#;
         let left: RayJob = serde_json::from_str(left).unwrap();
         assert!(left.is_made_of_nothing());
 
         let nodes = r#"{"result": true, "msg": "", "data": {"result": {"total": 1, "num_after_truncation": 1, "num_filtered":
-            1, "result": [{"node_id": "cad2", "node_ip": "10.77.0.2", "is_head_node": false, "state": "ALIVE",
-            "state_message": null, "node_name": "10.77.0.2", "resources_total": {"memory": 22032997376.0, "CPU": 2.0}}],
-            "partial_failure_warning": "", "warnings": null}}}"#;
+        1, "result": [{"node_id": "cad2", "node_ip": "10.77.0.2", "is_head_node": false, "state": "ALIVE",
+        "state_message": null, "node_name": "10.77.0.2", "resources_total": {"memory": 22032997376.0, "CPU": 2.0}}],
+        "partial_failure_warning": "", "warnings": null}}}"#;
         let nodes: StateAnswer<StateList<RayNode>> = serde_json::from_str(nodes).unwrap();
         assert_eq!(nodes.data.result.result[0].resources_total["CPU"], 2.0);
 
         let usage = r#"{"result": true, "data": {"autoscalingStatus": "", "clusterStatus": {"loadMetricsReport": {"usage": {},
-            "usageByNode": {"cad2": {"memory": [0.0, 22295088128.0], "CPU": [1.5, 2.0]}}}}}}"#;
+        "usageByNode": {"cad2": {"memory": [0.0, 22295088128.0], "CPU": [1.5, 2.0]}}}}}}"#;
         let usage: StateAnswer<RayUsage> = serde_json::from_str(usage).unwrap();
         assert_eq!(usage.data.used("cad2", "CPU"), 1.5);
         assert_eq!(usage.data.used("cad2", "GPU"), 0.0);
@@ -172,5 +201,25 @@ mod tests {
         let usage: StateAnswer<RayUsage> =
             serde_json::from_str(r#"{"data": {"clusterStatus": null}}"#).unwrap();
         assert_eq!(usage.data.used("cad2", "CPU"), 0.0);
+    }
+
+    #[test]
+    fn nodes_are_told_apart() {
+        let log = "old\n\x1e{\"job_id\": \"01\"}\nolder\n\x1e{\"job_id\": \"02\"}\n[0] one\n\x1e[a-worker-0] joined\n[1] two\n";
+        let output = |instance| output_of(log, Some("02"), instance);
+        assert_eq!(output(None).unwrap(), "[0] one\n[1] two\n");
+        assert_eq!(output(Some("a-worker-0")).unwrap(), "joined\n");
+        assert_eq!(output(Some("a-worker-1")).unwrap(), "");
+        assert_eq!(output_of(log, Some("03"), None), None);
+        assert_eq!(output_of("sh: python: not found\n", None, None), None);
+    }
+
+    #[test]
+    fn tails_are_lines() {
+        assert_eq!(tail_of("a\nb\nc", Some(2)), "b\nc");
+        assert_eq!(tail_of("a\nb\n", Some(1)), "b\n");
+        assert_eq!(tail_of("a\n", Some(5)), "a\n");
+        assert_eq!(tail_of("a\n", Some(0)), "");
+        assert_eq!(tail_of("a\n", None), "a\n");
     }
 }

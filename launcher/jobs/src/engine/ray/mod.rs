@@ -6,9 +6,7 @@
 
 mod answers;
 mod client;
-mod details;
 mod gang;
-mod job_log;
 mod package;
 
 use std::collections::BTreeMap;
@@ -24,10 +22,9 @@ use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
 use crate::output::shell_line;
 use crate::spec::{EngineAddress, JobSpec};
-use answers::{NONCE, RayJob};
+use answers::{NONCE, RayJob, output_of, tail_of};
 use client::RayClient;
-use details::details;
-use gang::{GangJob, GangState};
+use gang::{GangJob, GangState, details};
 use package::Package;
 
 /// Jobs of Ray.
@@ -252,7 +249,7 @@ impl Engine for RayEngine {
             let answer = self.job(&job.spec)?;
             let is_final = answer.status.is_final();
             let log = self.client.logs(name)?;
-            let text = match job_log::output_of(&log, answer.job_id.as_deref(), instance) {
+            let text = match output_of(&log, answer.job_id.as_deref(), instance) {
                 Some(text) => text,
                 // Its driver has not begun: what Ray says of it.
                 None if is_final => log,
@@ -260,7 +257,7 @@ impl Engine for RayEngine {
             };
             let begin = shown
                 .filter(|shown| *shown > 0)
-                .unwrap_or_else(|| text.len() - job_log::tail_of(&text, request.tail).len());
+                .unwrap_or_else(|| text.len() - tail_of(&text, request.tail).len());
             let new = text.get(begin..).unwrap_or_default();
             output
                 .write_all(new.as_bytes())

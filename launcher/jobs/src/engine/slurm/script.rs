@@ -7,9 +7,10 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use super::options::{NOTICE, NOTICED_FROM, cpus, is_chdir, options};
-use super::quote::{bash_word, path_text, path_word, pattern};
-use super::run::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG};
+use super::options::{
+    NOTICE, NOTICED_FROM, bash_word, cpus, is_chdir, options, path_text, path_word, pattern,
+};
+use super::state::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG};
 use crate::engine::TOKEN_FILE;
 use crate::error::{Error, Result};
 use crate::output::shell_line;

@@ -1,45 +1,33 @@
 //! The objects that a job is made of. Nothing here asks a server.
 
 mod job;
-mod kubeflow;
+mod object;
 mod pod;
-mod tensorboard;
 
-use std::collections::BTreeMap;
+use k8s_openapi::api::apps::v1::{Deployment, DeploymentSpec};
+use k8s_openapi::api::core::v1::{
+    Container, ContainerPort, PodSpec, PodTemplateSpec, Service, ServicePort, ServiceSpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
-use k8s_openapi::api::core::v1::{Secret, Service, ServiceSpec};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::core::{ApiResource, DynamicObject};
-use kube::{Resource, ResourceExt};
-use serde::Serialize;
-
-use super::version::ServerVersion;
+use super::cluster::ServerVersion;
 use crate::error::{Error, Result};
-use crate::image::LAUNCHER_PATH;
-use crate::spec::{AgentCommand, JobSpec, ObjectKind};
+use crate::spec::{JobSpec, ObjectKind};
+use object::{
+    GIT_CREDENTIALS, command, git_secret, labels, metadata, needs_git_secret, secret, service,
+    token_secret,
+};
+use pod::{data_mounts, data_volumes, node_selector, pull_secrets, tolerations};
 
-pub(super) use kubeflow::{pytorch_job, train_job};
-pub(super) use tensorboard::{NAME_SUFFIX as TENSORBOARD_SUFFIX, PORT as TENSORBOARD_PORT};
+pub(super) use job::{pytorch_job, train_job};
+pub(super) use object::{AGENT, NODE_LABEL, Object, PART_LABEL, selector};
 
-/// The label of every object of a job, with the job's name.
-pub(super) const JOB_LABEL: &str = "accel-jobs/job";
-/// The label that distinguishes the objects of a job from those of another job with its name.
-const NONCE_LABEL: &str = "accel-jobs/nonce";
-/// The label that tells pods of the job from others of its pods.
-pub(super) const PART_LABEL: &str = "accel-jobs/part";
-/// The part that trains.
-pub(super) const AGENT: &str = "agent";
-/// The label of a pod whose node's number is known when it is made.
-pub(super) const NODE_LABEL: &str = "accel-jobs/node";
-/// The variables that a clone of a private repository needs. No pod's specification has their values.
-const GIT_CREDENTIALS: [&str; 2] = ["GIT_SYNC_USERNAME", "GIT_SYNC_PASSWORD"];
-
-/// An object as it is sent, and where.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Object {
-    pub(super) resource: ApiResource,
-    pub(super) value: DynamicObject,
-}
+/// What its Service is called, after the job.
+pub(super) const TENSORBOARD_SUFFIX: &str = "-tensorboard";
+/// The part of the job that it is.
+const TENSORBOARD_PART: &str = "tensorboard";
+/// Where it listens.
+pub(super) const TENSORBOARD_PORT: i32 = 6006;
 
 /// All objects of a job.
 #[derive(Clone, Debug)]
@@ -64,8 +52,8 @@ impl Objects {
                 owned.extend(others);
                 (first, owned)
             }
-            ObjectKind::PyTorchJob => (kubeflow::of_pytorch(spec)?, Vec::new()),
-            ObjectKind::TrainJob => (kubeflow::of_trainer(spec)?, Vec::new()),
+            ObjectKind::PyTorchJob => (job::of_pytorch(spec)?, Vec::new()),
+            ObjectKind::TrainJob => (job::of_trainer(spec)?, Vec::new()),
         };
         owned.insert(0, secret(token_secret(spec), spec, [("token", token)])?);
         if needs_git_secret(spec) {
@@ -74,7 +62,7 @@ impl Objects {
             owned.insert(1, secret(git_secret(spec), spec, values)?);
         }
         if spec.tensorboard {
-            owned.extend(tensorboard::objects(spec)?);
+            owned.extend(tensorboard(spec)?);
         }
         Ok(Self { owner, owned })
     }
@@ -97,115 +85,74 @@ impl Objects {
     }
 }
 
-impl Object {
-    fn of<K>(value: &K) -> Result<Self>
-    where
-        K: Resource<DynamicType = ()> + Serialize,
-    {
-        let written = serde_json::to_value(value).and_then(serde_json::from_value);
-        Ok(Self {
-            resource: ApiResource::erase::<K>(&()),
-            value: written
-                .map_err(|error| Error::system("cannot write an object").with_source(error))?,
-        })
-    }
-
-    /// As `kubectl` names it: `job.batch/NAME`.
-    pub(super) fn shown(&self) -> String {
-        let (kind, group) = (self.resource.kind.to_lowercase(), &self.resource.group);
-        let name = self.value.name_any();
-        match group.is_empty() {
-            true => format!("{kind}/{name}"),
-            false => format!("{kind}.{group}/{name}"),
-        }
-    }
-}
-
-/// Selects the objects of exactly this job.
-pub(super) fn selector(spec: &JobSpec) -> String {
-    format!("{JOB_LABEL}={},{NONCE_LABEL}={}", spec.name, spec.nonce)
-}
-
-/// The labels of every object of a job.
-fn labels(spec: &JobSpec) -> BTreeMap<String, String> {
-    [
-        (JOB_LABEL, spec.name.as_str()),
-        (NONCE_LABEL, spec.nonce.as_str()),
-        ("app.kubernetes.io/managed-by", "accel-jobs"),
-    ]
-    .map(|(key, value)| (key.to_owned(), value.to_owned()))
-    .into()
-}
-
-/// Escapes a word that a container must get unchanged. Kubernetes replaces `$(NAME)` in commands and in values of
-/// variables, and turns `$$` into `$`.
-fn literal(word: impl AsRef<str>) -> String {
-    word.as_ref().replace('$', "$$")
-}
-
-/// Returns the command of a container that gets these words unchanged.
-fn command<S: AsRef<str>>(words: impl IntoIterator<Item = S>) -> Vec<String> {
-    words.into_iter().map(literal).collect()
-}
-
-/// The agent of every pod. In an image of ours it is where we put it, which the base's PATH may lack.
-fn agent(spec: &JobSpec) -> AgentCommand<'_> {
-    match spec.options.kubernetes.base_image {
-        Some(_) => spec.agent().launcher(LAUNCHER_PATH),
-        None => spec.agent(),
-    }
-}
-
-/// The name of an object of a job, and its labels.
-fn metadata(name: impl Into<String>, spec: &JobSpec) -> ObjectMeta {
-    ObjectMeta {
-        name: Some(name.into()),
-        labels: Some(labels(spec)),
-        ..ObjectMeta::default()
-    }
-}
-
-/// The Service by which pods find that of node 0. It has no address of its own.
-fn service(spec: &JobSpec) -> Result<Object> {
-    let mut selector = labels(spec);
-    selector.insert(PART_LABEL.to_owned(), AGENT.to_owned());
-    Object::of(&Service {
-        metadata: metadata(spec.name.as_str(), spec),
+/// Its Deployment and its Service. It sees the job's data, and goes on when the job has ended, until that is removed.
+fn tensorboard(spec: &JobSpec) -> Result<[Object; 2]> {
+    let name = format!("{}{TENSORBOARD_SUFFIX}", spec.name);
+    let mut own_labels = labels(spec);
+    own_labels.insert(PART_LABEL.to_owned(), TENSORBOARD_PART.to_owned());
+    let image = spec.options.kubernetes.tensorboard_image.clone();
+    let words = [
+        "tensorboard",
+        "--logdir",
+        &spec.logdir.to_string_lossy(),
+        "--bind_all",
+        "--port",
+        &TENSORBOARD_PORT.to_string(),
+    ];
+    let container = Container {
+        name: "tensorboard".to_owned(),
+        image: image.or_else(|| Some("tensorflow/tensorflow".to_owned())),
+        command: Some(command(words)),
+        ports: Some(vec![ContainerPort {
+            container_port: TENSORBOARD_PORT,
+            ..ContainerPort::default()
+        }]),
+        volume_mounts: Some(data_mounts(spec)),
+        ..Container::default()
+    };
+    let template = PodTemplateSpec {
+        metadata: Some(ObjectMeta {
+            labels: Some(own_labels.clone()),
+            ..ObjectMeta::default()
+        }),
+        spec: Some(PodSpec {
+            automount_service_account_token: Some(false),
+            containers: vec![container],
+            enable_service_links: Some(false),
+            image_pull_secrets: pull_secrets(spec),
+            node_selector: node_selector(spec),
+            // It writes nothing.
+            termination_grace_period_seconds: Some(1),
+            tolerations: tolerations(spec),
+            volumes: Some(data_volumes(spec)),
+            ..PodSpec::default()
+        }),
+    };
+    let deployment = Deployment {
+        metadata: metadata(name.clone(), spec),
+        spec: Some(DeploymentSpec {
+            selector: LabelSelector {
+                match_labels: Some(own_labels.clone()),
+                ..LabelSelector::default()
+            },
+            template,
+            ..DeploymentSpec::default()
+        }),
+        ..Deployment::default()
+    };
+    let service = Service {
+        metadata: metadata(name, spec),
         spec: Some(ServiceSpec {
-            cluster_ip: Some("None".to_owned()),
-            // Agents wait for one another, so none is ready before it is found.
-            publish_not_ready_addresses: Some(true),
-            selector: Some(selector),
+            ports: Some(vec![ServicePort {
+                port: TENSORBOARD_PORT,
+                ..ServicePort::default()
+            }]),
+            selector: Some(own_labels),
             ..ServiceSpec::default()
         }),
         ..Service::default()
-    })
-}
-
-fn secret<const N: usize>(
-    name: String,
-    spec: &JobSpec,
-    values: [(&str, &str); N],
-) -> Result<Object> {
-    let owned = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
-    Object::of(&Secret {
-        metadata: metadata(name, spec),
-        string_data: Some(values.map(owned).into()),
-        ..Secret::default()
-    })
-}
-
-fn token_secret(spec: &JobSpec) -> String {
-    format!("{}-token", spec.name)
-}
-
-fn git_secret(spec: &JobSpec) -> String {
-    format!("{}-git", spec.name)
-}
-
-fn needs_git_secret(spec: &JobSpec) -> bool {
-    let has = |name: &&str| spec.env.contains_key(*name);
-    spec.options.kubernetes.sync_source.is_some() && GIT_CREDENTIALS.iter().any(has)
+    };
+    Ok([Object::of(&service)?, Object::of(&deployment)?])
 }
 
 /// What no kind of object can do.
@@ -238,4 +185,177 @@ fn check(spec: &JobSpec) -> Result<()> {
 }
 
 #[cfg(test)]
-pub(super) mod tests;
+pub(super) mod tests {
+    //! Objects are compared with files that people read; `UPDATE_SNAPSHOTS=1 cargo test -p accel-jobs` writes those anew.
+
+    use std::num::NonZeroUsize;
+    use std::path::Path;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::spec::{EngineAddress, EngineKind, EngineOptions, Resources, SyncMode};
+
+    const TOKEN: &str = "0123456789abcdef";
+
+    pub(in crate::engine::kubernetes) fn spec() -> JobSpec {
+        let mut options = EngineOptions::default();
+        options.kubernetes.image = Some("registry/mnist:1".to_owned());
+        JobSpec {
+            name: "mnist".parse().unwrap(),
+            nonce: "89abcdef".to_owned(),
+            engine: EngineKind::Kubernetes,
+            nodes: NonZeroUsize::new(2).unwrap(),
+            nproc_per_node: "4".to_owned(),
+            resources: Resources {
+                cpus: NonZeroUsize::new(8),
+                gpus: 4,
+                memory: Some("64Gi".parse().unwrap()),
+            },
+            time_limit: Some(Duration::from_secs(5400)),
+            env: [("RUST_LOG".to_owned(), "info".to_owned())].into(),
+            working_dir: None,
+            max_restarts: 3,
+            priority: None,
+            tensorboard: false,
+            logdir: "/training_logs".into(),
+            program: vec![
+                "/app/mnist".to_owned(),
+                "--epochs".to_owned(),
+                "10".to_owned(),
+            ],
+            address: EngineAddress::default(),
+            options,
+        }
+    }
+
+    /// With all that pods can have.
+    fn full_spec() -> JobSpec {
+        let mut spec = spec();
+        spec.tensorboard = true;
+        spec.logdir = "/mnist_data/logs".into();
+        spec.priority = Some("high".to_owned());
+        spec.working_dir = Some("/root".into());
+        spec.env
+            .insert("GIT_SYNC_USERNAME".to_owned(), "ada".to_owned());
+        spec.env
+            .insert("GIT_SYNC_PASSWORD".to_owned(), "a secret".to_owned());
+        let options = &mut spec.options.kubernetes;
+        options.data = vec!["training-data:/mnist_data".parse().unwrap()];
+        options.sync_mode = Some(SyncMode::Git);
+        options.sync_source = Some("https://code.example/mnist-pytorch.git".to_owned());
+        options.node_selector = vec![("gpu-type".to_owned(), "h100".to_owned())];
+        options.toleration = vec![
+            "dedicated=training:NoSchedule".parse().unwrap(),
+            "spot".parse().unwrap(),
+        ];
+        options.queue = Some("team".to_owned());
+        options.service_account = Some("trainer".to_owned());
+        options.image_pull_secret = vec!["pull".to_owned()];
+        spec
+    }
+
+    fn yaml(spec: &JobSpec, minor: u32) -> Result<String> {
+        Objects::of(spec, ServerVersion::new(1, minor), TOKEN)?.yaml()
+    }
+
+    fn compare(name: &str, yaml: &str) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("src/engine/kubernetes/objects/snapshots")
+            .join(format!("{name}.yaml"));
+        if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+            std::fs::write(&path, yaml).unwrap();
+        }
+        let expected = std::fs::read_to_string(&path).unwrap();
+        assert!(yaml == expected, "{} differs from:\n{yaml}", path.display());
+    }
+
+    #[test]
+    fn a_job_is_as_it_was() {
+        compare("job", &yaml(&spec(), 33).unwrap());
+        compare("job-full", &yaml(&full_spec(), 33).unwrap());
+    }
+
+    #[test]
+    fn a_server_without_pod_failure_policies_gets_none() {
+        assert!(yaml(&spec(), 31).unwrap().contains("podFailurePolicy"));
+        assert!(!yaml(&spec(), 30).unwrap().contains("podFailurePolicy"));
+    }
+
+    #[test]
+    fn a_server_without_indexed_jobs_gets_a_job_for_each_node() {
+        compare("job-1.20", &yaml(&spec(), 20).unwrap());
+        assert!(
+            yaml(&full_spec(), 20)
+                .unwrap_err()
+                .to_string()
+                .contains("--queue")
+        );
+    }
+
+    #[test]
+    fn a_pytorchjob_is_as_it_was() {
+        let mut spec = spec();
+        spec.options.kubernetes.kind = ObjectKind::PyTorchJob;
+        compare("pytorchjob", &yaml(&spec, 33).unwrap());
+        spec.nodes = NonZeroUsize::MIN;
+        assert!(!yaml(&spec, 33).unwrap().contains("Worker"));
+    }
+
+    #[test]
+    fn a_trainjob_is_as_it_was() {
+        let mut spec = spec();
+        spec.options.kubernetes.kind = ObjectKind::TrainJob;
+        compare("trainjob", &yaml(&spec, 33).unwrap());
+        spec.priority = Some("high".to_owned());
+        assert!(
+            yaml(&spec, 33)
+                .unwrap_err()
+                .to_string()
+                .contains("--priority")
+        );
+    }
+
+    #[test]
+    fn no_pod_has_a_password() {
+        let objects = Objects::of(&full_spec(), ServerVersion::CURRENT, TOKEN).unwrap();
+        for object in objects
+            .all()
+            .filter(|object| object.resource.kind != "Secret")
+        {
+            let text = serde_json::to_string(&object.value).unwrap();
+            assert!(
+                !text.contains("a secret") && !text.contains(TOKEN),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let mut no_image = spec();
+        no_image.options.kubernetes.image = None;
+        assert!(
+            yaml(&no_image, 33)
+                .unwrap_err()
+                .to_string()
+                .contains("--image")
+        );
+        let mut no_volume = full_spec();
+        no_volume.logdir = "/training_logs".into();
+        assert!(
+            yaml(&no_volume, 33)
+                .unwrap_err()
+                .to_string()
+                .contains("--data")
+        );
+        let mut no_rsync = spec();
+        no_rsync.options.kubernetes.sync_mode = Some(SyncMode::Rsync);
+        no_rsync.options.kubernetes.sync_source = Some("host::module".to_owned());
+        assert!(
+            yaml(&no_rsync, 33)
+                .unwrap_err()
+                .to_string()
+                .contains("--sync-image")
+        );
+    }
+}

@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
-use super::{
+use super::object::{
     AGENT, GIT_CREDENTIALS, JOB_LABEL, PART_LABEL, command, git_secret, labels, literal,
     needs_git_secret, token_secret,
 };

@@ -1,22 +1,18 @@
 //! The pods of a job, node by node, and what they say.
 
-mod pod;
-
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{ContainerStateTerminated, Event, Pod};
+use k8s_openapi::api::core::v1::{
+    ContainerState, ContainerStateTerminated, ContainerStatus, Event, Pod,
+};
 use kube::ResourceExt;
 use kube::api::ListParams;
 
-use super::cluster::Cluster;
-use super::objects::{AGENT, PART_LABEL, selector};
-use super::owner::seconds;
+use super::cluster::{Cluster, seconds};
+use super::objects::{AGENT, NODE_LABEL, PART_LABEL, selector};
 use crate::error::Result;
 use crate::job::{Instance, JobStatus, Role};
 use crate::spec::JobSpec;
-use pod::{agent, failure, is_running, node_of, phase, rank, terminated, with_words};
-
-pub(super) use pod::{container_name, has_output, runs};
 
 /// The pods of each node of a job, the oldest first.
 #[derive(Debug, Default)]
@@ -282,5 +278,254 @@ impl Warnings {
     }
 }
 
+const INDEX: &str = "batch.kubernetes.io/job-completion-index";
+const REPLICA_TYPE: &str = "training.kubeflow.org/replica-type";
+const REPLICA_INDEX: &str = "training.kubeflow.org/replica-index";
+
+/// Whether the container of a pod's agent runs.
+pub(super) fn runs(pod: &Pod) -> bool {
+    agent(pod).is_some_and(is_running)
+}
+
+/// Whether a pod has begun to write output.
+pub(super) fn has_output(pod: &Pod) -> bool {
+    agent(pod).is_some_and(|container| is_running(container) || terminated(container).is_some())
+}
+
+/// Which container of a pod is the agent: those of operators have other names.
+pub(super) fn container_name(pod: &Pod) -> Option<String> {
+    let container = pod.spec.as_ref()?.containers.first()?;
+    Some(container.name.clone())
+}
+
+fn node_of(pod: &Pod) -> Option<usize> {
+    let (labels, annotations) = (pod.labels(), pod.annotations());
+    if let Some(node) = labels.get(NODE_LABEL) {
+        return node.parse().ok();
+    }
+    if let Some(index) = annotations.get(INDEX).or(labels.get(INDEX)) {
+        return index.parse().ok();
+    }
+    match labels.get(REPLICA_TYPE)?.to_lowercase().as_str() {
+        "master" => Some(0),
+        _ => Some(labels.get(REPLICA_INDEX)?.parse::<usize>().ok()? + 1),
+    }
+}
+
+fn phase(pod: &Pod) -> Option<&str> {
+    pod.status.as_ref()?.phase.as_deref()
+}
+
+fn agent(pod: &Pod) -> Option<&ContainerStatus> {
+    let name = container_name(pod)?;
+    let statuses = pod.status.as_ref()?.container_statuses.as_deref()?;
+    statuses.iter().find(|status| status.name == name)
+}
+
+fn is_running(container: &ContainerStatus) -> bool {
+    container
+        .state
+        .as_ref()
+        .is_some_and(|state| state.running.is_some())
+}
+
+/// The last end of a container.
+fn terminated(container: &ContainerStatus) -> Option<&ContainerStateTerminated> {
+    let end = |state: &'_ Option<ContainerState>| {
+        state
+            .as_ref()
+            .is_some_and(|state| state.terminated.is_some())
+    };
+    match end(&container.state) {
+        true => container.state.as_ref()?.terminated.as_ref(),
+        false => container.last_state.as_ref()?.terminated.as_ref(),
+    }
+}
+
+/// Why a pod failed, in the engine's words.
+fn failure(pod: &Pod, end: Option<&ContainerStateTerminated>) -> String {
+    let status = pod.status.as_ref();
+    if let Some(reason) = status.and_then(|status| status.reason.as_deref()) {
+        return with_words(reason, status.and_then(|status| status.message.as_deref()));
+    }
+    let init = status
+        .and_then(|status| status.init_container_statuses.as_deref())
+        .unwrap_or_default();
+    let synced = init
+        .iter()
+        .filter_map(terminated)
+        .find(|end| end.exit_code != 0);
+    match (end, synced) {
+        (Some(end), _) if is_oom(end) => "killed for want of memory (OOMKilled)".to_owned(),
+        (Some(end), _) if end.exit_code == i32::from(accelerator_env::PREEMPTED_EXIT_CODE) => {
+            format!(
+                "exit code {}: another node of the job was lost",
+                end.exit_code
+            )
+        }
+        (Some(end), _) => format!("exit code {}", end.exit_code),
+        (None, Some(end)) => format!(
+            "its code was not brought, exit code {}: {}",
+            end.exit_code,
+            end.message.as_deref().unwrap_or_default().trim()
+        ),
+        (None, None) => "failed".to_owned(),
+    }
+}
+
+fn is_oom(end: &ContainerStateTerminated) -> bool {
+    end.reason.as_deref() == Some("OOMKilled")
+}
+
+/// How little an end says about why a job failed.
+fn rank(pod: &Pod, end: Option<&ContainerStateTerminated>) -> u8 {
+    let evicted = pod
+        .status
+        .as_ref()
+        .is_some_and(|status| status.reason.is_some());
+    match end {
+        Some(end) if is_oom(end) => 0,
+        _ if evicted => 1,
+        Some(end) if end.exit_code != i32::from(accelerator_env::PREEMPTED_EXIT_CODE) => 2,
+        Some(_) => 4,
+        None => 3,
+    }
+}
+
+fn with_words(reason: &str, message: Option<&str>) -> String {
+    match message.map(str::trim).filter(|message| !message.is_empty()) {
+        Some(message) => format!("{reason}: {message}"),
+        None => reason.to_owned(),
+    }
+}
+
 #[cfg(test)]
-mod tests;
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::engine::kubernetes::objects::NODE_LABEL;
+
+    fn pod(name: &str, node: usize, status: Value) -> Pod {
+        serde_json::from_value(json!({
+            "metadata": {"name": name, "labels": {NODE_LABEL: node.to_string()},
+                "creationTimestamp": "2026-01-01T00:00:00Z"},
+            "spec": {"nodeName": "node1", "containers": [{"name": "agent"}]},
+            "status": status,
+        }))
+        .unwrap()
+    }
+
+    fn container(state: Value) -> Value {
+        json!([{"name": "agent", "image": "r/m:1", "imageID": "", "ready": false, "restartCount": 0, "state": state}])
+    }
+
+    fn instance(pods: Vec<Pod>) -> Instance {
+        NodePods::of(pods, Warnings::default()).instance("m", 1, &[])
+    }
+
+    #[test]
+    fn the_schedulers_words_are_shown() {
+        let waits = pod(
+            "a",
+            1,
+            json!({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",
+        "reason": "Unschedulable", "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."}]}),
+        );
+        let instance = instance(vec![waits]);
+        assert_eq!(instance.status, JobStatus::Pending);
+        assert_eq!(
+            instance.reason.unwrap(),
+            "Unschedulable: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+        );
+    }
+
+    #[test]
+    fn an_image_that_is_not_there_is_named() {
+        let state =
+            json!({"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}});
+        let waits = pod(
+            "a",
+            1,
+            json!({"phase": "Pending", "containerStatuses": container(state)}),
+        );
+        assert_eq!(
+            instance(vec![waits]).reason.unwrap(),
+            "ImagePullBackOff: Back-off pulling image (r/m:1)"
+        );
+    }
+
+    #[test]
+    fn the_pod_before_says_why_there_is_another() {
+        let runs = json!({"running": {}});
+        let mut lost = pod(
+            "a",
+            1,
+            json!({"phase": "Running", "containerStatuses": container(runs.clone()),
+        "conditions": [{"type": "Ready", "status": "False"}]}),
+        );
+        lost.metadata.deletion_timestamp = lost.metadata.creation_timestamp.clone();
+        let alone = instance(vec![lost.clone()]);
+        assert_eq!(alone.status, JobStatus::Restarting);
+        assert!(
+            alone
+                .reason
+                .unwrap()
+                .contains("node node1 of pod a does not answer")
+        );
+        let new = pod(
+            "b",
+            1,
+            json!({"phase": "Running", "containerStatuses": container(runs)}),
+        );
+        let again = instance(vec![lost, new]);
+        assert_eq!((again.status, again.restarts), (JobStatus::Running, 1));
+        assert!(
+            again
+                .reason
+                .unwrap()
+                .starts_with("started again, since node node1")
+        );
+    }
+
+    #[test]
+    fn want_of_memory_says_most() {
+        let end = |code: i32, reason: &str| {
+            let state = json!({"terminated": {"exitCode": code, "reason": reason, "message": "last words"}});
+            json!({"phase": "Failed", "containerStatuses": container(state)})
+        };
+        let pods = vec![
+            pod("a", 0, end(137, "Error")),
+            pod("b", 1, end(75, "Error")),
+            pod("c", 2, end(137, "OOMKilled")),
+        ];
+        let pods = NodePods::of(pods, Warnings::default());
+        let ends = pods.ends();
+        assert_eq!(
+            ends.iter().map(|end| end.node).collect::<Vec<_>>(),
+            [2, 0, 1]
+        );
+        assert!(ends[0].reason.contains("OOMKilled"));
+        assert_eq!(
+            ends[0].terminated.unwrap().message.as_deref(),
+            Some("last words")
+        );
+    }
+
+    #[test]
+    fn pods_of_every_kind_know_their_node() {
+        let with = |metadata: Value| -> Option<usize> {
+            node_of(&serde_json::from_value(json!({"metadata": metadata})).unwrap())
+        };
+        assert_eq!(with(json!({"annotations": {INDEX: "3"}})), Some(3));
+        assert_eq!(
+            with(json!({"labels": {REPLICA_TYPE: "master", REPLICA_INDEX: "0"}})),
+            Some(0)
+        );
+        assert_eq!(
+            with(json!({"labels": {REPLICA_TYPE: "worker", REPLICA_INDEX: "1"}})),
+            Some(2)
+        );
+        assert_eq!(with(json!({})), None);
+    }
+}
