@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::process::ExitCode;
 
-/// What goes wrong, and whose fault it is.
+/// An error with its kind, which decides the exit code.
 #[derive(Debug)]
 pub(crate) struct Error {
     kind: Kind,
@@ -25,42 +25,42 @@ enum Kind {
 }
 
 impl Error {
-    /// The command line, or what it points to, is wrong: exit code 2.
+    /// Makes an error of the command line, or of a file that it names: exit code 2.
     pub(crate) fn usage(message: impl Into<String>) -> Self {
         Self::new(Kind::Usage, message)
     }
 
-    /// There is no such job, or the engine has forgotten it.
+    /// Makes an error for a job that does not exist, or that the engine has forgotten.
     pub(crate) fn not_found(message: impl Into<String>) -> Self {
         Self::new(Kind::NotFound, message)
     }
 
-    /// The engine refuses what is asked of it: rights, a quota, a name that is taken.
+    /// Makes an error for a refusal of the engine: rights, a quota, a name that is taken.
     pub(crate) fn refused(message: impl Into<String>) -> Self {
         Self::new(Kind::Refused, message)
     }
 
-    /// The engine does not answer, or answers that it cannot.
+    /// Makes an error for an engine that does not answer, or is too busy.
     pub(crate) fn unreachable(message: impl Into<String>) -> Self {
         Self::new(Kind::Unreachable, message)
     }
 
-    /// This machine does not give what is asked of it.
+    /// Makes an error of this machine.
     pub(crate) fn system(message: impl Into<String>) -> Self {
         Self::new(Kind::System, message)
     }
 
-    /// Whether there is no such job.
+    /// Returns true if there is no such job.
     pub(crate) fn is_not_found(&self) -> bool {
         self.kind == Kind::NotFound
     }
 
-    /// Whether the engine did not answer.
+    /// Returns true if the engine did not answer.
     pub(crate) fn is_unreachable(&self) -> bool {
         self.kind == Kind::Unreachable
     }
 
-    /// Whether nobody reads what is written any more, as after `| head`.
+    /// Returns true if nobody reads the output any more, as after `| head`.
     pub(crate) fn is_broken_pipe(&self) -> bool {
         let mut cause = self.source();
         while let Some(error) = cause {
@@ -79,7 +79,7 @@ impl Error {
         self
     }
 
-    /// The exit code that the program ends with.
+    /// Returns the exit code of the program.
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self.kind {
             Kind::Usage => ExitCode::from(2),
@@ -111,7 +111,7 @@ impl StdError for Error {
     }
 }
 
-/// `error` and the chain of its causes in one line.
+/// Returns `error` and the chain of its causes in one line.
 pub(crate) fn chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

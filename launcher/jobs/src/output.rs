@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
-/// Prints `text`; a closed pipe is no error.
+/// Prints `text`. A closed pipe is not an error.
 ///
 /// # Errors
 /// When standard output cannot be written.
@@ -28,20 +28,20 @@ pub(crate) fn print(text: &str) -> Result<ExitCode> {
     }
 }
 
-/// Says on standard error what does not end the command.
+/// Prints a warning on standard error.
 pub(crate) fn warn(text: &str) {
     // Standard error may be closed.
     let _ = writeln!(io::stderr(), "warning: {text}");
 }
 
-/// As JSON with a line break at its end.
+/// Returns `value` as JSON that ends with a line break.
 pub(crate) fn json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value);
     let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
     Ok(text + "\n")
 }
 
-/// Aligns `rows` in columns, two blanks apart.
+/// Aligns `rows` in columns, two spaces apart.
 pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     let width = |at: usize| {
         rows.iter()
@@ -61,7 +61,7 @@ pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     rows.iter().map(line).collect()
 }
 
-/// A time as Arena shows ages: `57s`, `4m`, `14h`, `3d`.
+/// Formats an age as Arena does: `57s`, `4m`, `14h`, `3d`.
 pub(crate) fn age(seconds: u64) -> String {
     match seconds {
         0..60 => format!("{seconds}s"),
@@ -71,14 +71,14 @@ pub(crate) fn age(seconds: u64) -> String {
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 pub(crate) fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |since| since.as_secs())
 }
 
-/// `words`, quoted for a shell.
+/// Quotes `words` for a shell.
 pub(crate) fn shell_line<S: AsRef<str>>(words: &[S]) -> String {
     words
         .iter()
@@ -87,7 +87,7 @@ pub(crate) fn shell_line<S: AsRef<str>>(words: &[S]) -> String {
         .join(" ")
 }
 
-/// `word`, quoted for a shell where it has to be.
+/// Quotes `word` for a shell if it needs quotes.
 pub(crate) fn shell_word(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%^".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
@@ -96,10 +96,10 @@ pub(crate) fn shell_word(word: &str) -> String {
     }
 }
 
-/// How often a file is looked at that is still written.
+/// The interval at which a file that is still written is polled.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Writes the last `tail` lines of a file, or all of it. One that is not there yet has none.
+/// Writes the last `tail` lines of a file, or all of it. A file that does not exist yet has none.
 ///
 /// # Errors
 /// When it cannot be read, or `output` not written.
@@ -107,7 +107,7 @@ pub(crate) fn copy_tail(path: &Path, tail: Option<usize>, output: &mut dyn Write
     follow(path, tail, output, || true)
 }
 
-/// The same, and what is written to the file until `is_over` says that it is complete.
+/// Does the same, and then copies what is appended until `is_over` returns true.
 ///
 /// # Errors
 /// When it cannot be read, or `output` not written.
@@ -121,7 +121,7 @@ pub(crate) fn follow(
         Error::system(format!("{} cannot be shown", path.display())).with_source(error)
     };
     let mut file = loop {
-        // Asked first, so that what the last of its writers wrote is read.
+        // Asked first, so that the last bytes written are read.
         let over = is_over();
         match File::open(path) {
             Ok(file) => break file,
@@ -145,7 +145,7 @@ pub(crate) fn follow(
     }
 }
 
-/// The last lines of a file.
+/// Returns the last lines of a file.
 ///
 /// # Errors
 /// When it cannot be read.
@@ -158,7 +158,16 @@ pub(crate) fn last_lines(path: &Path, lines: usize) -> Result<Vec<String>> {
         .collect())
 }
 
-/// Moves to the beginning of the last `lines` lines.
+/// Returns the last `lines` lines of a text.
+#[cfg(any(feature = "kubernetes", feature = "ray"))]
+pub(crate) fn tail_of(text: &str, lines: usize) -> &str {
+    let all: Vec<_> = text.split_inclusive('\n').collect();
+    let skipped = all.len().saturating_sub(lines);
+    let begin: usize = all[..skipped].iter().map(|line| line.len()).sum();
+    &text[begin..]
+}
+
+/// Seeks to the beginning of the last `lines` lines.
 fn seek_to_tail(file: &mut File, lines: usize) -> io::Result<()> {
     const BLOCK: u64 = 64 * 1024;
     let mut at = file.seek(SeekFrom::End(0))?;
@@ -169,7 +178,7 @@ fn seek_to_tail(file: &mut File, lines: usize) -> io::Result<()> {
         let mut block = Vec::new();
         Read::take(&mut *file, at - begin).read_to_end(&mut block)?;
         for (offset, byte) in block.iter().enumerate().rev() {
-            // The break at the very end closes the last line.
+            // A line break at the end of the file belongs to the last line.
             if *byte == b'\n' && !is_last_byte {
                 found += 1;
                 if found == lines {
@@ -258,5 +267,14 @@ mod tests {
         })
         .unwrap();
         assert_eq!(String::from_utf8(shown).unwrap(), "0\n1\n2\n");
+    }
+
+    #[cfg(any(feature = "kubernetes", feature = "ray"))]
+    #[test]
+    fn tails_are_lines() {
+        assert_eq!(tail_of("a\nb\nc", 2), "b\nc");
+        assert_eq!(tail_of("a\nb\n", 1), "b\n");
+        assert_eq!(tail_of("a\n", 5), "a\n");
+        assert_eq!(tail_of("a\n", 0), "");
     }
 }

@@ -21,7 +21,7 @@ pub(super) struct LogsArgs {
     /// The instance, as `get` shows it [default: that of rank 0].
     #[arg(short, long, value_name = "INSTANCE")]
     instance: Option<String>,
-    /// Go on until the job has ended, through its restarts.
+    /// Continue until the job has ended, through its restarts.
     #[arg(short, long)]
     follow: bool,
     /// Only the last N lines.
@@ -58,7 +58,7 @@ pub(super) fn logs(arguments: &LogsArgs, location: &JobsLocation) -> Result<Exit
     }
 }
 
-/// The node whose instance has this name; node 0 where none is named.
+/// Returns the node whose instance has this name; node 0 if none is named.
 fn node(record: &JobRecord, instance: Option<&str>) -> Result<usize> {
     let Some(wanted) = instance else {
         return Ok(0);
@@ -83,7 +83,7 @@ pub(super) struct WaitArgs {
     timeout: Option<Duration>,
 }
 
-/// How long an engine may not answer, where no --timeout says how long to wait.
+/// The time for which an engine may fail to answer if there is no --timeout.
 const LONGEST_SILENCE: Duration = Duration::from_secs(300);
 
 /// Waits until a job has ended.
@@ -152,7 +152,7 @@ pub(super) fn stop(arguments: &StopArgs, location: &JobsLocation) -> Result<Exit
             Ok(what) => {
                 print(&format!("job {name} {what}\n"))?;
             }
-            // The others are stopped all the same; the last error is that of the command.
+            // The others are stopped nevertheless; the command returns the last error.
             Err(error) => {
                 if let Err(before) = std::mem::replace(&mut done, Err(error)) {
                     warn(&chain(&before));
@@ -163,7 +163,7 @@ pub(super) fn stop(arguments: &StopArgs, location: &JobsLocation) -> Result<Exit
     done
 }
 
-/// Ends a job, and says so in its record.
+/// Ends a job, and records that.
 fn stop_job(name: &JobName, location: &JobsLocation) -> Result<String> {
     let record = location.records()?.read(name)?;
     if let Some(ended) = record.ended().filter(|_| record.is_over()) {
@@ -200,8 +200,8 @@ fn had_ended(details: &JobDetails) -> String {
     )
 }
 
-/// Ends a job, and removes its record. What was not submitted whole is ended where the engine keeps its nonce; elsewhere
-/// another's job may have its name.
+/// Ends a job, and removes its record. A job whose submission was interrupted is ended only if the engine keeps its nonce:
+/// otherwise another user's job may have its name.
 fn forget(name: &JobName, location: &JobsLocation) -> Result<String> {
     let records = location.records()?;
     let folder = records.job_folder(name);

@@ -61,7 +61,7 @@ pub(super) struct BuildArgs {
     json: bool,
 }
 
-/// What was made, as JSON.
+/// The report of a build, as JSON.
 #[derive(Serialize)]
 struct BuildReport<'a> {
     digest: &'a str,

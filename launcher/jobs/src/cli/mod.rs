@@ -28,7 +28,7 @@ struct Cli {
     location: JobsLocation,
 }
 
-/// Where engines and records are.
+/// The location of engines and records.
 #[derive(Args, Clone, Debug)]
 struct JobsLocation {
     /// The folder of the jobs' records [default: accel-jobs in XDG_STATE_HOME or ~/.local/state].
@@ -48,7 +48,7 @@ enum Command {
     Get(show::GetArgs),
     /// Print the output of a job: that of rank 0's node, which is that of all ranks.
     Logs(control::LogsArgs),
-    /// Wait until a job has ended; the exit code is 0 where it succeeded, and 1 where it did not.
+    /// Wait until a job has ended; the exit code is 0 if it succeeded, else 1.
     Wait(control::WaitArgs),
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
@@ -56,7 +56,7 @@ enum Command {
     /// Show what nodes or jobs have of GPUs.
     #[command(subcommand)]
     Top(show::TopCommand),
-    /// The volumes that jobs can mount.
+    /// List the volumes that jobs can mount.
     #[command(subcommand)]
     Data(show::DataCommand),
     /// Images of containers with a program in them.
@@ -65,15 +65,15 @@ enum Command {
     Image(image::ImageCommand),
 }
 
-/// Runs the command of this command line.
+/// Runs the command of a command line.
 ///
 /// # Errors
-/// Those of the command.
+/// Returns the error of the command.
 pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> {
     let cli = match Cli::try_parse_from(translate_arena(line)) {
         Ok(cli) => cli,
         Err(error) => {
-            // A closed pipe is no error.
+            // A closed pipe is not an error.
             let _ = error.print();
             return Ok(ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)));
         }
@@ -93,7 +93,7 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
     }
 }
 
-/// Arena's `submit pytorch …` as `submit --engine kubernetes --kind pytorchjob …`.
+/// Translates Arena's `submit pytorch …` to `submit --engine kubernetes --kind pytorchjob …`.
 fn translate_arena(line: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = line.into_iter().collect();
     let submit = words.iter().position(|word| word == "submit");
@@ -117,7 +117,7 @@ impl JobsLocation {
         connect(kind, &self.address)
     }
 
-    /// A job and its engine.
+    /// Reads the record of a job and connects to its engine.
     fn job(&self, name: &JobName) -> Result<(Records, JobRecord, Box<dyn Engine>)> {
         let records = self.records()?;
         let record = records.read(name)?;
@@ -126,7 +126,7 @@ impl JobsLocation {
         Ok((records, record, engine))
     }
 
-    /// The engine of a job.
+    /// Connects to the engine of a job.
     fn engine_of(&self, record: &JobRecord) -> Result<Box<dyn Engine>> {
         connect(record.spec.engine, &self.address.or(&record.spec.address))
     }
@@ -173,7 +173,7 @@ fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Re
     match records.update(record, tell) {
         Ok(updated) => *record = updated,
         Err(error) if error.is_not_found() => return Err(error),
-        // Whoever asks is told all the same.
+        // The answer counts even if it cannot be recorded.
         Err(error) => {
             warn(&chain(&error));
             tell(record);

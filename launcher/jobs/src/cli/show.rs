@@ -32,7 +32,7 @@ pub(super) fn list(arguments: &ListArgs, location: &JobsLocation) -> Result<Exit
     })
 }
 
-/// The jobs that are known here. One whose engine does not answer is shown as it was known last.
+/// Returns the jobs of this machine's records. If an engine does not answer, the last known state is returned.
 fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<Vec<JobDetails>> {
     let records = location.records()?;
     let (found, unread) = records.all()?;
@@ -47,7 +47,7 @@ fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<Vec<JobDeta
         .filter(|record| only.is_none_or(|only| record.spec.engine == only))
     {
         let name = record.spec.name.clone();
-        // Its engine is not even connected to.
+        // The engine of a job that has ended is not asked.
         let found = match record.ended() {
             Some(ended) => Ok(ended.clone()),
             None => engines.ask(&records, &mut record),
@@ -55,7 +55,7 @@ fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<Vec<JobDeta
         match (found, record.last) {
             (Ok(details), _) => jobs.push(details),
             (Err(error), last) => {
-                // Of an engine that does not answer it is said once.
+                // One warning per engine that does not answer.
                 let mut problem = chain(&error);
                 if error.is_unreachable() {
                     problem.push_str("; its jobs are shown as they were known last");
@@ -149,7 +149,7 @@ fn jobs_table(jobs: &[JobDetails]) -> String {
 }
 
 impl JobDetails {
-    /// Since it was submitted.
+    /// Returns the time since it was submitted.
     fn age(&self) -> String {
         self.submitted.map_or_else(
             || "N/A".to_owned(),
@@ -157,7 +157,7 @@ impl JobDetails {
         )
     }
 
-    /// The node of rank 0 while it runs.
+    /// Returns the node of rank 0 while it runs.
     fn node(&self) -> String {
         let node = self
             .instances

@@ -15,7 +15,7 @@ use crate::job::JobRecord;
 use crate::output::{now, print, warn};
 use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
 
-/// What a job asks for. Arena's words are aliases.
+/// The options of a job. Arena's words are aliases.
 #[derive(Args, Clone, Debug)]
 pub(super) struct SubmitArgs {
     /// The engine that runs the job.
@@ -30,7 +30,7 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
 
-    /// How many ranks each node runs: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one a GPU, else 1].
+    /// How many ranks each node runs: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one per GPU, else 1].
     #[arg(long, value_name = "N|auto|gpu|cpu", value_parser = nproc)]
     nproc_per_node: Option<String>,
 
@@ -59,7 +59,7 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "DIR")]
     working_dir: Option<PathBuf>,
 
-    /// Start a job that has failed, or lost a node, again up to N times; it goes on from its last checkpoint.
+    /// Start a job that has failed, or lost a node, again up to N times; it continues from its last checkpoint.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
 
@@ -88,7 +88,7 @@ pub(super) struct SubmitArgs {
     program: Vec<String>,
 }
 
-/// More than any launcher takes.
+/// The most nodes of a job, more than any launcher supports.
 const MOST_NODES: usize = 65_536;
 
 pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
@@ -116,10 +116,10 @@ pub(super) fn run(arguments: &SubmitArgs, location: &JobsLocation) -> Result<Exi
     let folder = records.create(&record)?;
     let spec = &record.spec;
     let submitted = engine.submit(spec, &folder).inspect_err(|_| {
-        // The error of the submission counts.
+        // The error of the submission is the one to return.
         let _ = records.remove(&record);
     })?;
-    // A job without a record could not be stopped by its name.
+    // Without a record, the job could not be stopped by its name.
     let kept = records.update(&record, |record| record.id.clone_from(&submitted.id));
     if let Err(error) = kept {
         record.id = submitted.id;

@@ -1,6 +1,6 @@
 //! The engines that run jobs, behind one trait.
 //!
-//! To add one: a folder here with an implementation of [`Engine`], a variant of [`EngineKind`], and its arm in
+//! A new engine needs a folder here with an implementation of [`Engine`], a variant of [`EngineKind`], and its arm in
 //! [`connect`].
 
 #[cfg(feature = "kubernetes")]
@@ -25,10 +25,10 @@ use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::spec::{EngineAddress, EngineKind, JobSpec};
 
-/// The engine, ready to be asked.
+/// Connects to an engine.
 ///
 /// # Errors
-/// When it is not there: no such program, no configuration.
+/// When its program or its configuration is missing.
 pub(crate) fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Box<dyn Engine>> {
     // Only engines that are reached over a network have addresses.
     let _ = address;
@@ -43,21 +43,21 @@ pub(crate) fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Box<d
     }
 }
 
-/// What runs jobs. All of it is asked by names and ids; nothing is kept between calls.
+/// An engine that runs jobs. It is asked by names and ids, and keeps nothing between calls.
 pub(crate) trait Engine {
-    /// Exactly what `submit` sends: a script, objects, a request. Nothing is changed.
+    /// Returns exactly what `submit` would send: a script, objects, a request. Changes nothing.
     ///
     /// # Errors
     /// When the engine cannot run such a job; the message names the option.
     fn render(&self, spec: &JobSpec) -> Result<String>;
 
-    /// Submits a job. `folder` is the job's own on this machine. Where it fails, nothing of the job is left.
+    /// Submits a job. `folder` is the job's own on this machine. If this fails, nothing of the job is left.
     ///
     /// # Errors
     /// When the engine refuses it or does not answer.
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted>;
 
-    /// What the engine knows of a job.
+    /// Returns the state of a job.
     ///
     /// # Errors
     /// [`Error::is_not_found`] when the engine has forgotten the job, or has another one with its name or number;
@@ -76,28 +76,28 @@ pub(crate) trait Engine {
         output: &mut dyn Write,
     ) -> Result<()>;
 
-    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is no error; another job
+    /// Ends a job and removes all of it from the engine. A job that has ended, or is gone, is not an error; another job
     /// that has its name or number is not touched.
     ///
     /// # Errors
     /// When the engine refuses it or does not answer.
     fn stop(&self, job: &JobRecord, folder: &Path) -> Result<()>;
 
-    /// Waits between two questions about one job, perhaps until something of it has changed.
+    /// Waits between two questions about one job, until it may have changed.
     fn pause(&self, _job: &JobRecord) {
         thread::sleep(Duration::from_millis(200));
     }
 
-    /// The nodes, and what of them is allocated.
+    /// Lists the nodes, and how much of them is allocated.
     ///
     /// # Errors
     /// When the engine refuses it or does not answer.
     fn nodes(&self) -> Result<Vec<NodeUsage>>;
 
-    /// The volumes that jobs can mount.
+    /// Lists the volumes that jobs can mount.
     ///
     /// # Errors
-    /// When the engine has no such thing.
+    /// When the engine has no volumes.
     fn volumes(&self) -> Result<Vec<Volume>> {
         Err(Error::usage(
             "only Kubernetes has volumes that jobs mount by name; give --engine kubernetes",
@@ -105,30 +105,30 @@ pub(crate) trait Engine {
     }
 }
 
-/// A job that an engine has taken.
+/// A job that an engine has accepted.
 #[derive(Clone, Debug)]
 pub(crate) struct Submitted {
-    /// What the engine calls it.
+    /// The engine's name of the job.
     pub(crate) id: String,
-    /// What has been made, a line each: `service/mnist created`.
+    /// A line per object that was made: `service/mnist created`.
     pub(crate) created: Vec<String>,
 }
 
-/// Which output of a job.
+/// A request for output of a job.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LogsRequest {
-    /// That of this node's instance.
+    /// The node whose output is requested.
     pub(crate) node: usize,
-    /// Whether to go on while the job runs, its restarts included.
+    /// The choice between the output so far and all output until the job ends.
     pub(crate) mode: LogsMode,
-    /// Only so many of the last lines.
+    /// The number of last lines to show; `None` for all.
     pub(crate) tail: Option<usize>,
 }
 
-/// Whether output that is still to come is waited for.
+/// The choice between the output so far and all output until the job ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum LogsMode {
-    /// What there is.
+    /// The output so far.
     #[default]
     Once,
     /// Until the job has ended.
@@ -149,7 +149,7 @@ pub(crate) struct Volume {
 /// The name of the file with the job's secret, in the folder of the job.
 const TOKEN_FILE: &str = "token";
 
-/// Returns a new secret, which agents and ranks prove to one another, in hexadecimal digits.
+/// Returns a new secret of agents and ranks, in hexadecimal digits.
 ///
 /// # Errors
 /// When the system has no random bytes.

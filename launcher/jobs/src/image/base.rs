@@ -1,5 +1,4 @@
-//! The image that a layer is put on, and images as archives of one file, in the layout that OCI, containerd, Docker and
-//! Podman share.
+//! The image that a layer is put on, and archives of images in the layout that OCI, containerd, Docker and Podman share.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -19,12 +18,12 @@ use super::layer::{DigestWriter, digest};
 use super::registry::{Access, Registries, Repository, size};
 use crate::error::{Error, Result};
 
-/// The base of an image: what it is, and where its layers are.
+/// The base of an image: its description, and the place of its layers.
 #[derive(Debug)]
 pub(super) struct Base {
-    /// As it was asked for.
+    /// The name that was asked for.
     pub(super) name: String,
-    /// What its containers run with, and the digests of its layers, as its own tools wrote it.
+    /// The configuration of its containers and the digests of its layers, as its own tools wrote it.
     pub(super) config: Value,
     pub(super) layers: Vec<OciDescriptor>,
     place: LayerSource,
@@ -40,14 +39,14 @@ enum LayerSource {
 /// The base without files, for programs that are linked statically.
 pub(super) const SCRATCH: &str = "scratch";
 
-/// Begins the name of a file that is the base.
+/// The prefix of the name of a file that is the base.
 const ARCHIVE: &str = "oci-archive:";
 
 impl Base {
     /// Finds the base. Its layers stay where they are.
     ///
     /// # Errors
-    /// When it is not there, or not for this `architecture`.
+    /// When it does not exist, or is not for this `architecture`.
     pub(super) fn open(registries: &Registries, name: &str, architecture: &str) -> Result<Self> {
         let base = if name == SCRATCH {
             Self {
@@ -96,7 +95,7 @@ impl Base {
         Ok(base)
     }
 
-    /// Writes a layer to `output`, as it is compressed.
+    /// Writes a layer to `output` without decompressing it.
     ///
     /// # Errors
     /// When it is not there, or `output` cannot be written.
@@ -115,10 +114,10 @@ impl Base {
         }
     }
 
-    /// The same to a file without a name, read from its beginning.
+    /// Does the same to a temporary file, positioned at its beginning.
     ///
     /// # Errors
-    /// The same, and when the disk of temporary files is full.
+    /// As for [`Self::pull`], and when the disk of temporary files is full.
     pub(super) fn pull_file(&self, registries: &Registries, layer: &OciDescriptor) -> Result<File> {
         let failed = |error| {
             Error::system("a layer of the base cannot be kept in the folder of temporary files")
@@ -130,10 +129,10 @@ impl Base {
         Ok(file)
     }
 
-    /// Has `target` have a layer, by the shortest way.
+    /// Gives a layer to `target` in the cheapest way.
     ///
     /// # Errors
-    /// When the layer is not there, or `target` does not take it.
+    /// When the layer does not exist, or `target` does not accept it.
     pub(super) fn push(
         &self,
         registries: &Registries,
@@ -192,7 +191,7 @@ impl Base {
     }
 }
 
-/// JSON of an image.
+/// Parses JSON of an image.
 ///
 /// # Errors
 /// When it is none.
@@ -202,7 +201,7 @@ fn parse<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
     })
 }
 
-/// Of images for several platforms, the digest of the one for this one.
+/// Returns the digest of the image for this architecture.
 fn choose(name: &str, images: Vec<(String, String)>, architecture: &str) -> Result<String> {
     let wanted = format!("linux/{architecture}");
     let found = images.iter().find(|(platform, _)| *platform == wanted);
@@ -219,7 +218,7 @@ fn choose(name: &str, images: Vec<(String, String)>, architecture: &str) -> Resu
     })
 }
 
-/// A layer of Docker is called so in a manifest of OCI; its bytes are the same.
+/// Replaces Docker's media type of a layer by that of OCI; the bytes are the same.
 fn as_oci(mut layer: OciDescriptor) -> OciDescriptor {
     let kind = match layer.media_type.as_str() {
         "application/vnd.docker.image.rootfs.diff.tar" => "application/vnd.oci.image.layer.v1.tar",
@@ -237,11 +236,11 @@ fn as_oci(mut layer: OciDescriptor) -> OciDescriptor {
 struct ImageArchive {
     path: PathBuf,
     file: File,
-    /// Where each file of it begins, and how long it is.
+    /// The position and the length of each of its files.
     files: BTreeMap<String, (u64, u64)>,
 }
 
-/// An archive that is written. Until it is complete, there is no file of its name.
+/// An archive that is written. Until it is complete, there is no file with its name.
 pub(super) struct ArchiveWriter {
     path: PathBuf,
     archive: tar::Builder<NamedTempFile>,
@@ -273,10 +272,10 @@ impl ImageArchive {
         })
     }
 
-    /// The manifest of the image; where there are several, `choose` says which, of platforms and digests.
+    /// Returns the manifest of the image; if there are several, `choose` picks one of the platforms and digests.
     ///
     /// # Errors
-    /// When there is none, or `choose` takes none.
+    /// When there is none, or `choose` picks none.
     fn manifest(
         &self,
         choose: impl Fn(Vec<(String, String)>) -> Result<String>,
@@ -304,7 +303,7 @@ impl ImageArchive {
         }
     }
 
-    /// A small blob.
+    /// Reads a small blob.
     ///
     /// # Errors
     /// When it is not there, or is another one.
@@ -334,7 +333,7 @@ impl ImageArchive {
         }
     }
 
-    /// Where a blob begins in the file, and how long it is.
+    /// Returns the position of a blob in the file, and its length.
     ///
     /// # Errors
     /// When it is not there.
@@ -343,7 +342,7 @@ impl ImageArchive {
         place.ok_or_else(|| self.broken(&format!("{digest} is not in it")))
     }
 
-    /// The file itself.
+    /// Returns the file itself.
     fn file(&self) -> &File {
         &self.file
     }
@@ -389,7 +388,7 @@ impl ArchiveWriter {
         })
     }
 
-    /// Whether a blob is in it already.
+    /// Returns true if the blob is in it already.
     pub(super) fn has(&self, digest: &str) -> bool {
         self.written.contains(digest)
     }

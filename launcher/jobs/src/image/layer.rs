@@ -16,14 +16,14 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) file: File,
-    /// Of the compressed archive.
+    /// The digest of the compressed archive.
     pub(super) digest: String,
     pub(super) size: u64,
     /// The digest of the archive itself.
     pub(super) diff_id: String,
 }
 
-/// What a layer will have, by its path in the image.
+/// The files of a layer, by their paths in the image.
 #[derive(Debug, Default)]
 pub(super) struct LayerFiles(BTreeMap<String, Source>);
 
@@ -34,7 +34,7 @@ enum Source {
     Link(PathBuf),
 }
 
-/// Whether a file is a program in the image.
+/// The mode of a file in the image.
 #[derive(Clone, Copy, Debug)]
 enum Executable {
     Yes,
@@ -171,7 +171,7 @@ impl<W: Write> DigestWriter<W> {
         }
     }
 
-    /// What it has written to, the digest, and how many bytes that are.
+    /// Returns the inner writer, the digest, and the number of bytes written.
     pub(super) fn finish(self) -> (W, String, u64) {
         (self.inner, digest_text(self.hasher), self.bytes)
     }
@@ -258,7 +258,7 @@ fn append<W: Write>(
     }
 }
 
-/// Where a link of an included folder leads.
+/// Returns the target of a link in an included folder.
 fn link(root: &Path, path: &Path) -> Result<PathBuf> {
     let to = fs::read_link(path).map_err(|error| unreadable(path, error))?;
     let folder = path

@@ -64,7 +64,7 @@ pub(crate) struct PushedImage {
     pub(crate) reference: String,
     /// The reference that names this very image forever: `registry.example/team/mnist@sha256:…`.
     pub(crate) reference_by_digest: String,
-    /// How many bytes of the layer were sent: 0 if the registry had it.
+    /// The number of bytes of the layer that were sent: 0 if the registry had it.
     pub(crate) sent_bytes: u64,
 }
 
@@ -82,8 +82,8 @@ impl ImageBuild {
         Ok(format!("{APP_FOLDER}/{}", file_name(&self.program)?))
     }
 
-    /// Builds the layer, and checks that the programs in it are for the base's processor. Pulls the description of the base,
-    /// and none of its layers.
+    /// Builds the layer, and checks that the programs in it are for the base's processor. Pulls the description of the
+    /// base, and none of its layers.
     ///
     /// # Errors
     /// When a file or the base is missing, or the programs cannot run on the base.

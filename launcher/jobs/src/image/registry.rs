@@ -31,18 +31,18 @@ pub(super) struct Repository<'a> {
     refusal: Refusal,
 }
 
-/// What is done with a repository.
+/// The access to a repository.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Access {
     Pull,
     Push,
 }
 
-/// How long a registry may take to answer. The time in which a layer is sent counts.
+/// The time limit of an answer of a registry, which includes sending a layer.
 const ANSWER: Duration = Duration::from_mins(30);
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How much of a file is sent at once.
+/// The bytes of a file that are sent at once.
 const BLOCK: u64 = 256 * 1024;
 
 impl Registries {
@@ -136,7 +136,7 @@ impl Repository<'_> {
         })
     }
 
-    /// Whether a blob is there.
+    /// Returns true if the registry has the blob.
     ///
     /// # Errors
     /// When the registry does not say so.
@@ -216,7 +216,7 @@ impl Repository<'_> {
     }
 }
 
-/// How many bytes a blob has.
+/// Returns the number of bytes of a blob.
 pub(super) fn size(blob: &OciDescriptor) -> u64 {
     u64::try_from(blob.size).unwrap_or(0)
 }
@@ -240,13 +240,13 @@ impl Iterator for Blocks {
     }
 }
 
-/// Whether a registry is on this machine, so that nobody reads along.
+/// Returns true if a registry is on this machine, so that nobody can listen in.
 fn is_here(registry: &str) -> bool {
     let host = registry.rsplit_once(':').map_or(registry, |(host, _)| host);
     ["localhost", "127.0.0.1", "[::1]"].contains(&host)
 }
 
-/// What `docker login` has kept for a registry.
+/// Reads the credentials that `docker login` stored for a registry.
 fn credentials(registry: &str) -> Result<RegistryAuth> {
     let key = match registry {
         "docker.io" => "https://index.docker.io/v1/",
@@ -278,14 +278,14 @@ struct Refusal {
     /// The image that it was asked for.
     image: String,
     registry: String,
-    /// Whether it was told no name and no password.
+    /// True if the registry got no name and no password.
     is_anonymous: bool,
-    /// Whether it was reached without TLS.
+    /// True if the registry was reached without TLS.
     is_plain: bool,
 }
 
 impl Refusal {
-    /// What an error means.
+    /// Explains an error.
     fn of(&self, error: OciDistributionError) -> Error {
         let (image, registry) = (&self.image, &self.registry);
         match &error {
@@ -377,7 +377,7 @@ impl Refusal {
     }
 }
 
-/// What a registry says itself.
+/// Returns the messages of a registry.
 fn words(envelope: &OciEnvelope) -> String {
     let said = envelope
         .errors

@@ -3,13 +3,16 @@
 mod record;
 
 use std::fmt;
+use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use record::{JobRecord, Records};
 
-/// How far a job, or one of its instances, is.
+/// The status of a job, or of one of its instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub(crate) enum JobStatus {
@@ -25,18 +28,18 @@ pub(crate) enum JobStatus {
     Failed,
     /// A user stopped it.
     Stopped,
-    /// The engine does not say.
+    /// The engine does not report it.
     #[default]
     Unknown,
 }
 
 impl JobStatus {
-    /// Whether nothing of it runs any more, or will.
+    /// Returns true if nothing of it runs any more, or will.
     pub(crate) fn is_final(self) -> bool {
         matches!(self, Self::Succeeded | Self::Failed | Self::Stopped)
     }
 
-    /// Whether nodes are allocated to it.
+    /// Returns true if nodes are allocated to it.
     pub(crate) fn is_active(self) -> bool {
         matches!(self, Self::Running | Self::Restarting)
     }
@@ -60,29 +63,29 @@ impl fmt::Display for JobStatus {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobDetails {
     pub(crate) name: String,
-    /// What the engine runs it as: `LOCAL`, `SLURM`, `JOB`, `PYTORCHJOB`, `TRAINJOB`, `RAY`.
+    /// The kind of job at the engine: `LOCAL`, `SLURM`, `JOB`, `PYTORCHJOB`, `TRAINJOB`, `RAY`.
     pub(crate) trainer: String,
     pub(crate) status: JobStatus,
-    /// Why it waits or ended, in the engine's words.
+    /// The reason why it waits or ended, in the engine's words.
     pub(crate) reason: Option<String>,
     pub(crate) namespace: Option<String>,
     pub(crate) priority: Option<String>,
     pub(crate) submitted: Option<u64>,
     pub(crate) started: Option<u64>,
     pub(crate) ended: Option<u64>,
-    /// How often it has been started again.
+    /// The number of times that it was started again.
     pub(crate) restarts: u32,
     pub(crate) gpus_requested: usize,
     pub(crate) gpus_allocated: usize,
     /// Node by node.
     pub(crate) instances: Vec<Instance>,
-    /// Where its TensorBoard is, or how to reach it.
+    /// The address of its TensorBoard, or the command that makes it reachable.
     pub(crate) tensorboard: Option<String>,
     pub(crate) failure: Option<Failure>,
 }
 
 impl JobDetails {
-    /// What is known of it once its user has stopped it.
+    /// Marks the job as stopped by its user.
     pub(crate) fn stop(&mut self, now: u64) {
         self.status = JobStatus::Stopped;
         self.reason = Some("stopped by its user".to_owned());
@@ -101,7 +104,7 @@ impl JobDetails {
 /// The part of a job on one node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Instance {
-    /// `NAME-master-0` for node 0, `NAME-worker-K` for node K + 1, or what the engine calls it.
+    /// `NAME-master-0` for node 0, `NAME-worker-K` for node K + 1, or the engine's name.
     pub(crate) name: String,
     pub(crate) role: Role,
     pub(crate) status: JobStatus,
@@ -115,7 +118,7 @@ pub(crate) struct Instance {
     pub(crate) reason: Option<String>,
 }
 
-/// Whether an instance is node 0.
+/// The role of an instance: node 0, or another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
@@ -126,7 +129,7 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// Of node `node`.
+    /// Returns the role of node `node`.
     pub(crate) fn of_node(node: usize) -> Self {
         match node {
             0 => Self::Master,
@@ -134,7 +137,7 @@ impl Role {
         }
     }
 
-    /// The name of node `node` of a job: `NAME-master-0`, `NAME-worker-0`, `NAME-worker-1`.
+    /// Returns the name of node `node` of a job: `NAME-master-0`, `NAME-worker-0`, `NAME-worker-1`.
     pub(crate) fn instance_name(job: &str, node: usize) -> String {
         match node.checked_sub(1) {
             None => format!("{job}-master-0"),
@@ -143,10 +146,10 @@ impl Role {
     }
 }
 
-/// Why a job failed.
+/// The reason why a job failed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Failure {
-    /// The instance that failed first, where that is known.
+    /// The instance that failed first, if that is known.
     pub(crate) instance: Option<String>,
     pub(crate) exit_code: Option<i32>,
     /// One sentence: `rank 2 was killed for want of memory (OOMKilled)`.
@@ -155,14 +158,14 @@ pub(crate) struct Failure {
     pub(crate) last_lines: Vec<String>,
 }
 
-/// What a node has, and how much of it is allocated.
+/// The resources of a node, and how much of them is allocated.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct NodeUsage {
     pub(crate) name: String,
     pub(crate) address: String,
     /// `master` for a node of the engine's control plane, else `<none>`.
     pub(crate) role: String,
-    /// `ready`, or the engine's word for why not.
+    /// `ready`, or the engine's word for another state.
     pub(crate) status: String,
     pub(crate) gpus: usize,
     pub(crate) gpus_allocated: usize,
@@ -170,15 +173,15 @@ pub(crate) struct NodeUsage {
     pub(crate) cpus_allocated: f64,
 }
 
-/// How many lines of output a failure shows.
+/// The number of lines of output that a failure shows.
 pub(crate) const LAST_LINES: usize = 20;
 
-/// The output of the agent of a node, in the folder of its job.
+/// Returns the path of the output of a node's agent, in the folder of its job.
 pub(crate) fn node_log(folder: &Path, node: usize) -> PathBuf {
     folder.join(format!("node-{node}.log"))
 }
 
-/// Reads the report of the job's last failure from a log folder of its launcher, where there is one.
+/// Reads the report of the job's last failure from the log folder of its launcher, if there is one.
 pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {
     let first = Report::read(log_dir)?.first?;
     Some(Failure {
@@ -189,9 +192,25 @@ pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {
     })
 }
 
-/// How often the launcher had started its ranks again when it wrote that report.
+/// Returns how often the launcher had restarted its ranks when it wrote that report.
 pub(crate) fn launcher_restarts(log_dir: &Path) -> u32 {
     Report::read(log_dir).map_or(0, |report| report.restarts)
+}
+
+/// Reads a JSON file in the folder of a job; `None` if it does not exist or cannot be read.
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Option<T> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+/// Replaces a JSON file in the folder of a job. Only its owner can read it.
+pub(crate) fn replace_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
+    // Such a file has the mode 0600.
+    let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(path))?;
+    serde_json::to_writer_pretty(&mut file, value)?;
+    file.write_all(b"\n")?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
 }
 
 /// The fields of `failure.json` that are shown.
@@ -204,8 +223,7 @@ struct Report {
 
 impl Report {
     fn read(log_dir: &Path) -> Option<Self> {
-        let text = std::fs::read(log_dir.join("latest/failure.json")).ok()?;
-        serde_json::from_slice(&text).ok()
+        read_json(&log_dir.join("latest/failure.json"))
     }
 }
 

@@ -1,8 +1,8 @@
 //! The records of jobs on this machine: one folder per job, so that a name outlives an engine that forgets.
 
-use std::fs::{self, DirBuilder, File, Permissions};
-use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -11,26 +11,26 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::JobDetails;
+use super::{JobDetails, replace_json};
 use crate::error::{Error, Result};
 use crate::spec::{EngineKind, JobName, JobSpec};
 
-/// What is known of a job here.
+/// A job as this machine knows it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct JobRecord {
     pub(crate) spec: JobSpec,
-    /// What the engine calls the job: Slurm's number, Ray's submission id, `NAMESPACE/NAME` of Kubernetes.
+    /// The engine's name of the job: Slurm's number, Ray's submission id, `NAMESPACE/NAME` of Kubernetes.
     pub(crate) id: String,
     /// Seconds since 1970.
     pub(crate) submitted: u64,
-    /// What the engine said when it was asked last.
+    /// The engine's last answer about the job.
     pub(crate) last: Option<JobDetails>,
     /// True if the engine has nothing of the job any more.
     pub(crate) removed: bool,
 }
 
 impl JobRecord {
-    /// Whether the submission ended before the engine had answered. The local engine knows the job by its folder.
+    /// Returns true if the submission ended before the engine answered. The local engine knows the job by its folder.
     pub(crate) fn is_half_submitted(&self) -> bool {
         self.id.is_empty() && self.spec.engine != EngineKind::Local
     }
@@ -63,12 +63,12 @@ const FILE: &str = "job.json";
 /// The lock of a command that changes or removes a record. It is beside the folders of jobs, since on NFS an open file
 /// would hinder the removal of its folder; no job can have its name.
 const LOCK: &str = "_lock";
-/// How often the removal of a folder is tried that others write into, and how long between.
+/// The number of attempts to remove a folder that others write into, and the pause between them.
 const REMOVAL_TRIES: u32 = 10;
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl Records {
-    /// The records in `folder`, else in the user's folder for such: `$XDG_STATE_HOME/accel-jobs`, or
+    /// Opens the records in `folder`, else in the user's folder for such: `$XDG_STATE_HOME/accel-jobs`, or
     /// `~/.local/state/accel-jobs`.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Records {
         }
     }
 
-    /// The folder of one job, where its engine may keep files as well.
+    /// Returns the folder of one job, in which its engine may also keep files.
     pub(crate) fn job_folder(&self, name: &JobName) -> PathBuf {
         self.folder.join(name.as_str())
     }
@@ -126,7 +126,7 @@ impl Records {
             Err(error) => return Err(cannot("made", &folder, error)),
         }
         self.write(record).inspect_err(|_| {
-            // That the record cannot be written counts.
+            // The error of the record is the one to return.
             let _ = self.remove_folder(name);
         })?;
         Ok(folder)
@@ -182,21 +182,10 @@ impl Records {
 
     fn write(&self, record: &JobRecord) -> Result<()> {
         let folder = self.job_folder(&record.spec.name);
-        let write = || -> io::Result<()> {
-            let mut file = tempfile::NamedTempFile::new_in(&folder)?;
-            file.as_file()
-                .set_permissions(Permissions::from_mode(0o600))?;
-            serde_json::to_writer_pretty(&mut file, record)?;
-            file.write_all(b"\n")?;
-            file.as_file().sync_all()?;
-            file.persist(folder.join(FILE))
-                .map_err(|error| error.error)?;
-            Ok(())
-        };
-        write().map_err(|error| cannot("written", &folder, error))
+        replace_json(&folder.join(FILE), record).map_err(|error| cannot("written", &folder, error))
     }
 
-    /// The record of the job of this name.
+    /// Reads the record of the job with this name.
     ///
     /// # Errors
     /// When there is none ([`Error::is_not_found`]), or it cannot be read.
@@ -204,7 +193,7 @@ impl Records {
         Self::record_in(&self.job_folder(name))
     }
 
-    /// The record in the folder of a job.
+    /// Reads the record in the folder of a job.
     ///
     /// # Errors
     /// When there is none ([`Error::is_not_found`]), or it cannot be read.
@@ -230,7 +219,7 @@ impl Records {
         })
     }
 
-    /// All records, the newest first, and the errors of those that cannot be read.
+    /// Reads all records, the newest first, and returns the errors of those that it cannot read.
     ///
     /// # Errors
     /// When the folder cannot be read. One that is not there has no records.
@@ -300,7 +289,7 @@ impl Records {
         let mut tries = 1;
         loop {
             match fs::remove_dir_all(&folder) {
-                // Somebody has written into it meanwhile.
+                // Another process has written into it meanwhile.
                 Err(error)
                     if error.kind() == ErrorKind::DirectoryNotEmpty && tries < REMOVAL_TRIES =>
                 {

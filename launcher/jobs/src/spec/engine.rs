@@ -1,4 +1,4 @@
-//! Which engine runs a job, where it is, and the options that only one engine knows.
+//! The engine that runs a job, its address, and the options that only one engine knows.
 
 use std::fmt;
 #[cfg(any(feature = "ray", feature = "slurm"))]
@@ -10,11 +10,11 @@ use serde_json::Value;
 
 use super::values::JobName;
 
-/// Which engine runs a job.
+/// The engine that runs a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum EngineKind {
-    /// Processes of this machine, one agent a node.
+    /// Processes of this machine, one agent per node.
     Local,
     /// Slurm, by sbatch.
     #[cfg(feature = "slurm")]
@@ -42,7 +42,7 @@ impl EngineKind {
         }
     }
 
-    /// Whether the engine keeps the nonce of a job, so that the job is known before the engine has told what it calls it.
+    /// Returns true if the engine keeps the nonce of a job, which identifies a job whose submission it has not answered.
     pub(crate) fn keeps_nonce(self) -> bool {
         match self {
             Self::Local => false,
@@ -55,9 +55,9 @@ impl EngineKind {
         }
     }
 
-    /// The engine's own command that shows a job of this name, for a sentence that may end without one.
+    /// Returns the engine's own command that shows a job with this name, in parentheses, if it has one.
     pub(crate) fn how_to_look(self, name: &JobName) -> String {
-        // Not every engine's command has it.
+        // Not every engine's command has the name.
         let _ = name;
         match self {
             #[cfg(feature = "slurm")]
@@ -71,7 +71,7 @@ impl EngineKind {
     }
 }
 
-/// Where engines are, as the options say.
+/// The addresses of engines, as the options give them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct EngineAddress {
@@ -106,7 +106,7 @@ pub(crate) struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The options that were given, and that only engines other than `kind` know.
+    /// Returns the given options that only engines other than `kind` know.
     pub(crate) fn options_of_other_engines(&self, kind: EngineKind) -> Vec<String> {
         let given = serde_json::to_value(self).unwrap_or_default();
         let defaults = serde_json::to_value(Self::default()).unwrap_or_default();
@@ -124,9 +124,9 @@ impl EngineOptions {
 }
 
 impl EngineAddress {
-    /// This address, with what it leaves open taken from `other`.
+    /// Returns this address, with its missing parts taken from `other`.
     pub(crate) fn or(&self, other: &Self) -> Self {
-        // Without engines of a network there is no address.
+        // Without engines on a network there is no address.
         let _ = other;
         Self {
             #[cfg(feature = "kubernetes")]
@@ -143,7 +143,7 @@ impl EngineAddress {
 }
 
 impl EngineAddress {
-    /// The options that were given, and that only engines other than `kind` know.
+    /// Returns the given options that only engines other than `kind` know.
     pub(crate) fn options_of_other_engines(&self, kind: EngineKind) -> Vec<String> {
         let options: &[(EngineKind, &str, &Option<String>)] = &[
             #[cfg(feature = "kubernetes")]
@@ -159,7 +159,7 @@ impl EngineAddress {
         given.map(|(_, name, _)| (*name).to_owned()).collect()
     }
 
-    /// This address, with what the environment says of that of the engine `kind`.
+    /// Returns this address, completed from the environment for the engine `kind`.
     pub(crate) fn of(&self, kind: EngineKind) -> Self {
         match kind {
             #[cfg(feature = "ray")]
@@ -172,7 +172,7 @@ impl EngineAddress {
         }
     }
 
-    /// Where Ray's dashboard is.
+    /// Returns the address of Ray's dashboard.
     #[cfg(feature = "ray")]
     pub(crate) fn ray(&self) -> String {
         let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
@@ -198,7 +198,7 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// What only Slurm understands.
+/// The options that only Slurm knows.
 #[cfg(feature = "slurm")]
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
@@ -224,7 +224,7 @@ pub(crate) struct SlurmOptions {
     pub(crate) broadcast: Option<PathBuf>,
 }
 
-/// What only Ray understands.
+/// The options that only Ray knows.
 #[cfg(feature = "ray")]
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
@@ -242,7 +242,7 @@ pub(crate) struct RayOptions {
     pub(crate) placement: RayPlacement,
 }
 
-/// How agents are placed on Ray's nodes, in the words of its placement groups.
+/// The placement of agents on Ray's nodes, in the words of its placement groups.
 #[cfg(feature = "ray")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]

@@ -1,4 +1,4 @@
-//! What only Kubernetes understands.
+//! The options that only Kubernetes knows.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What only Kubernetes understands.
+/// The options that only Kubernetes knows.
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct KubernetesOptions {
@@ -89,7 +89,7 @@ pub(crate) enum ObjectKind {
     TrainJob,
 }
 
-/// How code comes into the pods.
+/// The program that brings code into the pods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum SyncMode {
@@ -99,14 +99,14 @@ pub(crate) enum SyncMode {
     Rsync,
 }
 
-/// A PersistentVolumeClaim, and where the pods have it.
+/// A PersistentVolumeClaim, and its path in the pods.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DataMount {
     pub(crate) claim: String,
     pub(crate) path: PathBuf,
 }
 
-/// A taint of nodes. What is left open is any.
+/// A taint of nodes. A field that is `None` matches any value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Taint {
     pub(crate) key: String,
@@ -117,7 +117,7 @@ pub(crate) struct Taint {
 const EFFECTS: [&str; 3] = ["NoSchedule", "PreferNoSchedule", "NoExecute"];
 
 impl KubernetesOptions {
-    /// Whether `path` is in a folder that --data mounts.
+    /// Returns true if `path` is in a folder that --data mounts.
     pub(crate) fn is_in_data(&self, path: &Path) -> bool {
         self.data.iter().any(|mount| path.starts_with(&mount.path))
     }

@@ -1,4 +1,4 @@
-//! What a job asks for, in the words that all engines share, and the command of its agents.
+//! The description of a job in the words that all engines share, and the command of its agents.
 
 mod engine;
 #[cfg(feature = "kubernetes")]
@@ -31,34 +31,34 @@ pub(crate) struct JobSpec {
     /// name.
     pub(crate) nonce: String,
     pub(crate) engine: EngineKind,
-    /// How many nodes run the job; one agent runs on each.
+    /// The number of nodes that run the job; one agent runs on each.
     pub(crate) nodes: NonZeroUsize,
-    /// How many ranks each node runs: a number, `auto`, `gpu` or `cpu`, as `accel-launch --nproc-per-node` takes it.
+    /// The ranks per node: a number, `auto`, `gpu` or `cpu`, as for `accel-launch --nproc-per-node`.
     pub(crate) nproc_per_node: String,
     pub(crate) resources: Resources,
-    /// The job is ended after so long.
+    /// The time after which the job is ended.
     pub(crate) time_limit: Option<Duration>,
     /// Variables of the ranks.
     pub(crate) env: BTreeMap<String, String>,
     /// The folder in which the program starts.
     pub(crate) working_dir: Option<PathBuf>,
-    /// How often a job that failed, or lost a node, is started again.
+    /// The number of times that a job which failed or lost a node is started again.
     pub(crate) max_restarts: u32,
     /// A priority class of Kubernetes, a QOS of Slurm.
     pub(crate) priority: Option<String>,
-    /// Whether a TensorBoard shows `logdir` while the job runs.
+    /// True if a TensorBoard shows `logdir` while the job runs.
     pub(crate) tensorboard: bool,
     /// The folder of event files, as the program sees it.
     pub(crate) logdir: PathBuf,
     /// The program and its arguments.
     pub(crate) program: Vec<String>,
-    /// Where its engine is.
+    /// The address of its engine.
     pub(crate) address: EngineAddress,
-    /// What only one engine understands.
+    /// The options that only one engine knows.
     pub(crate) options: EngineOptions,
 }
 
-/// What each node gives to the job.
+/// The resources of each node of a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Resources {
     /// Cores.
@@ -70,12 +70,12 @@ pub(crate) struct Resources {
 }
 
 impl JobSpec {
-    /// GPUs of all nodes.
+    /// Returns the number of GPUs of all nodes.
     pub(crate) fn all_gpus(&self) -> usize {
         self.nodes.get() * self.resources.gpus
     }
 
-    /// The options that were given, and that the job's engine ignores.
+    /// Returns the given options that the job's engine ignores.
     pub(crate) fn ignored_options(&self) -> Vec<String> {
         let mut ignored = Vec::new();
         if self.engine == EngineKind::Local {
@@ -94,15 +94,15 @@ impl JobSpec {
         ignored
     }
 
-    /// The command of the agent on every node.
+    /// Returns the command of the agent on every node.
     pub(crate) fn agent(&self) -> AgentCommand<'_> {
         AgentCommand::new(self)
     }
 
-    /// The program as a file of this machine, with its whole path.
+    /// Returns the absolute path of the program on this machine.
     ///
     /// # Errors
-    /// When there is no such file. A name without a slash is looked for on the PATH.
+    /// When there is no such file. A name without a slash is searched on the PATH.
     pub(crate) fn program_file(&self) -> Result<PathBuf> {
         let word = self.program.first().map_or("", String::as_str);
         let found = match word.contains('/') {
@@ -138,7 +138,7 @@ fn is_executable(path: &Path) -> bool {
     rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
-/// The program of this name that the PATH has.
+/// Finds a program on the PATH.
 pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path)
@@ -146,14 +146,14 @@ pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// `path` from the current folder on.
+/// Makes `path` absolute.
 pub(crate) fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).map_err(|error| {
         Error::system(format!("the folder of {} is not known", path.display())).with_source(error)
     })
 }
 
-/// `accel-launch` with the options of a job. What is not given, the agent finds in the engine's variables.
+/// `accel-launch` with the options of a job. The agent reads missing options from the engine's variables.
 #[derive(Clone, Debug)]
 pub(crate) struct AgentCommand<'a> {
     spec: &'a JobSpec,
@@ -167,7 +167,7 @@ pub(crate) struct AgentCommand<'a> {
 }
 
 impl<'a> AgentCommand<'a> {
-    /// The agent that the PATH of the node has.
+    /// Makes the command for the agent on the PATH of the node.
     fn new(spec: &'a JobSpec) -> Self {
         Self {
             spec,
@@ -181,51 +181,51 @@ impl<'a> AgentCommand<'a> {
         }
     }
 
-    /// Where the node has `accel-launch`.
+    /// Sets the path of `accel-launch` on the node.
     pub(crate) fn launcher(mut self, path: impl Into<String>) -> Self {
         self.launcher = path.into();
         self
     }
 
-    /// Where the node has the program.
+    /// Sets the path of the program on the node.
     pub(crate) fn program(mut self, path: impl Into<String>) -> Self {
         self.program = Some(path.into());
         self
     }
 
-    /// Where the agent of node 0 writes the output of ranks, and what failed.
+    /// Sets the folder in which the agent of node 0 writes the output of ranks and the report of a failure.
     pub(crate) fn log_dir(mut self, path: impl Into<String>) -> Self {
         self.log_dir = Some(path.into());
         self
     }
 
-    /// How many seconds agents wait for one another, at first and after a loss.
+    /// Sets how many seconds agents wait for each other, at the start and after a loss.
     #[cfg(feature = "slurm")]
     pub(crate) fn join_timeout(mut self, seconds: u64) -> Self {
         self.join_timeout = Some(seconds);
         self
     }
 
-    /// How many seconds ranks have to save after SIGTERM.
+    /// Sets how many seconds ranks have to save after SIGTERM.
     #[cfg(feature = "slurm")]
     pub(crate) fn grace(mut self, seconds: u64) -> Self {
         self.grace = Some(seconds);
         self
     }
 
-    /// Which node this is: a number, or what a shell makes one of.
+    /// Sets the rank of the node: a number, or a word that a shell expands to one.
     pub(crate) fn node_rank(mut self, rank: impl ToString) -> Self {
         self.node_rank = Some(rank.to_string());
         self
     }
 
-    /// Where node 0 is reached: `HOST:PORT`.
+    /// Sets the address of node 0: `HOST:PORT`.
     pub(crate) fn endpoint(mut self, endpoint: impl Into<String>) -> Self {
         self.endpoint = Some(endpoint.into());
         self
     }
 
-    /// The words of the command.
+    /// Returns the words of the command.
     pub(crate) fn words(&self) -> Vec<String> {
         let spec = self.spec;
         let mut words = vec![self.launcher.clone()];
@@ -259,7 +259,7 @@ impl<'a> AgentCommand<'a> {
     }
 }
 
-/// The `accel-launch` of this machine: beside this program, else on the PATH.
+/// Finds the `accel-launch` of this machine: beside this program, else on the PATH.
 ///
 /// # Errors
 /// When there is none.

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// A name that every engine takes: a label of RFC 1123, as Kubernetes has them, of at most 40 characters, so that names of
-/// pods and Services that begin with it fit as well.
+/// A name that every engine accepts: a label of RFC 1123, as in Kubernetes, of at most 40 characters, so that names of pods
+/// and Services that begin with it fit as well.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct JobName(String);
@@ -17,7 +17,7 @@ pub(crate) struct JobName(String);
 const LONGEST_NAME: usize = 40;
 
 impl JobName {
-    /// The name as text.
+    /// Returns the name as text.
     pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
@@ -69,13 +69,13 @@ impl fmt::Display for JobName {
 pub(crate) struct Memory(u64);
 
 impl Memory {
-    /// In bytes.
+    /// Returns the amount in bytes.
     #[cfg(any(feature = "kubernetes", feature = "ray"))]
     pub(crate) fn bytes(self) -> u64 {
         self.0
     }
 
-    /// In whole mebibytes, rounded up, as Slurm takes it.
+    /// Returns the amount in mebibytes, rounded up, as Slurm takes it.
     #[cfg(any(feature = "slurm", test))]
     pub(crate) fn mebibytes(self) -> u64 {
         self.0.div_ceil(1 << 20)
@@ -111,7 +111,7 @@ impl FromStr for Memory {
 }
 
 impl fmt::Display for Memory {
-    /// As Kubernetes writes it: `16Gi`.
+    /// Writes the amount as Kubernetes does: `16Gi`.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [(40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")];
         let whole = units
@@ -127,7 +127,7 @@ impl fmt::Display for Memory {
 /// Ten years, in seconds.
 const LONGEST_TIME: u64 = 10 * 366 * 24 * 3600;
 
-/// A time limit: `90m`, `2h 30m`, or Slurm's `[DAYS-]HOURS:MINUTES:SECONDS`.
+/// Parses a time limit: `90m`, `2h 30m`, or Slurm's `[DAYS-]HOURS:MINUTES:SECONDS`.
 pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
     let limit = match text.contains(':') {
         true => clock(text),
@@ -157,7 +157,7 @@ fn clock(text: &str) -> Option<Duration> {
     ))
 }
 
-/// A file or folder, and its name in the image: `PATH[:DEST]`.
+/// Parses a file or folder and its name in the image: `PATH[:DEST]`.
 #[cfg(feature = "image")]
 pub(crate) fn include(text: &str) -> Result<(PathBuf, String), String> {
     let (path, destination) = match text.split_once(':') {

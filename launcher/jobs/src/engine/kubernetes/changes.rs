@@ -1,4 +1,4 @@
-//! Waiting until something of a job changes, without asking over and over.
+//! Waiting for a change of a job without polling.
 
 use std::time::Duration;
 
@@ -15,8 +15,8 @@ use crate::spec::JobSpec;
 
 /// Watches of the pods and the owners of a job.
 ///
-/// They tell only that it is worth asking again. So a watch that begins too late for the server's history (410), one
-/// that breaks, and one that is not allowed cost a question more, and no change is missed.
+/// An event only means that it is worth asking again. A watch that begins too late for the server's history (410), that
+/// breaks, or that is not allowed costs one more question, and no change is missed.
 pub(super) struct Changes {
     cluster: Cluster,
     resources: [ApiResource; 2],
@@ -30,7 +30,7 @@ type Watched = Result<(), WatchEnded>;
 
 struct WatchEnded;
 
-/// How long to wait where there is no watch.
+/// The pause between two questions if there is no watch.
 const WITHOUT: Duration = Duration::from_secs(1);
 
 impl Changes {
@@ -45,21 +45,21 @@ impl Changes {
         }
     }
 
-    /// Waits until something may have changed since the last call, for `limit` at most; says whether it may.
+    /// Waits at most `limit` for a change since the last call. Returns true if something may have changed.
     pub(super) async fn next(&mut self, limit: Duration) -> bool {
         let Some(watches) = &mut self.watches else {
             self.watches = self.open().await;
             if self.watches.is_none() {
                 sleep(limit.min(WITHOUT)).await;
             }
-            // What has changed before the watch was there, it does not tell.
+            // The watch does not report changes before it was opened.
             return true;
         };
         let Ok(first) = timeout(limit, watches.next()).await else {
             return false;
         };
         let mut is_open = matches!(first, Some(Ok(())));
-        // Many come at once: one question is enough for them.
+        // Many events come at once: one question is enough for them.
         while is_open && let Some(more) = watches.next().now_or_never() {
             is_open = matches!(more, Some(Ok(())));
         }
@@ -73,7 +73,7 @@ impl Changes {
         let mut watches = SelectAll::new();
         for resource in &self.resources {
             let api = self.cluster.dynamic(resource);
-            // From any version that the server has: it tells of what is there, then of each change.
+            // From any version that the server has: it reports all objects, then each change.
             let watch = self
                 .cluster
                 .try_ask(|| api.watch_metadata(&self.params, "0"))
@@ -83,7 +83,7 @@ impl Changes {
                 Ok(WatchEvent::Error(_)) | Err(_) => Err(WatchEnded),
                 Ok(_) => Ok(()),
             });
-            // The server ends each after some minutes; `SelectAll` would go on with the other alone.
+            // The server ends each watch after some minutes; `SelectAll` would continue with the other alone.
             let ends = futures_util::stream::once(async { Err(WatchEnded) });
             watches.push(watch.chain(ends).boxed());
         }
@@ -108,7 +108,7 @@ mod tests {
     const ADDED: &str = r#"{"type":"ADDED","object":{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1","metadata":{"name":"m-0"}}}"#;
     const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","status":"Failure","code":410,"reason":"Expired","message":"too old resource version"}}"#;
 
-    /// A server that gives these answers, and then refuses all others.
+    /// Makes a server that gives these answers, and then refuses all other requests.
     fn changes(answers: &[&str]) -> (Changes, Arc<Mutex<Vec<String>>>) {
         let mut answers: VecDeque<_> = answers.iter().map(|&answer| answer.to_owned()).collect();
         let asked = Arc::new(Mutex::new(Vec::new()));

@@ -26,10 +26,10 @@ pub(super) struct Cluster {
     pub(super) url: String,
 }
 
-/// How long a connection, and an answer, may take.
+/// The time limits of a connection and of an answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
-/// How long a server that is busy is left alone before it is asked again.
+/// The pauses before a busy server is asked again.
 const PAUSES: [Duration; 3] = [
     Duration::from_millis(250),
     Duration::from_millis(500),
@@ -37,10 +37,10 @@ const PAUSES: [Duration; 3] = [
 ];
 
 impl Cluster {
-    /// The cluster of the kubeconfig, or the one that this very process runs in. It is not asked yet.
+    /// Finds the cluster of the kubeconfig, or the one that this process runs in. Sends no request yet.
     ///
     /// # Errors
-    /// When there is neither, or what there is cannot be read.
+    /// When there is neither, or the configuration cannot be read.
     pub(super) async fn find(address: &EngineAddress) -> Result<Self> {
         let wrong = |what: String| {
             move |error: kube::config::KubeconfigError| Error::usage(what).with_source(error)
@@ -66,7 +66,7 @@ impl Cluster {
             },
         };
         config.connect_timeout = Some(CONNECT_LIMIT);
-        // Ours ends sooner, and takes in error 500.
+        // `ask` ends sooner, and also repeats requests after an error 500.
         config.default_retry = false;
         let url = config.cluster_url.to_string();
         let namespace = address
@@ -83,7 +83,7 @@ impl Cluster {
         })
     }
 
-    /// The same cluster, another namespace.
+    /// Returns the same cluster with another namespace.
     pub(super) fn in_namespace(&self, namespace: &str) -> Self {
         Self {
             namespace: namespace.to_owned(),
@@ -91,7 +91,7 @@ impl Cluster {
         }
     }
 
-    /// Its version.
+    /// Asks the server for its version.
     ///
     /// # Errors
     /// When it does not answer.
@@ -102,7 +102,7 @@ impl Cluster {
         Ok(ServerVersion::read(&info))
     }
 
-    /// The objects of a type in this namespace.
+    /// Returns the API of a type in this namespace.
     pub(super) fn api<K>(&self) -> Api<K>
     where
         K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
@@ -110,12 +110,12 @@ impl Cluster {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
-    /// The objects of a resource in this namespace.
+    /// Returns the API of a resource in this namespace.
     pub(super) fn dynamic(&self, resource: &ApiResource) -> Api<DynamicObject> {
         Api::namespaced_with(self.client.clone(), &self.namespace, resource)
     }
 
-    /// Those objects that have the label.
+    /// Lists the objects that have the label.
     ///
     /// # Errors
     /// When the server refuses it or does not answer.
@@ -133,7 +133,7 @@ impl Cluster {
         Ok(list.items)
     }
 
-    /// An answer to a question about `what`, which is asked again where the server is only busy.
+    /// Sends a request about `what`, and repeats it if the server is only busy.
     ///
     /// # Errors
     /// When the server refuses it, or does not answer in time.
@@ -146,7 +146,7 @@ impl Cluster {
             .map_err(|error| error.into_error(what, self))
     }
 
-    /// The same, with the error as it is.
+    /// Does the same, and returns the error of the API.
     pub(super) async fn try_ask<T, F>(
         &self,
         question: impl Fn() -> F,
@@ -157,7 +157,7 @@ impl Cluster {
         self.ask_while(is_passing, question).await
     }
 
-    /// The same, asked again while `is_passing` says so of the answer.
+    /// Does the same, and repeats the request while `is_passing` returns true for its error.
     pub(super) async fn ask_while<T, F>(
         &self,
         is_passing: fn(&kube::Error) -> bool,
@@ -181,7 +181,7 @@ impl Cluster {
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 pub(super) fn seconds(time: &Time) -> u64 {
     u64::try_from(time.0.as_second()).unwrap_or(0)
 }
@@ -194,15 +194,15 @@ pub(super) struct ServerVersion {
 }
 
 impl ServerVersion {
-    /// Where nothing else is known.
+    /// The version to assume if the server's is unknown.
     pub(super) const CURRENT: Self = Self::new(1, 33);
 
-    /// A version.
+    /// Makes a version.
     pub(super) const fn new(major: u32, minor: u32) -> Self {
         Self { major, minor }
     }
 
-    /// What a server says of itself. Some say `20+`.
+    /// Reads the version that a server reports. Some report `20+`.
     pub(super) fn read(info: &Info) -> Self {
         let number = |text: &str| {
             let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
@@ -214,12 +214,12 @@ impl ServerVersion {
         }
     }
 
-    /// Whether a Job can number its pods. Servers before drop the field and say nothing.
+    /// Returns true if a Job can number its pods. Older servers drop the field silently.
     pub(super) fn has_indexed_jobs(self) -> bool {
         self >= Self::new(1, 22)
     }
 
-    /// Whether a Job can tell failures apart.
+    /// Returns true if a Job can have a policy for failures of pods.
     pub(super) fn has_pod_failure_policy(self) -> bool {
         self >= Self::new(1, 31)
     }
@@ -231,27 +231,27 @@ impl fmt::Display for ServerVersion {
     }
 }
 
-/// Why there is no answer.
+/// The reason why there is no answer.
 #[derive(Debug)]
 pub(super) enum ApiError {
-    /// The server, or the way to it, said so.
+    /// The server refused, or the connection to it failed.
     Answered(kube::Error),
-    /// Nobody said anything for so long.
+    /// No answer came in this time.
     TimedOut(Duration),
 }
 
-/// Whether the same question may be answered in a moment.
+/// Returns true if the same request may succeed in a moment.
 fn is_passing(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if matches!(status.code, 429 | 500 | 503 | 504))
 }
 
-/// Whether the server has not begun with what it was asked for.
+/// Returns true if the server has not begun to carry out the request.
 pub(super) fn is_not_carried_out(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == 429)
 }
 
 impl ApiError {
-    /// The status code of the answer, where there was one.
+    /// Returns the status code of the answer, if there was one.
     pub(super) fn code(&self) -> Option<u16> {
         match self {
             Self::Answered(kube::Error::Api(status)) => Some(status.code),
@@ -259,7 +259,7 @@ impl ApiError {
         }
     }
 
-    /// As an error that names `what` was asked about, the cluster, and what to do.
+    /// Makes an error that names the object in question (`what`), the cluster, and the remedy.
     pub(super) fn into_error(self, what: &str, cluster: &Cluster) -> Error {
         let place = format!("Kubernetes at {}", cluster.url);
         match self {
@@ -330,7 +330,7 @@ fn of_status(status: &Status, what: &str, namespace: &str, place: &str) -> Error
     }
 }
 
-/// Who brings a kind of object that a cluster does not know.
+/// Returns the remedy for a kind of object that a cluster does not know.
 fn missing_kind(what: &str) -> &'static str {
     match what {
         what if what.contains("pytorchjob") => {

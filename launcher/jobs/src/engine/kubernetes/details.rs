@@ -1,4 +1,4 @@
-//! How far a job is: the state of the objects that run it, and of its pods.
+//! The state of a job: that of the objects that run it, and of its pods.
 
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -12,10 +12,10 @@ use super::objects::{TENSORBOARD_PORT, TENSORBOARD_SUFFIX, pytorch_job, selector
 use super::pods::NodePods;
 use crate::error::{Error, Result};
 use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, Role};
-use crate::output::now;
+use crate::output::{now, tail_of};
 use crate::spec::{JobSpec, ObjectKind};
 
-/// Asks the cluster.
+/// Asks the cluster for the state of a job.
 ///
 /// # Errors
 /// When it has forgotten the job, or does not answer.
@@ -27,7 +27,7 @@ pub(super) async fn details(cluster: &Cluster, job: &JobRecord) -> Result<JobDet
         pods = pods.with_warnings(cluster, &owners.uids).await;
     }
     let mut details = of(spec, job.submitted, &cluster.namespace, &owners, &pods);
-    // Pods that others took the place of are removed in time.
+    // Pods that were replaced are removed in time.
     let before = job.last.as_ref().map_or(0, |last| last.restarts);
     details.restarts = details.restarts.max(before);
     Ok(details)
@@ -125,17 +125,18 @@ fn failure(job: &str, pods: &NodePods) -> Option<Failure> {
         .terminated
         .and_then(|end| end.message.as_deref())
         .unwrap_or_default();
-    let lines: Vec<_> = message.lines().map(str::to_owned).collect();
-    let skipped = lines.len().saturating_sub(LAST_LINES);
     Some(Failure {
         instance: Some(Role::instance_name(job, first.node)),
         exit_code: first.terminated.map(|end| end.exit_code),
         reason: first.reason.clone(),
-        last_lines: lines.into_iter().skip(skipped).collect(),
+        last_lines: tail_of(message, LAST_LINES)
+            .lines()
+            .map(str::to_owned)
+            .collect(),
     })
 }
 
-/// A cluster's own way to a Service differs; this one is the same everywhere.
+/// Returns the command that reaches TensorBoard on every cluster.
 fn port_forward(job: &str, namespace: &str) -> String {
     format!(
         "http://localhost:9090 while this runs:\n\
@@ -143,16 +144,16 @@ fn port_forward(job: &str, namespace: &str) -> String {
     )
 }
 
-/// The state of the objects of one job, taken together.
+/// The combined state of the objects of one job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum OwnerState {
-    /// Waits to be let in.
+    /// Waits to be admitted.
     Suspended,
     /// Its pods run, or will.
     Active,
     /// Every pod succeeded.
     Complete,
-    /// It was given up, for this reason.
+    /// The cluster gave it up, for this reason.
     Failed(String),
 }
 
@@ -167,7 +168,7 @@ struct Owners {
     uids: Vec<String>,
 }
 
-/// How long the other Jobs of a job have to end when one has failed.
+/// Seconds that the other Jobs of a job have to end when one has failed.
 const SETTLING_SECONDS: u64 = 10;
 
 /// The fields that the three kinds share.
@@ -190,7 +191,7 @@ struct OwnerCondition {
     last_transition_time: Option<Time>,
 }
 
-/// Where the objects are that run a job of that kind.
+/// Returns the resource of the objects that run a job of that kind.
 pub(super) fn owner_resource(kind: ObjectKind) -> ApiResource {
     match kind {
         ObjectKind::Job => ApiResource::erase::<Job>(&()),
@@ -218,7 +219,7 @@ impl Owners {
         })
     }
 
-    /// Of these objects at that time; `None` where there are none.
+    /// Sums up these objects at that time; `None` if there are none.
     fn of(objects: &[DynamicObject], now: u64) -> Option<Self> {
         let read = |object: &DynamicObject| {
             let status = object.data.get("status").cloned().unwrap_or_default();
@@ -227,7 +228,7 @@ impl Owners {
         let statuses: Vec<_> = objects.iter().map(read).collect();
         let first = statuses.first()?;
         let end = statuses.iter().filter_map(OwnerStatus::end).max();
-        // The others end with it, and may say more of why.
+        // The others end with it, and may explain more.
         let is_settled = statuses.iter().all(OwnerStatus::is_over)
             || end.is_none_or(|end| now >= end + SETTLING_SECONDS);
         let failed = statuses
@@ -299,7 +300,7 @@ impl OwnerCondition {
     }
 }
 
-/// A server may not have said so yet.
+/// Returns true if the object is suspended, even if the server has not reported that yet.
 fn is_suspended(object: &DynamicObject) -> bool {
     let places = ["/spec/suspend", "/spec/runPolicy/suspend"];
     places

@@ -21,13 +21,12 @@ use crate::job::JobRecord;
 use crate::output::warn;
 use crate::spec::JobSpec;
 
-/// After so long without output it is looked whether there is another pod.
+/// The time without output after which a replacement of the pod is looked for.
 const SILENCE: Duration = Duration::from_secs(1);
-/// How long to wait for a change where no pod has more to show.
+/// The longest wait for a change if no pod has more output.
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// Writes the output of node `node`. To follow it is to go on with the pods that come in the place of others, until the
-/// job has ended.
+/// Writes the output of node `node`. Following it continues with the pods that replace others, until the job has ended.
 ///
 /// # Errors
 /// When the server refuses it, or `output` cannot be written.
@@ -44,7 +43,7 @@ pub(super) async fn logs(
     let mut has_warned = false;
     let mut changes = Changes::of(cluster, &job.spec);
     loop {
-        // Asked before the pods are, so that the last of them is shown whole.
+        // Asked before the pods are, so that the output of the last one is complete.
         let is_over = match request.mode {
             LogsMode::Once => true,
             LogsMode::Follow => match details(cluster, job).await {
@@ -101,18 +100,18 @@ pub(super) async fn logs(
     }
 }
 
-/// What of the output is shown already.
+/// The part of the output that is already shown.
 #[derive(Debug, Default)]
 struct Shown {
     complete: Vec<String>,
     pod: String,
     /// The time of its last line.
     last: Option<Timestamp>,
-    /// Up to where a stream before this one has come.
+    /// The time of the last line of the stream before this one.
     before: Option<Timestamp>,
 }
 
-/// How a stream of output ended.
+/// The reason why a stream of output ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StreamEnd {
     /// The container has ended.
@@ -132,7 +131,7 @@ impl Shown {
         self.complete.push(pod.name_any());
     }
 
-    /// A stream of that pod begins; what is shown of it already is not shown again.
+    /// Begins a stream of that pod, of which no line is shown twice.
     fn begin(&mut self, pod: &str) {
         if self.pod != pod {
             (self.pod, self.last) = (pod.to_owned(), None);
@@ -140,7 +139,7 @@ impl Shown {
         self.before = self.last;
     }
 
-    /// Whether the line with this time is to be shown. Servers begin at a whole second.
+    /// Returns true if the line with this time is not shown yet. Servers begin at a whole second.
     fn takes(&mut self, time: Option<Timestamp>) -> bool {
         if time.is_some() && time <= self.before {
             return false;
@@ -166,14 +165,14 @@ async fn show(
         follow: successors.is_some(),
         since_time: shown.before,
         tail_lines: tail.and_then(|lines| i64::try_from(lines).ok()),
-        // They say where to go on when a stream breaks.
+        // A new stream continues from them when one breaks.
         timestamps: true,
         ..LogParams::default()
     };
     let api = cluster.api::<Pod>();
     let stream = match cluster.try_ask(|| api.log_stream(&name, &parameters)).await {
         Ok(stream) => stream,
-        // A kubelet that is gone is the server's 500 or 502; 400 is a container that has not begun, 404 a pod that is gone.
+        // 500 and 502 mean that the kubelet is gone, 400 that the container has not begun, 404 that the pod is gone.
         Err(error)
             if matches!(error, ApiError::TimedOut(_))
                 || matches!(error.code(), Some(400 | 404 | 500..)) =>
@@ -193,7 +192,7 @@ async fn show(
         let read = stream.read_until(b'\n', &mut line);
         let read = match tokio::time::timeout(SILENCE, read).await {
             Ok(read) => read,
-            // What was read stays in `line`. A node that is lost says nothing any more.
+            // The bytes read so far stay in `line`. A lost node sends nothing any more.
             Err(_) => {
                 if let Some(successors) = &mut successors
                     && successors.have_come(cluster, pod).await
@@ -245,7 +244,7 @@ impl Successors<'_> {
     }
 }
 
-/// The time before a line, and the line.
+/// Splits a line into its time and the text.
 fn split(line: &[u8]) -> (Option<Timestamp>, &[u8]) {
     let blank = line.iter().position(|byte| *byte == b' ');
     let time = blank.and_then(|blank| std::str::from_utf8(&line[..blank]).ok()?.parse().ok());

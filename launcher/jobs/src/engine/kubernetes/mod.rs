@@ -1,7 +1,7 @@
 //! The engine Kubernetes, by its API.
 //!
-//! `objects` says what a job is made of; `submission` makes and removes it; `details` and `pods` say how far it is. All of
-//! it is known by the labels of the job, its name and its nonce, and nothing is kept here but the cluster's address.
+//! `objects` describes the parts of a job, `submission` makes and removes them, `details` and `pods` report its state. The
+//! objects are found by the job's labels, its name and its nonce; only the cluster's address is stored here.
 
 mod changes;
 mod cluster;
@@ -38,13 +38,13 @@ pub(crate) struct KubernetesEngine {
     watched: RefCell<Option<(String, Changes)>>,
 }
 
-/// Where the folder of a job keeps the address of the cluster that has it.
+/// The file in the folder of a job that has the address of its cluster.
 const CLUSTER_FILE: &str = "cluster";
-/// How long to wait for a change of a job. Some of what is told of it changes with time alone.
+/// The longest wait for a change of a job. Some of its details change with time alone.
 const PAUSE: Duration = Duration::from_secs(10);
 
 impl KubernetesEngine {
-    /// Finds the cluster of the kubeconfig, or the one that this process runs in. Nothing is asked of it yet.
+    /// Finds the cluster of the kubeconfig, or the one that this process runs in. Sends no request yet.
     ///
     /// # Errors
     /// When there is neither.
@@ -61,10 +61,10 @@ impl KubernetesEngine {
         })
     }
 
-    /// The cluster and the namespace in which a job is.
+    /// Returns the cluster and the namespace of a job.
     fn of_job(&self, job: &JobRecord, folder: &Path) -> Result<Cluster> {
         let name = &job.spec.name;
-        // A record without the file is that of a submission that was killed.
+        // If a submission was killed, its record has no such file.
         if let Ok(url) = fs::read_to_string(folder.join(CLUSTER_FILE))
             && url != self.cluster.url
         {
@@ -187,7 +187,7 @@ struct Built {
 }
 
 impl JobImage {
-    /// Makes the image, if one is to be made. It is pushed nowhere.
+    /// Builds the image, if one is to be built. Does not push it.
     ///
     /// # Errors
     /// When the program is not there, or cannot run on the base.
@@ -213,7 +213,7 @@ impl JobImage {
         };
         let registries = Registries::new(&options.insecure_registry)?;
         let image = build.build(&registries)?;
-        // By its digest, so that every pod runs this very image whatever is pushed later.
+        // By its digest, so that every pod runs this image even if another one is pushed later.
         let repository = without_tag(&reference);
         spec.options.kubernetes.image = Some(format!("{repository}@{}", image.digest()));
         let program = build.program_path()?;
@@ -230,15 +230,15 @@ impl JobImage {
         })
     }
 
-    /// The job with its image, and with the program where that has it.
+    /// Returns the job with its image, and with the path of the program in that image.
     pub(super) fn spec(&self) -> &JobSpec {
         &self.spec
     }
 
-    /// Pushes what was made. Returns what to say of it.
+    /// Pushes the image that was built. Returns the lines to print.
     ///
     /// # Errors
-    /// When the registry is not reached, or refuses it.
+    /// When the registry does not answer, or refuses it.
     pub(super) fn push(&self) -> Result<Vec<String>> {
         let Some(built) = &self.built else {
             return Ok(Vec::new());
@@ -251,7 +251,7 @@ impl JobImage {
     }
 }
 
-/// `host:5000/team/mnist` of `host:5000/team/mnist:1`.
+/// Returns `host:5000/team/mnist` for `host:5000/team/mnist:1`.
 fn without_tag(reference: &str) -> &str {
     match reference.rsplit_once(':') {
         Some((repository, tag)) if !tag.contains('/') => repository,

@@ -1,4 +1,4 @@
-//! The nodes of a cluster, what of them is allocated, and volumes.
+//! The nodes of a cluster, how much of them is allocated, and volumes.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ const CONTROL_PLANE: [&str; 2] = [
     "node-role.kubernetes.io/master",
 ];
 
-/// The nodes and what is allocated of them. Where this user may not see all, what is allocated in the namespace.
+/// Lists the nodes and their allocations: only those of the namespace if this user may not see all.
 ///
 /// # Errors
 /// When the server refuses that too, or does not answer.
@@ -60,7 +60,7 @@ pub(super) async fn nodes(cluster: &Cluster) -> Result<Vec<NodeUsage>> {
     }
 }
 
-/// The PersistentVolumeClaims of the namespace.
+/// Lists the PersistentVolumeClaims of the namespace.
 ///
 /// # Errors
 /// When the server refuses it or does not answer.
@@ -95,7 +95,7 @@ struct Amounts {
     cpus: f64,
 }
 
-/// What the pods on each node have.
+/// Adds up what the pods on each node request.
 fn allocated(pods: &[Pod]) -> BTreeMap<String, Amounts> {
     let mut nodes: BTreeMap<String, Amounts> = BTreeMap::new();
     for pod in pods {
@@ -128,7 +128,7 @@ fn amounts(quantities: Option<&BTreeMap<String, Quantity>>) -> Amounts {
     }
 }
 
-/// `2`, `1.5`, `500m`.
+/// Parses `2`, `1.5`, `500m`.
 fn cpus(text: &str) -> Option<f64> {
     match text.strip_suffix('m') {
         Some(thousandths) => Some(thousandths.parse::<f64>().ok()? / 1000.0),

@@ -1,4 +1,4 @@
-//! The pods of a job, node by node, and what they say.
+//! The pods of a job, node by node, and their states.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ pub(super) struct NodePods {
 #[derive(Debug, Default)]
 pub(super) struct Warnings(Vec<(String, String)>);
 
-/// How a pod's agent ended with a failure.
+/// The failure of a pod's agent.
 #[derive(Debug)]
 pub(super) struct AgentEnd<'a> {
     pub(super) node: usize,
@@ -47,7 +47,7 @@ impl NodePods {
         Ok(Self::of(pods, Warnings::default()))
     }
 
-    /// With what the engine warns of them and of `owners`, as far as this user may see that.
+    /// Adds the engine's warnings about them and `owners`, as far as this user may see them.
     pub(super) async fn with_warnings(mut self, cluster: &Cluster, owners: &[String]) -> Self {
         let uids: Vec<_> = self
             .all()
@@ -56,14 +56,14 @@ impl NodePods {
             .collect();
         let api = cluster.api::<Event>();
         let parameters = ListParams::default().fields("type=Warning");
-        // Without them there are fewer words.
+        // Without them, the reasons are shorter.
         if let Ok(events) = cluster.try_ask(|| api.list(&parameters)).await {
             self.warnings = Warnings::of(events.items, &uids);
         }
         self
     }
 
-    /// These pods.
+    /// Sorts these pods by node and age.
     pub(super) fn of(found: Vec<Pod>, warnings: Warnings) -> Self {
         let mut pods: BTreeMap<usize, Vec<Pod>> = BTreeMap::new();
         for pod in found {
@@ -77,12 +77,12 @@ impl NodePods {
         Self { pods, warnings }
     }
 
-    /// Those of one node, the oldest first.
+    /// Returns the pods of one node, the oldest first.
     pub(super) fn of_node(&self, node: usize) -> &[Pod] {
         self.pods.get(&node).map_or(&[], Vec::as_slice)
     }
 
-    /// The instance of one node of the job `job`, whose Job is one of `owners`.
+    /// Returns the instance of one node of the job `job`, whose Job is one of `owners`.
     pub(super) fn instance(&self, job: &str, node: usize, owners: &[String]) -> Instance {
         let pods = self.of_node(node);
         let lives = |pod: &&Pod| pod.metadata.deletion_timestamp.is_none();
@@ -147,7 +147,7 @@ impl NodePods {
         instance
     }
 
-    /// How agents ended that did not succeed: first those that say most about why the job failed.
+    /// Returns the failures of agents: first those that explain best why the job failed.
     pub(super) fn ends(&self) -> Vec<AgentEnd<'_>> {
         let mut ends = Vec::new();
         for (node, pods) in &self.pods {
@@ -175,7 +175,7 @@ impl NodePods {
         self.pods.values().flatten()
     }
 
-    /// Why a pod ended or is ending, as a clause.
+    /// Returns why a pod ended or is ending, as a clause.
     fn end_of(&self, pod: &Pod) -> Option<String> {
         if self.is_lost(pod) {
             return Some(self.lost(pod));
@@ -185,7 +185,7 @@ impl NodePods {
             .then(|| format!("{} ended: {}", pod.name_any(), failure(pod, end)))
     }
 
-    /// Whether a pod seems to run, but its node does not answer.
+    /// Returns true if a pod seems to run, but its node does not answer.
     fn is_lost(&self, pod: &Pod) -> bool {
         let status = pod.status.as_ref();
         let is_not_ready = status
@@ -214,7 +214,7 @@ impl NodePods {
         )
     }
 
-    /// Why a pod does not run yet, in the engine's words.
+    /// Returns why a pod does not run yet, in the engine's words.
     fn wait_reason(&self, pod: &Pod) -> Option<String> {
         let status = pod.status.as_ref()?;
         let conditions = status.conditions.as_deref().unwrap_or_default();
@@ -282,17 +282,17 @@ const INDEX: &str = "batch.kubernetes.io/job-completion-index";
 const REPLICA_TYPE: &str = "training.kubeflow.org/replica-type";
 const REPLICA_INDEX: &str = "training.kubeflow.org/replica-index";
 
-/// Whether the container of a pod's agent runs.
+/// Returns true if the container of a pod's agent runs.
 pub(super) fn runs(pod: &Pod) -> bool {
     agent(pod).is_some_and(is_running)
 }
 
-/// Whether a pod has begun to write output.
+/// Returns true if a pod has begun to write output.
 pub(super) fn has_output(pod: &Pod) -> bool {
     agent(pod).is_some_and(|container| is_running(container) || terminated(container).is_some())
 }
 
-/// Which container of a pod is the agent: those of operators have other names.
+/// Returns the name of the agent's container, which differs between operators.
 pub(super) fn container_name(pod: &Pod) -> Option<String> {
     let container = pod.spec.as_ref()?.containers.first()?;
     Some(container.name.clone())
@@ -329,7 +329,7 @@ fn is_running(container: &ContainerStatus) -> bool {
         .is_some_and(|state| state.running.is_some())
 }
 
-/// The last end of a container.
+/// Returns the last end of a container.
 fn terminated(container: &ContainerStatus) -> Option<&ContainerStateTerminated> {
     let end = |state: &'_ Option<ContainerState>| {
         state
@@ -342,7 +342,7 @@ fn terminated(container: &ContainerStatus) -> Option<&ContainerStateTerminated> 
     }
 }
 
-/// Why a pod failed, in the engine's words.
+/// Returns why a pod failed, in the engine's words.
 fn failure(pod: &Pod, end: Option<&ContainerStateTerminated>) -> String {
     let status = pod.status.as_ref();
     if let Some(reason) = status.and_then(|status| status.reason.as_deref()) {
@@ -377,7 +377,7 @@ fn is_oom(end: &ContainerStateTerminated) -> bool {
     end.reason.as_deref() == Some("OOMKilled")
 }
 
-/// How little an end says about why a job failed.
+/// Ranks the end of a pod: the lower, the more it explains why the job failed.
 fn rank(pod: &Pod, end: Option<&ContainerStateTerminated>) -> u8 {
     let evicted = pod
         .status

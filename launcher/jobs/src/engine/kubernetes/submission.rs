@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::output::{now, warn};
 use crate::spec::JobSpec;
 
-/// Asks the server whether it would take the objects. Nothing is made.
+/// Checks that the server would accept the objects. Makes nothing.
 ///
 /// # Errors
 /// When it refuses one.
@@ -29,7 +29,7 @@ pub(super) async fn check(cluster: &Cluster, objects: &Objects) -> Result<()> {
     Ok(())
 }
 
-/// Makes the objects of a job, the owner first. Returns what was made, a line each.
+/// Makes the objects of a job, the owner first. Returns one line per object.
 ///
 /// # Errors
 /// When the server refuses one; then none is left.
@@ -45,7 +45,7 @@ pub(super) async fn make(
         Err(error) => return Err(error),
     };
     if let Err(error) = made {
-        // The first error counts; what is said of the removal is added to it.
+        // The first error counts; an error of the removal is added to it.
         return Err(match remove(cluster, spec).await {
             Ok(()) => error,
             Err(left) => Error::refused(format!("{error}; what was made may be left: {left}")),
@@ -57,7 +57,7 @@ pub(super) async fn make(
         .collect())
 }
 
-/// Whether an object is only checked.
+/// The choice between checking an object and making it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunMode {
     Dry,
@@ -87,7 +87,7 @@ async fn create(cluster: &Cluster, object: &Object, mode: RunMode) -> Result<Dyn
         dry_run: mode == RunMode::Dry,
         ..PostParams::default()
     };
-    // A second request would find what the first has made, whose answer was lost.
+    // A second request would find the object of the first one, if only its answer was lost.
     let answer = cluster.ask_while(is_not_carried_out, || {
         api.create(&parameters, &object.value)
     });
@@ -96,7 +96,7 @@ async fn create(cluster: &Cluster, object: &Object, mode: RunMode) -> Result<Dyn
         .map_err(|error| error.into_error(&object.shown(), cluster))
 }
 
-/// Servers drop fields that they do not know. Where one has dropped a part of what was asked for, the job would be another.
+/// Refuses an answer that lacks fields. Servers drop fields that they do not know, and the job would be another one.
 fn has_all_fields(object: &Object, answer: &DynamicObject) -> Result<()> {
     let fields = |value: &DynamicObject| {
         let spec = value.data.get("spec").and_then(|spec| spec.as_object());
@@ -116,20 +116,20 @@ fn has_all_fields(object: &Object, answer: &DynamicObject) -> Result<()> {
     }
 }
 
-/// How often it is looked whether anything is left.
+/// The interval at which the remaining objects are listed.
 const POLL: Duration = Duration::from_millis(500);
-/// How long pods may take to end: their grace period, and some more.
+/// The time that pods may take to end: more than their grace period.
 const LIMIT: Duration = Duration::from_secs(120);
-/// How long after the end of its grace period a pod is given up, whose node does not say that it has ended.
+/// Seconds after the end of its grace period at which a pod is given up if its node does not report its end.
 const GIVEN_UP_SECONDS: u64 = 5;
 
-/// Removes a job's objects, and waits until none is left. What is not there is no error.
+/// Removes a job's objects, and waits until none is left. An object that does not exist is not an error.
 ///
 /// # Errors
 /// When the server refuses it, or something is still there after two minutes; the message names it.
 pub(super) async fn remove(cluster: &Cluster, spec: &JobSpec) -> Result<()> {
     let selector = selector(spec);
-    // Owners first: a Job that is still there would make its pods anew.
+    // Owners first: a Job that still exists would make its pods again.
     let resources = [
         pytorch_job(),
         train_job(),
@@ -177,7 +177,7 @@ pub(super) async fn remove(cluster: &Cluster, spec: &JobSpec) -> Result<()> {
     }
 }
 
-/// Those with the label. What a cluster does not know, or lets nobody see, is not there.
+/// Lists the objects with the label. A kind that the cluster does not know, or does not let this user see, has none.
 async fn find(
     cluster: &Cluster,
     resource: &ApiResource,
@@ -218,10 +218,10 @@ async fn delete(
     }
 }
 
-/// A pod on a node that is lost stays for ever, since nobody says that it has ended.
+/// Deletes pods whose node is lost: nobody else reports their end.
 async fn give_up(cluster: &Cluster, resource: &ApiResource, pods: &[DynamicObject]) -> Result<()> {
     for pod in pods {
-        // The time by which it has to be gone.
+        // The time by which the pod has to be gone.
         let Some(time) = pod.meta().deletion_timestamp.as_ref() else {
             continue;
         };
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
     use crate::engine::kubernetes::objects::tests::spec;
 
-    /// The requests that a server got.
+    /// A request that a server got.
     struct Asked {
         method: Method,
         path: String,

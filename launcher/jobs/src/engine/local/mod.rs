@@ -1,7 +1,7 @@
 //! The local engine: the nodes of a job are agents on this machine.
 //!
-//! A supervisor of its own (`supervisor.rs`) starts one agent a node and outlives the terminal. What it knows it writes
-//! to `state.json` in the job's folder, beside the output of each agent.
+//! A supervisor process (`supervisor.rs`) starts one agent per node and outlives the terminal. It writes its state to
+//! `state.json` in the job's folder, next to the output of each agent.
 
 mod process;
 mod state;
@@ -31,7 +31,7 @@ use supervisor::agent_words;
 
 pub(crate) use supervisor::supervise;
 
-/// Whether a job runs whose folder this is, or that cannot be known.
+/// Returns true if the job with this folder runs, or may run.
 pub(crate) fn may_run(folder: &Path) -> bool {
     LocalState::is_supervised(folder).unwrap_or(true)
 }
@@ -43,9 +43,9 @@ pub(crate) struct LocalEngine;
 /// The hidden command that is the supervisor of a job.
 pub(crate) const SUPERVISE: &str = "__supervise";
 
-/// Where the supervisor writes what it cannot say otherwise.
+/// The file for the messages of the supervisor.
 const SUPERVISOR_LOG: &str = "supervisor.log";
-/// How long a supervisor may take to start and to end its agents.
+/// The time that a supervisor may take to start, and to end its agents.
 const START_LIMIT: Duration = Duration::from_secs(10);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
@@ -200,7 +200,7 @@ impl Engine for LocalEngine {
             }
             thread::sleep(POLL);
         }
-        // Where the supervisor was killed, its agents go on.
+        // If the supervisor was killed, its agents still run.
         if let Some(state) = LocalState::read(folder) {
             state.end_agents(deadline);
         }
@@ -235,7 +235,7 @@ fn end_supervisor(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// NVIDIA's GPUs, by the device files that its driver makes.
+/// Counts NVIDIA's GPUs by the device files of the driver.
 fn gpu_count() -> usize {
     let Ok(entries) = fs::read_dir("/dev") else {
         return 0;

@@ -5,21 +5,21 @@ use std::fs;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-/// A process, told from others with the same number by the time of its start, and by when its machine was started.
+/// A process, distinguished from others with the same number by its start time and the boot of its machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ProcessIdentity {
     pub(super) pid: i32,
     /// Clock ticks since the machine was started.
     start_time: u64,
-    /// What Linux calls this start of the machine, if it says so.
+    /// The id that Linux gives this boot of the machine, if there is one.
     boot: Option<String>,
 }
 
 impl ProcessIdentity {
-    /// Of the process that has this number now.
+    /// Identifies the process that has this number now.
     pub(super) fn of(pid: i32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name, the second field, is in parentheses and may have blanks; the start time is field 22.
+        // The name, the second field, is in parentheses and may have spaces; the start time is field 22.
         let (_, rest) = stat.rsplit_once(')')?;
         let start_time = rest.split_whitespace().nth(19)?.parse().ok()?;
         Some(Self {
@@ -29,17 +29,17 @@ impl ProcessIdentity {
         })
     }
 
-    /// Whether it has not ended.
+    /// Returns true if it has not ended.
     pub(super) fn is_alive(&self) -> bool {
         Self::of(self.pid).as_ref() == Some(self)
     }
 
-    /// Sends it a signal; one that has ended is left alone.
+    /// Sends it a signal, unless it has ended.
     pub(super) fn signal(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.pid) else {
             return;
         };
-        // Held before the check, so that the process which is checked is the one that gets the signal.
+        // Held before the check, so that the checked process is the one that gets the signal.
         let held = pidfd_open(pid, PidfdFlags::empty());
         if !self.is_alive() {
             return;

@@ -1,6 +1,6 @@
-//! What the supervisor of a job writes for others to read.
+//! The state that the supervisor of a job writes for other processes.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::thread;
@@ -11,7 +11,9 @@ use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::process::ProcessIdentity;
-use crate::job::{Failure, JobStatus, LAST_LINES, Role, node_log, read_failure};
+use crate::job::{
+    Failure, JobStatus, LAST_LINES, Role, node_log, read_failure, read_json, replace_json,
+};
 use crate::output::last_lines;
 use crate::spec::JobSpec;
 
@@ -23,7 +25,7 @@ const LOCK: &str = "supervisor.lock";
 /// How long a supervisor waits for commands that hold its lock to look at it.
 const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
-/// How far a job is.
+/// The state of a job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct LocalState {
     pub(super) status: JobStatus,
@@ -35,40 +37,36 @@ pub(super) struct LocalState {
     pub(super) tensorboard: Option<String>,
 }
 
-/// How far the agent of a node is.
+/// The state of a node's agent.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct NodeState {
     pub(super) agent: Option<ProcessIdentity>,
     pub(super) restarts: u32,
-    /// Of an agent that is not started again; 128 + signal where a signal ended it.
+    /// The exit code of an agent that is not started again; 128 + signal if a signal ended it.
     pub(super) exit_code: Option<i32>,
     pub(super) ended: Option<u64>,
     pub(super) reason: Option<String>,
 }
 
 impl LocalState {
-    /// The state of the job of this folder, once its supervisor has written one.
+    /// Reads the state of the job with this folder, once its supervisor has written one.
     pub(super) fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(folder.join(FILE)).ok()?).ok()
+        read_json(&folder.join(FILE))
     }
 
-    /// Writes the state whole, in place of the one before.
+    /// Replaces the state.
     pub(super) fn write(&self, folder: &Path) -> io::Result<()> {
-        let mut file = tempfile::NamedTempFile::new_in(folder)?;
-        serde_json::to_writer(&mut file, self)?;
-        file.persist(folder.join(FILE))
-            .map_err(|error| error.error)?;
-        Ok(())
+        replace_json(&folder.join(FILE), self)
     }
 
-    /// The state as it is now: that of a failure where nobody is left to write it.
+    /// Returns the current state: a failure if no supervisor is left to write it.
     pub(super) fn current(folder: &Path) -> Option<Self> {
         let state = Self::read(folder)?;
-        // Where the lock cannot be looked at, nobody knows better than the state.
+        // If the lock cannot be checked, the state is the best answer.
         if state.status.is_final() || Self::is_supervised(folder).unwrap_or(true) {
             return Some(state);
         }
-        // The supervisor may have ended between the reading and the look at its lock.
+        // The supervisor may have ended between the read and the check of its lock.
         let mut state = Self::read(folder)?;
         if !state.status.is_final() {
             state.status = JobStatus::Failed;
@@ -78,7 +76,7 @@ impl LocalState {
         Some(state)
     }
 
-    /// The lock of a job's supervisor, with its process in it; `None` where another one holds it.
+    /// Acquires the lock of a job's supervisor and writes its process into it; `None` if another one holds it.
     pub(super) fn lock(folder: &Path, supervisor: &ProcessIdentity) -> io::Result<Option<File>> {
         let path = folder.join(LOCK);
         let file = File::options().create(true).append(true).open(path)?;
@@ -95,20 +93,20 @@ impl LocalState {
         Ok(Some(file))
     }
 
-    /// Whether the supervisor of a job lives.
+    /// Returns true if the supervisor of a job lives.
     pub(super) fn is_supervised(folder: &Path) -> io::Result<bool> {
         let file = match File::open(folder.join(LOCK)) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(error),
         };
-        // Shared, so that those who look at the same time do not take one another for it.
+        // Shared, so that concurrent checks do not take each other for the supervisor.
         Ok(!try_lock(&file, FlockOperation::NonBlockingLockShared)?)
     }
 
-    /// The process that holds the lock, or has held it.
+    /// Returns the process that holds the lock, or has held it.
     pub(super) fn supervisor(folder: &Path) -> Option<ProcessIdentity> {
-        serde_json::from_slice(&fs::read(folder.join(LOCK)).ok()?).ok()
+        read_json(&folder.join(LOCK))
     }
 
     /// Ends agents whose supervisor is gone.
@@ -130,7 +128,7 @@ impl LocalState {
         }
     }
 
-    /// What failed: the node that ended first with an error.
+    /// Returns the failure of the node that ended first with an error.
     pub(super) fn failure(&self, spec: &JobSpec, folder: &Path) -> Option<Failure> {
         let failed = |node: &&(usize, &NodeState)| node.1.exit_code.is_some_and(|code| code != 0);
         let nodes: Vec<_> = self.nodes.iter().enumerate().collect();
@@ -157,7 +155,7 @@ impl LocalState {
     }
 }
 
-/// Whether the lock is had.
+/// Returns true if the lock was acquired.
 fn try_lock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     match rustix::fs::flock(file, operation) {
         Ok(()) => Ok(true),

@@ -1,4 +1,4 @@
-//! The supervisor of a local job: starts one agent a node, starts those again that ask for it, and writes the state.
+//! The supervisor of a local job: starts one agent per node, restarts agents that ask for it, and writes the state.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -22,18 +22,18 @@ use crate::job::{JobRecord, JobStatus, node_log};
 use crate::output::now;
 use crate::spec::{JobSpec, launcher_here};
 
-/// How long agents may take to end after a signal.
+/// The time that agents may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(45);
-/// Between the end of an agent and its next start.
+/// The pause between the end of an agent and its next start.
 const RESTART_DELAY: Duration = Duration::from_millis(500);
 
-/// How long to try to write how a job has ended.
+/// The time in which writing the end of a job is attempted again.
 const WRITE_LIMIT: Duration = Duration::from_secs(300);
 
-/// Runs the job whose folder this is, to its end.
+/// Runs the job with this folder to its end.
 ///
 /// # Errors
-/// When the folder has no record, another supervisor, or cannot be written.
+/// When the folder has no record, has another supervisor, or cannot be written.
 pub(crate) fn supervise(folder: &Path) -> Result<()> {
     let failed = |what: &str| {
         let message = format!("{}: {what}", folder.display());
@@ -63,10 +63,10 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
         && !job.state.status.is_final()
     {
         job.finish(JobStatus::Failed, Some(chain(error)));
-        // The folder may be what cannot be written.
+        // The folder itself may not be writable.
         let _ = job.write();
     }
-    // Where the state could not be written, say: nobody would end them.
+    // After an error, such as a state that could not be written, nobody else would end them.
     job.end(Signal::TERM);
     done
 }
@@ -86,11 +86,11 @@ struct LocalJob<'a> {
 /// The agent of a node.
 struct Agent {
     process: Option<Child>,
-    /// When it is started again.
+    /// The time of its restart.
     due: Option<Instant>,
 }
 
-/// What follows from the end of an agent.
+/// The consequence of an agent's end.
 enum Next {
     /// It is started again.
     Restart,
@@ -171,7 +171,7 @@ impl<'a> LocalJob<'a> {
         }
     }
 
-    /// Looks at the agents once, and tells whether something has changed.
+    /// Polls the agents once, and returns true if something has changed.
     fn step(&mut self) -> Result<bool> {
         let mut changed = false;
         for node in 0..self.agents.len() {
@@ -218,7 +218,7 @@ impl<'a> LocalJob<'a> {
         Ok(changed)
     }
 
-    /// An agent asks to be started again by exit code 75, and so does one that was killed.
+    /// Handles the end of an agent. Exit code 75 asks for a restart, and an agent that was killed is restarted as well.
     fn agent_ended(&mut self, node: usize, status: ExitStatus) -> Next {
         let state = &mut self.state.nodes[node];
         let code = status.code().or_else(|| Some(128 + status.signal()?));
@@ -278,7 +278,7 @@ impl<'a> LocalJob<'a> {
         }
     }
 
-    /// Ends what runs, by `first` and after a while by SIGKILL.
+    /// Ends all processes, by `first` and after a while by SIGKILL.
     fn end(&mut self, first: Signal) {
         let tensorboard = self.tensorboard.take();
         let agents = self
@@ -360,7 +360,7 @@ fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<(Child, String)> {
     Ok((child, format!("http://127.0.0.1:{port}")))
 }
 
-/// A port that nobody listens at.
+/// Returns a free port.
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }

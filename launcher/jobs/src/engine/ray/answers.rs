@@ -14,7 +14,7 @@ pub(super) struct RayJob {
     pub(super) job_id: Option<String>,
     pub(super) status: RayStatus,
     pub(super) message: Option<String>,
-    /// In milliseconds since 1970.
+    /// Milliseconds since 1970.
     pub(super) end_time: Option<u64>,
     /// The node on which the driver runs.
     pub(super) driver_node_id: Option<String>,
@@ -40,7 +40,7 @@ impl RayJob {
     }
 }
 
-/// How far Ray says that a job is, which is how far its driver is.
+/// Ray's status of a job, which is that of its driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub(super) enum RayStatus {
@@ -52,19 +52,19 @@ pub(super) enum RayStatus {
 }
 
 impl RayStatus {
-    /// Whether the driver runs no more.
+    /// Returns true if the driver has ended.
     pub(super) fn is_final(self) -> bool {
         matches!(self, Self::Stopped | Self::Succeeded | Self::Failed)
     }
 }
 
-/// What a job has printed.
+/// The output of a job.
 #[derive(Deserialize)]
 pub(super) struct RayLogs {
     pub(super) logs: String,
 }
 
-/// Which Ray it is.
+/// The version of Ray.
 #[derive(Deserialize)]
 pub(super) struct RayVersion {
     pub(super) ray_version: String,
@@ -82,7 +82,7 @@ pub(super) struct StateList<T> {
     pub(super) result: StateRows<T>,
 }
 
-/// Its rows.
+/// The rows of a list.
 #[derive(Deserialize)]
 pub(super) struct StateRows<T> {
     pub(super) result: Vec<T>,
@@ -102,7 +102,7 @@ pub(super) struct RayNode {
     pub(super) resources_total: BTreeMap<String, f64>,
 }
 
-/// The part of `/api/cluster_status` that says what is used, by node.
+/// The part of `/api/cluster_status` with the used resources of each node.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub(super) struct RayUsage {
@@ -122,7 +122,7 @@ struct LoadMetrics {
 }
 
 impl RayUsage {
-    /// How much of a resource is used on a node.
+    /// Returns how much of a resource is used on a node.
     pub(super) fn used(&self, node: &str, resource: &str) -> f64 {
         let report = self
             .cluster_status
@@ -134,10 +134,10 @@ impl RayUsage {
     }
 }
 
-/// What begins a line that is not node 0's, as in JSON text sequences.
+/// The first character of a line that is not from node 0, as in JSON text sequences.
 const MARK: char = '\x1e';
 
-/// The output of an instance, that of node 0 where none is named, in the log of a job; `None` before its driver has begun.
+/// Returns the output of an instance (node 0 if none is named) in the log of a job; `None` before its driver has begun.
 ///
 /// Ray appends to the log of a job that had the same name, so the driver begins with Ray's number of the job.
 pub(super) fn output_of(log: &str, job_id: Option<&str>, instance: Option<&str>) -> Option<String> {
@@ -152,24 +152,13 @@ pub(super) fn output_of(log: &str, job_id: Option<&str>, instance: Option<&str>)
     Some(output.collect())
 }
 
-/// The last `tail` lines of a text, or all of it.
-pub(super) fn tail_of(text: &str, tail: Option<usize>) -> &str {
-    let Some(tail) = tail else { return text };
-    let lines: Vec<_> = text.split_inclusive('\n').collect();
-    let rest: usize = lines[..lines.len().saturating_sub(tail)]
-        .iter()
-        .map(|line| line.len())
-        .sum();
-    &text[rest..]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn recorded_answers_are_read() {
-        // Of Ray 2.60, shortened.
+        // From Ray 2.60, shortened.
         let job = r#"{"type": "SUBMISSION", "job_id": "02000000", "submission_id": "t1", "driver_info": {"id": "02000000",
         "node_ip_address": "10.77.0.1", "pid": "29223"}, "status": "SUCCEEDED", "entrypoint": "python gang.py", "message":
         "Job finished successfully.", "error_type": null, "start_time": 1795648064664, "end_time": 1795648075891,
@@ -197,7 +186,7 @@ mod tests {
         let usage: StateAnswer<RayUsage> = serde_json::from_str(usage).unwrap();
         assert_eq!(usage.data.used("cad2", "CPU"), 1.5);
         assert_eq!(usage.data.used("cad2", "GPU"), 0.0);
-        // A cluster without its monitor.
+        // From a cluster without its monitor.
         let usage: StateAnswer<RayUsage> =
             serde_json::from_str(r#"{"data": {"clusterStatus": null}}"#).unwrap();
         assert_eq!(usage.data.used("cad2", "CPU"), 0.0);
@@ -212,14 +201,5 @@ mod tests {
         assert_eq!(output(Some("a-worker-1")).unwrap(), "");
         assert_eq!(output_of(log, Some("03"), None), None);
         assert_eq!(output_of("sh: python: not found\n", None, None), None);
-    }
-
-    #[test]
-    fn tails_are_lines() {
-        assert_eq!(tail_of("a\nb\nc", Some(2)), "b\nc");
-        assert_eq!(tail_of("a\nb\n", Some(1)), "b\n");
-        assert_eq!(tail_of("a\n", Some(5)), "a\n");
-        assert_eq!(tail_of("a\n", Some(0)), "");
-        assert_eq!(tail_of("a\n", None), "a\n");
     }
 }

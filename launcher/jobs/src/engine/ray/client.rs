@@ -10,11 +10,11 @@ use super::answers::{RayJob, RayLogs, RayNode, RayUsage, RayVersion, StateAnswer
 use crate::error::{Error, Result};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Of an answer; of an upload it is longer.
+/// The time limit of an answer; that of an upload is longer.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 const LONGEST_ANSWER: u64 = 1 << 30;
-/// The first Ray that has all that is asked here.
+/// The oldest major version of Ray with the APIs that are used here.
 const OLDEST: u64 = 2;
 
 /// A dashboard of Ray.
@@ -22,12 +22,12 @@ const OLDEST: u64 = 2;
 pub(super) struct RayClient {
     agent: ureq::Agent,
     address: String,
-    /// Sent as a bearer token, where the cluster asks for one.
+    /// The bearer token, if the cluster asks for one.
     token: Option<String>,
 }
 
 impl RayClient {
-    /// The client of the dashboard at `address`; nobody is asked yet.
+    /// Makes the client of the dashboard at `address`. Sends no request yet.
     ///
     /// # Errors
     /// When the address is not that of a dashboard.
@@ -53,15 +53,15 @@ impl RayClient {
         })
     }
 
-    /// Where the dashboard is.
+    /// Returns the address of the dashboard.
     pub(super) fn address(&self) -> &str {
         &self.address
     }
 
-    /// Checks that it is a Ray that has what is asked here.
+    /// Checks that it is a Ray with the APIs that are used here.
     ///
     /// # Errors
-    /// When nothing answers, or it is no Ray, or too old.
+    /// When nothing answers, or it is not Ray, or too old.
     pub(super) fn check_version(&self) -> Result<()> {
         let answer: RayVersion = self.json(Method::GET, "/api/version", None)?;
         let major = answer.ray_version.split('.').next().unwrap_or_default();
@@ -74,7 +74,7 @@ impl RayClient {
         }
     }
 
-    /// Whether Ray has the package of this name.
+    /// Returns true if Ray has the package with this name.
     ///
     /// # Errors
     /// When Ray does not answer.
@@ -110,7 +110,7 @@ impl RayClient {
         Ok(())
     }
 
-    /// A job, by its submission id.
+    /// Returns a job by its submission id.
     ///
     /// # Errors
     /// [`Error::is_not_found`] when Ray has no such job.
@@ -118,7 +118,7 @@ impl RayClient {
         self.json(Method::GET, &format!("/api/jobs/{id}"), None)
     }
 
-    /// All that the driver of a job has printed.
+    /// Returns the whole output of a job's driver.
     ///
     /// # Errors
     /// [`Error::is_not_found`] when Ray has no such job.
@@ -145,7 +145,7 @@ impl RayClient {
         Ok(())
     }
 
-    /// A file of the folder of logs that a node has.
+    /// Reads a file in the folder of logs of a node.
     ///
     /// # Errors
     /// When there is none, or the node does not answer.
@@ -154,7 +154,7 @@ impl RayClient {
         self.ask(Method::GET, &path, None, TIMEOUT)
     }
 
-    /// The nodes, those that are gone as well.
+    /// Lists the nodes, including those that are gone.
     ///
     /// # Errors
     /// When Ray does not answer.
@@ -164,7 +164,7 @@ impl RayClient {
         Ok(answer.data.result.result)
     }
 
-    /// What of the nodes is used.
+    /// Returns the used resources of each node.
     ///
     /// # Errors
     /// When Ray does not answer.
@@ -235,7 +235,7 @@ impl RayClient {
         }
     }
 
-    /// The error of an answer that is none.
+    /// Makes an error of an answer that reports one.
     fn refusal(&self, asked: &str, status: StatusCode, text: &[u8]) -> Error {
         let address = &self.address;
         let said = last_line(&String::from_utf8_lossy(text));
@@ -244,7 +244,7 @@ impl RayClient {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::refused(format!(
                 "{answers}: you may not do that; set RAY_AUTH_TOKEN to a token of the cluster: {said}"
             )),
-            // What a job's own actor does not find, Ray answers with 500.
+            // If a job's own actor does not find something, Ray answers with 500.
             StatusCode::NOT_FOUND | StatusCode::INTERNAL_SERVER_ERROR
                 if said.contains("does not exist")
                     || (asked.contains("/packages/") && status == StatusCode::NOT_FOUND) =>
@@ -273,7 +273,7 @@ fn package_path(name: &str) -> String {
     format!("/api/packages/gcs/{name}")
 }
 
-/// The last line of a text, which is the error of a traceback.
+/// Returns the last line of a text, which is the error of a traceback.
 fn last_line(text: &str) -> String {
     const LONGEST: usize = 500;
     let line = text.lines().rev().find(|line| !line.trim().is_empty());
@@ -288,7 +288,7 @@ mod tests {
 
     use super::*;
 
-    /// A dashboard that answers everything by this, once.
+    /// Makes a dashboard that gives this answer once.
     fn answering(status: &str, body: &str) -> RayClient {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();

@@ -1,31 +1,32 @@
-//! The other side of `gang.py`: what the driver of a job is told, what it says, and what is shown of both.
+//! The other side of `gang.py`: the description of a job for its driver, the driver's report, and the details made of it.
 
 use serde::{Deserialize, Serialize};
 
 use super::answers::{RayJob, RayStatus};
 use super::client::RayClient;
-use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, Role};
+use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, Role};
+use crate::output::tail_of;
 use crate::spec::{JobSpec, RayPlacement};
 
 /// The driver.
 pub(super) const DRIVER: &str = include_str!("gang.py");
 
-/// What the driver is started with, as JSON in its one argument, which every user of its host can read.
+/// The job as the driver gets it: JSON in its one argument, which every user of its host can read.
 #[derive(Serialize)]
 pub(super) struct GangJob<'a> {
     name: &'a str,
     nodes: usize,
-    /// The agent of a node. What begins with `./` is in the package.
+    /// The agent of a node. Paths that begin with `./` are in the package.
     command: Vec<String>,
-    /// What each node gives.
+    /// The resources of each node.
     bundle: Bundle,
     strategy: RayPlacement,
     max_restarts: u32,
-    /// In seconds.
+    /// The time limit in seconds.
     time_limit: Option<u64>,
-    /// Where agents start, other than in the package.
+    /// The folder in which agents start, if not in the package.
     working_dir: Option<&'a std::path::Path>,
-    /// What a TensorBoard shows.
+    /// The folder that a TensorBoard shows.
     logdir: Option<&'a std::path::Path>,
 }
 
@@ -41,11 +42,11 @@ struct Bundle {
 }
 
 impl<'a> GangJob<'a> {
-    /// Of a job whose nodes have the launcher and the program at these paths.
+    /// Describes a job whose nodes have the launcher and the program at these paths.
     pub(super) fn new(spec: &'a JobSpec, launcher: &str, program: &str) -> Self {
         let command = spec.agent().launcher(launcher).program(program).words();
         let resources = &spec.resources;
-        // Ray places nothing that asks for nothing: a core a rank.
+        // Ray places only bundles that ask for something: one core per rank.
         let cpus = resources.cpus.map(usize::from);
         let cpus = cpus
             .or_else(|| spec.nproc_per_node.parse().ok())
@@ -68,7 +69,7 @@ impl<'a> GangJob<'a> {
     }
 }
 
-/// What the driver knows of its job. Times are seconds since 1970.
+/// The driver's report of its job. Times are seconds since 1970.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct GangState {
     /// Ray's number of the job.
@@ -95,7 +96,7 @@ struct GangInstance {
 }
 
 impl GangState {
-    /// What the driver of a job has written last, where it has begun and its node answers.
+    /// Reads the last report of a job's driver, if the driver has begun and its node answers.
     pub(super) fn read(client: &RayClient, id: &str, job: &RayJob) -> Option<Self> {
         let node = job.driver_node_id.as_deref()?;
         let text = client
@@ -105,11 +106,11 @@ impl GangState {
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
-        // In older versions of Ray, chunks of a file begin with a `1` where they could be read.
+        // In older versions of Ray, each chunk of a file begins with a `1` if it could be read.
         serde_json::from_slice(text.strip_prefix(b"1").unwrap_or(text)).ok()
     }
 
-    /// Its instances, node by node.
+    /// Returns its instances, node by node.
     fn instances(&self) -> Vec<Instance> {
         let instance = |(node, instance): (usize, &GangInstance)| Instance {
             name: instance.name.clone(),
@@ -126,12 +127,12 @@ impl GangState {
     }
 }
 
-/// Whole seconds.
+/// Rounds down to whole seconds.
 fn whole(seconds: f64) -> u64 {
     seconds as u64
 }
 
-/// What Ray and the driver say of a job; the driver may have said nothing yet, or no more.
+/// Combines Ray's state of a job with the driver's report, which may not exist yet, or no longer.
 pub(super) fn details(job: &JobRecord, answer: &RayJob, state: Option<GangState>) -> JobDetails {
     let spec = &job.spec;
     let told = state.as_ref().map(|state| state.status);
@@ -144,7 +145,7 @@ pub(super) fn details(job: &JobRecord, answer: &RayJob, state: Option<GangState>
         (RayStatus::Succeeded, _) => JobStatus::Succeeded,
         (RayStatus::Failed, _) => JobStatus::Failed,
     };
-    // Where the driver was killed, only Ray says why.
+    // If the driver was killed, only Ray knows why.
     let killed = status == JobStatus::Failed && told != Some(JobStatus::Failed);
     let said = answer
         .message
@@ -192,7 +193,7 @@ pub(super) fn details(job: &JobRecord, answer: &RayJob, state: Option<GangState>
     }
 }
 
-/// The instances that the driver knows; none runs on when the job is over.
+/// Returns the instances of the driver's report; none still runs when the job is over.
 fn instances(state: &GangState, status: JobStatus) -> Vec<Instance> {
     let mut instances = state.instances();
     for instance in &mut instances {
@@ -203,7 +204,7 @@ fn instances(state: &GangState, status: JobStatus) -> Vec<Instance> {
     instances
 }
 
-/// An instance of which the driver has not said anything.
+/// Makes an instance that the driver has not reported.
 fn unknown(spec: &JobSpec, node: usize, status: JobStatus) -> Instance {
     Instance {
         name: Role::instance_name(spec.name.as_str(), node),
@@ -218,11 +219,11 @@ fn unknown(spec: &JobSpec, node: usize, status: JobStatus) -> Instance {
     }
 }
 
-/// The last lines of Ray's message, which has those of the log.
+/// Returns the last lines of Ray's message, which has those of the log.
 fn last_lines(message: &str) -> Vec<String> {
-    const LINES: usize = 20;
-    let lines: Vec<_> = message.lines().skip(1).map(str::to_owned).collect();
-    lines[lines.len().saturating_sub(LINES)..].to_vec()
+    let log = message.split_once('\n').map_or("", |(_, log)| log);
+    let lines = tail_of(log, LAST_LINES).lines();
+    lines.map(str::to_owned).collect()
 }
 
 #[cfg(test)]

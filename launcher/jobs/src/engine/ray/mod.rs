@@ -1,8 +1,8 @@
 //! The engine Ray.
 //!
-//! A job is one of Ray's Jobs API. What Ray starts is a driver (`gang.py`), once, on its head; the driver starts the agents
-//! as actors of a placement group, one a node. Program, launcher and driver travel in a package of files. What the driver
-//! knows it writes beside Ray's log of the job, where `get` reads it by Ray's API of logs.
+//! A job is a job of Ray's Jobs API. Ray starts a driver (`gang.py`) once, on its head; the driver starts the agents as
+//! actors of a placement group, one per node. Program, launcher and driver travel in a package of files. The driver writes
+//! its report next to Ray's log of the job, where `get` reads it through Ray's API of logs.
 
 mod answers;
 mod client;
@@ -20,9 +20,9 @@ use serde_json::{Value, json};
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
-use crate::output::shell_line;
+use crate::output::{shell_line, tail_of};
 use crate::spec::{EngineAddress, JobSpec};
-use answers::{NONCE, RayJob, output_of, tail_of};
+use answers::{NONCE, RayJob, output_of};
 use client::RayClient;
 use gang::{GangJob, GangState, details};
 use package::Package;
@@ -33,33 +33,33 @@ pub(crate) struct RayEngine {
     client: RayClient,
 }
 
-/// How long Ray lets a driver end its job, in place of 3 s.
+/// Seconds that Ray gives a driver to end its job, instead of 3 s.
 const STOP_WAIT: u64 = 60;
-/// How long the end of a job is waited for.
+/// The longest wait for the end of a job.
 const STOP_LIMIT: Duration = Duration::from_secs(STOP_WAIT + 30);
 const POLL: Duration = Duration::from_millis(500);
 /// Linux starts no program with a longer word or variable. Ray gives the entrypoint to a shell as one word, and the runtime
 /// environment to the driver as one variable.
 const LONGEST_WORD: usize = (128 << 10) - 1;
-/// What Ray adds to the runtime environment in that variable.
+/// The bytes that Ray adds to the runtime environment in that variable.
 const ADDED_BY_RAY: usize = 1 << 10;
-/// The variable that brings those of the ranks to the driver (`gang.py`).
+/// The variable with the ranks' variables for the driver (`gang.py`).
 const RANK_VARIABLES: &str = "ACCEL_JOBS_ENV";
-/// In which Ray has noticed the end of a job.
+/// The time in which Ray notices the end of a job.
 const WATCH: Duration = Duration::from_millis(2500);
 
 impl RayEngine {
-    /// The engine whose dashboard is at this address; nobody is asked yet.
+    /// Makes the engine for the dashboard at this address. Sends no request yet.
     ///
     /// # Errors
-    /// When the address is none of a dashboard.
+    /// When the address is not that of a dashboard.
     pub(crate) fn connect(address: &EngineAddress) -> Result<Self> {
         Ok(Self {
             client: RayClient::new(&address.ray())?,
         })
     }
 
-    /// The body of the submission.
+    /// Makes the body of the submission.
     fn request(spec: &JobSpec, package: &Package) -> Result<Value> {
         if spec.priority.is_some() {
             return Err(Error::usage("--priority: Ray has no priorities"));
@@ -68,7 +68,7 @@ impl RayEngine {
         let failed = |error| Error::system("cannot write JSON").with_source(error);
         let job = serde_json::to_string(&job).map_err(failed)?;
         let entrypoint = shell_line(&["python", "gang.py", &job]);
-        // Ray replaces `$NAME` in `env_vars`, so the driver hands the variables on. Ray's own have to be there by name.
+        // Ray replaces `$NAME` in `env_vars`, so the driver sets the variables. Only Ray's own are there by name.
         let mut env: BTreeMap<_, _> = spec.env.clone();
         env.retain(|name, _| name.starts_with("RAY_"));
         env.entry("RAY_JOB_STOP_WAIT_TIME_S".to_owned())
@@ -101,7 +101,7 @@ impl RayEngine {
         self.same(spec, self.client.job(spec.name.as_str())?)
     }
 
-    /// The answer, unless it is of another job.
+    /// Returns the answer, unless it is about another job.
     fn same(&self, spec: &JobSpec, answer: RayJob) -> Result<RayJob> {
         let name = &spec.name;
         match answer.is_of(spec) {
@@ -117,7 +117,7 @@ impl RayEngine {
     fn end(&self, spec: &JobSpec) -> Result<()> {
         let name = spec.name.as_str();
         let answer = self.client.job(name)?;
-        // A stop that was interrupted may have left an entry that is nobody's.
+        // An interrupted stop may have left an entry without a job.
         if !answer.is_made_of_nothing() && !self.same(spec, answer)?.status.is_final() {
             self.client.stop(name)?;
             self.wait_for_end(spec)?;
@@ -127,8 +127,8 @@ impl RayEngine {
 
     /// Makes Ray forget a job that has ended.
     ///
-    /// Ray watches each job once a second. Where it finds no entry before it has noticed the end, it makes one of a job
-    /// that failed.
+    /// Ray checks each job once a second. If the entry is gone before Ray notices the end, Ray makes an entry of a failed
+    /// job.
     fn remove(&self, spec: &JobSpec) -> Result<()> {
         let name = spec.name.as_str();
         loop {
@@ -157,14 +157,14 @@ impl RayEngine {
     }
 }
 
-/// The same JSON in ASCII and without `$`: Ray expands nothing in it, and every locale can hold it.
+/// Writes the same JSON in ASCII and without `$`: Ray expands nothing in it, and it survives every locale.
 fn escaped(json: &str) -> String {
     let mut escaped = String::with_capacity(json.len());
     for c in json.chars() {
         if c.is_ascii() && c != '$' {
             escaped.push(c);
         } else {
-            // Such a character stands in a string.
+            // Such a character is always in a string.
             for unit in c.encode_utf16(&mut [0; 2]) {
                 escaped.push_str(&format!("\\u{unit:04x}"));
             }
@@ -242,7 +242,7 @@ impl Engine for RayEngine {
         // The output of node 0 has no name in the log.
         let instance = (request.node > 0).then(|| Role::instance_name(name, request.node));
         let instance = instance.as_deref();
-        // How much of it has been shown.
+        // The length of the text that is already shown.
         let mut shown = None;
         loop {
             let asked = Instant::now();
@@ -255,9 +255,11 @@ impl Engine for RayEngine {
                 None if is_final => log,
                 None => String::new(),
             };
-            let begin = shown
-                .filter(|shown| *shown > 0)
-                .unwrap_or_else(|| text.len() - tail_of(&text, request.tail).len());
+            let begin = shown.filter(|shown| *shown > 0).unwrap_or_else(|| {
+                request
+                    .tail
+                    .map_or(0, |lines| text.len() - tail_of(&text, lines).len())
+            });
             let new = text.get(begin..).unwrap_or_default();
             output
                 .write_all(new.as_bytes())

@@ -17,7 +17,7 @@ const DRIVER_FILE: &str = "gang.py";
 
 /// A package, which is named by its content.
 pub(super) struct Package {
-    /// As Ray's own packages are called.
+    /// Its name, in the form of Ray's own packages.
     pub(super) name: String,
     pub(super) bytes: Vec<u8>,
     /// Its files with their sizes.
@@ -57,7 +57,7 @@ impl Package {
         sources.pack(launcher, program)
     }
 
-    /// Where the job finds it.
+    /// Returns the address from which nodes fetch it.
     pub(super) fn uri(&self) -> String {
         format!("gcs://{}", self.name)
     }

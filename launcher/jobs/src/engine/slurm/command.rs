@@ -1,4 +1,4 @@
-//! Slurm's own commands, and what their errors mean.
+//! Slurm's own commands, and the meaning of their errors.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::process::{Command, Output, Stdio};
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
-/// How long a command may take: longer than Slurm's own commands wait for a controller that does not answer.
+/// The time limit of a command: longer than Slurm's own commands wait for a controller that does not answer.
 const COMMAND_LIMIT: Duration = Duration::from_secs(150);
-/// How often it is looked whether a command has ended.
+/// The interval at which a command is polled.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What Slurm says, what kind of error that is, and what to do.
+/// Parts of Slurm's messages, the kind of error of each, and the remedy.
 const ERRORS: [(&str, ErrorClass, &str); 19] = [
     (
         "Invalid job id",
@@ -119,11 +119,11 @@ enum ErrorClass {
     Unreachable,
 }
 
-/// What `program` prints on its standard output, with times as seconds since 1970.
+/// Runs `program` and returns its standard output, with times as seconds since 1970.
 ///
 /// # Errors
-/// When it cannot be run or fails; the message says what Slurm said and what to do, and is
-/// [`Error::is_not_found`] where Slurm knows no such job.
+/// When it cannot be run or fails; the message has Slurm's words and the remedy. [`Error::is_not_found`] if Slurm knows no
+/// such job.
 pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
     said(program, Command::new(program).args(arguments), "")
 }
@@ -131,7 +131,7 @@ pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
 /// Gives `script` to sbatch with these options, and returns what it prints.
 ///
 /// # Errors
-/// The same.
+/// As for [`slurm`].
 pub(super) fn sbatch(options: &[String], script: &str) -> Result<String> {
     said("sbatch", Command::new("sbatch").args(options), script)
 }
@@ -149,13 +149,13 @@ fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
         return Err(refusal(program, &errors));
     }
     if program == "sbatch" {
-        // What a site tells its users; standard error may be closed.
+        // Messages of the site; standard error may be closed.
         let _ = io::stderr().write_all(&output.stderr);
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Runs it until its end, or for `limit`.
+/// Runs a command until its end, or for `limit`.
 fn output(command: &mut Command, input: &str, limit: Duration) -> io::Result<Output> {
     command
         .env("SLURM_TIME_FORMAT", "%s")
@@ -168,7 +168,7 @@ fn output(command: &mut Command, input: &str, limit: Duration) -> io::Result<Out
     let deadline = Instant::now() + limit;
     let (stdin, input) = (child.stdin.take(), input.to_owned());
     in_thread(move || {
-        // Whoever does not read it says why.
+        // A command that does not read it reports the reason.
         let _ = stdin.map(|mut stdin| stdin.write_all(input.as_bytes()));
     })?;
     let stdout = child.stdout.take();
@@ -201,12 +201,12 @@ fn in_thread<T: Send + 'static>(
 
 fn all_of(pipe: Option<impl Read>) -> Vec<u8> {
     let mut all = Vec::new();
-    // What was read before it broke is what there is.
+    // After an error, the bytes read before it are the output.
     let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut all));
     all
 }
 
-/// The error for what a command of Slurm's printed.
+/// Makes an error of what a command of Slurm printed.
 fn refusal(program: &str, errors: &str) -> Error {
     let lines: Vec<&str> = errors
         .lines()

@@ -1,7 +1,7 @@
 //! The engine Slurm: a batch script that starts an agent on each node by srun.
 //!
-//! What Slurm knows of a job is asked of `scontrol`. What only the job knows, its script (`script.rs`) writes into the folder
-//! of the job, which login nodes and compute nodes have to share; `state.rs` reads both.
+//! `scontrol` reports Slurm's state of a job. The job's script (`script.rs`) writes the rest into the folder of the job, which
+//! login nodes and compute nodes have to share. `state.rs` reads both.
 
 mod command;
 mod options;
@@ -35,9 +35,9 @@ use crate::spec::{JobName, JobSpec, on_path};
 #[derive(Debug)]
 pub(crate) struct SlurmEngine;
 
-/// How often Slurm's controller, which all users share, is asked.
+/// The interval between two requests to Slurm's controller, which all users share.
 const POLL: Duration = Duration::from_secs(2);
-/// How long the processes of a job may take to end.
+/// The time that the processes of a job may take to end.
 const STOP_LIMIT: Duration = Duration::from_secs(120);
 
 impl SlurmEngine {
@@ -103,7 +103,7 @@ impl Engine for SlurmEngine {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
         let known = match SlurmJob::of(job, folder) {
             Ok(known) => known,
-            // It is over, and Slurm has forgotten it: how it ended, its script has written.
+            // Slurm has forgotten a job that has ended; its script wrote how it ended.
             Err(error) if error.is_not_found() => match (&run, end) {
                 (Some(run), Some(end)) => end.as_slurm_has_it(run),
                 _ => return Err(error),
@@ -200,10 +200,10 @@ fn still_there(name: &JobName, id: &str, known: &SlurmJob) -> Error {
     ))
 }
 
-/// An agent asks for another start.
+/// The exit code of an agent that asks for another start.
 const AGAIN: i32 = accelerator_env::PREEMPTED_EXIT_CODE as i32;
 
-/// All that is known of a job.
+/// Combines everything known of a job.
 fn details(
     job: &JobRecord,
     folder: &Path,
@@ -217,7 +217,7 @@ fn details(
         .as_ref()
         .is_none_or(|run| run.restarts == known.restarts);
     let status = match known.status() {
-        // What is left of its last run ends.
+        // The rest of its last run ends.
         JobStatus::Running if !is_new_run => JobStatus::Restarting,
         status => status,
     };
@@ -297,9 +297,9 @@ fn instances(
     (0..spec.nodes.get()).map(instance).collect()
 }
 
-/// The nodes of a job that do not work now, in Slurm's words.
+/// Returns the nodes of a job that do not work now, in Slurm's words.
 fn lost_nodes(run: &Run) -> Option<String> {
-    // The job is shown where nodes are not.
+    // The job is shown even if nodes cannot be listed.
     let nodes = nodes().ok()?;
     let lost: Vec<String> = nodes
         .iter()
@@ -309,7 +309,7 @@ fn lost_nodes(run: &Run) -> Option<String> {
     (!lost.is_empty()).then(|| lost.join(", "))
 }
 
-/// Why a job failed: what its launcher reports, else what Slurm says.
+/// Returns the failure of a job: the report of its launcher, else Slurm's.
 fn failure(
     spec: &JobSpec,
     folder: &Path,
@@ -349,7 +349,7 @@ fn failure(
 }
 
 impl RunEnd {
-    /// What Slurm said before it forgot the job.
+    /// Returns the state that Slurm would show if it had not forgotten the job.
     fn as_slurm_has_it(self, run: &Run) -> SlurmJob {
         SlurmJob {
             state: if self.code == 0 && !self.signalled {

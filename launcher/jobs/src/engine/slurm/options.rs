@@ -177,7 +177,7 @@ fn check_option(option: &str) -> Result<()> {
     }
 }
 
-/// A path in which Slurm replaces nothing.
+/// Escapes a path so that Slurm replaces nothing in it.
 ///
 /// # Errors
 /// When the path is not text, or has a backslash, which Slurm would remove.
@@ -191,7 +191,7 @@ pub(super) fn pattern(path: &Path) -> Result<String> {
     }
 }
 
-/// A word of bash. One with control characters stands in `$'…'`, since Slurm refuses scripts with carriage returns.
+/// Quotes a word for bash: in `$'…'` if it has control characters, since Slurm refuses scripts with carriage returns.
 pub(super) fn bash_word(word: &str) -> String {
     if !word.contains(char::is_control) {
         return shell_word(word);
@@ -215,18 +215,18 @@ pub(super) fn bash_word(word: &str) -> String {
     quoted
 }
 
-/// A path as a word of bash.
+/// Quotes a path for bash.
 ///
 /// # Errors
-/// When it is not text.
+/// When the path is not text.
 pub(super) fn path_word(path: &Path) -> Result<String> {
     Ok(bash_word(&path_text(path)?))
 }
 
-/// A path as text.
+/// Returns a path as text.
 ///
 /// # Errors
-/// When it is not text.
+/// When the path is not text.
 pub(super) fn path_text(path: &Path) -> Result<String> {
     let text = path.to_str().map(str::to_owned);
     text.ok_or_else(|| {
@@ -237,7 +237,7 @@ pub(super) fn path_text(path: &Path) -> Result<String> {
     })
 }
 
-/// As Slurm writes a time: `1-02:03:04`.
+/// Writes a time as Slurm does: `1-02:03:04`.
 pub(super) fn clock(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let time = format!("{:02}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60);

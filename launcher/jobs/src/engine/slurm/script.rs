@@ -1,7 +1,7 @@
 //! The batch script of a job, and its options for sbatch.
 //!
 //! The script runs on the first node: it starts an agent on each node by srun, writes its state to the folder of the
-//! job (`run.rs` reads it), and requests another start if the agents do. Its variables begin with `accel_`, so that
+//! job (`state.rs` reads it), and requests another start if the agents do. Its variables begin with `accel_`, so that
 //! none of them hides a variable of the program.
 
 use std::fmt::Write;
@@ -16,22 +16,22 @@ use crate::error::{Error, Result};
 use crate::output::shell_line;
 use crate::spec::{JobSpec, launcher_here};
 
-/// How long agents wait for one another. All start at once, and only a new start of the job brings a lost one back.
+/// Seconds that agents wait for each other. All start at once, and only a new start of the job brings a lost one back.
 const JOIN_TIMEOUT: u64 = 120;
-/// How long srun waits for the other agents once one has ended: longer than agents wait for one another.
+/// Seconds that srun waits for the other agents once one has ended: longer than agents wait for each other.
 const SRUN_WAIT: u64 = JOIN_TIMEOUT + 30;
-/// How long ranks have to save. Where Slurm leaves them less (`KillWait`), it kills them itself.
+/// Seconds that ranks have to save. If Slurm leaves them less (`KillWait`), it kills them itself.
 const GRACE: u64 = NOTICE - 10;
 
-/// Blocks of a broadcast are small, so that a busy node answers to each before Slurm's own patience ends.
+/// The size of the blocks of a broadcast: small, so that a busy node answers to each within Slurm's own time limit.
 const BROADCAST_BLOCK: &str = "1m";
 const BROADCAST_TIMEOUT: u64 = 60;
 
-/// Where the copies of accel-launch and of the program are that `--broadcast` sends, within the folder of the job.
+/// The names of the copies of accel-launch and the program that `--broadcast` sends, in the folder of the job.
 pub(super) const COPIED_LAUNCHER: &str = "accel-launch";
 pub(super) const COPIED_PROGRAM: &str = "program";
 
-/// Variables that bash has for itself, and does not pass on as they are given.
+/// Variables that bash uses itself, and does not pass on unchanged.
 const OF_BASH: [&str; 39] = [
     "BASH",
     "BASHOPTS",
@@ -82,10 +82,10 @@ pub(super) struct AgentFiles {
 }
 
 impl AgentFiles {
-    /// Those of this machine.
+    /// Finds the files of this machine.
     ///
     /// # Errors
-    /// When one is not there.
+    /// When one is missing.
     pub(super) fn here(spec: &JobSpec) -> Result<Self> {
         Ok(Self {
             launcher: launcher_here()?,
@@ -191,7 +191,7 @@ fn start(spec: &JobSpec, folder: &Path, files: &AgentFiles) -> Result<String> {
         .grace(GRACE)
         .log_dir(path_text(&folder.join("logs"))?)
         .words();
-    // The program's own word, where that of the node stands.
+    // The program's own word, in place of that of the node.
     let program_at = words.len() - spec.program.len();
     let words: Vec<String> = words
         .iter()
@@ -228,7 +228,7 @@ done
         .map(|cpus| format!(" --cpus-per-task={cpus}"))
         .unwrap_or_default();
     let logs = bash_word(&format!("{}/node-%t.log", pattern(folder)?));
-    // Where a node has no such folder, Slurm would start the agent in /tmp.
+    // If a node had no such folder, Slurm would start the agent in /tmp.
     let mut given = spec.options.slurm.sbatch_arg.iter();
     let working_dir = match &spec.working_dir {
         Some(folder) => path_word(&crate::spec::absolute(folder)?)?,
@@ -253,7 +253,7 @@ set -- "$(type -P srun)" --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cp
     Ok(script)
 }
 
-/// Waits for the agents, asks for another start where they do, and says how the job has ended.
+/// Returns the commands that wait for the agents, ask for another start if they do, and record the end of the job.
 fn wait(spec: &JobSpec) -> String {
     let mut script = format!(
         r#"
@@ -415,7 +415,7 @@ mod tests {
         };
         assert!(known.contains("BASH_VERSION"), "{known}");
         for name in known.lines() {
-            // As the script of a job exports it.
+            // Exported as in the script of a job.
             let shown = run(&format!("(export {name}=given; exec /usr/bin/env)")).unwrap();
             let shown = String::from_utf8(shown.stdout).unwrap();
             let arrives = shown.lines().any(|line| line == format!("{name}=given"));

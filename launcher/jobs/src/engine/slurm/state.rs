@@ -1,15 +1,14 @@
-//! The state of a job: what Slurm knows, and what the batch script leaves in the folder of the job, since Slurm forgets a
-//! job some minutes after its end.
+//! The state of a job, from Slurm and from the files that the batch script leaves in the folder of the job, since Slurm
+//! forgets a job some minutes after its end.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 
 use super::command::slurm;
 use crate::error::{Error, Result};
-use crate::job::{JobRecord, JobStatus, NodeUsage};
+use crate::job::{JobRecord, JobStatus, NodeUsage, read_json};
 
 /// The status of a node that works.
 pub(super) const READY: &str = "ready";
@@ -30,7 +29,7 @@ const WORKS: [&str; 7] = [
 pub(super) struct SlurmJob {
     /// In Slurm's words: `PENDING`, `NODE_FAIL`.
     pub(super) state: String,
-    /// Why it waits or has ended, in Slurm's words.
+    /// The reason why it waits or has ended, in Slurm's words.
     pub(super) reason: Option<String>,
     pub(super) restarts: u32,
     /// The code and the signal of the batch script.
@@ -62,7 +61,7 @@ impl SlurmJob {
             }
             Err(error) => return Err(error),
         };
-        // `scontrol` replaces what follows a `%`, even behind another: such a folder cannot be told from others.
+        // `scontrol` replaces what follows a `%`, even after another: such a folder cannot be distinguished from others.
         let can_tell = !folder.to_string_lossy().contains('%');
         match &found.output {
             Some(output) if can_tell && !is_output_of(output, folder) => {
@@ -74,7 +73,7 @@ impl SlurmJob {
         }
     }
 
-    /// Of `scontrol show job`.
+    /// Reads the output of `scontrol show job`.
     fn of_scontrol(text: &str) -> Self {
         let field = |name| field(text, name);
         Self {
@@ -85,7 +84,7 @@ impl SlurmJob {
             started: number(field("StartTime")),
             ended: number(field("EndTime")),
             qos: field("QOS").map(str::to_owned),
-            // It may have blanks, and has a line of its own.
+            // It may have spaces, and has a line of its own.
             output: text
                 .lines()
                 .find_map(|line| line.trim_start().strip_prefix("StdOut="))
@@ -93,7 +92,7 @@ impl SlurmJob {
         }
     }
 
-    /// Of the last line that sacct prints.
+    /// Reads the last line that sacct prints.
     fn of_sacct(text: &str) -> Option<Self> {
         let fields: Vec<&str> = text.lines().last()?.split('|').collect();
         let [state, code, started, ended, qos] = fields[..] else {
@@ -112,7 +111,7 @@ impl SlurmJob {
         })
     }
 
-    /// The same in the words of all engines.
+    /// Returns the status in the words of all engines.
     pub(super) fn status(&self) -> JobStatus {
         match self.state.as_str() {
             "COMPLETED" => JobStatus::Succeeded,
@@ -130,7 +129,7 @@ impl SlurmJob {
         }
     }
 
-    /// Why it waits or has ended: Slurm's word, and what that means where it is not plain.
+    /// Returns why it waits or has ended: Slurm's word, and its meaning if that is not plain.
     pub(super) fn why(&self) -> Option<String> {
         let meaning = match self.state.as_str() {
             "TIMEOUT" => "its time limit is over; give a longer --time",
@@ -139,7 +138,7 @@ impl SlurmJob {
             "PREEMPTED" => "a job of higher priority has taken its nodes",
             "DEADLINE" => "its deadline is over",
             "BOOT_FAIL" => "a node did not boot",
-            // The signal that stands for an output that cannot be opened.
+            // Slurm's signal for an output that cannot be opened.
             "FAILED" if self.exit == (0, 53) => {
                 "Slurm could not start it; the folder of the jobs' records has to be seen by the nodes: give one by \
                  --jobs-dir"
@@ -156,7 +155,7 @@ impl SlurmJob {
     }
 }
 
-/// All nodes of Slurm.
+/// Lists all nodes of Slurm.
 ///
 /// # Errors
 /// When Slurm does not answer.
@@ -187,13 +186,13 @@ fn of_nodes(text: &str) -> Vec<NodeUsage> {
     text.lines().filter_map(node).collect()
 }
 
-/// Whether a job that writes this file is the one whose folder this is.
+/// Returns true if the job that writes this file is the one with this folder.
 pub(super) fn is_output_of(output: &str, folder: &Path) -> bool {
     // `squeue` shows the pattern that it was given.
     Path::new(&output.replace("%%", "%")).starts_with(folder)
 }
 
-/// The value of the first field of this name in what scontrol prints. What users write comes after the fields read here.
+/// Returns the value of the first field with this name in the output of scontrol. Users' text comes after these fields.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let value = text
         .split_whitespace()
@@ -205,13 +204,13 @@ fn number<T: std::str::FromStr>(text: Option<&str>) -> Option<T> {
     text?.parse().ok()
 }
 
-/// `CODE:SIGNAL`.
+/// Parses `CODE:SIGNAL`.
 fn exit(text: &str) -> (i32, i32) {
     let (code, signal) = text.split_once(':').unwrap_or((text, "0"));
     (code.parse().unwrap_or(0), signal.parse().unwrap_or(0))
 }
 
-/// Of `gpu:a100:4(S:0-1),gpu:v100:2(IDX:0-1),license:1`, 6.
+/// Counts GPUs: 6 for `gpu:a100:4(S:0-1),gpu:v100:2(IDX:0-1),license:1`.
 fn gpus(gres: Option<&str>) -> usize {
     let mut depth = 0_usize;
     let outside = |c: &char| {
@@ -229,21 +228,21 @@ fn gpus(gres: Option<&str>) -> usize {
         .sum()
 }
 
-/// Written when the job starts, and starts again.
+/// The file that is written at each start of the job.
 pub(super) const RUN: &str = "run.json";
-/// Written when it has ended.
+/// The file that is written at its end.
 pub(super) const END: &str = "end.json";
-/// The exit code of the agent on a node; the node's number follows.
+/// The beginning of the name of a file with the exit code of an agent; the node's number follows.
 pub(super) const AGENT_EXIT: &str = "exit-";
-/// What TensorBoard says.
+/// The output of TensorBoard.
 pub(super) const TENSORBOARD_LOG: &str = "tensorboard.log";
-/// Begins a line of the batch script's log for each start; the number of the restart follows.
+/// The beginning of the line in the batch script's log for each start; the number of the restart follows.
 pub(super) const START_MARK: &str = "restart ";
 
 /// The start of a job.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Run {
-    /// How often it had been started before.
+    /// The number of starts before this one.
     pub(super) restarts: u32,
     /// Seconds since 1970.
     pub(super) started: u64,
@@ -256,38 +255,38 @@ pub(super) struct RunEnd {
     pub(super) code: i32,
     /// Seconds since 1970.
     pub(super) ended: u64,
-    /// Whether Slurm sent SIGTERM: the job was cancelled or preempted, or its time was over.
+    /// True if Slurm sent SIGTERM: the job was cancelled or preempted, or reached its time limit.
     pub(super) signalled: bool,
-    /// Whether the time limit of the job was over.
+    /// True if the job reached its time limit.
     pub(super) timed_out: bool,
 }
 
 impl Run {
-    /// That of the job's last start; `None` before its first.
+    /// Reads the job's last start; `None` before its first.
     pub(super) fn read(folder: &Path) -> Option<Self> {
-        json(&folder.join(RUN))
+        read_json(&folder.join(RUN))
     }
 }
 
 impl RunEnd {
-    /// `None` for a job that runs, and for one that Slurm killed.
+    /// Reads the end; `None` for a job that runs, and for one that Slurm killed.
     pub(super) fn read(folder: &Path) -> Option<Self> {
-        json(&folder.join(END))
+        read_json(&folder.join(END))
     }
 }
 
-/// What srun and the batch script say.
+/// Returns the path of the output of srun and the batch script.
 pub(super) fn batch_log(folder: &Path) -> PathBuf {
     folder.join("slurm.log")
 }
 
-/// The exit code of the agent of a node, once it has ended.
+/// Reads the exit code of a node's agent, once it has ended.
 pub(super) fn agent_exit(folder: &Path, node: usize) -> Option<i32> {
     let text = fs::read_to_string(folder.join(format!("{AGENT_EXIT}{node}"))).ok()?;
     text.trim().parse().ok()
 }
 
-/// Where TensorBoard says that it is, or what else it says at last.
+/// Returns the address that TensorBoard prints, else its last line.
 pub(super) fn tensorboard(folder: &Path) -> Option<String> {
     let text = fs::read_to_string(folder.join(TENSORBOARD_LOG)).ok()?;
     let address = |line: &str| {
@@ -298,7 +297,7 @@ pub(super) fn tensorboard(folder: &Path) -> Option<String> {
     found.or_else(|| text.lines().last().map(str::to_owned))
 }
 
-/// The node of the last run whose process was killed for want of memory, as srun reports it:
+/// Returns the node of the last run whose process ran out of memory, as srun reports it:
 /// `srun: error: n2: task 1: Out Of Memory`.
 pub(super) fn out_of_memory(folder: &Path) -> Option<usize> {
     let text = fs::read_to_string(batch_log(folder)).ok()?;
@@ -315,10 +314,6 @@ pub(super) fn out_of_memory(folder: &Path) -> Option<usize> {
         .next()?
         .parse()
         .ok()
-}
-
-fn json<T: DeserializeOwned>(path: &Path) -> Option<T> {
-    serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
 #[cfg(test)]

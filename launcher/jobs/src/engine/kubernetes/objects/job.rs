@@ -16,15 +16,15 @@ use crate::engine::kubernetes::cluster::ServerVersion;
 use crate::error::{Error, Result};
 use crate::spec::JobSpec;
 
-/// The label by which Kueue knows whose turn it is.
+/// The label of Kueue with the name of the queue.
 const QUEUE_LABEL: &str = "kueue.x-k8s.io/queue-name";
-/// Where the agent of node 0 listens.
+/// The port of the agent of node 0.
 const PORT: u16 = 29400;
 
-/// The Job of a job; for a server that has no Indexed Jobs, one a node.
+/// Makes the Job of a job; for a server without Indexed Jobs, one per node.
 ///
 /// # Errors
-/// When such a server would need one.
+/// When the job needs an Indexed Job, and the server has none.
 pub(super) fn jobs(spec: &JobSpec, version: ServerVersion) -> Result<(Object, Vec<Object>)> {
     if version.has_indexed_jobs() {
         return Ok((Object::of(&indexed(spec, version)?)?, Vec::new()));
@@ -55,7 +55,7 @@ fn indexed(spec: &JobSpec, version: ServerVersion) -> Result<Job> {
         job.completions = Some(nodes);
         job.parallelism = Some(nodes);
         job.backoff_limit = Some(limit(spec).saturating_mul(nodes));
-        // Kueue lets it go on when its turn has come.
+        // Kueue resumes it when its turn has come.
         job.suspend = spec.options.kubernetes.queue.as_ref().map(|_| true);
         let has_policy = version.has_pod_failure_policy() && spec.max_restarts > 0;
         job.pod_failure_policy = has_policy.then(failure_policy);
@@ -94,18 +94,18 @@ fn job(spec: &JobSpec, name: &str, mut template: PodTemplateSpec) -> Job {
     }
 }
 
-/// The pod of node 0 by the name that its Service gives it.
+/// Returns the address of node 0: the name that its Service gives to its pod.
 fn endpoint(spec: &JobSpec) -> String {
     format!("{0}-0.{0}:{PORT}", spec.name)
 }
 
-/// How many failures of one node are made good.
+/// Returns the number of failures of one node after which the job fails.
 fn limit(spec: &JobSpec) -> i32 {
     i32::try_from(spec.max_restarts).unwrap_or(i32::MAX)
 }
 
-/// An agent whose job goes on without it ends with one code; any other is that of a job which has failed after all its
-/// restarts. A pod that was taken from its node is no failure.
+/// Counts an agent whose job continues without it as a failure of its pod, and fails the job for any other exit code: the
+/// job failed after all its restarts. The disruption of a pod is not a failure.
 fn failure_policy() -> PodFailurePolicy {
     let on_code = |action: &str, operator: &str| PodFailurePolicyRule {
         action: action.to_owned(),
@@ -138,25 +138,25 @@ const MASTER_PORT: u16 = 23456;
 const RUNTIME: &str = "torch-distributed";
 const NODE: &str = "node";
 
-/// Where PyTorchJobs are.
+/// The resource of PyTorchJobs.
 pub(in super::super) fn pytorch_job() -> ApiResource {
     let kind = GroupVersionKind::gvk("kubeflow.org", "v1", "PyTorchJob");
     ApiResource::from_gvk_with_plural(&kind, "pytorchjobs")
 }
 
-/// Where TrainJobs are.
+/// The resource of TrainJobs.
 pub(in super::super) fn train_job() -> ApiResource {
     let kind = GroupVersionKind::gvk("trainer.kubeflow.org", "v1alpha1", "TrainJob");
     ApiResource::from_gvk_with_plural(&kind, "trainjobs")
 }
 
-/// A PyTorchJob: node 0 is its Master, the others are its Workers. Its operator tells agents which node they are.
+/// Makes a PyTorchJob: node 0 is its Master, the others are its Workers. Its operator gives agents their ranks.
 pub(super) fn of_pytorch(spec: &JobSpec) -> Result<Object> {
     let endpoint = format!("{}-master-0:{MASTER_PORT}", spec.name);
     let words = agent(spec).endpoint(endpoint).words();
     let mut template = template(spec, "pytorch", words)?;
     if let Some(pod) = &mut template.spec {
-        // That of the replica counts.
+        // The restart policy of the replica counts.
         pod.restart_policy = None;
     }
     let template = written(&template)?;
@@ -183,7 +183,7 @@ pub(super) fn of_pytorch(spec: &JobSpec) -> Result<Object> {
     Ok(object(spec, pytorch_job(), content))
 }
 
-/// A TrainJob. What its runtime does not know of pods is a patch of it.
+/// Makes a TrainJob. Fields of pods that its runtime lacks are a patch of the runtime.
 pub(super) fn of_trainer(spec: &JobSpec) -> Result<Object> {
     let words = agent(spec).words();
     let options = &spec.options.kubernetes;

@@ -1,4 +1,4 @@
-//! The objects that a job is made of. Nothing here asks a server.
+//! The objects of a job. Nothing here sends a request.
 
 mod job;
 mod object;
@@ -22,24 +22,24 @@ use pod::{data_mounts, data_volumes, node_selector, pull_secrets, tolerations};
 pub(super) use job::{pytorch_job, train_job};
 pub(super) use object::{AGENT, NODE_LABEL, Object, PART_LABEL, selector};
 
-/// What its Service is called, after the job.
+/// The end of the name of TensorBoard's Service, after the job's name.
 pub(super) const TENSORBOARD_SUFFIX: &str = "-tensorboard";
-/// The part of the job that it is.
+/// The part of the job that TensorBoard is.
 const TENSORBOARD_PART: &str = "tensorboard";
-/// Where it listens.
+/// TensorBoard's port.
 pub(super) const TENSORBOARD_PORT: i32 = 6006;
 
 /// All objects of a job.
 #[derive(Clone, Debug)]
 pub(super) struct Objects {
-    /// The one whose deletion takes the others with it.
+    /// The object whose deletion also deletes the others.
     pub(super) owner: Object,
-    /// In the order in which they are made.
+    /// The objects in the order in which they are made.
     pub(super) owned: Vec<Object>,
 }
 
 impl Objects {
-    /// Those of `spec` for a server of that version. `token` is what the agents of the job prove to one another.
+    /// Makes the objects of `spec` for a server of that version. `token` is the secret of the job's agents.
     ///
     /// # Errors
     /// When such a job cannot run there; the message names the option.
@@ -67,25 +67,25 @@ impl Objects {
         Ok(Self { owner, owned })
     }
 
-    /// As YAML, a document an object.
+    /// Writes the objects as YAML, one document per object.
     ///
     /// # Errors
     /// When they cannot be written.
     pub(super) fn yaml(&self) -> Result<String> {
         let values: Vec<_> = self.all().map(|object| &object.value).collect();
-        // A long word stays on its line, where people look for it.
+        // A long word stays on its line, where readers look for it.
         let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
         serde_saphyr::to_string_multiple_with_options(&values, options)
             .map_err(|error| Error::system("cannot write YAML").with_source(error))
     }
 
-    /// In the order in which they are made.
+    /// The objects in the order in which they are made.
     pub(super) fn all(&self) -> impl Iterator<Item = &Object> {
         std::iter::once(&self.owner).chain(&self.owned)
     }
 }
 
-/// Its Deployment and its Service. It sees the job's data, and goes on when the job has ended, until that is removed.
+/// Makes the Deployment and the Service of TensorBoard. It sees the job's data, and runs until the job is removed.
 fn tensorboard(spec: &JobSpec) -> Result<[Object; 2]> {
     let name = format!("{}{TENSORBOARD_SUFFIX}", spec.name);
     let mut own_labels = labels(spec);
@@ -121,7 +121,7 @@ fn tensorboard(spec: &JobSpec) -> Result<[Object; 2]> {
             enable_service_links: Some(false),
             image_pull_secrets: pull_secrets(spec),
             node_selector: node_selector(spec),
-            // It writes nothing.
+            // TensorBoard writes nothing.
             termination_grace_period_seconds: Some(1),
             tolerations: tolerations(spec),
             volumes: Some(data_volumes(spec)),
@@ -155,7 +155,7 @@ fn tensorboard(spec: &JobSpec) -> Result<[Object; 2]> {
     Ok([Object::of(&service)?, Object::of(&deployment)?])
 }
 
-/// What no kind of object can do.
+/// Refuses what no kind of object supports.
 fn check(spec: &JobSpec) -> Result<()> {
     let options = &spec.options.kubernetes;
     if options.image.is_none() {
@@ -186,7 +186,7 @@ fn check(spec: &JobSpec) -> Result<()> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    //! Objects are compared with files that people read; `UPDATE_SNAPSHOTS=1 cargo test -p accel-jobs` writes those anew.
+    //! Objects are compared with readable files; `UPDATE_SNAPSHOTS=1 cargo test -p accel-jobs` writes those again.
 
     use std::num::NonZeroUsize;
     use std::path::Path;
@@ -228,7 +228,7 @@ pub(super) mod tests {
         }
     }
 
-    /// With all that pods can have.
+    /// Returns a job with every field that pods can have.
     fn full_spec() -> JobSpec {
         let mut spec = spec();
         spec.tensorboard = true;

@@ -16,7 +16,7 @@ use crate::spec::{AgentCommand, JobSpec};
 pub(in super::super) const JOB_LABEL: &str = "accel-jobs/job";
 /// The label that distinguishes the objects of a job from those of another job with its name.
 const NONCE_LABEL: &str = "accel-jobs/nonce";
-/// The label that tells pods of the job from others of its pods.
+/// The label that distinguishes the pods of agents from other pods of the job.
 pub(in super::super) const PART_LABEL: &str = "accel-jobs/part";
 /// The part that trains.
 pub(in super::super) const AGENT: &str = "agent";
@@ -25,7 +25,7 @@ pub(in super::super) const NODE_LABEL: &str = "accel-jobs/node";
 /// The variables that a clone of a private repository needs. No pod's specification has their values.
 pub(super) const GIT_CREDENTIALS: [&str; 2] = ["GIT_SYNC_USERNAME", "GIT_SYNC_PASSWORD"];
 
-/// An object as it is sent, and where.
+/// An object as it is sent, and its resource.
 #[derive(Clone, Debug, PartialEq)]
 pub(in super::super) struct Object {
     pub(in super::super) resource: ApiResource,
@@ -45,7 +45,7 @@ impl Object {
         })
     }
 
-    /// As `kubectl` names it: `job.batch/NAME`.
+    /// Returns the name that `kubectl` shows: `job.batch/NAME`.
     pub(in super::super) fn shown(&self) -> String {
         let (kind, group) = (self.resource.kind.to_lowercase(), &self.resource.group);
         let name = self.value.name_any();
@@ -56,12 +56,12 @@ impl Object {
     }
 }
 
-/// Selects the objects of exactly this job.
+/// Returns the selector of the objects of exactly this job.
 pub(in super::super) fn selector(spec: &JobSpec) -> String {
     format!("{JOB_LABEL}={},{NONCE_LABEL}={}", spec.name, spec.nonce)
 }
 
-/// The labels of every object of a job.
+/// Returns the labels of every object of a job.
 pub(super) fn labels(spec: &JobSpec) -> BTreeMap<String, String> {
     [
         (JOB_LABEL, spec.name.as_str()),
@@ -83,7 +83,7 @@ pub(super) fn command<S: AsRef<str>>(words: impl IntoIterator<Item = S>) -> Vec<
     words.into_iter().map(literal).collect()
 }
 
-/// The agent of every pod. In an image of ours it is where we put it, which the base's PATH may lack.
+/// Returns the agent of every pod. In a built image it has a fixed path, since the PATH of the base may lack it.
 pub(super) fn agent(spec: &JobSpec) -> AgentCommand<'_> {
     match spec.options.kubernetes.base_image {
         Some(_) => spec.agent().launcher(LAUNCHER_PATH),
@@ -91,7 +91,7 @@ pub(super) fn agent(spec: &JobSpec) -> AgentCommand<'_> {
     }
 }
 
-/// The name of an object of a job, and its labels.
+/// Returns the name and the labels of an object of a job.
 pub(super) fn metadata(name: impl Into<String>, spec: &JobSpec) -> ObjectMeta {
     ObjectMeta {
         name: Some(name.into()),
@@ -100,7 +100,7 @@ pub(super) fn metadata(name: impl Into<String>, spec: &JobSpec) -> ObjectMeta {
     }
 }
 
-/// The Service by which pods find that of node 0. It has no address of its own.
+/// Makes the headless Service by which pods find the pod of node 0.
 pub(super) fn service(spec: &JobSpec) -> Result<Object> {
     let mut selector = labels(spec);
     selector.insert(PART_LABEL.to_owned(), AGENT.to_owned());
@@ -108,7 +108,7 @@ pub(super) fn service(spec: &JobSpec) -> Result<Object> {
         metadata: metadata(spec.name.as_str(), spec),
         spec: Some(ServiceSpec {
             cluster_ip: Some("None".to_owned()),
-            // Agents wait for one another, so none is ready before it is found.
+            // Agents wait for each other, so none is ready before it is found.
             publish_not_ready_addresses: Some(true),
             selector: Some(selector),
             ..ServiceSpec::default()

@@ -20,12 +20,12 @@ use crate::spec::{DataMount, JobSpec, SyncMode, Taint};
 
 const TOKEN_FOLDER: &str = "/etc/accel";
 const DEFAULT_WORKING_DIR: &str = "/root";
-/// How long a node of a job that is started again may be silent, after the cluster has noticed it.
+/// Seconds that a node may be silent, after the cluster has noticed it, if the job is started again.
 const LOST_NODE_SECONDS: i64 = 10;
-/// How long agents have to end their ranks.
+/// Seconds that agents have to end their ranks.
 const GRACE_SECONDS: i64 = 60;
 
-/// The template of the pods of a job, whose container `name` runs `words`.
+/// Makes the template of the pods of a job, whose container `name` runs `words`.
 pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result<PodTemplateSpec> {
     let options = &spec.options.kubernetes;
     let mut pod_labels = labels(spec);
@@ -48,7 +48,7 @@ pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result
         }),
         spec: Some(PodSpec {
             affinity: Some(anti_affinity(spec)),
-            // Nothing in them asks the API, unless an account for that is given.
+            // Nothing in them uses the API, unless an account for that is given.
             automount_service_account_token: options.service_account.is_none().then_some(false),
             containers: vec![container],
             enable_service_links: Some(false),
@@ -66,7 +66,7 @@ pub(super) fn template(spec: &JobSpec, name: &str, words: Vec<String>) -> Result
     })
 }
 
-/// The job's variables without secrets, and where its token is.
+/// Returns the job's variables without secrets, and the path of its token.
 pub(super) fn environment(spec: &JobSpec) -> Vec<EnvVar> {
     let is_secret = |name: &str| GIT_CREDENTIALS.contains(&name);
     let variable = |name: &str, value: &str| EnvVar {
@@ -83,7 +83,7 @@ pub(super) fn environment(spec: &JobSpec) -> Vec<EnvVar> {
     variables
 }
 
-/// What each pod asks for is what it gets.
+/// Returns the resources of each pod, whose requests are its limits.
 pub(super) fn resources(spec: &JobSpec) -> ResourceRequirements {
     let mut amounts = BTreeMap::new();
     let mut amount = |name: &str, text: String| amounts.insert(name.to_owned(), Quantity(text));
@@ -103,7 +103,7 @@ pub(super) fn resources(spec: &JobSpec) -> ResourceRequirements {
     }
 }
 
-/// The job's volumes: its token, memory for ranks of a node, its data, and its code.
+/// Returns the job's volumes: its token, memory for ranks of a node, its data, and its code.
 pub(super) fn volumes(spec: &JobSpec) -> Vec<Volume> {
     let options = &spec.options.kubernetes;
     let mut volumes = vec![
@@ -116,7 +116,7 @@ pub(super) fn volumes(spec: &JobSpec) -> Vec<Volume> {
             }),
             ..Volume::default()
         },
-        // Ranks of a node exchange data there; a container has 64 MB unless it is given more.
+        // Ranks of a node exchange data there; by default a container has 64 MB.
         Volume {
             name: "shm".to_owned(),
             empty_dir: Some(EmptyDirVolumeSource {
@@ -137,7 +137,7 @@ pub(super) fn volumes(spec: &JobSpec) -> Vec<Volume> {
     volumes
 }
 
-/// Where the container has the job's volumes.
+/// Returns the mounts of the job's volumes in the container.
 pub(super) fn mounts(spec: &JobSpec) -> Vec<VolumeMount> {
     let mut mounts = vec![
         VolumeMount {
@@ -153,7 +153,7 @@ pub(super) fn mounts(spec: &JobSpec) -> Vec<VolumeMount> {
     mounts
 }
 
-/// The volumes of --data.
+/// Returns the volumes of --data.
 pub(super) fn data_volumes(spec: &JobSpec) -> Vec<Volume> {
     let volume = |(at, data): (usize, &DataMount)| Volume {
         name: format!("data-{at}"),
@@ -167,7 +167,7 @@ pub(super) fn data_volumes(spec: &JobSpec) -> Vec<Volume> {
     data.iter().enumerate().map(volume).collect()
 }
 
-/// Where a container has the volumes of --data.
+/// Returns the mounts of the volumes of --data.
 pub(super) fn data_mounts(spec: &JobSpec) -> Vec<VolumeMount> {
     let data = &spec.options.kubernetes.data;
     data.iter()
@@ -176,13 +176,13 @@ pub(super) fn data_mounts(spec: &JobSpec) -> Vec<VolumeMount> {
         .collect()
 }
 
-/// On which nodes pods may run, as --node-selector says.
+/// Returns the labels of --node-selector.
 pub(super) fn node_selector(spec: &JobSpec) -> Option<BTreeMap<String, String>> {
     let labels = &spec.options.kubernetes.node_selector;
     (!labels.is_empty()).then(|| labels.iter().cloned().collect())
 }
 
-/// The taints of --toleration.
+/// Returns the taints of --toleration.
 pub(super) fn tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     let toleration = |taint: &Taint| Toleration {
         key: Some(taint.key.clone()),
@@ -202,7 +202,7 @@ pub(super) fn tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     (!taints.is_empty()).then(|| taints.iter().map(toleration).collect())
 }
 
-/// The taints of --toleration. Where the job is started again, a node that is lost has its pod replaced sooner than the
+/// Returns the taints of --toleration. If the job is started again, the pod of a lost node is replaced sooner than the
 /// cluster would do: the launcher has given that node up long before.
 pub(super) fn lost_node_tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     let given = tolerations(spec);
@@ -221,14 +221,14 @@ pub(super) fn lost_node_tolerations(spec: &JobSpec) -> Option<Vec<Toleration>> {
     Some(all)
 }
 
-/// The Secrets of --image-pull-secret.
+/// Returns the Secrets of --image-pull-secret.
 pub(super) fn pull_secrets(spec: &JobSpec) -> Option<Vec<LocalObjectReference>> {
     let secrets = &spec.options.kubernetes.image_pull_secret;
     let reference = |name: &String| LocalObjectReference { name: name.clone() };
     (!secrets.is_empty()).then(|| secrets.iter().map(reference).collect())
 }
 
-/// A node for each pod, where there are enough.
+/// Prefers one node per pod.
 pub(super) fn anti_affinity(spec: &JobSpec) -> Affinity {
     let of_this_job = [(JOB_LABEL.to_owned(), spec.name.to_string())].into();
     let term = PodAffinityTerm {
@@ -278,7 +278,7 @@ fn code_folder(spec: &JobSpec) -> String {
     format!("{}/code", folder.trim_end_matches('/'))
 }
 
-/// The container that brings the code, as Arena does: a repository becomes `code/NAME`.
+/// Makes the container that brings the code, as Arena does: a repository becomes `code/NAME`.
 fn sync(spec: &JobSpec) -> Result<Option<Container>> {
     let options = &spec.options.kubernetes;
     let (Some(mode), Some(source)) = (options.sync_mode, &options.sync_source) else {
@@ -289,7 +289,7 @@ fn sync(spec: &JobSpec) -> Result<Option<Container>> {
         SyncMode::Git => {
             let last = source.trim_end_matches('/').rsplit(['/', ':']).next();
             let name = last.unwrap_or_default().trim_end_matches(".git");
-            // Git asks it for the credentials, which are in no command line so.
+            // Git asks this helper for the credentials, so that no command line has them.
             let helper =
                 "!f() { echo username=$GIT_SYNC_USERNAME; echo password=$GIT_SYNC_PASSWORD; }; f";
             let mut words = vec!["git".to_owned()];
