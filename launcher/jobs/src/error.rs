@@ -1,4 +1,4 @@
-//! The error of `accel-jobs`: a message that says what to do, and the exit code it ends with.
+//! The error of `accel-jobs`: a message with a remedy, and the exit code.
 
 use std::error::Error as StdError;
 use std::fmt;

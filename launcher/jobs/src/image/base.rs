@@ -404,10 +404,10 @@ impl ArchiveWriter {
         }
     }
 
-    /// Completes the archive with what says that it has this image, as `name`.
+    /// Completes the archive with its index, in which the image is called `name`.
     ///
     /// # Errors
-    /// When `name` is no reference of an image, or the disk is full.
+    /// When `name` is not a reference of an image, or the disk is full.
     pub(super) fn finish(
         mut self,
         manifest: &[u8],
@@ -436,7 +436,7 @@ impl ArchiveWriter {
                 },
             }],
         });
-        // What Docker reads.
+        // The index that Docker reads.
         let docker = json!([{
             "Config": blob_path(config),
             "RepoTags": [reference.whole()],

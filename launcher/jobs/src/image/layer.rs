@@ -12,7 +12,7 @@ use tar::{EntryType, Header};
 
 use crate::error::{Error, Result};
 
-/// A layer, in a file that has no name.
+/// A layer in a temporary file.
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) file: File,
@@ -41,7 +41,7 @@ enum Executable {
     AsItIs,
 }
 
-/// Writes on, and computes the digest of what it writes.
+/// A writer that computes the digest of the bytes that it passes on.
 #[derive(Debug)]
 pub(super) struct DigestWriter<W> {
     inner: W,
@@ -62,7 +62,7 @@ impl LayerFiles {
         }
     }
 
-    /// Adds a file, or a folder with all in it, which the image has as `target`.
+    /// Adds a file, or a folder with its contents, which the image has as `target`.
     ///
     /// # Errors
     /// When there is no such file, it is neither file nor folder nor link, or another one is there already.
@@ -93,7 +93,7 @@ impl LayerFiles {
         };
         let file = tempfile::tempfile().map_err(failed)?;
         let compressed = DigestWriter::new(BufWriter::new(file));
-        // No name, no time, and no system in its header.
+        // The header has no name, no time, and no system.
         let gzip = GzBuilder::new()
             .operating_system(255)
             .write(compressed, Compression::new(LEVEL));
@@ -149,7 +149,7 @@ impl LayerFiles {
 }
 
 impl Layer {
-    /// Its bytes from the beginning.
+    /// Returns a reader of its bytes.
     ///
     /// # Errors
     /// When they cannot be read.
@@ -190,12 +190,12 @@ impl<W: Write> Write for DigestWriter<W> {
     }
 }
 
-/// The digest of bytes, as registries write it.
+/// Returns the digest of bytes, as registries write it.
 pub(super) fn digest(bytes: &[u8]) -> String {
     digest_text(Sha256::new_with_prefix(bytes))
 }
 
-/// The last part of a path, as text.
+/// Returns the last part of a path as text.
 ///
 /// # Errors
 /// When it has none, or one that is not UTF-8.
@@ -209,7 +209,7 @@ pub(super) fn file_name(path: &Path) -> Result<&str> {
     })
 }
 
-/// Between speed and size.
+/// A compromise between speed and size.
 const LEVEL: u32 = 6;
 
 fn append<W: Write>(

@@ -74,7 +74,7 @@ const CREATED: &str = "1970-01-01T00:00:00Z";
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 impl ImageBuild {
-    /// The path of the program in the image: `/app/NAME`.
+    /// Returns the path of the program in the image: `/app/NAME`.
     ///
     /// # Errors
     /// When the path has no name.
@@ -138,12 +138,12 @@ impl BuiltImage {
         })
     }
 
-    /// The digest of its manifest.
+    /// Returns the digest of its manifest.
     pub(crate) fn digest(&self) -> &str {
         &self.digest
     }
 
-    /// The size of its layer.
+    /// Returns the size of its layer.
     pub(crate) fn layer_bytes(&self) -> u64 {
         self.layer.size
     }
@@ -280,7 +280,7 @@ impl ElfFile {
     }
 }
 
-/// The base's configuration with the layer in it.
+/// Returns the base's configuration with the layer in it.
 fn config(base: &Base, layer: &Layer, program: &str) -> Result<Vec<u8>> {
     let wrong = || Error::usage(format!("the base {} is no image of containers", base.name));
     let mut config = base.config.clone();

@@ -1,4 +1,4 @@
-//! A registry of images, as this machine reaches it and is known there, and what its refusals mean.
+//! A registry of images: connections, credentials, and the meaning of its refusals.
 
 use std::fs::File;
 use std::future::Future;
@@ -23,7 +23,7 @@ pub(crate) struct Registries {
     runtime: Runtime,
 }
 
-/// A repository of a registry, ready to be asked.
+/// A repository of a registry, with a client for it.
 pub(super) struct Repository<'a> {
     pub(super) reference: Reference,
     runtime: &'a Runtime,
@@ -46,10 +46,10 @@ const CONNECT: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 256 * 1024;
 
 impl Registries {
-    /// Registries of which those in `insecure`, `HOST:PORT`, are reached without TLS, as those of this machine are.
+    /// Makes the client. Registries in `insecure`, `HOST:PORT`, and those of this machine are reached without TLS.
     ///
     /// # Errors
-    /// When this machine does not give what connections need.
+    /// When this machine cannot make connections.
     pub(crate) fn new(insecure: &[String]) -> Result<Self> {
         // Another part of this program may have chosen it before.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -62,10 +62,10 @@ impl Registries {
         })
     }
 
-    /// The repository of an image.
+    /// Opens the repository of an image.
     ///
     /// # Errors
-    /// When `reference` is none, or its registry is not reached or refuses this user.
+    /// When `reference` is invalid, or its registry does not answer or refuses this user.
     pub(super) fn open(&self, reference: &str, access: Access) -> Result<Repository<'_>> {
         let reference: Reference = reference.parse().map_err(|error| {
             Error::usage(format!(
@@ -112,7 +112,7 @@ impl Registries {
 }
 
 impl Repository<'_> {
-    /// The manifest that `reference` names, and its digest.
+    /// Returns the manifest that `reference` names, and its digest.
     ///
     /// # Errors
     /// When there is none.
@@ -122,7 +122,7 @@ impl Repository<'_> {
         self.wait(self.client.pull_manifest(reference, &auth))
     }
 
-    /// A blob, written to `output`, with its digest checked.
+    /// Writes a blob to `output`, and checks its digest.
     ///
     /// # Errors
     /// When there is none, or `output` cannot be written.
@@ -139,12 +139,12 @@ impl Repository<'_> {
     /// Returns true if the registry has the blob.
     ///
     /// # Errors
-    /// When the registry does not say so.
+    /// When the registry does not answer.
     pub(super) fn has(&self, digest: &str) -> Result<bool> {
         self.wait(self.client.blob_exists(&self.reference, digest))
     }
 
-    /// Has the registry take a blob from another repository of its own; `false` where it does not do so.
+    /// Mounts a blob from another repository of the registry. Returns false if the registry does not do so.
     pub(super) fn mount(&self, digest: &str, from: &Reference) -> bool {
         let mounted = self.client.mount_blob(&self.reference, from, digest);
         self.runtime.block_on(mounted).is_ok()
@@ -153,7 +153,7 @@ impl Repository<'_> {
     /// Sends a blob: the `size` bytes of `file` from `start` on.
     ///
     /// # Errors
-    /// When the registry does not take it, or the file cannot be read.
+    /// When the registry does not accept it, or the file cannot be read.
     pub(super) fn push_file(&self, digest: &str, file: &File, start: u64, size: u64) -> Result<()> {
         let blocks = file
             .try_clone()
@@ -172,7 +172,7 @@ impl Repository<'_> {
     /// Sends a small blob.
     ///
     /// # Errors
-    /// When the registry does not take it.
+    /// When the registry does not accept it.
     pub(super) fn push_bytes(&self, digest: &str, bytes: &[u8]) -> Result<()> {
         let blob = self
             .client
@@ -183,7 +183,7 @@ impl Repository<'_> {
     /// Sends a blob of another repository, without a copy on this machine.
     ///
     /// # Errors
-    /// When it is not there, or the registry does not take it.
+    /// When it does not exist, or the registry does not accept it.
     pub(super) fn copy(&self, blob: &OciDescriptor, from: &Repository<'_>) -> Result<()> {
         let blocks = from.wait(from.client.pull_blob_stream(&from.reference, blob))?;
         let (blocks, size) = (blocks.map_err(Into::into), Some(size(blob)));
@@ -193,10 +193,10 @@ impl Repository<'_> {
         self.wait(pushed).map(|_| ())
     }
 
-    /// Names the image: puts its manifest to the reference.
+    /// Names the image: stores its manifest under the reference.
     ///
     /// # Errors
-    /// When the registry does not take it.
+    /// When the registry does not accept it.
     pub(super) fn push_manifest(&self, manifest: &[u8]) -> Result<()> {
         let Ok(kind) = OCI_IMAGE_MEDIA_TYPE.parse() else {
             return Err(Error::system("the type of a manifest is no header of HTTP"));
@@ -275,7 +275,7 @@ fn credentials(registry: &str) -> Result<RegistryAuth> {
 /// Explains the errors of a registry.
 #[derive(Debug)]
 struct Refusal {
-    /// The image that it was asked for.
+    /// The image of the request.
     image: String,
     registry: String,
     /// True if the registry got no name and no password.

@@ -118,6 +118,23 @@ pub(crate) struct Instance {
     pub(crate) reason: Option<String>,
 }
 
+impl Instance {
+    /// Makes the instance of node `node` of a job, of which only the status is known.
+    pub(crate) fn new(job: &str, node: usize, status: JobStatus) -> Self {
+        Self {
+            name: Role::instance_name(job, node),
+            role: Role::of_node(node),
+            status,
+            node: None,
+            started: None,
+            ended: None,
+            restarts: 0,
+            exit_code: None,
+            reason: None,
+        }
+    }
+}
+
 /// The role of an instance: node 0, or another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

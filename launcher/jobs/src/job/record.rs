@@ -60,7 +60,7 @@ pub(crate) struct Records {
 }
 
 const FILE: &str = "job.json";
-/// The lock of a command that changes or removes a record. It is beside the folders of jobs, since on NFS an open file
+/// The lock of a command that changes or removes a record. It is next to the folders of jobs, since on NFS an open file
 /// would hinder the removal of its folder; no job can have its name.
 const LOCK: &str = "_lock";
 /// The number of attempts to remove a folder that others write into, and the pause between them.
@@ -99,7 +99,7 @@ impl Records {
         self.folder.join(name.as_str())
     }
 
-    /// Makes the folder of a new job, with its first record in it.
+    /// Makes the folder of a new job with its first record.
     ///
     /// # Errors
     /// When there is a job with that name already, or the folder or the record cannot be written.

@@ -11,7 +11,7 @@ use kube::api::ListParams;
 use super::cluster::{Cluster, seconds};
 use super::objects::{AGENT, NODE_LABEL, PART_LABEL, selector};
 use crate::error::Result;
-use crate::job::{Instance, JobStatus, Role};
+use crate::job::{Instance, JobStatus};
 use crate::spec::JobSpec;
 
 /// The pods of each node of a job, the oldest first.
@@ -87,17 +87,7 @@ impl NodePods {
         let pods = self.of_node(node);
         let lives = |pod: &&Pod| pod.metadata.deletion_timestamp.is_none();
         let current = pods.iter().rev().find(lives).or(pods.last());
-        let mut instance = Instance {
-            name: Role::instance_name(job, node),
-            role: Role::of_node(node),
-            status: JobStatus::Pending,
-            node: None,
-            started: None,
-            ended: None,
-            restarts: 0,
-            exit_code: None,
-            reason: None,
-        };
+        let mut instance = Instance::new(job, node, JobStatus::Pending);
         let Some(pod) = current else {
             let warning = owners
                 .iter()

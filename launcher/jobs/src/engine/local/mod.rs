@@ -21,7 +21,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::{Engine, LogsMode, LogsRequest, Submitted};
 use crate::error::{Error, Result};
 use crate::job::{
-    Instance, JobDetails, JobRecord, JobStatus, NodeUsage, Role, launcher_restarts, node_log,
+    Instance, JobDetails, JobRecord, JobStatus, NodeUsage, launcher_restarts, node_log,
 };
 use crate::output::{copy_tail, follow};
 use crate::output::{now, shell_line};
@@ -263,15 +263,13 @@ impl LocalState {
             .to_string_lossy()
             .into_owned();
         let instance = |(node, state): (usize, &state::NodeState)| Instance {
-            name: Role::instance_name(spec.name.as_str(), node),
-            role: Role::of_node(node),
-            status: node_status(state.exit_code),
             node: Some(host.clone()),
             started: Some(self.started),
             ended: state.ended,
             restarts: state.restarts,
             exit_code: state.exit_code,
             reason: state.reason.clone(),
+            ..Instance::new(spec.name.as_str(), node, node_status(state.exit_code))
         };
         self.nodes.iter().enumerate().map(instance).collect()
     }

@@ -137,7 +137,7 @@ pub(super) fn details(job: &JobRecord, answer: &RayJob, state: Option<GangState>
     let spec = &job.spec;
     let told = state.as_ref().map(|state| state.status);
     let status = match (answer.status, told) {
-        // Ray says that the driver runs.
+        // According to Ray, the driver runs.
         (RayStatus::Running, Some(told)) if !told.is_final() => told,
         (RayStatus::Running, Some(_)) => JobStatus::Running,
         (RayStatus::Running | RayStatus::Pending, _) => JobStatus::Pending,
@@ -173,7 +173,7 @@ pub(super) fn details(job: &JobRecord, answer: &RayJob, state: Option<GangState>
         instances: match &state {
             Some(state) => instances(state, status),
             None => (0..spec.nodes.get())
-                .map(|node| unknown(spec, node, status))
+                .map(|node| Instance::new(spec.name.as_str(), node, status))
                 .collect(),
         },
         tensorboard: state
@@ -202,21 +202,6 @@ fn instances(state: &GangState, status: JobStatus) -> Vec<Instance> {
         }
     }
     instances
-}
-
-/// Makes an instance that the driver has not reported.
-fn unknown(spec: &JobSpec, node: usize, status: JobStatus) -> Instance {
-    Instance {
-        name: Role::instance_name(spec.name.as_str(), node),
-        role: Role::of_node(node),
-        status,
-        node: None,
-        started: None,
-        ended: None,
-        restarts: 0,
-        exit_code: None,
-        reason: None,
-    }
 }
 
 /// Returns the last lines of Ray's message, which has those of the log.

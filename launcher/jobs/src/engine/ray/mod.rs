@@ -251,7 +251,7 @@ impl Engine for RayEngine {
             let log = self.client.logs(name)?;
             let text = match output_of(&log, answer.job_id.as_deref(), instance) {
                 Some(text) => text,
-                // Its driver has not begun: what Ray says of it.
+                // Its driver has not begun: Ray's own messages.
                 None if is_final => log,
                 None => String::new(),
             };
@@ -290,7 +290,7 @@ impl Engine for RayEngine {
         let usage = self.client.usage()?;
         let is_alive = |node: &answers::RayNode| node.state == "ALIVE";
         let alive: Vec<_> = nodes.iter().filter(|node| is_alive(node)).collect();
-        // Ray goes on to list nodes that are gone, those that have come again as well.
+        // Ray keeps listing nodes that are gone, even if they have come back.
         let came_again = |node: &answers::RayNode| {
             !is_alive(node) && alive.iter().any(|other| other.node_ip == node.node_ip)
         };

@@ -1,4 +1,4 @@
-//! The package of a job: the files that Ray unpacks on every node, and starts the job in.
+//! The package of a job: the files that Ray unpacks on every node, into the folder in which the job starts.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,14 +22,14 @@ pub(super) struct Package {
     pub(super) bytes: Vec<u8>,
     /// Its files with their sizes.
     pub(super) files: BTreeMap<String, u64>,
-    /// The launcher, as the driver finds it on a node.
+    /// The path of the launcher for the driver on a node.
     pub(super) launcher: String,
-    /// The same of the program.
+    /// The path of the program for the driver on a node.
     pub(super) program: String,
 }
 
 impl Package {
-    /// The package of a job: the driver, the launcher, the program where it is a file, and what `--ray-include` names.
+    /// Builds the package of a job: the driver, the launcher, the program if it is a file, and the files of `--ray-include`.
     ///
     /// # Errors
     /// When a file is not there, or two have one name.
@@ -68,7 +68,7 @@ impl Package {
 struct Sources(BTreeMap<String, PathBuf>);
 
 impl Sources {
-    /// Adds a program; its name in the package.
+    /// Adds a program, and returns its path in the package.
     fn add_file(&mut self, path: &Path) -> Result<String> {
         Ok(format!("./{}", self.add(path, Path::new(""))?))
     }
@@ -92,7 +92,7 @@ impl Sources {
         Ok(name.to_owned())
     }
 
-    /// Adds a file, or a folder with all in it, by its own name.
+    /// Adds a file, or a folder with its contents, by its own name.
     fn include(&mut self, path: &Path) -> Result<()> {
         let failed = |path: &Path, error| {
             Error::usage(format!("--ray-include {} cannot be read", path.display()))
@@ -117,7 +117,7 @@ impl Sources {
         Ok(())
     }
 
-    /// The same files give the same package.
+    /// Packs the files: the same files give the same package.
     fn pack(self, launcher: String, program: String) -> Result<Package> {
         let failed = |error: io::Error| {
             Error::system("the package of the job cannot be made").with_source(error)

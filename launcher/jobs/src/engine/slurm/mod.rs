@@ -277,21 +277,19 @@ fn instances(
 ) -> Vec<Instance> {
     let instance = |node: usize| {
         let exit_code = run.and_then(|_| agent_exit(folder, node));
+        let node_status = match (status, exit_code) {
+            (JobStatus::Stopped, _) | (_, None) => status,
+            (_, Some(0)) => JobStatus::Succeeded,
+            (JobStatus::Running, Some(AGAIN)) => JobStatus::Restarting,
+            (_, Some(_)) => JobStatus::Failed,
+        };
         Instance {
-            name: Role::instance_name(spec.name.as_str(), node),
-            role: Role::of_node(node),
-            status: match (status, exit_code) {
-                (JobStatus::Stopped, _) | (_, None) => status,
-                (_, Some(0)) => JobStatus::Succeeded,
-                (JobStatus::Running, Some(AGAIN)) => JobStatus::Restarting,
-                (_, Some(_)) => JobStatus::Failed,
-            },
             node: run.and_then(|run| run.nodes.get(node).cloned()),
             started: run.map(|run| run.started),
             ended: known.ended.filter(|_| status.is_final()),
             restarts: known.restarts,
             exit_code,
-            reason: None,
+            ..Instance::new(spec.name.as_str(), node, node_status)
         }
     };
     (0..spec.nodes.get()).map(instance).collect()
