@@ -9,7 +9,6 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::agent::ssh;
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
-use crate::commands::board::{self, BoardArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::docs::{self, CompletionsArgs};
 use crate::commands::env::{self, EnvArgs};
@@ -36,8 +35,7 @@ use argv::Argv;
         accel-launch env|plan|test [OPTIONS]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR\n       \
-        accel-launch runs list|show|compare|diff|report|export|upload|sync|gc|reproduce\n       \
-        accel-launch board [--runs DIR] [--port N]\n       \
+        accel-launch runs list|show|compare|diff|report|board|export|upload|sync|gc|reproduce\n       \
         accel-launch tune SPEC -- PROGRAM [ARGS]...\n       \
         accel-launch tune list|show|best|resume|stop DIR\n       \
         accel-launch submit --name NAME [--engine slurm|kubernetes|ray] -- PROGRAM [ARGS]...\n       \
@@ -69,8 +67,6 @@ enum Subcommands {
     Checkpoint(CheckpointArgs),
     /// List, show and compare tracked runs, deliver them elsewhere, start them again.
     Runs(RunsArgs),
-    /// Show tracked runs in a browser, while they are written.
-    Board(BoardArgs),
     /// Search the hyperparameters of a program, and show searches.
     Tune(TuneArgs),
     /// Submit a program to this machine, Slurm, Kubernetes or Ray, by `accel-jobs`.
@@ -145,7 +141,6 @@ impl Cli {
             Subcommands::Plan(arguments) => plan::run(arguments),
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
             Subcommands::Runs(arguments) => runs::run(arguments),
-            Subcommands::Board(arguments) => board::run(arguments),
             Subcommands::Tune(arguments) => tune::run(arguments, liveness),
             Subcommands::Submit(arguments) => jobs::run(Some("submit"), arguments),
             Subcommands::Jobs(arguments) => jobs::run(None, arguments),

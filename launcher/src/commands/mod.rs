@@ -1,7 +1,6 @@
 //! The commands of `accel-launch`, one module each.
 
 pub(crate) mod bench;
-pub(crate) mod board;
 pub(crate) mod checkpoint;
 pub(crate) mod docs;
 pub(crate) mod env;

@@ -1,4 +1,4 @@
-//! `accel-launch board`.
+//! `accel-launch runs board`.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -17,7 +17,7 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
     run.log("train", [("loss", 0.5)], 1, None);
     run.finish().unwrap();
     let mut command = folder.launcher();
-    command.arg("board").stdout(Stdio::piped());
+    command.args(["runs", "board"]).stdout(Stdio::piped());
     command.stderr(Stdio::piped());
     let mut board = command.spawn().unwrap();
     let mut line = String::new();
@@ -38,7 +38,7 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
     assert!(get("/").starts_with("HTTP/1.1 403 "));
     assert!(get(&format!("/?token={token}")).contains("<div id=\"app\">"));
     crate::support::wait_until("the run is read", || {
-        let runs = get(&format!("/api/runs?token={token}"));
+        let runs = get(&format!("/data?token={token}"));
         (runs.contains("train/loss") && runs.contains("\"finished\"")).then_some(())
     });
     let pid = Pid::from_child(&board);
@@ -62,6 +62,8 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
 #[test]
 fn a_folder_that_is_not_there_is_named() {
     let folder = Folder::new();
-    let ended = folder.launch(["board", "--runs", "nowhere"]).expect(2);
+    let ended = folder
+        .launch(["runs", "board", "--runs", "nowhere"])
+        .expect(2);
     ended.says("there is no folder nowhere");
 }

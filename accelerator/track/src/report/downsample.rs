@@ -38,22 +38,6 @@ impl Columns {
             v: kept().map(|point| Number(point.value)).collect(),
         }
     }
-
-    /// At most `limit` of them.
-    #[cfg(any(feature = "board", test))]
-    pub(crate) fn thinned(&self, limit: usize) -> Self {
-        let values: Vec<f64> = self.v.iter().map(|value| value.0).collect();
-        let kept = downsample(&values, limit);
-        Self {
-            s: kept.iter().map(|&at| self.s[at]).collect(),
-            e: self
-                .e
-                .as_ref()
-                .map(|epochs| kept.iter().map(|&at| epochs[at]).collect()),
-            t: kept.iter().map(|&at| self.t[at]).collect(),
-            v: kept.iter().map(|&at| self.v[at]).collect(),
-        }
-    }
 }
 
 /// Which of many values a chart shows, in order: the first and the last, and of each of as many equal parts as fit in
@@ -140,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_in_order_and_thinned_columns_keep_their_peak() {
+    fn steps_are_in_order_and_times_are_relative() {
         let point = |step: u64| Point {
             step,
             epoch: (step > 10).then_some(step as f64 / 10.0),
@@ -152,9 +136,7 @@ mod tests {
         let columns = Columns::of(&points, 5000, 1000);
         assert!(columns.s.is_sorted() && columns.s.len() <= 1000);
         assert_eq!(columns.t, columns.s, "times are relative");
-        assert_eq!(columns.e.as_ref().unwrap()[0], None);
-        let thin = columns.thinned(50);
-        assert!(thin.s.len() <= 50 && thin.s.contains(&777));
-        assert_eq!(thin.e.unwrap().len(), thin.v.len());
+        assert_eq!(columns.e.unwrap()[0], None);
+        assert!(columns.s.contains(&777), "a peak stays");
     }
 }

@@ -13,22 +13,12 @@ use crate::record::Number;
 
 /// What was logged under a key, at some of its steps.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct KeyMedia {
+pub(super) struct KeyMedia {
     kind: &'static str,
     key: String,
     /// At how many steps it was logged.
     of: usize,
     items: Vec<MediaItem>,
-}
-
-/// Where a page gets its images from.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum ImageSource<'a> {
-    /// From itself.
-    Inline,
-    /// From an address, to which the image's hash is appended.
-    #[cfg_attr(not(feature = "board"), allow(dead_code))]
-    Address(&'a str),
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -62,7 +52,7 @@ enum ItemContent {
 
 /// By key in the order of their first steps; of a key that was logged at many, some of them, the first and the last among
 /// these.
-pub(crate) fn media_by_key(run: &RunHistory, images: ImageSource<'_>) -> Vec<KeyMedia> {
+pub(super) fn media_by_key(run: &RunHistory) -> Vec<KeyMedia> {
     let mut by_key: Vec<(&'static str, &str, Vec<&Media>)> = Vec::new();
     for media in &run.media {
         let kind = kind(&media.content);
@@ -80,7 +70,7 @@ pub(crate) fn media_by_key(run: &RunHistory, images: ImageSource<'_>) -> Vec<Key
         let most = if kind == "image" { IMAGES } else { ITEMS };
         let items = spread(all.len(), most).map(|at| MediaItem {
             s: all[at].step,
-            content: content(run, &all[at].content, images, &mut budget),
+            content: content(run, &all[at].content, &mut budget),
         });
         KeyMedia {
             kind,
@@ -93,9 +83,10 @@ pub(crate) fn media_by_key(run: &RunHistory, images: ImageSource<'_>) -> Vec<Key
 }
 
 /// The bytes of an image in a run's folder, if the file is one that a run writes.
-pub(crate) fn read_image(file: &Path) -> Option<Vec<u8>> {
+fn read_image(file: &Path) -> Option<Vec<u8>> {
     let name = file.file_name()?.to_str()?;
-    if !is_hash(name) || file.parent()?.file_name()? != "blobs" {
+    let is_hash = !name.is_empty() && name.bytes().all(|x| x.is_ascii_hexdigit());
+    if !is_hash || file.parent()?.file_name()? != "blobs" {
         return None;
     }
     let mut bytes = Vec::new();
@@ -105,17 +96,12 @@ pub(crate) fn read_image(file: &Path) -> Option<Vec<u8>> {
 }
 
 /// `image/png` or `image/jpeg`, by the first bytes.
-pub(crate) fn image_type(bytes: &[u8]) -> Option<&'static str> {
+fn image_type(bytes: &[u8]) -> Option<&'static str> {
     match bytes {
         [0x89, b'P', b'N', b'G', ..] => Some("image/png"),
         [0xff, 0xd8, ..] => Some("image/jpeg"),
         _ => None,
     }
-}
-
-/// Whether a word can be the name of a file in `blobs`.
-pub(crate) fn is_hash(word: &str) -> bool {
-    !word.is_empty() && word.bytes().all(|x| x.is_ascii_hexdigit())
 }
 
 /// Steps of a key that a page shows.
@@ -134,12 +120,7 @@ fn kind(content: &MediaContent) -> &'static str {
     }
 }
 
-fn content(
-    run: &RunHistory,
-    content: &MediaContent,
-    images: ImageSource<'_>,
-    budget: &mut usize,
-) -> ItemContent {
+fn content(run: &RunHistory, content: &MediaContent, budget: &mut usize) -> ItemContent {
     match content {
         MediaContent::Text(text) => ItemContent::Text { text: text.clone() },
         MediaContent::Histogram(bins) => ItemContent::Histogram {
@@ -160,14 +141,7 @@ fn content(
             height,
             ..
         } => ItemContent::Image {
-            src: match images {
-                ImageSource::Inline => inline(&run.folder, file, budget),
-                ImageSource::Address(address) => file
-                    .file_name()
-                    .and_then(|name| name.to_str())
-                    .filter(|name| is_hash(name))
-                    .map(|hash| format!("{address}{hash}")),
-            },
+            src: inline(&run.folder, file, budget),
             width: *width,
             height: *height,
         },

@@ -1,6 +1,6 @@
 //! Reports of runs: one HTML file.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
@@ -10,14 +10,10 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use crate::history::RunHistory;
 use crate::journal::now_ms;
-pub(crate) use downsample::Columns;
 pub use downsample::downsample;
-pub(crate) use media::ImageSource;
-#[cfg(feature = "board")]
-pub(crate) use media::{image_type, read_image};
-pub(crate) use model::{PageDetail, PageRun};
+pub(crate) use model::PageRun;
 pub use page::HtmlPage;
-pub(crate) use page::{Page, page};
+pub(crate) use page::runs_page;
 
 mod downsample;
 mod media;
@@ -58,7 +54,7 @@ impl<'a> Report<'a> {
         Self { runs }
     }
 
-    /// The page. An image whose file is not there is named in its place.
+    /// The page. An image whose file is missing is named in its place.
     ///
     /// ```
     /// let page = accelerator_track::Report::of(&[]).html();
@@ -66,34 +62,12 @@ impl<'a> Report<'a> {
     /// ```
     #[must_use]
     pub fn html(&self) -> String {
-        let mut series: BTreeMap<&str, Vec<PageColumns>> = BTreeMap::new();
-        let points = points_of(self.runs.len());
-        for (i, run) in self.runs.iter().enumerate() {
-            for one in &run.series {
-                series.entry(&one.key).or_default().push(PageColumns {
-                    run: i,
-                    columns: Columns::of(&one.points, run.created_ms, points),
-                });
-            }
-        }
-        let details = self.runs.iter();
-        let data = ReportData {
-            generated_ms: now_ms(),
-            details: details
-                .map(|run| PageDetail::of(run, ImageSource::Inline))
-                .collect(),
-            runs: self.page_runs(),
-            series,
-        };
-        let title = match data.runs.as_slice() {
+        let runs = self.page_runs();
+        let title = match runs.as_slice() {
             [run] => run.label.clone(),
             runs => format!("Comparison of {} runs", runs.len()),
         };
-        page(&Page::Report {
-            title: &title,
-            data: &serde_json::to_string(&data).unwrap_or_default(),
-            runs: &data.runs,
-        })
+        runs_page(&title, &PageData::of(runs.iter().collect()))
     }
 
     /// Writes the page to a file, which it replaces as a whole or not at all.
@@ -105,10 +79,11 @@ impl<'a> Report<'a> {
         write(file.as_ref(), &self.html())
     }
 
-    /// Runs of several folders of runs may have one label: those have their paths.
+    /// Labels runs from different folders by their paths if they would have the same label.
     fn page_runs(&self) -> Vec<PageRun> {
+        let points = points_of(self.runs.len());
         let runs = self.runs.iter().enumerate();
-        let mut runs: Vec<PageRun> = runs.map(|(i, run)| PageRun::of(run, i)).collect();
+        let mut runs: Vec<PageRun> = runs.map(|(i, run)| PageRun::of(run, i, points)).collect();
         let mut count = HashMap::new();
         for run in &runs {
             *count.entry(run.label.clone()).or_insert(0) += 1;
@@ -145,26 +120,42 @@ fn replace(path: &Path, text: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The points that a chart gets of each run: the more runs, the fewer.
+/// The points of each run in a chart: the more runs, the fewer.
 pub(crate) fn points_of(runs: usize) -> usize {
     (MOST_POINTS * 20 / runs.max(1)).clamp(200, MOST_POINTS)
 }
 
-/// The points of a run in a chart, at most.
-pub(crate) const MOST_POINTS: usize = 1000;
+const MOST_POINTS: usize = 1000;
 
-/// The columns of a series of one run.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct PageColumns {
-    pub(crate) run: usize,
-    #[serde(flatten)]
-    pub(crate) columns: Columns,
+/// The data of a page of runs.
+#[derive(Debug, Serialize)]
+pub(crate) struct PageData<'a> {
+    generated_ms: u64,
+    pub(crate) runs: Vec<&'a PageRun>,
+    /// Set if a board serves the page, which then asks it for changes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) board: Option<BoardState>,
 }
 
-#[derive(Serialize)]
-struct ReportData<'a> {
-    generated_ms: u64,
-    runs: Vec<PageRun>,
-    details: Vec<PageDetail>,
-    series: BTreeMap<&'a str, Vec<PageColumns>>,
+/// How far a board has read its runs.
+#[derive(Debug, Serialize)]
+pub(crate) struct BoardState {
+    /// Counts changes; the page's next request names it.
+    pub(crate) version: u64,
+    /// How many runs remain to be read.
+    pub(crate) reading: usize,
+    /// The numbers of all runs.
+    pub(crate) ids: Vec<usize>,
+    /// Why runs could not be read.
+    pub(crate) refused: Vec<String>,
+}
+
+impl<'a> PageData<'a> {
+    pub(crate) fn of(runs: Vec<&'a PageRun>) -> Self {
+        Self {
+            generated_ms: now_ms(),
+            runs,
+            board: None,
+        }
+    }
 }

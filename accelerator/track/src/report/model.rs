@@ -1,4 +1,4 @@
-//! What a page is told of a run.
+//! The data of a run on a page.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,13 +6,13 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::downsample::downsample;
-use super::media::{ImageSource, KeyMedia, media_by_key};
+use super::downsample::{Columns, downsample};
+use super::media::{KeyMedia, media_by_key};
 use crate::folder_name::folder_name;
 use crate::history::{Point, RunHistory, SystemPoint};
 use crate::record::Number;
 
-/// What a list of runs and its charts' legends show.
+/// A run as a page shows it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct PageRun {
     /// The number by which a page refers to the run.
@@ -34,11 +34,14 @@ pub(crate) struct PageRun {
     artifacts: Vec<ArtifactNode>,
     failure: Option<Value>,
     pub(super) series: Vec<PageSeries>,
+    /// The points of the charts, by series.
+    columns: BTreeMap<String, Columns>,
+    detail: PageDetail,
 }
 
 /// A series in words.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct PageSeries {
+pub(super) struct PageSeries {
     pub(super) key: String,
     points: usize,
     pub(super) last: Option<Extreme>,
@@ -50,14 +53,14 @@ pub(crate) struct PageSeries {
 
 /// A value, and the step at which it was.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Extreme {
+pub(super) struct Extreme {
     pub(super) v: Number,
     pub(super) s: u64,
 }
 
-/// What a page shows of a run when it is looked at by itself.
+/// What a page shows of a run that is selected.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct PageDetail {
+struct PageDetail {
     attempts: Vec<AttemptDetail>,
     /// Values that hyperparameters had before.
     earlier: BTreeMap<String, Vec<Value>>,
@@ -104,7 +107,8 @@ struct SystemSeries {
 }
 
 impl PageRun {
-    pub(crate) fn of(run: &RunHistory, i: usize) -> Self {
+    /// A run with at most `points` points per chart.
+    pub(crate) fn of(run: &RunHistory, i: usize, points: usize) -> Self {
         let folder = run.folder.file_name().unwrap_or(run.folder.as_os_str());
         let folder = folder.to_string_lossy().into_owned();
         let is_named = folder == folder_name(&run.name);
@@ -142,12 +146,21 @@ impl PageRun {
                 .iter()
                 .map(|series| PageSeries::of(&series.key, &series.points))
                 .collect(),
+            columns: run
+                .series
+                .iter()
+                .map(|series| {
+                    let columns = Columns::of(&series.points, run.created_ms, points);
+                    (series.key.clone(), columns)
+                })
+                .collect(),
+            detail: PageDetail::of(run),
         }
     }
 }
 
 impl PageSeries {
-    pub(crate) fn of(key: &str, points: &[Point]) -> Self {
+    fn of(key: &str, points: &[Point]) -> Self {
         let extreme = |point: &Point| Extreme {
             v: Number(point.value),
             s: point.step,
@@ -166,7 +179,7 @@ impl PageSeries {
 }
 
 impl PageDetail {
-    pub(crate) fn of(run: &RunHistory, images: ImageSource<'_>) -> Self {
+    fn of(run: &RunHistory) -> Self {
         let attempts = run.attempts.iter().map(|attempt| AttemptDetail {
             attempt: attempt.attempt,
             world: attempt.world,
@@ -193,18 +206,9 @@ impl PageDetail {
             entries: run.entries,
             path: absolute(&run.folder),
             traces: traces(&run.folder),
-            media: media_by_key(run, images),
+            media: media_by_key(run),
             system: system.collect(),
         }
-    }
-}
-
-#[cfg(feature = "board")]
-impl PageDetail {
-    /// The file of a timeline.
-    pub(crate) fn trace(&self, name: &str) -> Option<&str> {
-        let mut found = self.traces.iter().filter(|trace| trace.name == name);
-        found.next().map(|trace| trace.path.as_str())
     }
 }
 

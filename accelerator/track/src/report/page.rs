@@ -6,7 +6,7 @@ use std::path::Path;
 use accelerator_manifest::ContentHash;
 
 use super::model::{Extreme, PageRun};
-use super::write;
+use super::{PageData, write};
 use crate::error::Result;
 
 /// A page of one's own: one HTML file that asks no network for anything, with the style and the charts of reports.
@@ -70,45 +70,19 @@ impl HtmlPage<'_> {
     }
 }
 
-/// What a page shows.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Page<'a> {
-    /// Runs as they are, with all that is needed to show them.
-    Report {
-        title: &'a str,
-        /// JSON.
-        data: &'a str,
-        runs: &'a [PageRun],
-    },
-    /// Runs of a server, asked for as they change.
-    #[cfg(feature = "board")]
-    Board { title: &'a str, token: &'a str },
-}
-
-/// The page as HTML.
-pub(crate) fn page(page: &Page<'_>) -> String {
-    let (title, data, summary, secret, asks) = match *page {
-        Page::Report { title, data, runs } => (
-            title,
-            script_json(data),
-            summary(runs),
-            data.to_owned(),
-            Asks::Nobody,
-        ),
-        #[cfg(feature = "board")]
-        Page::Board { title, token } => (
-            title,
-            "null".to_owned(),
-            String::new(),
-            format!("{token}/{title}"),
-            Asks::ItsServer,
-        ),
+/// The page of a report or a board as HTML.
+pub(crate) fn runs_page(title: &str, data: &PageData<'_>) -> String {
+    let asks = match data.board {
+        None => Asks::Nobody,
+        Some(_) => Asks::ItsServer,
     };
+    let summary = summary(&data.runs);
+    let data = serde_json::to_string(data).unwrap_or_default();
     document(&Document {
         title,
-        data: &data,
+        data: &script_json(&data),
         fallback: &format!("<p>Charts need JavaScript. These are the values.</p>{summary}"),
-        secret: &secret,
+        secret: &data,
         asks,
         style: &[STYLE],
         script: &[SCRIPT],
@@ -128,21 +102,18 @@ struct Document<'a> {
     script: &'a [&'a str],
 }
 
-/// Whom a page may ask for more.
+/// Where a page may get more data.
 #[derive(Clone, Copy, Debug)]
 enum Asks {
     Nobody,
-    #[cfg(feature = "board")]
     ItsServer,
 }
 
-/// A script or a style runs if it has the page's nonce. In a report that is the hash of the data, which nothing within the
-/// data can know; on a board that of the token and the title.
+/// A script or a style runs if it has the page's nonce: the hash of the data, which nothing within the data can know.
 fn document(document: &Document<'_>) -> String {
-    let (images, connect) = match document.asks {
-        Asks::Nobody => ("data:", "'none'"),
-        #[cfg(feature = "board")]
-        Asks::ItsServer => ("'self' data:", "'self'"),
+    let connect = match document.asks {
+        Asks::Nobody => "'none'",
+        Asks::ItsServer => "'self'",
     };
     let nonce = ContentHash::of(document.secret.as_bytes()).to_string();
     let title = escape(document.title);
@@ -153,7 +124,7 @@ fn document(document: &Document<'_>) -> String {
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src {images}; connect-src {connect}; base-uri 'none'; form-action 'none'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
@@ -195,7 +166,7 @@ fn script_json(json: &str) -> String {
 }
 
 /// The last, least and greatest values of all series as a table, for who runs no scripts.
-fn summary(runs: &[PageRun]) -> String {
+fn summary(runs: &[&PageRun]) -> String {
     let mut html = String::new();
     let shown = |extreme: &Option<Extreme>| match extreme {
         Some(Extreme { v, s }) => format!("{} (step {s})", v.0),

@@ -268,61 +268,34 @@ fn the_board_shows_values_that_are_logged_while_it_is_open() {
             "{asked}"
         );
     }
-    let series = page
-        .requests
-        .iter()
-        .filter(|x| x.contains("api/series") && x.ends_with("runs=0"));
-    let unchanged = series.count();
-    assert!(
-        unchanged <= 8,
-        "the run that did not change was asked for {unchanged} times"
-    );
 }
 
 #[test]
-fn the_board_answers_those_with_the_token_on_this_machine() {
+fn the_board_answers_those_with_the_token() {
     let folder = tempfile::tempdir().unwrap();
     plain(folder.path(), "a", 1e-3);
     let url = serve(folder.path());
     let (address, token) = url["http://".len()..].split_once("/?token=").unwrap();
-    let get = |path: &str, host: &str| {
+    let get = |path: &str| {
         let mut stream = TcpStream::connect(address).unwrap();
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n").unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
     };
     let status = |answer: &str| answer[9..12].parse::<u16>().unwrap();
-    let good = get(&format!("/?token={token}"), address);
+    let good = get(&format!("/?token={token}"));
     assert_eq!(status(&good), 200);
-    assert!(good.contains("HttpOnly; SameSite=Strict") && good.contains("frame-ancestors 'none'"));
-    assert_eq!(status(&get("/", address)), 403);
-    assert_eq!(status(&get("/api/runs", address)), 403);
-    assert_eq!(status(&get("/?token=", address)), 403);
-    assert_eq!(
-        status(&get(&format!("/?token={}", "0".repeat(32)), address)),
-        403
-    );
-    for host in ["evil.example", "127.0.0.1", "127.0.0.1.evil.example:80", ""] {
-        assert_eq!(
-            status(&get(&format!("/?token={token}"), host)),
-            421,
-            "{host}"
-        );
-    }
-    for path in [
-        "/../etc/passwd",
-        "/api/blob?run=0&hash=../journal.jsonl",
-        "/api/trace?run=0&name=lock",
-        "/api/run?id=99",
-    ] {
-        let separator = if path.contains('?') { '&' } else { '?' };
-        assert_eq!(
-            status(&get(&format!("{path}{separator}token={token}"), address)),
-            404,
-            "{path}"
-        );
-    }
+    assert!(good.contains("frame-ancestors 'none'"));
+    assert_eq!(status(&get("/")), 403);
+    assert_eq!(status(&get("/data?since=0")), 403);
+    assert_eq!(status(&get("/?token=")), 403);
+    let other = format!("/?token={}", "0".repeat(32));
+    assert_eq!(status(&get(&other)), 403);
+    let data = get(&format!("/data?token={token}&since=0"));
+    assert!(data.contains("application/json") && data.contains("train/loss"));
+    let elsewhere = format!("/../etc/passwd?token={token}");
+    assert_eq!(status(&get(&elsewhere)), 404);
 }
 
 #[test]

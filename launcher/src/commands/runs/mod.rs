@@ -1,5 +1,6 @@
 //! `accel-launch runs`: lists, shows and compares tracked runs, delivers them elsewhere, starts them again.
 
+mod board;
 mod compare;
 mod diff;
 mod export;
@@ -42,6 +43,11 @@ enum RunsCommand {
     Export(export::ExportArgs),
     /// Write a page that shows a run, or compares several, in one file that needs no network.
     Report(report::ReportArgs),
+    /// Serve that page for all runs of a folder, and keep it up to date while they are written.
+    ///
+    /// The page is served on this machine only, at the address that is printed; its token is a new one each time. On a
+    /// machine that you reach by SSH, forward the port: `ssh -L PORT:127.0.0.1:PORT HOST`.
+    Board(board::BoardArgs),
     /// Copy runs, with the artifacts that they made and used, to another folder of runs; what is there is not copied again.
     Upload(upload::UploadArgs),
     /// Deliver what is missing of runs to a table, TensorBoard or MLflow.
@@ -77,6 +83,7 @@ pub(crate) fn run(arguments: &RunsArgs) -> Result<ExitCode> {
         RunsCommand::Diff(arguments) => diff::run(arguments),
         RunsCommand::Export(arguments) => export::run(arguments),
         RunsCommand::Report(arguments) => report::run(arguments),
+        RunsCommand::Board(arguments) => board::run(arguments),
         RunsCommand::Upload(arguments) => upload::run(arguments),
         RunsCommand::Sync(arguments) => sync::run(arguments),
         RunsCommand::Gc(arguments) => gc::run(arguments),

@@ -1,10 +1,9 @@
-// The page: where its data comes from, its sections, its controls.
+// The page: its data, its sections, its controls.
 
 const embedded = JSON.parse(document.getElementById("data").textContent);
-const live = embedded === null;
-const state = { x: "step", log: false, smooth: 0, filter: "", runFilter: "", only: false, order: [null, false], hidden: new Set(), error: "" };
+const live = Boolean(embedded.board);
+const state = { x: "step", log: false, smooth: 0, filter: "", runFilter: "", only: false, order: [null, false], hidden: new Set() };
 const runs = new Map();
-const details = new Map();
 const cards = new Map();
 const charts = new Set();
 const MOST_DETAILS = 8;
@@ -17,34 +16,11 @@ const watchSize = (chart) => {
   charts.add(chart);
 };
 
-const get = async (path) => {
-  const answer = await fetch(path);
-  if (!answer.ok) throw new Error(answer.status === 403 ? "This board has ended. Open the address of the new one." : await answer.text());
-  return answer.json();
-};
-const source = {
-  series: async (key, ids) => (live ? get(`api/series?key=${encodeURIComponent(key)}&runs=${ids.join(",")}`) : (embedded.series[key] || []).filter((x) => ids.includes(x.run))),
-  detail: async (i) => {
-    if (!live) return withLinks(embedded.details[i], (trace) => "file://" + encodeURI(trace.path).replaceAll("#", "%23").replaceAll("?", "%3F"));
-    const run = runs.get(i);
-    const known = details.get(i);
-    if (known && known.version === run.version) return known;
-    const detail = withLinks(await get("api/run?id=" + i), (trace) => `api/trace?run=${i}&name=${encodeURIComponent(trace.name)}`);
-    detail.version = run.version;
-    details.set(i, detail);
-    return detail;
-  },
-};
-const withLinks = (detail, href) => {
-  for (const trace of detail.traces) trace.href = href(trace);
-  return detail;
-};
-
 const take = (run) => {
   run.color = color(run.i);
-  run.version ??= 0;
   run.words = [run.label, run.name, run.folder].join("\n").toLowerCase();
   run.byKey = new Map(run.series.map((x) => [x.key, x]));
+  for (const columns of Object.values(run.columns)) columns.v = columns.v.map(number);
   runs.set(run.i, run);
 };
 const all = () => [...runs.values()].sort((a, b) => (live ? b.created_ms - a.created_ms || a.i - b.i : a.i - b.i));
@@ -54,8 +30,6 @@ const selected = () => all().filter((run) => !state.hidden.has(run.i));
 class MetricCard {
   constructor(key) {
     this.key = key;
-    this.columns = new Map();
-    this.versions = new Map();
     this.visible = false;
     this.chart = new Chart(key, { emptyText: "…" });
     watchSize(this.chart);
@@ -68,36 +42,18 @@ class MetricCard {
     seen.observe(this.element);
   }
 
-  async refresh() {
+  refresh() {
     const list = selected().filter((run) => run.byKey.has(this.key));
     this.element.hidden = !list.length || !matches(this.key);
-    // A report has all its values in its text; a board shows those that are looked at.
-    if (this.element.hidden || (live && !this.visible)) return;
+    if (this.element.hidden) return;
     const signature = JSON.stringify(list.map((run) => [run.i, run.label, run.byKey.get(this.key)]));
     if (signature !== this.signature) this.legend.replaceChildren(...legend(list, this.key));
     this.signature = signature;
-    if (!this.visible) return;
-    const stale = list.filter((run) => this.versions.get(run.i) !== run.version);
-    if (stale.length && !this.loading) {
-      this.loading = true;
-      const versions = stale.map((run) => [run.i, run.version]);
-      try {
-        for (const one of await source.series(this.key, stale.map((run) => run.i))) this.columns.set(one.run, { ...one, v: one.v.map(number) });
-        for (const [i, version] of versions) this.versions.set(i, version);
-      } catch (error) {
-        state.error = error.message;
-      }
-      this.loading = false;
-    }
-    this.draw(list);
+    if (this.visible) this.draw(list);
   }
 
   draw(list) {
-    const lines = [];
-    for (const run of list) {
-      const columns = this.columns.get(run.i);
-      if (columns) lines.push({ label: run.label, color: run.color, x: xOf(columns), y: columns.v });
-    }
+    const lines = list.map((run) => ({ label: run.label, color: run.color, x: xOf(run.columns[this.key]), y: run.columns[this.key].v }));
     this.chart.view = { smooth: state.smooth, log: state.log };
     this.chart.wholeX = state.x === "step";
     this.chart.xName = state.x === "time" ? "after" : state.x;
@@ -269,10 +225,10 @@ const systemCharts = (chosen, known) => {
   }));
 };
 
-// What needs more of a run than its summary. On a board that is asked for a few runs at a time.
-const drawDetails = async () => {
+// What needs more space than a line per run: shown for a few runs at a time.
+const drawDetails = () => {
   const chosen = selected().slice(0, MOST_DETAILS);
-  const known = await Promise.all(chosen.map((run) => source.detail(run.i)));
+  const known = chosen.map((run) => run.detail);
   const several = chosen.length > 1;
   const few = selected().length > chosen.length ? h("p", { class: "soft" }, `The first ${chosen.length} of the ${selected().length} chosen runs.`) : null;
   const ids = chosen.map((run) => [run.i, run.label]);
@@ -307,7 +263,7 @@ const drawDetails = async () => {
 const update = () => {
   const list = selected();
   const one = list.length === 1 ? list[0] : null;
-  put("overview", [list.map(({ series, ...rest }) => [rest, series]), state.order], () => {
+  put("overview", [list.map(({ columns, detail, ...rest }) => rest), state.order], () => {
     if (!list.length) return h("p", { class: "empty" }, runs.size ? "No run is chosen." : live ? "No runs yet. They appear here as they start." : "No runs.");
     return one ? overviewOfOne(one) : overviewOfMany(list, state.order, (name) => {
       state.order = [name, state.order[0] === name ? !state.order[1] : false];
@@ -320,7 +276,7 @@ const update = () => {
     return graph ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "lineage" }, graph) : [];
   });
   drawNavigation();
-  return drawDetails().catch((error) => warn(error.message));
+  drawDetails();
 };
 const warn = (text) => {
   banner.hidden = !text;
@@ -335,36 +291,36 @@ sections.metrics.body.append(groups);
 side.open = matchMedia("(min-width: 900px)").matches;
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.draw()));
 
-// On a board: what has changed since the last answer.
-let since = 0;
-const poll = async () => {
-  let pause = 2000;
-  if (!document.hidden) {
-    try {
-      const answer = await get("api/runs?since=" + since);
-      since = answer.version;
-      answer.runs.forEach(take);
-      for (const i of [...runs.keys()]) if (!answer.ids.includes(i)) runs.delete(i);
-      subtitle.replaceChildren(h("span", { class: "live" }, "live"), ` ${runs.size} run${runs.size === 1 ? "" : "s"}`, answer.reading ? `, reading ${answer.reading} more` : "",
-        answer.refused.length ? h("span", { class: "bad", title: answer.refused.join("\n") }, `, ${answer.refused.length} cannot be read`) : "");
-      if (answer.runs.length || !sections.overview.signature) {
-        drawSide();
-        const done = update();
-        if (!answer.reading) await done;
-      }
-      if (answer.reading) pause = 250;
-      warn("");
-    } catch (error) {
-      warn(error instanceof TypeError ? "The board does not answer. It asks again every two seconds." : error.message);
-    }
-  }
-  setTimeout(poll, pause);
-};
-
-if (live) poll();
-else {
-  embedded.runs.forEach(take);
-  subtitle.textContent = `Report of ${date(embedded.generated_ms)}`;
+const receive = ({ runs: changed, board }) => {
+  changed.forEach(take);
+  const gone = [...runs.keys()].filter((i) => board && !board.ids.includes(i));
+  for (const i of gone) runs.delete(i);
+  if (board) subtitle.replaceChildren(h("span", { class: "live" }, "live"), ` ${runs.size} run${runs.size === 1 ? "" : "s"}`, board.reading ? `, reading ${board.reading} more` : "",
+    board.refused.length ? h("span", { class: "bad", title: board.refused.join("\n") }, `, ${board.refused.length} cannot be read`) : "");
+  if (!changed.length && !gone.length && sections.overview.signature) return;
   drawSide();
   update();
-}
+};
+
+// Asks a board for what changed since its last answer. It rests longer than the answer took.
+const poll = async ({ version, reading }) => {
+  let next = { version, reading };
+  const start = performance.now();
+  if (!document.hidden) {
+    try {
+      const answer = await fetch(`data${location.search}&since=${version}`);
+      if (!answer.ok) throw new Error(answer.status === 403 ? "This board has ended. Open the address of the new one." : await answer.text());
+      const changes = await answer.json();
+      receive(changes);
+      next = changes.board;
+      warn("");
+    } catch (error) {
+      warn(error instanceof TypeError ? "The board does not answer. The page keeps asking." : error.message);
+    }
+  }
+  setTimeout(poll, next.reading ? 250 : Math.max(2000, 4 * (performance.now() - start)), next);
+};
+
+subtitle.textContent = `Report of ${date(embedded.generated_ms)}`;
+receive(embedded);
+if (live) setTimeout(poll, 250, embedded.board);

@@ -121,6 +121,9 @@ const attempts = (run, detail) => {
   }));
 };
 
+// A page of a server may not link to files.
+const fileAddress = (path) => "file://" + encodeURI(path).replaceAll("#", "%23").replaceAll("?", "%3F");
+
 const runDetail = (run, detail) => {
   const last = detail.attempts[detail.attempts.length - 1];
   const block = (title, content) => (content ? h("div", { class: "block" }, h("h3", {}, title), content) : null);
@@ -128,7 +131,7 @@ const runDetail = (run, detail) => {
   return [
     block("Attempts", attempts(run, detail)),
     block("Checkpoints", saved.length ? h("p", {}, `${saved.length}, the last at step ${fmt(saved[saved.length - 1])}`) : null),
-    block("Timeline", detail.traces.length ? h("ul", { class: "plain" }, detail.traces.map((trace) => h("li", {}, h("a", { href: trace.href, download: trace.name }, trace.name), h("span", { class: "soft" }, " " + trace.path + " (for Perfetto)")))) : null),
+    block("Timeline", detail.traces.length ? h("ul", { class: "plain" }, detail.traces.map((trace) => h("li", {}, live ? h("b", {}, trace.name) : h("a", { href: fileAddress(trace.path), download: trace.name }, trace.name), h("span", { class: "soft" }, " " + trace.path + " (for Perfetto)")))) : null),
     block("Platform", last ? platform(last.provenance) : null),
     block("Journal", h("p", {}, `${fmt(detail.entries)} entries in `, h("code", {}, detail.path), detail.lost_entries ? h("b", { class: "bad" }, ` ${fmt(detail.lost_entries)} entries were lost`) : null)),
   ];
