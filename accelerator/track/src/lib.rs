@@ -5,7 +5,7 @@
 
 pub use artifact::{
     Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore,
-    OnConflict, PruneReport, Retention, StoredArtifact,
+    PruneReport, Retention, StoredArtifact,
 };
 #[cfg(feature = "board")]
 pub use board::Board;
@@ -31,7 +31,7 @@ pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use system::SystemSampler;
 pub use tensorboard::TensorBoard;
-pub use upload::{MakeFolder, UploadOutcome, UploadReport, UploadedArtifact, upload};
+pub use upload::{UploadReport, upload};
 
 mod artifact;
 mod blob;

@@ -24,8 +24,8 @@ pub(crate) const FAILURE: &str = "failure.json";
 pub(crate) const TABLE: &str = "metrics.csv";
 /// The progress of the delivery to an MLflow server.
 pub(crate) const MLFLOW: &str = "mlflow.json";
-/// The list of files that came with an upload.
-pub(crate) const UPLOAD: &str = "upload.json";
+/// The list of files that came with an upload of an earlier version.
+const UPLOAD: &str = "upload.json";
 /// The folder of files named by their contents.
 pub(crate) const BLOBS: &str = "blobs";
 /// The folder of measurements of the hosts of ranks.

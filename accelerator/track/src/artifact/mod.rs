@@ -4,7 +4,7 @@ pub use draft::Artifact;
 pub use id::ArtifactId;
 pub use reader::ArtifactReader;
 pub use retention::{PruneReport, Retention};
-pub use store::{ArtifactStore, OnConflict};
+pub use store::ArtifactStore;
 pub use stored::StoredArtifact;
 pub use version::{ArtifactFile, ArtifactReference};
 

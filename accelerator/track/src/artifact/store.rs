@@ -43,41 +43,6 @@ pub struct ArtifactStore {
     root: PathBuf,
 }
 
-/// What happens where something else has the name already.
-///
-/// ```
-/// use accelerator_track::{Artifact, ArtifactStore, OnConflict};
-///
-/// # fn main() -> accelerator_track::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// # let file = temporary.path().join("model.bin");
-/// let store = ArtifactStore::of_runs(temporary.path());
-/// let mut commit = |weights: &str, on_conflict| {
-///     std::fs::write(&file, weights).unwrap();
-///     store.commit_with(&Artifact::create("model").add_file(&file)?, on_conflict)
-/// };
-/// assert_eq!(commit("one", OnConflict::Error)?.version(), 1);
-/// assert!(commit("two", OnConflict::Error).unwrap_err().is_conflict());
-/// assert_eq!(commit("two", OnConflict::Skip)?.read("model.bin")?, b"one");
-/// assert_eq!(commit("two", OnConflict::NewVersion)?.version(), 2);
-/// assert_eq!(commit("three", OnConflict::Replace)?.version(), 3);
-/// assert!(store.open("model:v2").unwrap_err().is_not_found());
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum OnConflict {
-    /// What is there stays, and nothing is stored.
-    Skip,
-    /// It is an error.
-    Error,
-    /// Both are kept: an artifact gets another version, a run another name.
-    #[default]
-    NewVersion,
-    /// What is there is removed when the other is stored.
-    Replace,
-}
-
 impl ArtifactStore {
     /// The store of a folder of runs, which is made with the first artifact.
     #[must_use]
@@ -101,20 +66,6 @@ impl ArtifactStore {
     /// If a file cannot be read or changes meanwhile ([`Error::is_conflict`]), if the store cannot be written, or if a
     /// name cannot be one. There is then no new version.
     pub fn commit(&self, artifact: &Artifact) -> Result<StoredArtifact> {
-        self.commit_with(artifact, OnConflict::NewVersion)
-    }
-
-    /// Stores an artifact, unless the latest version of its name has other contents and `on_conflict` says otherwise.
-    /// With [`OnConflict::Replace`] the version is a new one, to which the aliases of the latest one move.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`commit`](Self::commit), and a conflict with [`OnConflict::Error`].
-    pub fn commit_with(
-        &self,
-        artifact: &Artifact,
-        on_conflict: OnConflict,
-    ) -> Result<StoredArtifact> {
         let name = ArtifactName::parse(&artifact.name)?;
         let aliases = artifact.aliases.iter().map(|alias| Alias::parse(alias));
         let aliases = aliases.collect::<Result<Vec<_>>>()?;
@@ -138,25 +89,6 @@ impl ArtifactStore {
             })),
             metadata: artifact.metadata.clone(),
         };
-        let conflict = |latest: &Version| match on_conflict {
-            _ if latest.contents == contents => Ok(None),
-            OnConflict::Skip => Ok(Some(self.stored(latest.clone()))),
-            OnConflict::Error => Err(Error::new(
-                Kind::Conflict,
-                format!(
-                    "the artifact {name} has a version {} with other contents in {}; choose another name, or store a new version",
-                    latest.version,
-                    self.root.display()
-                ),
-            )),
-            OnConflict::NewVersion | OnConflict::Replace => Ok(None),
-        };
-        if let Some(latest) = self.latest(&name)?
-            && let Some(there) = conflict(&latest)?
-        {
-            return Ok(there);
-        }
-
         let adding = self.begin()?;
         for (_, source) in &sources {
             adding.objects.add(source, &adding.staged)?;
@@ -166,9 +98,6 @@ impl ArtifactStore {
         }
         let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
         let latest = self.latest(&name)?;
-        if let Some(there) = latest.as_ref().map(&conflict).transpose()?.flatten() {
-            return Ok(there);
-        }
         let mut index = self.index(&name)?;
         let version = match latest {
             Some(latest) if latest.contents == contents => latest,
@@ -188,15 +117,6 @@ impl ArtifactStore {
                 // First: the number is not used again, even if this version is not written.
                 self.write_index(&adding, &name, &index)?;
                 self.write_version(&adding, &name, &version)?;
-                if let Some(replaced) = latest.filter(|_| on_conflict == OnConflict::Replace) {
-                    let moved = index
-                        .aliases
-                        .values_mut()
-                        .filter(|of| **of == replaced.version);
-                    moved.for_each(|of| *of = version.version);
-                    let replaced = [(replaced.version, replaced.digest)].into();
-                    self.remove_versions(&adding, &name, &mut index, &replaced)?;
-                }
                 version
             }
         };
