@@ -20,7 +20,7 @@ pub use kubeflow::KubeflowSink;
 pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
 pub use provenance::{
     Capture, Commit, Difference, FolderDigest, HashedFile, HostFacts, MASK, Provenance,
-    Reproduction, SourceState, diff, digest_folder, mask_arguments,
+    Reproduction, diff, digest_folder, mask_arguments,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
 pub use report::{HtmlPage, Report, downsample};

@@ -1,17 +1,19 @@
 //! Records where this process comes from.
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use accelerator_env::{LAUNCH_COMMAND, SET_BY_LAUNCHER};
 use serde::Serialize;
 
-use super::facts::{HashedFile, Provenance};
-use super::files::{FolderDigest, hash_file, hash_opened};
+use super::facts::{HostFacts, Provenance, is_input, is_world_size};
+use super::files::{FolderDigest, HashedFile, hash_file, hash_opened};
 use super::git::{Repository, State};
-use super::mask::mask_arguments;
-use super::{environment, host};
+use super::mask::{mask_arguments, mask_text};
 use crate::blob::write_blob;
 
 /// For how long the program's file is read; one that is built without optimization hashes 20 MB a second.
@@ -20,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Captures where this process comes from: the program tells what only it knows, and the rest is found.
 ///
 /// Capturing never fails: what is not known is absent, and [`notes`](Provenance::notes) say what was left out. It takes
-/// up to four seconds where git does not answer, and up to three to read the program's file meanwhile.
+/// up to four seconds if git does not answer, and up to three to read the program's file meanwhile.
 ///
 /// ```
 /// use accelerator_track::Capture;
@@ -39,42 +41,42 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// Of a program that has told nothing yet.
+    /// Begins with what any program has.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The cargo features that the program is built with, which it finds by `cfg!(feature = …)`.
+    /// Sets the cargo features that the program is built with, which it finds by `cfg!(feature = …)`.
     pub fn features<S: Into<String>>(mut self, features: impl IntoIterator<Item = S>) -> Self {
         self.told.features = features.into_iter().map(Into::into).collect();
         self
     }
 
-    /// The devices of the ranks, by their names.
+    /// Sets the devices of the ranks, by their names.
     pub fn devices<S: Into<String>>(mut self, devices: impl IntoIterator<Item = S>) -> Self {
         self.told.devices = devices.into_iter().map(Into::into).collect();
         self
     }
 
-    /// A seed, and what it is for.
+    /// Adds a seed, and what it is for.
     pub fn seed(mut self, name: impl Into<String>, seed: u64) -> Self {
         self.told.seeds.insert(name.into(), seed);
         self
     }
 
-    /// The digest of a folder of data, and what it is for. [`digest_folder`](crate::digest_folder) makes it.
+    /// Adds the digest of a folder of data, and what it is for. [`digest_folder`](crate::digest_folder) makes it.
     pub fn data(mut self, name: impl Into<String>, digest: FolderDigest) -> Self {
         self.told.data.insert(name.into(), digest);
         self
     }
 
-    /// How the ranks are set up. What has no JSON is left out.
+    /// Sets how the ranks are set up. A value that has no JSON is left out.
     pub fn plan(mut self, plan: impl Serialize) -> Self {
         self.told.plan = serde_json::to_value(plan).ok();
         self
     }
 
-    /// How many ranks there are.
+    /// Sets the number of ranks.
     pub fn world(mut self, ranks: usize) -> Self {
         self.told.world = Some(ranks);
         self
@@ -99,14 +101,14 @@ impl Capture {
             .unwrap_or_default();
         let mut provenance = Provenance {
             arguments: mask_arguments(&arguments),
-            launched_by: environment::launch_command(),
+            launched_by: launch_command(),
             directory: directory.map(|path| path.to_string_lossy().into_owned()),
             lock_file: lock_file(&folders),
             binary,
-            host: host::facts(),
+            host: HostFacts::of_this_machine(),
             pid: Some(std::process::id()),
             started_ms: u64::try_from(now.as_millis()).ok(),
-            environment: environment::recorded(std::env::vars_os()),
+            environment: recorded(std::env::vars_os()),
             ..self.told
         };
         let is_unread = |file: &&HashedFile| file.hash.is_none();
@@ -154,13 +156,30 @@ fn source_folders(directory: Option<&Path>, executable: Option<&Path>) -> Vec<Pa
     folders.into_iter().flatten().collect()
 }
 
-/// The nearest `Cargo.lock` upwards from one of these folders.
+/// Returns the variables that are recorded; one without a value is not set.
+fn recorded(variables: impl Iterator<Item = (OsString, OsString)>) -> BTreeMap<String, String> {
+    let text = |(name, value): (OsString, OsString)| {
+        let name = name.into_string().ok()?;
+        let is_recorded = is_input(&name) || is_world_size(&name) || name == SET_BY_LAUNCHER.name;
+        (is_recorded && !value.is_empty()).then(|| (name, mask_text(&value.to_string_lossy())))
+    };
+    variables.filter_map(text).collect()
+}
+
+/// Returns the command line of the `accel-launch` that started this process, if any.
+fn launch_command() -> Vec<String> {
+    let text = accelerator_env::variable(LAUNCH_COMMAND.name).unwrap_or_default();
+    let words: Option<Vec<String>> = serde_json::from_str(&text.to_string_lossy()).ok();
+    mask_arguments(&words.unwrap_or_default())
+}
+
+/// Returns the nearest `Cargo.lock` upwards from one of these folders.
 fn lock_file(folders: &[PathBuf]) -> Option<HashedFile> {
     let mut above = folders.iter().flat_map(|folder| folder.ancestors());
     above.find_map(|folder| hash_file(&folder.join("Cargo.lock")).ok())
 }
 
-/// The program that runs, even where its file has been replaced since.
+/// Hashes the program that runs, even if its file was replaced since.
 fn binary(path: &Path) -> Option<HashedFile> {
     let shown = path.to_string_lossy();
     let shown = Path::new(shown.strip_suffix(" (deleted)").unwrap_or(&shown));
@@ -175,6 +194,65 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    fn of(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        recorded(
+            pairs
+                .iter()
+                .map(|(name, value)| (name.into(), value.into())),
+        )
+    }
+
+    #[test]
+    fn what_may_be_a_secret_is_not_recorded() {
+        let secrets = [
+            "ACCEL_TOKEN_FILE",
+            "ACCEL_API_KEY",
+            "NCCL_SECRET",
+            "NCCL_KEY",
+            "WGPU_PASSWORD",
+            "CUBECL_TOKEN",
+            "MLFLOW_TRACKING_PASSWORD",
+            "MLFLOW_TRACKING_TOKEN",
+            "AWS_SECRET_ACCESS_KEY",
+            "HF_TOKEN",
+            "HOME",
+            "SLURM_JWT",
+            "ACCEL_FUTURE",
+            "PATH",
+            "ACCEL_LAUNCH_COMMAND",
+        ];
+        let secrets = secrets.map(|name| (name, "a secret"));
+        assert_eq!(of(&secrets), BTreeMap::new());
+    }
+
+    #[test]
+    fn what_is_listed_is_recorded_without_passwords() {
+        let found = of(&[
+            ("RANK", "0"),
+            ("RUST_LOG", "debug"),
+            ("ACCEL_OVERLAP", "off"),
+            ("NCCL_DEBUG", "INFO"),
+            ("RAYON_NUM_THREADS", ""),
+            ("WORLD_SIZE", "2"),
+            ("MLFLOW_TRACKING_URI", "https://me:hidden@host:5000/a"),
+        ]);
+        let found: Vec<_> = found
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                "ACCEL_OVERLAP=off",
+                "MLFLOW_TRACKING_URI=https://***@host:5000/a",
+                "NCCL_DEBUG=INFO",
+                "WORLD_SIZE=2"
+            ]
+        );
+        assert!(!is_input("ACCEL_PORT") && !is_input("WORLD_SIZE"));
+        assert!(is_input("ACCEL_OVERLAP"));
+    }
 
     #[test]
     fn this_process_is_recorded() {

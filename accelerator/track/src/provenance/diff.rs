@@ -2,15 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::Path;
 
 use serde::Serialize;
 use serde_json::Value;
 
-use super::arguments::{by_option, launcher_words};
-use super::environment::Meaning;
-use super::facts::{Commit, HashedFile, Provenance, SourceState};
-use super::git::Repository;
+use super::facts::{Provenance, is_input};
+use super::files::HashedFile;
 use crate::history::RunHistory;
 use crate::record::ArtifactRole;
 
@@ -24,20 +21,17 @@ use crate::record::ArtifactRole;
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Difference {
-    /// What differs, as `source src/main.rs`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.
+    /// What differs, as `commit`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.
     pub what: String,
-    /// What the first run had; none where it had no such thing.
+    /// What the first run had; `None` if it had none.
     pub a: Option<String>,
     /// What the second run had.
     pub b: Option<String>,
 }
 
-/// How two runs differ in what their last attempts were given, the most important first: sources, commit, lock file,
+/// How two runs differ in what their last attempts were given, the most important first: commit, uncommitted changes, lock file,
 /// features, binary, arguments, data, seeds, plan, environment, devices and host; then hyperparameters, and the artifacts
 /// that they used.
-///
-/// Where the commits differ, the git repository that had the sources of one run, or the one around the working directory,
-/// knows which files do. Without it, only those files are named that a run had changed.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory, diff};
@@ -55,22 +49,12 @@ pub struct Difference {
 #[must_use]
 pub fn diff(a: &RunHistory, b: &RunHistory) -> Vec<Difference> {
     let [of_a, of_b] = [a, b].map(Provenance::of);
-    let roots = [&of_b, &of_a].map(|x| x.commit.as_ref().map(|x| Path::new(&x.root)));
-    let mut roots = roots.into_iter().flatten();
-    let repository = roots.find(|x| x.is_dir()).unwrap_or(Path::new("."));
-    let mut found = Differences(diff_provenance(&of_a, &of_b, repository));
+    let mut found = Differences(diff_provenance(&of_a, &of_b));
     let [a_given, b_given] = [a, b].map(hyperparameters);
     found.maps("hyperparameter", &a_given, &b_given);
     let [a_used, b_used] = [a, b].map(used_artifacts);
     found.maps("artifact", &a_used, &b_used);
     found.0
-}
-
-/// How what is recorded of two runs differs. The git repository that has `folder` knows which files differ between commits.
-pub(super) fn diff_provenance(a: &Provenance, b: &Provenance, folder: &Path) -> Vec<Difference> {
-    let folder = folder.canonicalize().ok();
-    let repository = folder.and_then(|folder| Repository::around(&folder));
-    all(a, b, repository.as_ref())
 }
 
 impl fmt::Display for Difference {
@@ -86,12 +70,17 @@ impl fmt::Display for Difference {
     }
 }
 
-fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<Difference> {
+/// Lists the differences between what is recorded of two runs.
+pub(super) fn diff_provenance(a: &Provenance, b: &Provenance) -> Vec<Difference> {
     let mut found = Differences(Vec::new());
-    let none = Commit::default();
-    let commits = [a, b].map(|side| side.commit.as_ref().unwrap_or(&none));
-    found.sources(commits, repository);
-    found.compare("commit", commits[0].hash.as_ref(), commits[1].hash.as_ref());
+    let commits = [a, b].map(|side| side.commit.as_ref());
+    let [of_a, of_b] = commits.map(|commit| commit?.hash.clone());
+    found.compare("commit", of_a, of_b);
+    let [of_a, of_b] = commits.map(|commit| match commit?.diff.clone() {
+        None if commit?.is_dirty() => Some("not recorded".to_owned()),
+        diff => diff,
+    });
+    found.compare("uncommitted changes", of_a, of_b);
     let hash = |file: &Option<HashedFile>| file.as_ref().and_then(|file| file.hash.clone());
     found.compare("lock file", hash(&a.lock_file), hash(&b.lock_file));
     let list = |words: &[String]| (!words.is_empty()).then(|| words.join(", "));
@@ -115,9 +104,7 @@ fn all(a: &Provenance, b: &Provenance, repository: Option<&Repository>) -> Vec<D
     found.compare("world", a.world, b.world);
     let inputs = |side: &Provenance| -> BTreeMap<String, String> {
         let pairs = side.environment.clone().into_iter();
-        pairs
-            .filter(|(name, _)| Meaning::of(name) == Some(Meaning::Input))
-            .collect()
+        pairs.filter(|(name, _)| is_input(name)).collect()
     };
     found.maps("environment", &inputs(a), &inputs(b));
     found.compare("devices", list(&a.devices), list(&b.devices));
@@ -185,39 +172,6 @@ impl Differences {
             self.compare(what, a, b);
         }
     }
-
-    fn sources(&mut self, sides: [&Commit; 2], repository: Option<&Repository>) {
-        let hashes = sides.map(|side| side.hash.as_deref());
-        let between = match hashes {
-            [a, b] if a == b => Some(BTreeSet::new()),
-            [Some(a), Some(b)] => repository
-                .and_then(|repository| repository.differing(a, b))
-                .map(BTreeSet::from_iter),
-            _ => None,
-        };
-        let differ = |path: &String| match sides.map(|side| state(side, path)) {
-            [Some(a), Some(b)] => a != b,
-            [None, None] => true,
-            [Some(own), None] => differs(own, hashes[1], path, between.as_ref(), repository),
-            [None, Some(own)] => differs(own, hashes[0], path, between.as_ref(), repository),
-        };
-        let paths = sides
-            .into_iter()
-            .flat_map(|side| side.changed.keys().chain(side.untracked.keys()));
-        let paths: BTreeSet<&String> = paths.chain(between.iter().flatten()).collect();
-        for path in paths.into_iter().filter(|path| differ(path)) {
-            let [a, b] = sides.map(|side| match (state(side, path), &side.hash) {
-                (Some(state), _) => Some(state.to_string()),
-                (None, Some(hash)) => Some(format!("as in {hash}")),
-                (None, None) => None,
-            });
-            self.0.push(Difference {
-                what: format!("source {path}"),
-                a,
-                b,
-            });
-        }
-    }
 }
 
 fn hyperparameters(run: &RunHistory) -> BTreeMap<String, String> {
@@ -238,45 +192,53 @@ fn used_artifacts(run: &RunHistory) -> BTreeMap<String, String> {
         .collect()
 }
 
-fn state<'a>(commit: &'a Commit, path: &str) -> Option<&'a SourceState> {
-    commit
-        .changed
-        .get(path)
-        .or_else(|| commit.untracked.get(path))
+/// Maps arguments by option, a repeated one with its number, and the others by their place among themselves. An option
+/// without a value is its own value.
+fn by_option<'a>(words: impl Iterator<Item = &'a String>) -> BTreeMap<String, &'a str> {
+    let is_option = |word: &str| {
+        let rest = word.strip_prefix('-');
+        rest.is_some_and(|rest| rest.starts_with(|c: char| c == '-' || c.is_alphabetic()))
+    };
+    let mut found = BTreeMap::new();
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut words = words.map(String::as_str).peekable();
+    while let Some(word) = words.next() {
+        let (name, value) = match word.split_once('=') {
+            _ if !is_option(word) => ("", word),
+            Some(pair) => pair,
+            None if word == "--" => (word, word),
+            None => (word, words.next_if(|next| !is_option(next)).unwrap_or(word)),
+        };
+        let count = counts.entry(name).or_default();
+        *count += 1;
+        let key = match (name, *count) {
+            ("", place) => place.to_string(),
+            (name, 1) => name.to_owned(),
+            (name, place) => format!("{name} ({place})"),
+        };
+        found.insert(key, value);
+    }
+    found
 }
 
-/// Whether a file that one side has changed is another than in the commit of the other side. `between` are the files
-/// that differ between the commits, where that is known.
-fn differs(
-    own: &SourceState,
-    commit: Option<&str>,
-    path: &String,
-    between: Option<&BTreeSet<String>>,
-    repository: Option<&Repository>,
-) -> bool {
-    match (between, commit, repository) {
-        // What was changed may have been committed since.
-        (Some(between), Some(commit), Some(repository)) if between.contains(path) => {
-            match (own, repository.hash_at(commit, path)) {
-                (SourceState::Hash(own), Some(other)) => *own != other,
-                (SourceState::Deleted, None) => false,
-                _ => true,
-            }
-        }
-        _ => true,
-    }
+/// Returns the arguments of `accel-launch`, without the program and its arguments if they end with those.
+fn launcher_words(side: &Provenance) -> impl Iterator<Item = &String> {
+    let (program, arguments) = side.arguments.split_at(side.arguments.len().min(1));
+    let words = side.launched_by.as_slice();
+    let options = match words.strip_suffix(arguments) {
+        Some(options) => options.strip_suffix(program).unwrap_or(options),
+        None => words,
+    };
+    options.iter().skip(1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn diff(a: &Provenance, b: &Provenance) -> Vec<Difference> {
-        all(a, b, None)
-    }
+    use crate::provenance::facts::Commit;
 
     fn whats(a: &Provenance, b: &Provenance) -> Vec<String> {
-        diff(a, b)
+        diff_provenance(a, b)
             .into_iter()
             .map(|difference| difference.what)
             .collect()
@@ -317,7 +279,7 @@ mod tests {
         b.pid = Some(2);
         b.arguments[0] = "/y/mnist".into();
         b.environment.insert("ACCEL_PORT".into(), "2".into());
-        assert_eq!(diff(&a, &b), []);
+        assert_eq!(whats(&a, &b), [""; 0]);
         b.arguments = text(&["/y/mnist", "--lr", "2", "--x"]);
         b.binary = file("2");
         b.lock_file = None;
@@ -327,10 +289,12 @@ mod tests {
         b.world = Some(3);
         b.commit = Some(Commit {
             hash: Some("1".into()),
+            dirty: true,
             ..Commit::default()
         });
         let expected = [
             "commit",
+            "uncommitted changes",
             "lock file",
             "binary",
             "argument --lr",
@@ -341,41 +305,10 @@ mod tests {
             "environment RAYON_NUM_THREADS",
         ];
         assert_eq!(whats(&a, &b), expected);
-        let threads = diff(&a, &b).pop().unwrap();
+        let threads = diff_provenance(&a, &b).pop().unwrap();
         assert_eq!(
             threads.to_string(),
             "environment RAYON_NUM_THREADS: 2, none"
         );
-    }
-
-    #[test]
-    fn without_a_repository_files_are_named_by_their_hashes() {
-        let side = |commit: &str, changed: &[(&str, &str)]| {
-            let state = |hash: &str| SourceState::Hash(hash.to_owned());
-            let changed = changed
-                .iter()
-                .map(|(path, hash)| ((*path).to_owned(), state(hash)));
-            let commit = Commit {
-                hash: Some(commit.into()),
-                changed: changed.collect(),
-                ..Commit::default()
-            };
-            Provenance {
-                commit: Some(commit),
-                ..Provenance::default()
-            }
-        };
-        let same = side("c", &[("x.rs", "1"), ("y.rs", "1")]);
-        assert_eq!(
-            whats(&same, &side("c", &[("x.rs", "1"), ("y.rs", "2")])),
-            ["source y.rs"]
-        );
-        assert_eq!(whats(&same, &side("c", &[("x.rs", "1")])), ["source y.rs"]);
-        assert_eq!(
-            whats(&same, &side("d", &[("x.rs", "1"), ("y.rs", "1")])),
-            ["commit"]
-        );
-        let found = diff(&same, &side("d", &[("x.rs", "1")]));
-        assert_eq!(found[0].to_string(), "source y.rs: 1, as in d");
     }
 }

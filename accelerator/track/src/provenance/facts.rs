@@ -1,12 +1,14 @@
-//! What is recorded.
+//! The facts that are recorded of a run.
 
 use std::collections::BTreeMap;
+use std::fs;
 
+use accelerator_env::{LAUNCH_COMMAND, PREFIX, RUN_TAGS, Reader, SET_BY_LAUNCHER, find};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::environment::{self, Meaning};
-use super::files::FolderDigest;
+use super::files::{FolderDigest, HashedFile};
+use super::mask::is_secret_variable;
 use crate::history::RunHistory;
 
 /// Where a run came from and what it ran on. What is not known is absent.
@@ -96,25 +98,29 @@ impl Provenance {
             .unwrap_or_default()
     }
 
-    /// The environment variables that the program was given: those of [`environment`](Self::environment) by which no
-    /// launcher or scheduler tells a process its place, and that `accel-launch` did not set.
+    /// The environment variables that users set: those of [`environment`](Self::environment) that neither a launcher nor
+    /// a scheduler sets.
     ///
     /// ```
     /// use accelerator_track::Provenance;
     ///
-    /// let environment = [("RANK", "0"), ("RUST_LOG", "info")].map(|(name, value)| (name.into(), value.into()));
+    /// let environment = [("WORLD_SIZE", "2"), ("NCCL_DEBUG", "INFO")].map(|(name, value)| (name.into(), value.into()));
     /// let provenance = Provenance { environment: environment.into(), ..Provenance::default() };
-    /// assert_eq!(provenance.own_environment().collect::<Vec<_>>(), ["RUST_LOG"]);
+    /// assert_eq!(provenance.own_environment().collect::<Vec<_>>(), ["NCCL_DEBUG"]);
     /// ```
     pub fn own_environment(&self) -> impl Iterator<Item = &str> {
-        let of_launcher: Vec<&str> = environment::of_options(&self.environment).collect();
+        let of_launcher: Vec<&str> = self.set_by_launcher().collect();
         let names = self.environment.keys().map(String::as_str);
-        names.filter(move |name| {
-            Meaning::of(name) == Some(Meaning::Input) && !of_launcher.contains(name)
-        })
+        names.filter(move |name| is_input(name) && !of_launcher.contains(name))
     }
 
-    /// Whether `accel-launch` started the process.
+    /// Returns the variables that the launcher set from its own options.
+    pub(super) fn set_by_launcher(&self) -> impl Iterator<Item = &str> {
+        let listed = self.environment.get(SET_BY_LAUNCHER.name);
+        listed.map_or("", String::as_str).split(',').map(str::trim)
+    }
+
+    /// Returns true if `accel-launch` started the process.
     #[must_use]
     pub fn is_launched(&self) -> bool {
         !self.launched_by.is_empty()
@@ -124,11 +130,11 @@ impl Provenance {
 /// The state of a git repository.
 ///
 /// ```
-/// use accelerator_track::{Commit, SourceState};
+/// use accelerator_track::Commit;
 ///
 /// let mut commit = Commit { hash: Some("1a2b3c4".into()), ..Commit::default() };
 /// assert!(!commit.is_dirty());
-/// commit.changed.insert("src/main.rs".into(), SourceState::Deleted);
+/// commit.dirty = true;
 /// assert!(commit.is_dirty());
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -145,63 +151,21 @@ pub struct Commit {
     /// The address of `origin`, else of another remote, without user and password.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
-    /// Tracked files that differ from the commit, by their path in the repository.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub changed: BTreeMap<String, SourceState>,
-    /// Source files that git does not track nor ignore, by their path in the repository.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub untracked: BTreeMap<String, SourceState>,
+    /// True if tracked files differ from the commit.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub dirty: bool,
     /// BLAKE3 of `git diff HEAD`, which is `blobs/HASH` in the run's folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub diff: Option<String>,
 }
 
 impl Commit {
-    /// Whether tracked files differ from the commit.
+    /// Returns true if tracked files differ from the commit.
     #[must_use]
     pub fn is_dirty(&self) -> bool {
-        !self.changed.is_empty()
+        // Earlier versions recorded the diff alone.
+        self.dirty || self.diff.is_some()
     }
-}
-
-/// What a source file was that is not as in the commit.
-///
-/// ```
-/// use accelerator_track::SourceState;
-///
-/// let state: SourceState = serde_json::from_str("\"deleted\"").unwrap();
-/// assert_eq!(state, SourceState::Deleted);
-/// assert_eq!(SourceState::Hash("af1349b9".into()).to_string(), "af1349b9");
-/// ```
-#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SourceState {
-    /// A file with this BLAKE3 sum, hexadecimal.
-    Hash(String),
-    /// It was not there.
-    Deleted,
-    /// It was not read: it is too large, or no plain file, or there are too many.
-    Unread,
-}
-
-/// A file and its hash.
-///
-/// ```
-/// use accelerator_track::HashedFile;
-///
-/// let file: HashedFile = serde_json::from_str(r#"{"path": "Cargo.lock", "hash": "af13", "bytes": 3}"#).unwrap();
-/// assert_eq!(file.bytes, 3);
-/// ```
-#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct HashedFile {
-    /// Where it was.
-    pub path: String,
-    /// Its BLAKE3 sum, hexadecimal; absent where that would have held the program up.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub hash: Option<String>,
-    /// Its length.
-    pub bytes: u64,
 }
 
 /// A machine.
@@ -256,12 +220,102 @@ impl From<&Value> for Provenance {
     }
 }
 
-impl std::fmt::Display for SourceState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Hash(hash) => hash,
-            Self::Deleted => "deleted",
-            Self::Unread => "not read",
-        })
+impl HostFacts {
+    /// Returns what is known of this machine.
+    pub(super) fn of_this_machine() -> Self {
+        let (name, kernel) = system();
+        let user = ["USER", "LOGNAME", "USERNAME"];
+        let mut user = user.into_iter().filter_map(|name| std::env::var(name).ok());
+        Self {
+            name,
+            user: user.find(|user| !user.is_empty()).or_else(user_id),
+            os: field("/etc/os-release", "PRETTY_NAME", '=')
+                .or_else(|| Some(std::env::consts::OS.to_owned())),
+            kernel,
+            arch: Some(std::env::consts::ARCH.to_owned()),
+            cpu: field("/proc/cpuinfo", "model name", ':'),
+            cores: std::thread::available_parallelism().ok().map(Into::into),
+            memory: memory(),
+        }
+    }
+}
+
+/// The host's name and the kernel's version.
+#[cfg(unix)]
+fn system() -> (Option<String>, Option<String>) {
+    let system = rustix::system::uname();
+    let text = |text: &std::ffi::CStr| Some(text.to_string_lossy().into_owned());
+    (text(system.nodename()), text(system.release()))
+}
+
+#[cfg(not(unix))]
+fn system() -> (Option<String>, Option<String>) {
+    (std::env::var("COMPUTERNAME").ok(), None)
+}
+
+#[cfg(unix)]
+fn user_id() -> Option<String> {
+    Some(rustix::process::getuid().as_raw().to_string())
+}
+
+#[cfg(not(unix))]
+fn user_id() -> Option<String> {
+    None
+}
+
+fn memory() -> Option<u64> {
+    let text = field("/proc/meminfo", "MemTotal", ':')?;
+    let kib: u64 = text.strip_suffix(" kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// The first value of a key in a file of keys and values.
+fn field(path: &str, key: &str, between: char) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let mut pairs = text.lines().filter_map(|line| line.split_once(between));
+    let (_, value) = pairs.find(|(found, _)| found.trim() == key)?;
+    Some(value.trim().trim_matches('"').to_owned())
+}
+
+/// Returns true for variables that a user sets, and that a run with the same settings has, too.
+pub(super) fn is_input(name: &str) -> bool {
+    const PREFIXES: [&str; 7] = [
+        "CUBECL_", "CUDA_", "MLFLOW_", "NCCL_", "OMP_", "RAYON_", "WGPU_",
+    ];
+    if is_secret_variable(name) || [LAUNCH_COMMAND.name, RUN_TAGS.name].contains(&name) {
+        return false;
+    }
+    match name.starts_with(PREFIX) {
+        // An unknown one may hold anything.
+        true => find(name).is_some_and(|known| {
+            !matches!(known.reader, Reader::SetByLauncher)
+                && known.name != accelerator_env::JOB.name
+        }),
+        false => PREFIXES.iter().any(|prefix| name.starts_with(prefix)),
+    }
+}
+
+/// Returns true for variables by which launchers tell a process how many ranks there are.
+pub(super) fn is_world_size(name: &str) -> bool {
+    ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].contains(&name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn this_machine_has_a_name_a_kernel_cores_and_memory() {
+        let host = HostFacts::of_this_machine();
+        let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        assert_eq!(host.name.as_deref(), Some(name.trim()));
+        assert!(
+            host.kernel
+                .unwrap()
+                .starts_with(|c: char| c.is_ascii_digit())
+        );
+        assert!(host.cores.unwrap() > 0 && host.memory.unwrap() > 1 << 24);
+        assert!(!host.user.unwrap().is_empty());
     }
 }

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::facts::HashedFile;
 use crate::error::{Error, Kind, Result};
 
 /// The digest of a folder's contents.
@@ -34,13 +33,33 @@ pub struct FolderDigest {
     pub bytes: u64,
 }
 
+/// A file and its hash.
+///
+/// ```
+/// use accelerator_track::HashedFile;
+///
+/// let file: HashedFile = serde_json::from_str(r#"{"path": "Cargo.lock", "hash": "af13", "bytes": 3}"#).unwrap();
+/// assert_eq!(file.bytes, 3);
+/// ```
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct HashedFile {
+    /// Where it was.
+    pub path: String,
+    /// Its BLAKE3 sum, hexadecimal; absent if that would have delayed the program.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hash: Option<String>,
+    /// Its length.
+    pub bytes: u64,
+}
+
 /// The digest of a folder, or of a file: BLAKE3 over the relative paths in their order, the sizes and the contents. It
 /// does not depend on where the folder is, nor on times or permissions. Links are followed.
 ///
 /// Every byte is read.
 ///
 /// # Errors
-/// Where something cannot be read, or a link leads to a folder that it is in.
+/// If something cannot be read, or a link leads to a folder that contains it.
 ///
 /// ```
 /// # let temporary = tempfile::tempdir().unwrap();
@@ -84,12 +103,12 @@ pub fn digest_folder(path: impl AsRef<Path>) -> Result<FolderDigest> {
     })
 }
 
-/// The length and BLAKE3 sum of a file.
+/// Returns the length and BLAKE3 sum of a file.
 pub(super) fn hash_file(path: &Path) -> io::Result<HashedFile> {
     hash_opened(File::open(path)?, path, None)
 }
 
-/// The same of an opened file that is, or was, at `path`; without the hash where that takes longer than `patience`.
+/// Hashes an opened file that is, or was, at `path`; without the hash if that takes longer than `patience`.
 pub(super) fn hash_opened(
     mut file: File,
     path: &Path,

@@ -1,17 +1,16 @@
-//! What git knows of the sources. It is asked by its program, for a short while, and writes nothing.
+//! Asks the program `git` for the state of the sources. It gets a short time, and writes nothing.
 
-use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::bounded::{self, Stopped};
-use super::facts::{Commit, SourceState};
-use super::files::hash_file;
+use super::facts::Commit;
 use super::mask::{MASK, mask_text};
 
-/// For how long one question may take. Tests may run on a busy machine.
+/// The time that one question may take. Tests may run on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 2 });
 
 /// The longest answer but a diff.
@@ -19,12 +18,6 @@ const LONGEST_ANSWER: usize = 32 << 20;
 
 /// The longest diff that is recorded.
 const LONGEST_DIFF: usize = 8 << 20;
-
-/// How many bytes of files that are not as in the commit are read.
-const MOST_BYTES: u64 = 64 << 20;
-
-/// How many source files that are not tracked are recorded.
-const MOST_UNTRACKED: usize = 1000;
 
 /// A repository with a work tree.
 #[derive(Clone, Debug)]
@@ -36,13 +29,13 @@ pub(super) struct Repository {
 #[derive(Clone, Debug, Default)]
 pub(super) struct State {
     pub(super) commit: Commit,
-    /// What `commit.diff` is the hash of.
+    /// The contents of which `commit.diff` is the hash.
     pub(super) diff: Option<Vec<u8>>,
     pub(super) notes: Vec<String>,
 }
 
 impl Repository {
-    /// The one that has `folder`.
+    /// Finds the repository that contains `folder`.
     pub(super) fn around(folder: &Path) -> Option<Self> {
         let root = folder
             .ancestors()
@@ -52,7 +45,7 @@ impl Repository {
         })
     }
 
-    /// What is there now; nothing where git cannot tell.
+    /// Returns the present state; `None` if git cannot tell.
     pub(super) fn state(&self) -> Option<State> {
         let (status, diff, remote) = thread::scope(|scope| {
             let diff = scope.spawn(|| self.diff());
@@ -71,15 +64,14 @@ impl Repository {
             Err(Stopped::Failed) => None,
             Err(_) => {
                 notes.push(format!(
-                    "git status takes longer than {} s or lists too much: which files differ from the commit is not \
-                     recorded",
+                    "git status takes longer than {} s: whether files differ from the commit is not recorded",
                     PATIENCE.as_secs()
                 ));
                 None
             }
         };
         let mut commit = match status {
-            Some(status) => self.read_status(&status, &mut notes),
+            Some(status) => commit_of(&status),
             None => Commit {
                 hash: Some(self.line(&["rev-parse", "--verify", "HEAD"])?),
                 ..Commit::default()
@@ -108,104 +100,15 @@ impl Repository {
         })
     }
 
-    /// The files that differ between two commits, where it has both.
-    pub(super) fn differing(&self, a: &str, b: &str) -> Option<Vec<String>> {
-        let names = self.ask(
-            &["diff", "--name-only", "--no-renames", "-z", a, b, "--"],
-            LONGEST_ANSWER,
-        );
-        Some(records(&names.ok()?).collect())
-    }
-
-    /// The BLAKE3 sum of a file in a commit; none where it has no such file.
-    pub(super) fn hash_at(&self, commit: &str, path: &str) -> Option<String> {
-        let contents = self.ask(
-            &["cat-file", "blob", &format!("{commit}:{path}")],
-            LONGEST_ANSWER,
-        );
-        Some(blake3::hash(&contents.ok()?).to_string())
-    }
-
     fn status(&self) -> Result<Vec<u8>, Stopped> {
-        let ask = |untracked| {
-            let status = [
-                "status",
-                "--porcelain=v2",
-                "--branch",
-                "-z",
-                "--no-renames",
-                untracked,
-            ];
-            self.ask(&status, LONGEST_ANSWER)
-        };
-        match ask("--untracked-files=all") {
-            // There may be a data set among them.
-            Err(Stopped::TooLate | Stopped::TooLong) => ask("--untracked-files=no"),
-            answer => answer,
-        }
-    }
-
-    fn read_status(&self, status: &[u8], notes: &mut Vec<String>) -> Commit {
-        let mut commit = Commit::default();
-        let mut budget = MOST_BYTES;
-        let mut untracked = Vec::new();
-        for record in records(status) {
-            let (kind, rest) = record.split_once(' ').unwrap_or_default();
-            let fields_before_path = match kind {
-                "#" => {
-                    match rest.split_once(' ') {
-                        Some(("branch.oid", "(initial)")) | Some(("branch.head", "(detached)")) => {
-                        }
-                        Some(("branch.oid", hash)) => commit.hash = Some(hash.to_owned()),
-                        Some(("branch.head", branch)) => commit.branch = Some(branch.to_owned()),
-                        _ => {}
-                    }
-                    continue;
-                }
-                "?" => {
-                    untracked.push(rest.to_owned());
-                    continue;
-                }
-                "1" => 7,
-                "u" => 9,
-                _ => continue,
-            };
-            if let Some(path) = rest
-                .splitn(fields_before_path + 1, ' ')
-                .nth(fields_before_path)
-            {
-                commit
-                    .changed
-                    .insert(path.to_owned(), self.state_of(path, &mut budget));
-            }
-        }
-        untracked.retain(|path| is_source(path));
-        if untracked.len() > MOST_UNTRACKED {
-            notes.push(format!(
-                "{} source files are not tracked by git: the first {MOST_UNTRACKED} are recorded",
-                untracked.len()
-            ));
-            untracked.truncate(MOST_UNTRACKED);
-        }
-        let states = untracked.into_iter().map(|path| {
-            let state = self.state_of(&path, &mut budget);
-            (path, state)
-        });
-        commit.untracked = states.collect::<BTreeMap<_, _>>();
-        commit
-    }
-
-    fn state_of(&self, path: &str, budget: &mut u64) -> SourceState {
-        let path = self.root.join(path);
-        match path.symlink_metadata() {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => SourceState::Deleted,
-            Ok(metadata) if metadata.is_file() && metadata.len() <= *budget => {
-                *budget -= metadata.len();
-                let hash = hash_file(&path).ok().and_then(|file| file.hash);
-                hash.map_or(SourceState::Unread, SourceState::Hash)
-            }
-            _ => SourceState::Unread,
-        }
+        let status = [
+            "status",
+            "--porcelain=v2",
+            "--branch",
+            "-z",
+            "--untracked-files=no",
+        ];
+        self.ask(&status, LONGEST_ANSWER)
     }
 
     fn diff(&self) -> Result<Vec<u8>, Stopped> {
@@ -263,26 +166,133 @@ impl Repository {
         for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"] {
             command.env_remove(name);
         }
-        bounded::output(&mut command, limit, PATIENCE)
+        output(&mut command, limit, PATIENCE)
     }
 }
 
-/// What stands between zeros.
-fn records(answer: &[u8]) -> impl Iterator<Item = String> {
-    let records = answer
-        .split(|&byte| byte == 0)
-        .filter(|record| !record.is_empty());
-    records.map(|record| String::from_utf8_lossy(record).into_owned())
+/// Reads the answer of `git status`.
+fn commit_of(status: &[u8]) -> Commit {
+    let mut commit = Commit::default();
+    for record in status.split(|&byte| byte == 0) {
+        let record = String::from_utf8_lossy(record);
+        match record.split(' ').collect::<Vec<_>>()[..] {
+            ["#", "branch.oid", "(initial)"] | ["#", "branch.head", "(detached)"] => {}
+            ["#", "branch.oid", hash] => commit.hash = Some(hash.to_owned()),
+            ["#", "branch.head", branch] => commit.branch = Some(branch.to_owned()),
+            ["1" | "2" | "u", ..] => commit.dirty = true,
+            _ => {}
+        }
+    }
+    commit
 }
 
-/// Whether a file that git does not track is part of a program, or sets it up. What runs write, JSON among it, is not.
-fn is_source(path: &str) -> bool {
-    const ENDINGS: [&str; 19] = [
-        "c", "cc", "cpp", "cu", "cuh", "h", "hpp", "lock", "metal", "proto", "py", "ron", "rs",
-        "sh", "slang", "toml", "wgsl", "yaml", "yml",
-    ];
-    let ending = Path::new(path)
-        .extension()
-        .and_then(|ending| ending.to_str());
-    ending.is_some_and(|ending| ENDINGS.contains(&ending))
+/// Why there is no output.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Stopped {
+    /// It could not be started, or said that it failed.
+    Failed,
+    /// It took too long.
+    TooLate,
+    /// It wrote too much.
+    TooLong,
+}
+
+/// Returns what `command` writes to standard output: at most `limit` bytes, within `time`.
+fn output(command: &mut Command, limit: usize, time: Duration) -> Result<Vec<u8>, Stopped> {
+    let end = Instant::now() + time;
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    // Of its own group, so that what it starts ends with it.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(command, 0);
+    #[cfg(unix)]
+    accelerator_env::heed_children();
+    let mut child = command.spawn().map_err(|_| Stopped::Failed)?;
+    let found = read(&mut child, limit, end);
+    if found.is_err() {
+        kill(&mut child);
+    }
+    found
+}
+
+fn read(child: &mut Child, limit: usize, end: Instant) -> Result<Vec<u8>, Stopped> {
+    let stdout = child.stdout.take().ok_or(Stopped::Failed)?;
+    let (sender, receiver) = mpsc::sync_channel(1);
+    // A thread, since a process that the command started may hold the pipe open for ever.
+    let reader = move || {
+        let mut bytes = Vec::new();
+        let read = stdout.take(limit as u64 + 1).read_to_end(&mut bytes);
+        // Nobody waits after the deadline.
+        let _ = sender.send(read.map(|_| bytes));
+    };
+    let spawned = thread::Builder::new()
+        .name("track-read".into())
+        .spawn(reader);
+    spawned.map_err(|_| Stopped::Failed)?;
+    let left = end.saturating_duration_since(Instant::now());
+    let bytes = match receiver.recv_timeout(left) {
+        Ok(Ok(bytes)) if bytes.len() > limit => return Err(Stopped::TooLong),
+        Ok(Ok(bytes)) => bytes,
+        Ok(Err(_)) | Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Stopped::Failed),
+        Err(mpsc::RecvTimeoutError::Timeout) => return Err(Stopped::TooLate),
+    };
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) if status.success() => return Ok(bytes),
+            Ok(None) if Instant::now() < end => thread::sleep(Duration::from_millis(1)),
+            Ok(None) => return Err(Stopped::TooLate),
+            Ok(Some(_)) | Err(_) => return Err(Stopped::Failed),
+        }
+    }
+}
+
+/// Kills the command and what it started, unless it has ended.
+fn kill(child: &mut Child) {
+    if !matches!(child.try_wait(), Ok(None)) {
+        return;
+    }
+    #[cfg(unix)]
+    if let Some(group) = i32::try_from(child.id())
+        .ok()
+        .and_then(rustix::process::Pid::from_raw)
+    {
+        // It may just have ended.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, limit: usize) -> Result<Vec<u8>, Stopped> {
+        let mut command = Command::new("sh");
+        output(
+            command.args(["-c", script]),
+            limit,
+            Duration::from_millis(400),
+        )
+    }
+
+    #[test]
+    fn what_hangs_floods_or_fails_is_given_up() {
+        let start = Instant::now();
+        assert_eq!(shell("echo a", 2), Ok(b"a\n".to_vec()));
+        assert_eq!(shell("echo ab", 2), Err(Stopped::TooLong));
+        assert_eq!(shell("yes", 1000), Err(Stopped::TooLong));
+        assert_eq!(shell("echo a; exit 3", 10), Err(Stopped::Failed));
+        assert_eq!(shell("sleep 20", 10), Err(Stopped::TooLate));
+        // The pipe stays open after the command itself.
+        assert_eq!(shell("sleep 20 & echo a", 10), Err(Stopped::TooLate));
+        let mut missing = Command::new("no-such-program");
+        assert_eq!(
+            output(&mut missing, 1, Duration::from_secs(1)),
+            Err(Stopped::Failed)
+        );
+        assert!(start.elapsed() < Duration::from_secs(10));
+    }
 }

@@ -2,23 +2,18 @@
 
 pub use capture::Capture;
 pub use diff::{Difference, diff};
-pub use facts::{Commit, HashedFile, HostFacts, Provenance, SourceState};
-pub use files::{FolderDigest, digest_folder};
+pub use facts::{Commit, HostFacts, Provenance};
+pub use files::{FolderDigest, HashedFile, digest_folder};
 pub(crate) use mask::mask_value;
 pub use mask::{MASK, mask_arguments};
 pub use reproduce::Reproduction;
 
-mod arguments;
-mod bounded;
 mod capture;
 mod diff;
-mod environment;
 mod facts;
 mod files;
 mod git;
-mod host;
 mod mask;
-mod now;
 mod reproduce;
 #[cfg(test)]
 mod tests;

@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::environment::{self, Meaning};
-use super::facts::Provenance;
+use super::diff::diff_provenance;
+use super::facts::{HostFacts, Provenance, is_input, is_world_size};
+use super::files::{HashedFile, digest_folder, hash_file};
+use super::git::Repository;
 use super::mask::MASK;
-use super::now;
 use crate::error::{Error, Kind, Result};
 
-/// What has to be started for a run to be done again, and what is no longer as it was.
+/// The command that starts a run again, with warnings of what changed since.
 ///
 /// ```no_run
 /// # fn start(provenance: &accelerator_track::Provenance) -> Result<(), Box<dyn std::error::Error>> {
@@ -35,14 +36,14 @@ pub struct Reproduction {
 }
 
 impl Reproduction {
-    /// Of a run that was started by itself, or by `accel-launch`: that gets the options it was called with, and starts
-    /// the program as it is, without building it again.
+    /// Plans to start a run again: its program, or `accel-launch` with the same options, which starts the program as it
+    /// is, without building it again.
     ///
     /// This reads the program and the folders of data.
     ///
     /// # Errors
-    /// Where the command line is not recorded, or held secrets; where the program or the working directory is gone;
-    /// where another launcher than `accel-launch` started the ranks.
+    /// If the command line is not recorded, or held secrets; if the program or the working directory is gone; or if
+    /// another launcher than `accel-launch` started the ranks.
     pub fn of(provenance: &Provenance) -> Result<Self> {
         let [_, arguments @ ..] = provenance.arguments.as_slice() else {
             return Err(misuse(
@@ -62,7 +63,7 @@ impl Reproduction {
                 "which program the run was is not recorded: start it by hand",
             ));
         };
-        let (program, rebuilt) = now::program(binary, provenance)?;
+        let (program, rebuilt) = check_program(binary, provenance)?;
         let mut warnings = Vec::from_iter(rebuilt);
         let directory = provenance
             .directory
@@ -88,7 +89,7 @@ impl Reproduction {
             launch => launched(launch, arguments, program, &mut warnings),
         };
         let (set, inherited) = variables(provenance, &mut warnings);
-        now::warn_of_inputs(provenance, &mut warnings);
+        warn_of_inputs(provenance, &mut warnings);
         Ok(Self {
             words,
             is_launched: provenance.is_launched(),
@@ -99,8 +100,8 @@ impl Reproduction {
         })
     }
 
-    /// The same by the `accel-launch` at this path. By itself it is the one that the run was started by, as it was
-    /// named then; a run that was started without one needs none.
+    /// Uses the `accel-launch` at this path instead of the one that started the run, by the name that it had then. A run
+    /// that was started without one needs none.
     #[must_use]
     pub fn with_launcher(mut self, path: impl AsRef<Path>) -> Self {
         if let Some(launcher) = self.words.first_mut().filter(|_| self.is_launched) {
@@ -109,7 +110,7 @@ impl Reproduction {
         self
     }
 
-    /// What to start. It has the run's variables of those that are recorded, and no others of those.
+    /// Returns the command. Of the variables that are recorded it has those of the run, and no others.
     #[must_use]
     pub fn command(&self) -> Command {
         let (program, arguments) = self
@@ -122,8 +123,7 @@ impl Reproduction {
         command.args(arguments).current_dir(&self.directory);
         for (name, _) in std::env::vars_os() {
             let name = name.to_string_lossy();
-            let is_input = Meaning::of(&name) == Some(Meaning::Input);
-            if is_input && !self.inherited.iter().any(|inherited| *inherited == name) {
+            if is_input(&name) && !self.inherited.iter().any(|inherited| *inherited == name) {
                 command.env_remove(&*name);
             }
         }
@@ -131,14 +131,14 @@ impl Reproduction {
         command
     }
 
-    /// What is no longer as it was, so that the result may differ.
+    /// Returns what changed since, so that the result may differ.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 }
 
-/// The command line of a launcher that starts `program` in place of what it built.
+/// Returns the command line of a launcher that starts `program` in place of what it built.
 fn launched(
     launch: &[String],
     arguments: &[String],
@@ -179,22 +179,20 @@ fn launched(
     [launcher, &prebuilt, options, arguments].concat()
 }
 
-/// Whether the process was one of several ranks that `accel-launch` did not start.
+/// Returns true if the process was one of several ranks that `accel-launch` did not start.
 fn ranks_of_others(provenance: &Provenance) -> bool {
-    let sizes = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
-    let mut sizes = sizes
-        .into_iter()
-        .filter_map(|name| provenance.environment.get(name));
-    sizes.any(|size| size.parse::<usize>().is_ok_and(|size| size > 1))
+    let mut recorded = provenance.environment.iter();
+    recorded
+        .any(|(name, size)| is_world_size(name) && size.parse::<usize>().is_ok_and(|size| size > 1))
 }
 
-/// The variables to set, and those whose values are not recorded.
+/// Returns the variables to set, and those whose values are not recorded.
 fn variables(
     provenance: &Provenance,
     warnings: &mut Vec<String>,
 ) -> (BTreeMap<String, String>, Vec<String>) {
     let recorded = &provenance.environment;
-    let from_options: Vec<&str> = environment::of_options(recorded).collect();
+    let from_options: Vec<&str> = provenance.set_by_launcher().collect();
     // The launcher sets the devices that ranks see, which its option counts by.
     let is_launchers = |name: &str| {
         provenance.is_launched() && (from_options.contains(&name) || name == "CUDA_VISIBLE_DEVICES")
@@ -202,7 +200,7 @@ fn variables(
     let mut set = BTreeMap::new();
     let mut inherited = Vec::new();
     for (name, value) in recorded {
-        if Meaning::of(name) != Some(Meaning::Input) {
+        if !is_input(name) {
             continue;
         }
         if is_launchers(name) {
@@ -219,13 +217,108 @@ fn variables(
     (set, inherited)
 }
 
+/// Returns the program's path, and a warning if it is another one now.
+fn check_program(binary: &HashedFile, provenance: &Provenance) -> Result<(String, Option<String>)> {
+    let path = &binary.path;
+    let now = hash_file(Path::new(path)).map_err(|error| {
+        let commit = provenance
+            .commit
+            .as_ref()
+            .and_then(|commit| commit.hash.as_deref());
+        let of = commit.map_or(String::new(), |commit| format!(" from commit {commit}"));
+        let what = Error::io("read the program", Path::new(path), error);
+        let kind = if what.is_not_found() {
+            Kind::NotFound
+        } else {
+            Kind::Io
+        };
+        Error::new(kind, format!("{what}: build it again{of}"))
+    })?;
+    let (was, is) = match (&binary.hash, now.hash) {
+        (Some(was), Some(is)) if *was == is => return Ok((path.clone(), None)),
+        (Some(was), Some(is)) => (was, is),
+        _ => {
+            let warning = format!(
+                "the hash of the program {path} was not recorded, so nobody knows whether it is the same: it had {} \
+                 bytes, and has {}",
+                binary.bytes, now.bytes
+            );
+            return Ok((path.clone(), Some(warning)));
+        }
+    };
+    let changed = changed_since(provenance);
+    let why = match changed.is_empty() {
+        true => String::new(),
+        false => format!("; since then these changed: {}", changed.join(", ")),
+    };
+    let warning =
+        format!("the program {path} was built again: its BLAKE3 sum was {was}, and is {is}{why}");
+    Ok((path.clone(), Some(warning)))
+}
+
+/// Warns if data or the machine are not what they were.
+fn warn_of_inputs(provenance: &Provenance, warnings: &mut Vec<String>) {
+    for (name, was) in &provenance.data {
+        match digest_folder(&was.path) {
+            Ok(now) if now.hash == was.hash => {}
+            Ok(now) => warnings.push(format!(
+                "the data {name} in {} is not what it was: {} files of {} bytes then, {} of {} now",
+                was.path, was.files, was.bytes, now.files, now.bytes
+            )),
+            Err(error) => warnings.push(format!("the data {name} cannot be compared: {error}")),
+        }
+    }
+    let now = HostFacts::of_this_machine();
+    let was = &provenance.host;
+    for (what, was, now) in [
+        ("host", &was.name, &now.name),
+        ("processor", &was.cpu, &now.cpu),
+        ("operating system", &was.os, &now.os),
+        ("kernel", &was.kernel, &now.kernel),
+    ] {
+        if let (Some(was), Some(now)) = (was, now)
+            && was != now
+        {
+            warnings.push(format!("the {what} was {was}, and is {now}"));
+        }
+    }
+    if let (Some(was), Some(now)) = (was.cores, now.cores)
+        && was != now
+    {
+        warnings.push(format!("the process had {was} cores, and has {now}"));
+    }
+}
+
+/// Names what changed of the sources and the lock file.
+fn changed_since(provenance: &Provenance) -> Vec<String> {
+    let Some(commit) = &provenance.commit else {
+        return Vec::new();
+    };
+    let now = Repository::around(Path::new(&commit.root)).and_then(|repository| repository.state());
+    let Some(now) = now else {
+        return Vec::new();
+    };
+    let lock_file = provenance.lock_file.as_ref();
+    let now = Provenance {
+        commit: Some(now.commit),
+        lock_file: lock_file.and_then(|file| hash_file(Path::new(&file.path)).ok()),
+        ..Provenance::default()
+    };
+    let then = Provenance {
+        commit: provenance.commit.clone(),
+        lock_file: provenance.lock_file.clone(),
+        ..Provenance::default()
+    };
+    let found = diff_provenance(&then, &now).into_iter();
+    found.map(|found| found.what).collect()
+}
+
 fn misuse(message: impl Into<String>) -> Error {
     Error::new(Kind::Misuse, message)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::files::{digest_folder, hash_file};
     use super::*;
 
     fn words(line: &str) -> Vec<String> {
@@ -287,7 +380,7 @@ mod tests {
             .insert("train".into(), digest_folder(temporary.path()).unwrap());
         run.environment
             .insert("MLFLOW_TRACKING_URI".into(), "http://***@host".into());
-        run.environment.insert("RUST_LOG".into(), "debug".into());
+        run.environment.insert("NCCL_DEBUG".into(), "INFO".into());
         run.environment.insert("SLURM_JOB_ID".into(), "7".into());
         let again = Reproduction::of(&run).unwrap();
         assert!(
@@ -303,7 +396,7 @@ mod tests {
             .get_envs()
             .filter_map(|(name, value)| value.map(|_| name))
             .collect();
-        assert_eq!(set, ["RUST_LOG"]);
+        assert_eq!(set, ["NCCL_DEBUG"]);
 
         std::fs::write(&path, "2").unwrap();
         run.host.kernel = Some("0.1".into());
