@@ -5,33 +5,45 @@
 
 pub use artifact::{
     Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore,
-    PruneReport, Retention, StoredArtifact,
+    StoredArtifact,
 };
-#[cfg(feature = "board")]
-pub use board::Board;
 pub use error::{Error, Result};
 pub use history::{
-    ArtifactUse, HistoryReader, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd,
-    RunHistory, RunStatus, Series, SystemPoint, WeightsDigest,
+    ArtifactUse, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd, RunHistory,
+    RunStatus, Series, SystemPoint, WeightsDigest,
 };
 #[cfg(feature = "kubeflow")]
 pub use kubeflow::KubeflowSink;
 #[cfg(feature = "mlflow")]
-pub use mlflow::{MlflowRun, MlflowServer, MlflowSink, SentFile};
+pub use mlflow::{MlflowServer, MlflowSink};
 pub use provenance::{
-    Capture, Commit, Difference, FolderDigest, HashedFile, HostFacts, MASK, Provenance,
-    Reproduction, diff, digest_folder, mask_arguments,
+    Capture, Commit, FolderDigest, HashedFile, HostFacts, Provenance, digest_folder, mask_arguments,
 };
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
-pub use report::{HtmlPage, Report, downsample};
-pub use run::{Histogram, Run, RunBuilder, RunMark, deliver, export, record_failure};
+pub use report::Report;
+pub use run::{Histogram, Run, RunBuilder, RunMark};
 pub use run_id::RunId;
-pub use runs::{Leftover, ListedRun, RunSummary, Runs, SeriesSummary};
+pub use runs::{RunSummary, Runs, SeriesSummary};
 pub use sink::csv::CsvFile;
 pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use system::SystemSampler;
 pub use tensorboard::TensorBoard;
 pub use upload::{UploadReport, upload};
+
+// For accel-launch and the tuner, without a promise.
+#[doc(hidden)]
+pub use artifact::{PruneReport, Retention};
+#[cfg(feature = "board")]
+#[doc(hidden)]
+pub use board::Board;
+#[doc(hidden)]
+pub use provenance::{Difference, Reproduction, diff};
+#[doc(hidden)]
+pub use report::{HtmlPage, downsample};
+#[doc(hidden)]
+pub use run::{deliver, export, record_failure};
+#[doc(hidden)]
+pub use runs::{Leftover, ListedRun};
 
 mod artifact;
 mod blob;

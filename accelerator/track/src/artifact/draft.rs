@@ -172,45 +172,13 @@ impl Artifact {
         self.add_below(path.as_ref(), "")
     }
 
-    /// Adds all files below a folder, under their paths in it below `folder`.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`add_dir`](Self::add_dir), and if `folder` leads out of the artifact.
-    pub fn add_dir_as(self, path: impl AsRef<Path>, folder: impl AsRef<str>) -> Result<Self> {
-        let folder = folder.as_ref();
-        check_path(folder)?;
-        self.add_below(path.as_ref(), &format!("{folder}/"))
-    }
-
     /// Adds something that stays where it is: `s3://bucket/data`, `https://…`. It is not read.
     ///
     /// # Errors
     ///
     /// If this is no URL, or one with a password: artifacts are shared.
     pub fn add_reference(self, url: impl Into<String>) -> Result<Self> {
-        self.refer(url.into(), None)
-    }
-
-    /// Adds something that stays where it is, with what its place calls its content: a hash, an ETag, a version.
-    ///
-    /// ```
-    /// use accelerator_track::Artifact;
-    ///
-    /// let data = Artifact::create("data").add_reference_with_digest("s3://bucket/train.parquet", "etag-1")?;
-    /// assert!(data.add_reference("train.parquet").unwrap_err().is_misuse());
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// Those of [`add_reference`](Self::add_reference).
-    pub fn add_reference_with_digest(
-        self,
-        url: impl Into<String>,
-        digest: impl Into<String>,
-    ) -> Result<Self> {
-        self.refer(url.into(), Some(digest.into()))
+        self.refer(url.into())
     }
 
     /// Adds the fields of a value to the artifact's metadata.
@@ -276,7 +244,7 @@ impl Artifact {
             return Err(Error::new(
                 Kind::Misuse,
                 format!(
-                    "the artifact {:?} cannot have {name:?} of {} beside {taken:?} of {}; name one otherwise with add_file_as or add_dir_as",
+                    "the artifact {:?} cannot have {name:?} of {} beside {taken:?} of {}; name one otherwise with add_file_as",
                     self.name,
                     path.display(),
                     self.files[taken].display()
@@ -287,7 +255,7 @@ impl Artifact {
         Ok(())
     }
 
-    fn refer(mut self, url: String, digest: Option<String>) -> Result<Self> {
+    fn refer(mut self, url: String) -> Result<Self> {
         let misuse = |url: &str, why: &str| {
             Err(Error::new(
                 Kind::Misuse,
@@ -313,7 +281,7 @@ impl Artifact {
                 "it holds a password, which everybody would read",
             );
         }
-        self.references.insert(url, digest);
+        self.references.insert(url, None);
         Ok(self)
     }
 }

@@ -227,8 +227,6 @@ impl ArtifactStore {
     /// store.commit(&Artifact::create("data").add_reference("s3://bucket/data")?)?;
     /// store.set_alias("data:v1", "best")?;
     /// assert_eq!(store.open("data:best")?.version(), 1);
-    /// store.remove_alias("data", "best")?;
-    /// assert!(store.open("data:best").unwrap_err().is_not_found());
     /// # Ok(())
     /// # }
     /// ```
@@ -247,24 +245,6 @@ impl ArtifactStore {
         let index = self.index(&name)?;
         self.change_aliases(&adding, &name, index, |aliases| {
             aliases.insert(alias.into_string(), version);
-        })
-    }
-
-    /// Takes an alias away, where there is one.
-    ///
-    /// # Errors
-    ///
-    /// If the store cannot be written.
-    pub fn remove_alias(&self, name: &str, alias: &str) -> Result<()> {
-        let name = ArtifactName::parse(name)?;
-        if !self.index(&name)?.aliases.contains_key(alias) {
-            return Ok(());
-        }
-        let adding = self.begin()?;
-        let _publish = StoreLock::take(&self.root, LockKind::Publish)?;
-        let index = self.index(&name)?;
-        self.change_aliases(&adding, &name, index, |aliases| {
-            aliases.remove(alias);
         })
     }
 

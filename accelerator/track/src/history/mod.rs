@@ -15,7 +15,7 @@ pub use parts::{
     ArtifactUse, Hyperparameter, Media, MediaContent, Point, RunAttempt, RunEnd, RunStatus, Series,
     SystemPoint, WeightsDigest,
 };
-pub use reader::HistoryReader;
+pub(crate) use reader::HistoryReader;
 
 mod parts;
 mod reader;

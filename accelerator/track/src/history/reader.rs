@@ -7,37 +7,17 @@ use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Followed, Follower, RankJournals, RunLock};
 use crate::sink::Delivery;
 
-/// Reads a run that may be being written, again and again.
-///
-/// ```
-/// use accelerator_track::{HistoryReader, Run};
-///
-/// # fn main() -> accelerator_track::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
-/// let mut reader = HistoryReader::open(run.folder())?;
-/// run.log("train", [("loss", 0.5)], 1, None);
-/// run.flush()?;
-/// assert!(reader.poll()?);
-/// assert_eq!(reader.history().last_step(), Some(1));
-/// assert!(!reader.poll()?, "nothing has changed");
-/// # Ok(())
-/// # }
-/// ```
+/// Reads a run repeatedly while it is written.
 #[derive(Debug)]
-pub struct HistoryReader {
+pub(crate) struct HistoryReader {
     history: RunHistory,
     follower: Follower,
     ranks: RankJournals,
 }
 
 impl HistoryReader {
-    /// Opens the run in a folder, of which [`poll`](Self::poll) reads more than its head.
-    ///
-    /// # Errors
-    ///
-    /// If there is none, or a newer version wrote it.
-    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+    /// Opens the run in a folder. [`poll`](Self::poll) reads more than its head.
+    pub(crate) fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join(journal::JOURNAL);
         let missing = |error: Error| match error.is_not_found() {
@@ -73,7 +53,7 @@ impl HistoryReader {
     /// # Errors
     ///
     /// If the journal cannot be read, or is damaged.
-    pub fn poll(&mut self) -> Result<bool> {
+    pub(crate) fn poll(&mut self) -> Result<bool> {
         let is_written_now = RunLock::is_held(&self.history.folder);
         let mut has_changed =
             std::mem::replace(&mut self.history.is_written_now, is_written_now) != is_written_now;
@@ -112,7 +92,7 @@ impl HistoryReader {
 
     /// The run as it was at the last [`poll`](Self::poll).
     #[must_use]
-    pub fn history(&self) -> &RunHistory {
+    pub(crate) fn history(&self) -> &RunHistory {
         &self.history
     }
 

@@ -41,7 +41,7 @@ impl OpenRun {
                 Err(failure) if failure.is_here() || failure.is_of_content() => {
                     self.warn(&failure.into());
                 }
-                sent => _ = sent?,
+                sent => sent?,
             }
         }
         let manifest = stored.manifest()?;

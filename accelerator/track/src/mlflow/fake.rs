@@ -36,7 +36,6 @@ pub(super) struct FakeState {
     pub(super) experiments: BTreeMap<String, bool>,
     pub(super) runs: Vec<FakeRun>,
     pub(super) files: BTreeMap<String, Vec<u8>>,
-    pub(super) models: BTreeMap<String, Vec<(String, String)>>,
     /// `METHOD path`, without what comes before it in each address.
     pub(super) asked: Vec<String>,
     pub(super) authorization: Option<String>,
@@ -252,30 +251,6 @@ impl FakeState {
                         .then(|| json!({ "path": path, "is_dir": false, "file_size": bytes.len() }))
                 });
                 Ok(json!({ "files": files.collect::<Vec<_>>() }))
-            }
-            "registered-models/get" => {
-                let name = query.split_once('=').unwrap().1;
-                match self.models.contains_key(name) {
-                    true => Ok(json!({})),
-                    false => Err((404, "RESOURCE_DOES_NOT_EXIST", "no such model")),
-                }
-            }
-            "registered-models/create" => {
-                self.models.insert(text("name"), Vec::new());
-                Ok(json!({}))
-            }
-            "model-versions/create" => {
-                let versions = self.models.get_mut(&text("name")).unwrap();
-                versions.push((text("source"), text("run_id")));
-                Ok(json!({ "model_version": { "version": versions.len().to_string() } }))
-            }
-            "model-versions/search" => {
-                let versions = self.models.iter().flat_map(|(name, versions)| {
-                    (1..).zip(versions).map(move |(at, (source, _))| {
-                        json!({ "name": name, "source": source, "version": at.to_string() })
-                    })
-                });
-                Ok(json!({ "model_versions": versions.collect::<Vec<_>>() }))
             }
             _ => Err((404, "ENDPOINT_NOT_FOUND", "no such endpoint")),
         }

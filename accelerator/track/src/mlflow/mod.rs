@@ -15,7 +15,7 @@ use client::Failure;
 pub use client::MlflowServer;
 use convert::{Converter, tag};
 use cursor::{Cursor, CursorFile};
-pub use server_run::{MlflowRun, SentFile};
+use server_run::ServerRun;
 
 mod address;
 mod artifacts;
@@ -26,7 +26,6 @@ mod cursor;
 #[cfg(test)]
 mod fake;
 mod name;
-mod registry;
 mod server_run;
 #[cfg(test)]
 mod tests;
@@ -70,7 +69,7 @@ enum Experiment {
 #[derive(Debug)]
 struct OpenRun {
     info: RunInfo,
-    run: MlflowRun,
+    run: ServerRun,
     file: CursorFile,
     /// What the file says.
     cursor: Cursor,
@@ -206,7 +205,7 @@ impl Sink for MlflowSink {
             .read()
             .filter(|cursor| cursor.server == server && cursor.experiment == experiment);
         let known_id = known.as_ref().map(|cursor| cursor.run_id.as_str());
-        let server_run = self.server.open_run_as(&experiment, run, known_id)?;
+        let server_run = self.server.open_run(&experiment, run, known_id)?;
         let known = known.filter(|cursor| cursor.run_id == server_run.id());
         let cursor = known.unwrap_or_else(|| Cursor {
             server: server.to_owned(),

@@ -11,45 +11,14 @@ use crate::run_id::RunId;
 use crate::sink::RunInfo;
 
 /// A run on an MLflow server.
-///
-/// ```no_run
-/// use accelerator_track::{MlflowServer, RunHistory, RunInfo};
-///
-/// let history = RunHistory::read("runs/mnist")?;
-/// let info = RunInfo {
-///     id: history.id,
-///     name: history.name,
-///     folder: "runs/mnist".into(),
-///     created_ms: history.created_ms,
-/// };
-/// let server = MlflowServer::from_env()?;
-/// let mut run = server.open_run("digits", &info)?;
-/// run.put_file("model/model.bin", "out/model.bin")?;
-/// let version = run.register_model("mnist", "model")?;
-/// run.set_model_alias("mnist", "best", version)?;
-/// # Ok::<(), accelerator_track::Error>(())
-/// ```
 #[derive(Debug)]
-pub struct MlflowRun {
+pub(super) struct ServerRun {
     pub(super) server: MlflowServer,
     id: String,
     experiment_id: String,
-    pub(super) artifact_uri: String,
+    artifact_uri: String,
     /// Sizes of the server's files by name, of each folder that was listed.
     listed: HashMap<String, HashMap<String, u64>>,
-}
-
-/// What became of a file that was to be sent.
-///
-/// ```
-/// assert_ne!(accelerator_track::SentFile::Sent, accelerator_track::SentFile::Present);
-/// ```
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum SentFile {
-    /// It was sent.
-    Sent,
-    /// The server has a file of this name and size.
-    Present,
 }
 
 /// Parameters and tags that the server has.
@@ -62,25 +31,16 @@ pub(super) struct ServerData {
 }
 
 impl MlflowServer {
-    /// The run in an experiment, which are made where they are not there. It is found by its tag `accel.run_id`, so there
-    /// is one, however often the program or the connection ends in the middle.
+    /// Opens a run in an experiment, and creates what does not exist. It is found by its tag `accel.run_id`, so there is
+    /// one, however often the program or the connection ends in the middle.
     ///
-    /// # Errors
-    ///
-    /// If the server cannot be asked, or the experiment or the run was deleted there.
-    ///
-    /// See [`MlflowRun`] for an example.
-    pub fn open_run(&self, experiment: &str, run: &RunInfo) -> Result<MlflowRun> {
-        self.open_run_as(experiment, run, None)
-    }
-
-    /// `known`: the run's id on the server, from an earlier time.
-    pub(super) fn open_run_as(
+    /// `known` is the run's id on the server, from an earlier time.
+    pub(super) fn open_run(
         &self,
         experiment: &str,
         run: &RunInfo,
         known: Option<&str>,
-    ) -> Result<MlflowRun> {
+    ) -> Result<ServerRun> {
         let experiment_id = self.open_experiment(experiment)?;
         let body = json!({
             "experiment_id": experiment_id,
@@ -153,7 +113,7 @@ impl MlflowServer {
         experiment_id: &str,
         id: RunId,
         known: Option<&str>,
-    ) -> Result<Option<MlflowRun>> {
+    ) -> Result<Option<ServerRun>> {
         let body = json!({
             "experiment_ids": [experiment_id],
             "filter": format!("tags.`{RUN_ID}` = '{id}'"),
@@ -209,8 +169,8 @@ impl MlflowServer {
         )
     }
 
-    fn read_run(&self, run: &Value) -> Result<MlflowRun> {
-        Ok(MlflowRun {
+    fn read_run(&self, run: &Value) -> Result<ServerRun> {
+        Ok(ServerRun {
             server: self.clone(),
             id: member(run, "/info/run_id")?.to_owned(),
             experiment_id: member(run, "/info/experiment_id")?.to_owned(),
@@ -220,33 +180,15 @@ impl MlflowServer {
     }
 }
 
-impl MlflowRun {
-    /// Its id on the server.
-    #[must_use]
-    pub fn id(&self) -> &str {
+impl ServerRun {
+    /// The run's id on the server.
+    pub(super) fn id(&self) -> &str {
         &self.id
     }
 
-    /// The id of its experiment on the server.
-    #[must_use]
-    pub fn experiment_id(&self) -> &str {
-        &self.experiment_id
-    }
-
-    /// Sends a file to the run's artifacts, as `path`, which has `/` between folders. What an earlier call sent
-    /// completely is not sent again: a file of this name and size is taken for the same.
-    ///
-    /// # Errors
-    ///
-    /// If the file cannot be read, the server does not serve artifacts, refuses the path (it has `..` or `#`) or cannot
-    /// be asked.
-    ///
-    /// See [`MlflowRun`] for an example.
-    pub fn put_file(&mut self, path: &str, file: impl AsRef<Path>) -> Result<SentFile> {
-        Ok(self.send_file(path, file.as_ref())?)
-    }
-
-    pub(super) fn send_file(&mut self, path: &str, file: &Path) -> Result<SentFile, Failure> {
+    /// Sends a file to the run's artifacts, as `path`, which has `/` between folders. The server keeps a file that has this
+    /// name and size.
+    pub(super) fn send_file(&mut self, path: &str, file: &Path) -> Result<(), Failure> {
         let root = self.artifact_root()?;
         let read = file.metadata();
         let size = read.map_err(|error| Error::io("read", file, error))?.len();
@@ -257,11 +199,11 @@ impl MlflowRun {
         }
         let files = self.listed.entry(folder.to_owned()).or_default();
         if files.get(name) == Some(&size) {
-            return Ok(SentFile::Present);
+            return Ok(());
         }
         self.server.put_file(&format!("{root}/{path}"), file)?;
         files.insert(name.to_owned(), size);
-        Ok(SentFile::Sent)
+        Ok(())
     }
 
     /// Where its artifacts are, from the server's artifacts.

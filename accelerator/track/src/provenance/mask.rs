@@ -2,15 +2,10 @@
 
 use serde_json::Value;
 
-/// What stands in the place of a secret.
-///
-/// ```
-/// let masked = accelerator_track::mask_arguments(&["train", "--token=abc"]);
-/// assert_eq!(masked[1], format!("--token={}", accelerator_track::MASK));
-/// ```
-pub const MASK: &str = "***";
+/// The text in place of a secret.
+pub(super) const MASK: &str = "***";
 
-/// A command line in which [`MASK`] stands for the values of options that are named after secrets (token, password,
+/// Masks a command line: `***` stands for the values of options that are named after secrets (token, password,
 /// secret, key), for users and passwords of URLs, and for what follows `Authorization:`.
 ///
 /// Tokens of a vocabulary, as in `--pad-token` and `--max-tokens`, are no secrets, nor are short numbers, as in

@@ -4,8 +4,8 @@ pub use capture::Capture;
 pub use diff::{Difference, diff};
 pub use facts::{Commit, HostFacts, Provenance};
 pub use files::{FolderDigest, HashedFile, digest_folder};
+pub use mask::mask_arguments;
 pub(crate) use mask::mask_value;
-pub use mask::{MASK, mask_arguments};
 pub use reproduce::Reproduction;
 
 mod capture;

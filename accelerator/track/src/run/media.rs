@@ -51,12 +51,6 @@ impl Histogram {
         }
     }
 
-    /// One of bins that are counted already: left edge, right edge, count.
-    #[must_use]
-    pub fn from_bins(bins: Vec<[f64; 3]>) -> Self {
-        Self { bins }
-    }
-
     /// Left edge, right edge and count of each bin.
     #[must_use]
     pub fn bins(&self) -> &[[f64; 3]] {
