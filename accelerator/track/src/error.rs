@@ -1,9 +1,10 @@
-//! The error of this crate.
+//! The error of this crate, and warnings.
 
 use std::error::Error as StdError;
+use std::fmt;
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::{fmt, io};
 
 /// The result of this crate's functions.
 ///
@@ -162,4 +163,13 @@ struct Inner {
     kind: Kind,
     message: String,
     source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// Says it to the program's log, or to standard error where the program collects none.
+pub(crate) fn warn(text: &str) {
+    tracing::warn!("{text}");
+    if !tracing::dispatcher::has_been_set() {
+        // A closed standard error is no reason to end.
+        let _ = writeln!(std::io::stderr(), "accelerator: {text}");
+    }
 }

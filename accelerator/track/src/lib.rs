@@ -19,13 +19,11 @@ pub use mlflow::{MlflowServer, MlflowSink};
 pub use provenance::{
     Capture, Commit, FolderDigest, HashedFile, HostFacts, Provenance, digest_folder, mask_arguments,
 };
-pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record};
+pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record, RunId};
 pub use report::Report;
 pub use run::{Histogram, Run, RunBuilder, RunMark};
-pub use run_id::RunId;
 pub use runs::{RunSummary, Runs, SeriesSummary};
-pub use sink::csv::CsvFile;
-pub use sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
+pub use sink::{CsvFile, Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use system::SystemSampler;
 pub use tensorboard::TensorBoard;
 pub use upload::{UploadReport, upload};
@@ -37,7 +35,9 @@ pub use artifact::{PruneReport, Retention};
 #[doc(hidden)]
 pub use board::Board;
 #[doc(hidden)]
-pub use provenance::{Difference, Reproduction, diff};
+pub use provenance::Reproduction;
+#[doc(hidden)]
+pub use provenance::diff::{Difference, diff};
 #[doc(hidden)]
 pub use report::{HtmlPage, downsample};
 #[doc(hidden)]
@@ -46,14 +46,10 @@ pub use run::{deliver, export, record_failure};
 pub use runs::{Leftover, ListedRun};
 
 mod artifact;
-mod blob;
 #[cfg(feature = "board")]
 mod board;
 mod error;
-mod folder_name;
 mod history;
-#[cfg(any(feature = "kubeflow", feature = "mlflow"))]
-mod http;
 mod journal;
 #[cfg(feature = "kubeflow")]
 mod kubeflow;
@@ -64,10 +60,8 @@ mod record;
 mod report;
 mod run;
 mod run_files;
-mod run_id;
 mod runs;
 mod sink;
 mod system;
 mod tensorboard;
 mod upload;
-mod warning;

@@ -3,14 +3,14 @@
 //! Users may put files of their own there. They do not belong to the run, and nothing that removes a run removes them.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use accelerator_manifest::{ContentHash, Folder};
 use tempfile::NamedTempFile;
 
 use crate::error::{Error, Kind, Result};
-use crate::run_id::RunId;
+use crate::record::RunId;
 
 /// The journal, which makes a folder a run.
 pub(crate) const JOURNAL: &str = "journal.jsonl";
@@ -217,3 +217,83 @@ const ID_LENGTH: usize = 36;
 const NEW: &str = ".new";
 const RANK: &str = "rank-";
 const EXTENSION: &str = ".jsonl";
+
+/// The name of a folder for a run: characters that a path or a shell takes otherwise are written as `%` and two
+/// hexadecimal digits.
+pub(crate) fn folder_name(name: &str) -> String {
+    let mut folder = String::new();
+    for (at, character) in name.char_indices() {
+        let is_hidden = at == 0 && matches!(character, '.' | '-');
+        let is_special = matches!(
+            character,
+            '/' | '\\' | ':' | '*' | '?' | '"' | '<' | '>' | '|' | '%' | '\0'..='\u{1f}' | '\u{7f}'
+        );
+        if !is_hidden && !is_special {
+            folder.push(character);
+        } else {
+            folder.push_str(&format!("%{:02X}", u32::from(character)));
+        }
+        // A file's name has at most 255 bytes, and a number may follow.
+        if folder.len() > 200 {
+            break;
+        }
+    }
+    folder
+}
+
+/// The file of a blob in a run's folder; none where a journal names it by something that is no hash, such as a path that
+/// leads elsewhere.
+pub(crate) fn blob_path(folder: &Path, hash: &str) -> Option<PathBuf> {
+    let hash: ContentHash = hash.parse().ok()?;
+    Some(folder.join(BLOBS).join(hash.to_string()))
+}
+
+/// Writes bytes to `blobs/<hash>` in a run's folder, and gives the hash.
+pub(crate) fn write_blob(folder: &Path, bytes: &[u8]) -> Result<String> {
+    let hash = ContentHash::of(bytes).to_string();
+    let blobs = folder.join(BLOBS);
+    let path = blobs.join(&hash);
+    if path.exists() {
+        return Ok(hash);
+    }
+    let written = fs::create_dir_all(&blobs)
+        .and_then(|()| staged(&blobs))
+        .and_then(|mut file| {
+            file.write_all(bytes)?;
+            file.persist(&path).map_err(|error| error.error)
+        });
+    written.map_err(|error| Error::io("write", &path, error))?;
+    Ok(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn separators_and_hidden_names_are_encoded_and_unicode_stays() {
+        for (name, folder) in [
+            ("mnist", "mnist"),
+            ("a/b", "a%2Fb"),
+            ("../x", "%2E.%2Fx"),
+            ("..", "%2E."),
+            ("50%", "50%25"),
+            ("模型 é", "模型 é"),
+            ("a\nb", "a%0Ab"),
+        ] {
+            assert_eq!(folder_name(name), folder);
+        }
+        assert!(folder_name(&"é".repeat(300)).len() < 210);
+    }
+
+    #[test]
+    fn a_blob_is_within_the_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let hash = write_blob(folder.path(), b"bytes").unwrap();
+        let path = blob_path(folder.path(), &hash).unwrap();
+        assert_eq!(fs::read(path).unwrap(), b"bytes");
+        for elsewhere in ["/etc/passwd", "../journal.jsonl", "", "abc"] {
+            assert_eq!(blob_path(folder.path(), elsewhere), None);
+        }
+    }
+}

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use accelerator_manifest::StagedFolder;
 
-use crate::artifact::source::{self, SourceFile};
+use crate::artifact::objects::{self, SourceFile};
 use crate::artifact::{ArtifactId, ArtifactStore};
 use crate::error::{Error, Kind, Result};
 use crate::history::{HistoryReader, RunHistory};
 use crate::journal::{JOURNAL, RunLock};
+use crate::record::RunId;
 use crate::run_files::{LOCK, RunFiles, SUMMARY, TENSORBOARD};
-use crate::run_id::RunId;
 
 /// Copies a run, and the artifacts that it made and used, to a folder of runs on another disk or a mounted file system.
 ///
@@ -152,7 +152,7 @@ fn target(destination: &Path, name: &str, run: RunId) -> Result<PathBuf> {
 /// Copies the files of a run, the journal last: a folder without one is no run yet.
 fn copy_files(from: &Path, to: &Path, report: &mut UploadReport) -> Result<()> {
     const COPY: &str = "copy";
-    let mut names = source::files_below(from)?;
+    let mut names = objects::files_below(from)?;
     names.retain(|(name, _)| !is_kept_back(name));
     names.sort_by_key(|(name, _)| name == JOURNAL);
     fs::create_dir_all(to).map_err(|error| Error::io("create the folder", to, error))?;

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::name::check_path;
-use super::source;
+use super::check_path;
+use super::objects::{expect_plain, files_below};
 use crate::error::{Error, Kind, Result};
-use crate::run_id::RunId;
+use crate::record::RunId;
 
 /// Files, folders and references that become a version of an artifact when they are
 /// [committed](crate::ArtifactStore::commit).
@@ -141,7 +141,7 @@ impl Artifact {
     pub fn add_file_as(mut self, path: impl AsRef<Path>, name: impl Into<String>) -> Result<Self> {
         let path = path.as_ref();
         let metadata = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
-        source::expect_plain(path, &metadata)?;
+        expect_plain(path, &metadata)?;
         self.insert(name.into(), path)?;
         Ok(self)
     }
@@ -218,7 +218,7 @@ impl Artifact {
     }
 
     fn add_below(mut self, folder: &Path, prefix: &str) -> Result<Self> {
-        for (name, path) in source::files_below(folder)? {
+        for (name, path) in files_below(folder)? {
             self.insert(format!("{prefix}{name}"), &path)?;
         }
         Ok(self)

@@ -1,12 +1,16 @@
-//! Contents of files, each once, by their hashes.
+//! The files of a store: contents by their hashes, and what is changed under its locks.
 
-use std::fs;
+use std::collections::BTreeMap;
+use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
 
 use accelerator_manifest::{ContentHash, StagedFolder};
+use serde::{Deserialize, Serialize};
 
-use super::source::SourceFile;
-use crate::error::{Error, Result};
+use super::{ArtifactName, Version};
+use crate::error::{Error, Kind, Result};
 
 /// The folder of objects of a store. An object has its name when all of it is on the disk.
 #[derive(Clone, Debug)]
@@ -89,3 +93,359 @@ pub(super) fn subfolders(folder: &Path) -> Result<Vec<PathBuf>> {
         listed => listed.map_err(|error| Error::io("list the folder", folder, error)),
     }
 }
+
+/// A file that was read from its begin to its end, and did not change meanwhile.
+#[derive(Clone, Debug)]
+pub(crate) struct SourceFile {
+    path: PathBuf,
+    pub(crate) hash: ContentHash,
+    pub(crate) bytes: u64,
+    stamp: Stamp,
+}
+
+impl SourceFile {
+    /// Reads a file.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        Self::pass(path, &mut io::sink())
+    }
+
+    /// Reads it again, and writes it to `to`.
+    ///
+    /// It is an error where it is not what was read before. What was written is then of no use.
+    pub(crate) fn copy(&self, to: &Path) -> Result<()> {
+        let mut target = File::create_new(to).map_err(|error| Error::io("create", to, error))?;
+        let mut checked = Named {
+            path: to,
+            file: &mut target,
+        };
+        let again = Self::pass(&self.path, &mut checked)?;
+        if (again.hash, again.stamp) != (self.hash, self.stamp) {
+            return Err(changed(&self.path));
+        }
+        Ok(())
+    }
+
+    /// Fails where the file has been changed since it was read.
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        let metadata =
+            fs::metadata(&self.path).map_err(|error| Error::io("read", &self.path, error))?;
+        if Stamp::of(&metadata) == self.stamp {
+            Ok(())
+        } else {
+            Err(changed(&self.path))
+        }
+    }
+
+    fn pass(path: &Path, target: &mut dyn Write) -> Result<Self> {
+        let unreadable = |error| Error::io("read", path, error);
+        // Opening a pipe would wait.
+        expect_plain(path, &fs::metadata(path).map_err(unreadable)?)?;
+        let mut file = File::open(path).map_err(unreadable)?;
+        let before = file.metadata().map_err(unreadable)?;
+        expect_plain(path, &before)?;
+        let mut hash = blake3::Hasher::new();
+        let mut bytes = 0;
+        let mut buffer = vec![0; 1 << 18];
+        loop {
+            let read = match file.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(unreadable(error)),
+            };
+            hash.update(&buffer[..read]);
+            bytes += read as u64;
+            target
+                .write_all(&buffer[..read])
+                .map_err(|error| match error.downcast::<Error>() {
+                    Ok(error) => error,
+                    Err(error) => Error::io("write a copy of", path, error),
+                })?;
+        }
+        let stamp = Stamp::of(&before);
+        if bytes != before.len() || Stamp::of(&file.metadata().map_err(unreadable)?) != stamp {
+            return Err(changed(path));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            hash: hash.finalize().into(),
+            bytes,
+            stamp,
+        })
+    }
+}
+
+/// The files below a folder, by their paths in it with `/`, sorted. Empty folders are none.
+///
+/// Links to files are followed. Links to folders, which may lead in a circle, and what is neither a file nor a folder
+/// are errors.
+pub(crate) fn files_below(root: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let mut files = Vec::new();
+    let mut folders = vec![(String::new(), root.to_owned())];
+    while let Some((prefix, folder)) = folders.pop() {
+        let unreadable = |error| Error::io("list the folder", &folder, error);
+        for entry in fs::read_dir(&folder).map_err(unreadable)? {
+            let entry = entry.map_err(unreadable)?;
+            let path = entry.path();
+            let Ok(name) = entry.file_name().into_string() else {
+                return Err(Error::new(
+                    Kind::Misuse,
+                    format!(
+                        "the name of {} is no text in UTF-8; rename it",
+                        path.display()
+                    ),
+                ));
+            };
+            let name = format!("{prefix}{name}");
+            let kind = entry.file_type().map_err(unreadable)?;
+            if kind.is_dir() {
+                folders.push((format!("{name}/"), path));
+                continue;
+            }
+            let metadata = fs::metadata(&path).map_err(|error| Error::io("read", &path, error))?;
+            if metadata.is_dir() {
+                return Err(Error::new(
+                    Kind::Misuse,
+                    format!(
+                        "{} is a link to a folder, which is not followed; add that folder itself",
+                        path.display()
+                    ),
+                ));
+            }
+            expect_plain(&path, &metadata)?;
+            files.push((name, path));
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Fails where this is no file, or link to one.
+pub(crate) fn expect_plain(path: &Path, metadata: &Metadata) -> Result<()> {
+    if metadata.is_file() {
+        return Ok(());
+    }
+    let found = if metadata.is_dir() {
+        "a folder"
+    } else {
+        "something that is neither a file nor a folder, as a pipe or a device"
+    };
+    Err(Error::new(
+        Kind::Misuse,
+        format!("expected a file at {}, found {found}", path.display()),
+    ))
+}
+
+/// What changes with a file.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Stamp {
+    bytes: u64,
+    modified: Option<SystemTime>,
+    /// Device and number: another file may be renamed into its place.
+    place: (u64, u64),
+}
+
+impl Stamp {
+    fn of(metadata: &Metadata) -> Self {
+        #[cfg(unix)]
+        let place = {
+            use std::os::unix::fs::MetadataExt;
+            (metadata.dev(), metadata.ino())
+        };
+        #[cfg(not(unix))]
+        let place = (0, 0);
+        Self {
+            bytes: metadata.len(),
+            modified: metadata.modified().ok(),
+            place,
+        }
+    }
+}
+
+/// A file whose errors say where it is.
+struct Named<'a> {
+    path: &'a Path,
+    file: &'a mut File,
+}
+
+impl Write for Named<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(bytes);
+        written.map_err(|error| match error.kind() {
+            io::ErrorKind::Interrupted => error,
+            kind => io::Error::new(kind, Error::io("write", self.path, error)),
+        })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+fn changed(path: &Path) -> Error {
+    Error::new(
+        Kind::Conflict,
+        format!(
+            "{} changed while it was read, so that nothing was stored; wait until it is written, and try again",
+            path.display()
+        ),
+    )
+}
+
+/// A store that is being changed.
+#[derive(Debug)]
+pub(super) struct Adding {
+    pub(super) objects: Objects,
+    pub(super) staged: StagedFolder,
+    _lock: StoreLock,
+}
+
+impl Adding {
+    /// Removes what processes that are gone have left.
+    pub(super) fn begin(root: &Path, lock: StoreLock) -> Result<Self> {
+        let staged = StagedFolder::create(root, STAGED, |target| target == STAGED);
+        Ok(Self {
+            objects: Objects::new(root),
+            staged: staged.map_err(|error| Error::io("create a folder in", root, error))?,
+            _lock: lock,
+        })
+    }
+
+    pub(super) fn write(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let write = || {
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            fs::write(self.staged.path().join(SMALL), bytes)?;
+            self.staged.publish(SMALL, path)
+        };
+        write().map_err(|error| Error::io("write", path, error))
+    }
+}
+
+/// What a name has beside its versions.
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
+pub(super) struct Index {
+    /// The number of the next version, which those before never had.
+    pub(super) next: u32,
+    pub(super) aliases: BTreeMap<String, u32>,
+    /// The digests of removed versions, so that no other contents get their numbers.
+    #[serde(default)]
+    pub(super) removed: BTreeMap<u32, ContentHash>,
+}
+
+impl Index {
+    /// Reads the index of a name in the store at `root`.
+    pub(super) fn read(root: &Path, name: &ArtifactName) -> Result<Self> {
+        let path = folder_of(root, name).join(INDEX);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Self::default());
+            }
+            Err(error) => return Err(Error::io("read", &path, error)),
+        };
+        serde_json::from_slice(&text).map_err(|error| {
+            let message = format!(
+                "{} cannot be read: {error}; remove it, and set the aliases again",
+                path.display()
+            );
+            Error::new(Kind::Corrupt, message).with_source(error)
+        })
+    }
+
+    /// Returns true if a removed version with other contents had the number of this one.
+    pub(super) fn is_of_another(&self, version: &Version) -> bool {
+        let removed = self.removed.get(&version.version);
+        removed.is_some_and(|digest| *digest != version.digest)
+    }
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let json = serde_json::json!({
+            "next": self.next, "aliases": self.aliases, "removed": self.removed
+        });
+        format!("{json}\n").into_bytes()
+    }
+}
+
+/// The folder of a name's versions.
+pub(super) fn folder_of(root: &Path, name: &ArtifactName) -> PathBuf {
+    root.join(NAMES).join(name.as_str())
+}
+
+pub(super) const NAMES: &str = "names";
+pub(super) const INDEX: &str = "index.json";
+const STAGED: &str = "commit";
+const SMALL: &str = "manifest";
+
+/// Held while a store is used in one of the ways of [`LockKind`]; ends with the process.
+#[derive(Debug)]
+pub(crate) struct StoreLock {
+    _file: Option<File>,
+}
+
+/// What a store is used for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum LockKind {
+    /// Objects are read: nobody removes them meanwhile.
+    Read,
+    /// Objects are added, and versions that refer to them: nobody removes them meanwhile.
+    Add,
+    /// The versions and aliases of names are changed, for a moment, by one.
+    Publish,
+    /// Objects are removed, by one, while nobody uses any.
+    Remove,
+}
+
+impl StoreLock {
+    /// Waits for the lock, though not forever: whoever has it may have been stopped.
+    pub(super) fn take(root: &Path, kind: LockKind) -> Result<Self> {
+        let path = root.join(match kind {
+            LockKind::Publish => "publish.lock",
+            LockKind::Read | LockKind::Add | LockKind::Remove => "objects.lock",
+        });
+        let file = match kind {
+            LockKind::Read => match File::open(&path) {
+                // Nobody has ever changed this store here, as where it is read-only.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Ok(Self { _file: None });
+                }
+                opened => opened,
+            },
+            _ => OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path),
+        };
+        let file = file.map_err(|error| Error::io("open the lock", &path, error))?;
+        let begun = Instant::now();
+        loop {
+            let taken = match kind {
+                LockKind::Read | LockKind::Add => file.try_lock_shared(),
+                LockKind::Publish | LockKind::Remove => file.try_lock(),
+            };
+            match taken {
+                Ok(()) => return Ok(Self { _file: Some(file) }),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < LONGEST_WAIT => {
+                    std::thread::sleep(PAUSE)
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(Error::new(
+                        Kind::Conflict,
+                        format!(
+                            "another process has used the artifacts in {} for {} s; try again when it has ended",
+                            root.display(),
+                            LONGEST_WAIT.as_secs()
+                        ),
+                    ));
+                }
+                Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path, error)),
+            }
+        }
+    }
+}
+
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(5);

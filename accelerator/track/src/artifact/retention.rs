@@ -5,13 +5,9 @@ use std::fs;
 
 use accelerator_manifest::ContentHash;
 
-use super::adding::Adding;
-use super::id::ArtifactId;
-use super::lock::{LockKind, StoreLock};
-use super::name::ArtifactName;
-use super::objects::Objects;
+use super::objects::{Adding, LockKind, Objects, StoreLock};
 use super::store::ArtifactStore;
-use super::version::Version;
+use super::{ArtifactId, ArtifactName, Version};
 use crate::error::{Error, Result};
 
 /// Which versions of artifacts stay: those that any of the rules keeps.

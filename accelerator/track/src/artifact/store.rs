@@ -6,14 +6,15 @@ use std::path::{Path, PathBuf};
 
 use accelerator_manifest::ContentHash;
 
-use super::adding::{Adding, Index};
 use super::draft::Artifact;
-use super::lock::{LockKind, StoreLock};
-use super::name::{Alias, ArtifactName, Query, VersionQuery, parse_version};
-use super::objects::subfolders;
-use super::source::SourceFile;
+use super::objects::{
+    Adding, INDEX, Index, LockKind, NAMES, SourceFile, StoreLock, folder_of, subfolders,
+};
 use super::stored::StoredArtifact;
-use super::version::{ArtifactFile, ArtifactReference, Contents, FORMAT, Version};
+use super::{
+    Alias, ArtifactFile, ArtifactName, ArtifactReference, Contents, FORMAT, Query, Version,
+    VersionQuery, parse_version,
+};
 use crate::error::{Error, Kind, Result};
 use crate::journal::now_ms;
 
@@ -265,21 +266,7 @@ impl ArtifactStore {
     }
 
     pub(super) fn index(&self, name: &ArtifactName) -> Result<Index> {
-        let path = self.folder_of(name).join(INDEX);
-        let text = match fs::read(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Index::default());
-            }
-            Err(error) => return Err(Error::io("read", &path, error)),
-        };
-        serde_json::from_slice(&text).map_err(|error| {
-            let message = format!(
-                "{} cannot be read: {error}; remove it, and set the aliases again",
-                path.display()
-            );
-            Error::new(Kind::Corrupt, message).with_source(error)
-        })
+        Index::read(&self.root, name)
     }
 
     /// Removes versions, with their aliases, and reserves their numbers so that no other contents get them.
@@ -334,7 +321,7 @@ impl ArtifactStore {
     }
 
     pub(super) fn stored(&self, version: Version) -> StoredArtifact {
-        StoredArtifact::new(self.clone(), version)
+        StoredArtifact::new(self.root.clone(), version)
     }
 
     fn latest(&self, name: &ArtifactName) -> Result<Option<Version>> {
@@ -396,10 +383,65 @@ impl ArtifactStore {
     }
 
     fn folder_of(&self, name: &ArtifactName) -> PathBuf {
-        self.root.join(NAMES).join(name.as_str())
+        folder_of(&self.root, name)
     }
 }
 
-const NAMES: &str = "names";
-const INDEX: &str = "index.json";
 const JSON: &str = ".json";
+
+impl ArtifactStore {
+    /// Stores a version of another store under the same number, with those of its aliases that this store does not
+    /// have. If other contents have or had the number here, it becomes a new version. Returns the version with these
+    /// contents, and the bytes written.
+    pub(crate) fn import(&self, artifact: &StoredArtifact) -> Result<(StoredArtifact, u64)> {
+        let wanted = artifact.record();
+        let name = ArtifactName::parse(&wanted.name)?;
+        let adding = self.begin()?;
+        let mut bytes = 0;
+        let _reading = artifact.lock()?;
+        for file in &wanted.contents.files {
+            let source = artifact.object(file)?;
+            bytes += adding.objects.add(&source, &adding.staged)?;
+        }
+        let _publish = StoreLock::take(self.folder(), LockKind::Publish)?;
+        let mut index = self.index(&name)?;
+        let is_same = |there: &Version| there.contents == wanted.contents;
+        let there = self.version(&name, wanted.version)?;
+        let is_taken = match &there {
+            Some(there) => !is_same(there),
+            None => index.is_of_another(wanted),
+        };
+        // As a new version it may have been stored before.
+        let there = match is_taken {
+            true => self.read_versions(&name)?.into_iter().find(is_same),
+            false => there,
+        };
+        let version = match there {
+            Some(there) => there,
+            None => {
+                let latest = self.numbers(&name)?.last().map_or(1, |latest| latest + 1);
+                let version = Version {
+                    version: match is_taken {
+                        true => index.next.max(latest),
+                        false => wanted.version,
+                    },
+                    ..wanted.clone()
+                };
+                index.next = index.next.max(version.version + 1);
+                self.write_index(&adding, &name, &index)?;
+                self.write_version(&adding, &name, &version)?;
+                version
+            }
+        };
+        let aliases = artifact
+            .aliases()?
+            .into_iter()
+            .map(|alias| (alias, version.version));
+        self.change_aliases(&adding, &name, index, |there| {
+            for (alias, of) in aliases {
+                there.entry(alias).or_insert(of);
+            }
+        })?;
+        Ok((self.stored(version), bytes))
+    }
+}

@@ -1,20 +1,16 @@
 //! Versions that are stored, and reading them.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use accelerator_manifest::{ContentHash, StagedFolder};
 use serde_json::{Map, Value};
 
-use super::lock::{LockKind, StoreLock};
-use super::objects::Objects;
-use super::reader::{ArtifactReader, damaged};
-use super::source::SourceFile;
-use super::store::ArtifactStore;
-use super::version::{ArtifactFile, ArtifactReference, Version};
+use super::objects::{Index, LockKind, Objects, SourceFile, StoreLock};
+use super::{ArtifactFile, ArtifactName, ArtifactReference, Version};
 use crate::error::{Error, Kind, Result};
-use crate::run_id::RunId;
+use crate::record::RunId;
 
 /// A version of an artifact in a store. Whatever is read from it is compared with its hash.
 ///
@@ -38,7 +34,7 @@ use crate::run_id::RunId;
 /// ```
 #[derive(Clone, Debug)]
 pub struct StoredArtifact {
-    store: Box<ArtifactStore>,
+    root: PathBuf,
     version: Box<Version>,
 }
 
@@ -115,8 +111,9 @@ impl StoredArtifact {
     ///
     /// If the store cannot be read.
     pub fn aliases(&self) -> Result<Vec<String>> {
-        let aliases = self.store.aliases(self.name())?.into_iter();
+        let aliases = Index::read(&self.root, &ArtifactName::parse(self.name())?)?.aliases;
         Ok(aliases
+            .into_iter()
             .filter(|(_, version)| *version == self.version())
             .map(|(alias, _)| alias)
             .collect())
@@ -241,9 +238,9 @@ impl StoredArtifact {
         }
     }
 
-    pub(super) fn new(store: ArtifactStore, version: Version) -> Self {
+    pub(super) fn new(root: PathBuf, version: Version) -> Self {
         Self {
-            store: Box::new(store),
+            root,
             version: Box::new(version),
         }
     }
@@ -254,7 +251,7 @@ impl StoredArtifact {
 
     /// Keeps its objects from being removed.
     pub(super) fn lock(&self) -> Result<StoreLock> {
-        StoreLock::take(self.store.folder(), LockKind::Read)
+        StoreLock::take(&self.root, LockKind::Read)
     }
 
     /// The object of a file, with its hash compared.
@@ -318,7 +315,7 @@ impl StoredArtifact {
     }
 
     fn path_of(&self, file: &ArtifactFile) -> PathBuf {
-        Objects::new(self.store.folder()).path(file.hash)
+        Objects::new(&self.root).path(file.hash)
     }
 
     fn lost(&self, file: &ArtifactFile, error: &dyn std::fmt::Display) -> Error {
@@ -338,4 +335,95 @@ fn at(folder: &Path, file: &ArtifactFile) -> PathBuf {
     file.path
         .split('/')
         .fold(folder.to_owned(), |path, part| path.join(part))
+}
+
+/// Reads a file of an artifact, and fails at its end where it is not what was stored.
+///
+/// ```
+/// use std::io::Read;
+/// use accelerator_track::{Artifact, ArtifactReader, ArtifactStore};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let temporary = tempfile::tempdir()?;
+/// # let file = temporary.path().join("model.bin");
+/// # std::fs::write(&file, "weights")?;
+/// let store = ArtifactStore::of_runs(temporary.path());
+/// let model = store.commit(&Artifact::create("model").add_file(&file)?)?;
+/// let mut reader: ArtifactReader = model.open_file("model.bin")?;
+/// let mut content = String::new();
+/// reader.read_to_string(&mut content)?;
+/// assert_eq!((content.as_str(), reader.file().bytes), ("weights", 7));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct ArtifactReader {
+    file: File,
+    what: String,
+    path: PathBuf,
+    expected: ArtifactFile,
+    bytes: u64,
+    hash: blake3::Hasher,
+}
+
+impl ArtifactReader {
+    /// `what` is the file in words, `path` is where its content lies.
+    pub(super) fn open(what: String, path: PathBuf, expected: ArtifactFile) -> io::Result<Self> {
+        Ok(Self {
+            file: File::open(&path)?,
+            what,
+            path,
+            expected,
+            bytes: 0,
+            hash: blake3::Hasher::new(),
+        })
+    }
+
+    /// What the manifest says of the file.
+    #[must_use]
+    pub fn file(&self) -> &ArtifactFile {
+        &self.expected
+    }
+
+    pub(super) fn error(&self, error: io::Error) -> Error {
+        match error.downcast::<Error>() {
+            Ok(error) => error,
+            Err(error) => Error::io("read", &self.path, error),
+        }
+    }
+}
+
+impl Read for ArtifactReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.hash.update(&buffer[..read]);
+        self.bytes += read as u64;
+        if read == 0 && !buffer.is_empty() {
+            let found = self.hash.finalize().into();
+            if (self.bytes, found) != (self.expected.bytes, self.expected.hash) {
+                let error = damaged(&self.what, &self.path, &self.expected, self.bytes, found);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+            }
+        }
+        Ok(read)
+    }
+}
+
+/// The error where a file is something else.
+pub(super) fn damaged(
+    what: &str,
+    path: &Path,
+    expected: &ArtifactFile,
+    bytes: u64,
+    hash: ContentHash,
+) -> Error {
+    Error::new(
+        Kind::Corrupt,
+        format!(
+            "{what} is not what was stored: expected {} bytes with the hash {}, found {bytes} with {hash} in {}; store the artifact again",
+            expected.bytes,
+            expected.hash,
+            path.display()
+        ),
+    )
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::source::SourceFile;
+use super::objects::SourceFile;
 use super::*;
 use crate::error::Result;
 
@@ -48,7 +48,7 @@ impl Fixture {
 
 /// Files below a folder with their contents.
 fn tree(root: &Path) -> BTreeMap<String, Vec<u8>> {
-    let files = source::files_below(root).unwrap();
+    let files = objects::files_below(root).unwrap();
     files
         .into_iter()
         .map(|(name, path)| (name, fs::read(path).unwrap()))

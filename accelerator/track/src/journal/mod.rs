@@ -1,25 +1,19 @@
 //! The journal of a run: lines with checksums, of which some supersede others.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, warn};
 use crate::record::{Entry, Record};
-use crate::run_files::{SYSTEM, rank_journal_name, rank_of};
-use reader::LineReader;
-
 pub(crate) use crate::run_files::JOURNAL;
-pub(crate) use follower::{Followed, Follower};
-pub(crate) use lock::RunLock;
-pub(crate) use ranks::RankJournals;
-pub(crate) use writer::{JournalWriter, now_ms};
+use crate::run_files::{SYSTEM, rank_journal_name, rank_of};
+use crate::sink::Delivery;
+use reader::LineReader;
+pub(crate) use reader::{Followed, Follower};
+pub(crate) use writer::{JournalWriter, RunLock, now_ms};
 
-mod follower;
-mod line;
-mod lock;
-mod ranks;
 mod reader;
-mod supersession;
 #[cfg(test)]
 mod tests;
 mod writer;
@@ -32,10 +26,13 @@ pub(crate) fn unfinished_launch(path: &Path) -> Result<Option<String>> {
     let mut lines = LineReader::open(path)?;
     let mut of = None;
     while let Some(line) = lines.next()? {
-        if !["attempt", "end"].iter().any(|tag| line::starts(line, tag)) {
+        if !["attempt", "end"]
+            .iter()
+            .any(|tag| reader::starts(line, tag))
+        {
             continue;
         }
-        match line::parse(line).map(|entry| entry.record) {
+        match reader::parse(line).map(|entry| entry.record) {
             Some(Record::Attempt { launch, .. }) => of = launch,
             Some(Record::End { status, .. }) if status.is_final() => of = None,
             _ => {}
@@ -78,7 +75,7 @@ pub(crate) fn first_entry(path: &Path) -> Result<Option<Entry>> {
             )),
         };
     };
-    match line::parse(line) {
+    match reader::parse(line) {
         Some(entry) => Ok(Some(entry)),
         None => Err(unknown_line(path, 0)),
     }
@@ -93,4 +90,55 @@ fn unknown_line(path: &Path, byte: u64) -> Error {
             path.display()
         ),
     )
+}
+
+/// The journals of all ranks. One that cannot be read is told and then passed over: it is no part of the run's results.
+#[derive(Debug, Default)]
+pub(crate) struct RankJournals {
+    /// None cannot be read.
+    followers: BTreeMap<usize, Option<Follower>>,
+}
+
+impl RankJournals {
+    /// Up to `limit` further entries of each rank.
+    pub(crate) fn poll(&mut self, folder: &Path, limit: usize) -> Vec<(usize, Vec<Entry>)> {
+        let mut polled = Vec::new();
+        for (rank, path) in rank_journals(folder) {
+            let open = || Follower::open(&path, Delivery::Live);
+            let follower = match self.followers.remove(&rank) {
+                None => open(),
+                Some(Some(follower)) => Ok(follower),
+                Some(None) => {
+                    self.followers.insert(rank, None);
+                    continue;
+                }
+            };
+            let read =
+                follower.and_then(|mut follower| Ok((next(&mut follower, limit)?, follower)));
+            let follower = match read {
+                Ok((entries, follower)) => {
+                    if !entries.is_empty() {
+                        polled.push((rank, entries));
+                    }
+                    Some(follower)
+                }
+                Err(error) => {
+                    warn(&format!(
+                        "what the host of rank {rank} measured is left out from here on: {error}"
+                    ));
+                    None
+                }
+            };
+            self.followers.insert(rank, follower);
+        }
+        polled
+    }
+}
+
+fn next(follower: &mut Follower, limit: usize) -> Result<Vec<Entry>> {
+    Ok(match follower.poll(limit)? {
+        Followed::Entries(entries) => entries,
+        // Nothing in them is ever taken back.
+        Followed::Superseded => Vec::new(),
+    })
 }

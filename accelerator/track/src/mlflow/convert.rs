@@ -6,13 +6,11 @@ use std::path::PathBuf;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::artifacts::MadeArtifact;
-use super::batch::{Content, Item};
-use super::name::{cut, hashed, server_name};
+use super::batch::{Content, Item, MadeArtifact, cut, hashed, server_name};
 use super::server_run::{EPOCH, RUN_ID, ServerData};
-use crate::blob::blob_path;
 use crate::provenance::{Commit, Provenance};
 use crate::record::{ArtifactRole, EndStatus, Entry, Metrics, Record};
+use crate::run_files::blob_path;
 use crate::sink::Origin;
 
 /// Turns entries into items. It knows what the server has of parameters, since their values cannot change there.

@@ -7,25 +7,21 @@ use std::fs;
 
 use serde_json::json;
 
+use crate::artifact::{ArtifactStore, StoredArtifact};
 use crate::error::{Error, Kind, Result};
 use crate::record::{Entry, Record};
 use crate::sink::{Delivery, Origin, RunInfo, Sink, SinkPosition};
-use batch::{Batch, Content, Item, Queued};
+use batch::{Batch, Content, Item, MadeArtifact, Queued, server_path};
 use client::Failure;
 pub use client::MlflowServer;
 use convert::{Converter, tag};
-use cursor::{Cursor, CursorFile};
-use server_run::ServerRun;
+use server_run::{Cursor, CursorFile, ServerRun};
 
-mod address;
-mod artifacts;
 mod batch;
 mod client;
 mod convert;
-mod cursor;
 #[cfg(test)]
 mod fake;
-mod name;
 mod server_run;
 #[cfg(test)]
 mod tests;
@@ -399,6 +395,63 @@ impl OpenRun {
             }
         }
         Ok(has_turned)
+    }
+
+    /// Sends the files that the server does not have yet, and then the manifest. What is not in the store any more is said,
+    /// and the rest is sent.
+    pub(super) fn send_artifact(&mut self, made: &MadeArtifact) -> Result<(), Failure> {
+        let (root, stored) = match (self.run.artifact_root(), self.stored(made)) {
+            (Ok(root), Ok(stored)) => (root, stored),
+            (Err(error), _) | (_, Err(error)) => {
+                self.warn(&error);
+                return Ok(());
+            }
+        };
+        let folder = format!("artifacts/{}/v{}", made.name, made.version);
+        for file in stored.files() {
+            let object = match stored.verified_path(file) {
+                Ok(object) => object,
+                Err(error) => {
+                    self.warn(&error);
+                    continue;
+                }
+            };
+            let sent = self
+                .run
+                .send_file(&format!("{folder}/{}", server_path(&file.path)), &object);
+            match sent {
+                Err(failure) if failure.is_here() || failure.is_of_content() => {
+                    self.warn(&failure.into());
+                }
+                sent => sent?,
+            }
+        }
+        let manifest = stored.manifest()?;
+        let path = format!("{root}/{folder}.json");
+        self.run
+            .server
+            .put_bytes(&path, "application/json", &manifest)
+    }
+
+    fn stored(&self, made: &MadeArtifact) -> Result<StoredArtifact> {
+        let folder = &self.info.folder;
+        let absolute =
+            std::path::absolute(folder).map_err(|error| Error::io("find", folder, error))?;
+        let store = ArtifactStore::of_runs(absolute.parent().unwrap_or(&absolute));
+        let stored = store.open(&format!("{}:v{}", made.name, made.version))?;
+        if stored.digest().to_string() == made.digest {
+            return Ok(stored);
+        }
+        Err(Error::new(
+            Kind::NotFound,
+            format!(
+                "expected {} with the digest {} in {}, as the run made it, found {}",
+                stored.reference(),
+                made.digest,
+                store.folder().display(),
+                stored.digest()
+            ),
+        ))
     }
 }
 

@@ -7,9 +7,8 @@ use tempfile::TempDir;
 use super::fake::{FakeServer, Fault};
 use super::*;
 use crate::artifact::Artifact;
-use crate::record::{EndStatus, Metrics, Number, PointValue, Record};
+use crate::record::{EndStatus, Metrics, Number, PointValue, Record, RunId};
 use crate::run::Run;
-use crate::run_id::RunId;
 
 struct Delivered {
     server: FakeServer,

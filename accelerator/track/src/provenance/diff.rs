@@ -6,8 +6,7 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::facts::{Provenance, is_input};
-use super::files::HashedFile;
+use super::{HashedFile, Provenance, is_input};
 use crate::history::RunHistory;
 use crate::record::ArtifactRole;
 
@@ -235,7 +234,7 @@ fn launcher_words(side: &Provenance) -> impl Iterator<Item = &String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::provenance::facts::Commit;
+    use crate::provenance::Commit;
 
     fn whats(a: &Provenance, b: &Provenance) -> Vec<String> {
         diff_provenance(a, b)

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use super::capture::Repository;
 use super::diff::diff_provenance;
-use super::facts::{HostFacts, Provenance, is_input, is_world_size};
-use super::files::{HashedFile, digest_folder, hash_file};
-use super::git::Repository;
 use super::mask::MASK;
+use super::{HashedFile, HostFacts, Provenance, digest_folder, hash_file, is_input, is_world_size};
 use crate::error::{Error, Kind, Result};
 
 /// The command that starts a run again, with warnings of what changed since.

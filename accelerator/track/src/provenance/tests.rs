@@ -4,10 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use super::capture::Repository;
 use super::diff::diff_provenance;
-use super::facts::{Commit, Provenance};
-use super::git::Repository;
-use super::{Capture, Reproduction};
+use super::{Capture, Commit, Provenance, Reproduction};
 
 struct Work(tempfile::TempDir);
 

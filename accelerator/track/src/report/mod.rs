@@ -1,24 +1,23 @@
 //! Reports of runs: one HTML file.
 
 use std::collections::HashMap;
+use std::fmt::Write as _;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use serde::Serialize;
+use accelerator_manifest::ContentHash;
 
 use crate::error::{Error, Result};
 use crate::history::RunHistory;
-use crate::journal::now_ms;
-pub use downsample::downsample;
-pub(crate) use model::PageRun;
-pub use page::HtmlPage;
-pub(crate) use page::runs_page;
+#[cfg(feature = "board")]
+pub(crate) use data::BoardState;
+use data::Extreme;
+pub use data::downsample;
+pub(crate) use data::{PageData, PageRun};
 
-mod downsample;
+mod data;
 mod media;
-mod model;
-mod page;
 
 /// A report of a run, or a comparison of several: one HTML file that asks no network for anything.
 ///
@@ -127,35 +126,232 @@ pub(crate) fn points_of(runs: usize) -> usize {
 
 const MOST_POINTS: usize = 1000;
 
-/// The data of a page of runs.
-#[derive(Debug, Serialize)]
-pub(crate) struct PageData<'a> {
-    generated_ms: u64,
-    pub(crate) runs: Vec<&'a PageRun>,
-    /// Set if a board serves the page, which then asks it for changes.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) board: Option<BoardState>,
+/// A page of one's own: one HTML file that asks no network for anything, with the style and the charts of reports.
+///
+/// Its program is JavaScript that fills the element `app` from the JSON in the element `data`. Before it run the reports'
+/// own helpers, among them `h` (an element whose texts are never markup), `fmt` (a number to read) and `Chart`.
+///
+/// ```
+/// use accelerator_track::HtmlPage;
+///
+/// let page = HtmlPage {
+///     title: "Losses <of today>",
+///     data: "[0.5, 0.25]",
+///     program: "document.getElementById('app').append(h('p', {}, document.getElementById('data').textContent));",
+///     style: "",
+///     text: "0.5 0.25",
+/// };
+/// assert!(page.html().contains("<title>Losses &lt;of today&gt;</title>"));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct HtmlPage<'a> {
+    /// Text.
+    pub title: &'a str,
+    /// JSON. Whatever its strings are, they stay data.
+    pub data: &'a str,
+    /// JavaScript, which has no `</` and no `<!--`.
+    pub program: &'a str,
+    /// CSS besides that of reports, which has no `</`.
+    pub style: &'a str,
+    /// What is shown where no scripts run: text of several lines.
+    pub text: &'a str,
 }
 
-/// How far a board has read its runs.
-#[derive(Debug, Serialize)]
-pub(crate) struct BoardState {
-    /// Counts changes; the page's next request names it.
-    pub(crate) version: u64,
-    /// How many runs remain to be read.
-    pub(crate) reading: usize,
-    /// The numbers of all runs.
-    pub(crate) ids: Vec<usize>,
-    /// Why runs could not be read.
-    pub(crate) refused: Vec<String>,
+impl HtmlPage<'_> {
+    /// The page.
+    #[must_use]
+    pub fn html(&self) -> String {
+        document(&Document {
+            title: self.title,
+            data: &script_json(self.data),
+            fallback: &format!("<pre>{}</pre>", escape(self.text)),
+            secret: self.data,
+            asks: Asks::Nobody,
+            style: &[STYLE, self.style],
+            script: &[
+                "\"use strict\";\n(() => {\n",
+                CHARTS,
+                self.program,
+                "})();\n",
+            ],
+        })
+    }
+
+    /// Writes the page to a file, which it replaces as a whole or not at all.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be written.
+    pub fn write(&self, file: impl AsRef<Path>) -> Result<()> {
+        write(file.as_ref(), &self.html())
+    }
 }
 
-impl<'a> PageData<'a> {
-    pub(crate) fn of(runs: Vec<&'a PageRun>) -> Self {
-        Self {
-            generated_ms: now_ms(),
-            runs,
-            board: None,
+/// The page of a report or a board as HTML.
+pub(crate) fn runs_page(title: &str, data: &PageData<'_>) -> String {
+    let asks = match data.board {
+        None => Asks::Nobody,
+        Some(_) => Asks::ItsServer,
+    };
+    let summary = summary(&data.runs);
+    let data = serde_json::to_string(data).unwrap_or_default();
+    document(&Document {
+        title,
+        data: &script_json(&data),
+        fallback: &format!("<p>Charts need JavaScript. These are the values.</p>{summary}"),
+        secret: &data,
+        asks,
+        style: &[STYLE],
+        script: &[SCRIPT],
+    })
+}
+
+struct Document<'a> {
+    title: &'a str,
+    /// JSON without `<`.
+    data: &'a str,
+    /// Markup for who runs no scripts.
+    fallback: &'a str,
+    /// What the nonce is made of.
+    secret: &'a str,
+    asks: Asks,
+    style: &'a [&'a str],
+    script: &'a [&'a str],
+}
+
+/// Where a page may get more data.
+#[derive(Clone, Copy, Debug)]
+enum Asks {
+    Nobody,
+    ItsServer,
+}
+
+/// A script or a style runs if it has the page's nonce: the hash of the data, which nothing within the data can know.
+fn document(document: &Document<'_>) -> String {
+    let connect = match document.asks {
+        Asks::Nobody => "'none'",
+        Asks::ItsServer => "'self'",
+    };
+    let nonce = ContentHash::of(document.secret.as_bytes()).to_string();
+    let title = escape(document.title);
+    let (data, fallback) = (document.data, document.fallback);
+    let (style, script) = (document.style.concat(), document.script.concat());
+    format!(
+        r##"<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style nonce="{nonce}">{style}</style>
+</head>
+<body>
+<svg id="svg" width="0" height="0" aria-hidden="true"></svg>
+<div id="app"></div>
+<noscript><main><h1>{title}</h1>{fallback}</main></noscript>
+<script type="application/json" id="data" nonce="{nonce}">{data}</script>
+<script nonce="{nonce}">{script}</script>
+</body>
+</html>
+"##
+    )
+}
+
+/// Text as HTML, also within an attribute's quotes.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            _ => escaped.push(character),
         }
+    }
+    escaped
+}
+
+/// JSON that no markup within its strings can end.
+fn script_json(json: &str) -> String {
+    json.replace('<', "\\u003c")
+}
+
+/// The last, least and greatest values of all series as a table, for who runs no scripts.
+fn summary(runs: &[&PageRun]) -> String {
+    let mut html = String::new();
+    let shown = |extreme: &Option<Extreme>| match extreme {
+        Some(Extreme { v, s }) => format!("{} (step {s})", v.0),
+        None => "–".to_owned(),
+    };
+    for run in runs {
+        let (label, status) = (escape(&run.label), &run.status);
+        // Writing to a string does not fail.
+        let _ = write!(
+            html,
+            "<h2>{label}: {status}</h2><table><tr><th>metric<th>last<th>min<th>max</tr>"
+        );
+        for series in &run.series {
+            let _ = write!(
+                html,
+                "<tr><td>{}<td>{}<td>{}<td>{}</tr>",
+                escape(&series.key),
+                shown(&series.last),
+                shown(&series.min),
+                shown(&series.max)
+            );
+        }
+        html.push_str("</table>");
+    }
+    html
+}
+
+const STYLE: &str = include_str!("page/style.css");
+const CHARTS: &str = concat!(include_str!("page/dom.js"), include_str!("page/chart.js"));
+const SCRIPT: &str = concat!(
+    "\"use strict\";\n(() => {\n",
+    include_str!("page/dom.js"),
+    include_str!("page/chart.js"),
+    include_str!("page/media.js"),
+    include_str!("page/lineage.js"),
+    include_str!("page/sections.js"),
+    include_str!("page/app.js"),
+    "})();\n"
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_cannot_become_markup() {
+        assert_eq!(
+            escape(r#"<script>alert("x")</script> & 'é' 😀"#),
+            "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &#39;é&#39; 😀"
+        );
+        let json = script_json(r#"{"a":"</script><!--<script>"}"#);
+        assert!(!json.contains('<'));
+        let value: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(value["a"], "</script><!--<script>");
+    }
+
+    #[test]
+    fn the_program_can_stand_in_a_page() {
+        for text in [SCRIPT, STYLE] {
+            assert!(!text.contains("</s") && !text.contains("<!--"));
+            assert!(
+                !text.contains("http:") && !text.contains("https:"),
+                "no address"
+            );
+            for word in ["innerHTML", "document.write", "eval(", "@import"] {
+                assert!(!text.contains(word), "{word}");
+            }
+        }
+        assert!(!STYLE.contains("url("));
     }
 }

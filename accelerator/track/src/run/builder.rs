@@ -1,26 +1,20 @@
-//! Starting a run, a new one or one that goes on.
+//! Starting a run, a new one or one that continues.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::{Component, Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use accelerator_env::RUN_TAGS;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::hyperparameters::flatten;
-use super::queue::Queue;
-use super::worker::{Journal, Worker};
-use super::{Run, RunMark};
-use crate::error::{Error, Kind, Result};
-use crate::folder_name::folder_name;
-use crate::history::HistoryReader;
-use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
+use super::Run;
+use super::settings::{RunMark, Settings, discard, flatten};
+use super::worker::{Queue, Worker};
+use crate::error::{Error, Kind, Result, warn};
+use crate::journal::now_ms;
 use crate::provenance::Capture;
 use crate::record::Record;
-use crate::run_files::{self, expect_no_checkpoints};
-use crate::run_id::RunId;
 use crate::sink::Sink;
 
 /// Settings of a [`Run`], before it starts.
@@ -43,17 +37,87 @@ pub struct RunBuilder {
     mark: Option<RunMark>,
 }
 
-/// What a run is started with.
-#[derive(Clone, Debug)]
-pub(super) struct Settings {
-    name: String,
-    runs: PathBuf,
-    hyperparameters: BTreeMap<String, Value>,
-    tags: BTreeMap<String, String>,
-    world: usize,
-    launch: Option<String>,
-    provenance: Value,
-    capture: Option<Capture>,
+impl Run {
+    /// Starts a run in the folder `runs/<name>`, or another one beside it where a run of this name is there already.
+    ///
+    /// # Errors
+    ///
+    /// If the folder cannot be written, or the hyperparameters are no map of JSON.
+    ///
+    /// ```no_run
+    /// let run = accelerator_track::Run::create("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn create(name: &str, hyperparameters: &impl Serialize) -> Result<Self> {
+        Self::builder(name)
+            .hyperparameters(hyperparameters)?
+            .start()
+    }
+
+    /// Settings of a run, before it starts.
+    pub fn builder(name: &str) -> RunBuilder {
+        RunBuilder::new(name)
+    }
+
+    /// Goes on from the checkpoint with a mark, where the program learns of it after the start of a run;
+    /// [`RunBuilder::resume`] is for one that knows it before.
+    ///
+    /// With this run's mark, earlier entries for greater steps do not count any more once something is logged. With
+    /// another run's mark, that run continues instead, unless this one has metrics or the other does not exist; this
+    /// one is deleted if nothing was logged to it.
+    ///
+    /// ```
+    /// use accelerator_track::Run;
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let runs = temporary.path();
+    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
+    /// let (id, mark) = (run.id(), run.mark()?);
+    /// drop(run);
+    ///
+    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
+    /// assert_ne!(run.id(), id);
+    /// assert_eq!(run.resume(&mark)?.id(), id);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If the other run cannot be read or written.
+    pub fn resume(self, mark: &RunMark) -> Result<Self> {
+        if mark.run == self.id {
+            self.record(Record::Rewind { to: mark.step });
+            return Ok(self);
+        }
+        let here = self.mark()?;
+        if here.step.is_some() || !self.settings.can_reopen(mark) {
+            tracing::warn!(
+                run = self.name,
+                from = %mark.run,
+                "the run of the checkpoint does not go on: it is not there or in use, or metrics were logged before the resume"
+            );
+            return Ok(self);
+        }
+        let Self {
+            folder,
+            settings,
+            attempt,
+            worker,
+            begun,
+            ..
+        } = self;
+        let sinks = worker.release();
+        if here.next > begun {
+            warn(&format!(
+                "the run of the checkpoint goes on, and the one in {} stays: it has tags, hyperparameters or artifacts of its \
+                 own, which the other does not get",
+                folder.display()
+            ));
+        } else if attempt == 0 {
+            discard(&folder);
+        }
+        RunBuilder::of(settings, sinks).resume(mark).start()
+    }
 }
 
 impl RunBuilder {
@@ -227,128 +291,6 @@ impl RunBuilder {
     }
 }
 
-impl Settings {
-    /// The folder of all runs.
-    pub(super) fn runs(&self) -> &Path {
-        &self.runs
-    }
-
-    /// Whether the run of a mark is there, and no other process writes it.
-    pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
-        let Some(folder) = self.folder_of(mark) else {
-            return false;
-        };
-        let found = HistoryReader::open(&folder);
-        found.is_ok_and(|found| found.history().id == mark.run) && !RunLock::is_held(&folder)
-    }
-
-    /// The folder of a mark's run; none where a checkpoint names something else.
-    fn folder_of(&self, mark: &RunMark) -> Option<PathBuf> {
-        let mut parts = Path::new(&mark.folder).components();
-        let is_name = matches!(
-            (parts.next(), parts.next()),
-            (Some(Component::Normal(_)), None)
-        );
-        is_name.then(|| self.runs.join(&mark.folder))
-    }
-
-    /// Where the program comes from, with the files that this takes in the folder of the run.
-    fn provenance(&self, folder: &Path) -> Value {
-        let captured = self.capture.clone().map(|capture| capture.take(folder));
-        // What is captured is a map of JSON.
-        let captured = captured.and_then(|captured| serde_json::to_value(captured).ok());
-        captured.unwrap_or_else(|| self.provenance.clone())
-    }
-
-    /// The first of `name`, `name-2`, `name-3`… that is not there.
-    fn create(&self) -> Result<(Journal, (RunId, String))> {
-        fs::create_dir_all(&self.runs).map_err(|error| self.unwritable(error))?;
-        let name = folder_name(&self.name);
-        for number in 1.. {
-            let folder = self.runs.join(match number {
-                1 => name.clone(),
-                _ => format!("{name}-{number}"),
-            });
-            match fs::create_dir(&folder) {
-                Ok(()) => {
-                    let begun = RunLock::take(&folder)
-                        .and_then(|lock| Ok((lock, JournalWriter::create(&folder.join(JOURNAL))?)));
-                    let (lock, writer) = begun.inspect_err(|_| discard(&folder))?;
-                    let mut journal = Journal::new(folder, lock, writer);
-                    let id = RunId::new();
-                    journal.append(
-                        now_ms(),
-                        Record::Head {
-                            version: journal::VERSION,
-                            run: id,
-                            name: self.name.clone(),
-                        },
-                    );
-                    return Ok((journal, (id, self.name.clone())));
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-                    if !folder.join(JOURNAL).exists() {
-                        expect_no_checkpoints(&folder)?;
-                    }
-                    if let Some(restarted) = self.restarted(&folder)? {
-                        return Ok(restarted);
-                    }
-                }
-                Err(error) => return Err(self.unwritable(error)),
-            }
-        }
-        unreachable!("there are more numbers than folders")
-    }
-
-    fn unwritable(&self, error: std::io::Error) -> Error {
-        let cause = match self.runs.is_file() {
-            true => "it is a file".to_owned(),
-            false => error.to_string(),
-        };
-        let runs = std::path::absolute(&self.runs).unwrap_or_else(|_| self.runs.clone());
-        let message = format!(
-            "no run can be begun in the folder {}: {cause}; make it a folder that this user may write, or choose another \
-             one by `runs_folder`",
-            runs.display()
-        );
-        Error::new(Kind::Io, message).with_source(error)
-    }
-
-    /// The run in a folder, where its last attempt was of this launch and did not finish.
-    fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
-        // A run of somebody else that cannot be read is not this one.
-        let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
-        if self.launch.is_none() || of != self.launch || RunLock::is_held(folder) {
-            return Ok(None);
-        }
-        expect_no_checkpoints(folder)?;
-        let lock = RunLock::take(folder)?;
-        let (journal, head) = Journal::reopen(folder.to_owned(), lock)?;
-        Ok((head.1 == self.name).then_some((journal, head)))
-    }
-
-    /// The run of a mark, where it is there.
-    fn reopen(&self, mark: &RunMark) -> Result<Option<(Journal, (RunId, String))>> {
-        let folder = self.folder_of(mark);
-        let Some(folder) = folder.filter(|folder| folder.join(JOURNAL).exists()) else {
-            return Ok(None);
-        };
-        expect_no_checkpoints(&folder)?;
-        let lock = RunLock::take(&folder)?;
-        let (journal, head) = Journal::reopen(folder, lock)?;
-        if head.0 != mark.run {
-            return Ok(None);
-        }
-        if journal.next() < mark.next {
-            tracing::warn!(
-                run = head.1,
-                "the journal of the run is shorter than when the checkpoint was saved: metrics before it are lost"
-            );
-        }
-        Ok(Some((journal, head)))
-    }
-}
-
 impl std::fmt::Debug for RunBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunBuilder")
@@ -365,24 +307,4 @@ fn tags_of_environment() -> Vec<(String, String)> {
     tags.map(|tag| tag.split_once('=').unwrap_or((tag, "")))
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect()
-}
-
-/// Removes a run to which nothing was logged.
-pub(super) fn discard(folder: &Path) {
-    match run_files::remove(folder) {
-        Ok(foreign) if foreign.is_empty() => {}
-        Ok(foreign) => tracing::warn!(
-            folder = %folder.display(), ?foreign,
-            "the folder of an empty run stays: it holds what the run did not write"
-        ),
-        Err(error) => {
-            tracing::warn!(folder = %folder.display(), %error, "the folder of an empty run stays");
-        }
-    }
-}
-
-/// The name of a run's folder.
-pub(super) fn folder_name_of(folder: &Path) -> String {
-    let name = folder.file_name().unwrap_or_default();
-    name.to_string_lossy().into_owned()
 }

@@ -6,12 +6,11 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, warn};
 use crate::history::HistoryReader;
 use crate::journal::{Followed, Follower, JOURNAL, RankJournals, RunLock};
 use crate::record::Record;
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
-use crate::warning::warn;
 
 /// Delivers what is in a run's journal to a sink now.
 ///

@@ -1,9 +1,9 @@
 //! Logging what is no metric.
 
 use super::Run;
-use crate::blob::write_blob;
 use crate::error::{Error, Kind, Result};
 use crate::record::{Number, Record};
+use crate::run_files::write_blob;
 
 /// How many values lie where.
 ///

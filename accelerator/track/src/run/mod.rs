@@ -3,31 +3,25 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::Value;
 
+use crate::artifact::{Artifact, ArtifactStore, StoredArtifact};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{JOURNAL, now_ms};
-use crate::record::{EndStatus, Number, Record};
-use crate::run_id::RunId;
-use crate::warning::warn;
-
+use crate::record::{ArtifactRole, EndStatus, Number, Record, RunId};
 pub use builder::RunBuilder;
-use builder::Settings;
 pub use feeder::{deliver, export};
-use hyperparameters::flatten;
-pub use launch_failure::record_failure;
 pub use media::Histogram;
-use queue::{LoggedMetrics, Message, Queue};
-use worker::{JournalEnd, Worker};
+pub use settings::RunMark;
+use settings::{Settings, flatten, folder_name_of};
+pub use worker::record_failure;
+use worker::{JournalEnd, LoggedMetrics, Message, Queue, Worker};
 
-mod artifacts;
 mod builder;
 mod feeder;
-mod hyperparameters;
-mod launch_failure;
 mod media;
-mod queue;
+mod settings;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -75,67 +69,7 @@ pub struct Run {
     worker: Worker,
 }
 
-/// Where a run was when a checkpoint was taken. It is saved with the checkpoint, and says which run goes on, and from
-/// where, when the program resumes from it.
-///
-/// ```
-/// use accelerator_track::{Run, RunHistory, RunMark};
-///
-/// # fn main() -> accelerator_track::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// # let runs = temporary.path();
-/// let run = Run::builder("mnist").runs_folder(runs).start()?;
-/// run.log("train", [("loss", 0.5)], 1, None);
-/// let mark = run.mark()?;
-/// let saved = serde_json::to_string(&mark).unwrap();      // with the checkpoint
-/// run.checkpoint_saved(&mark);
-/// run.log("train", [("loss", 0.4)], 2, None);
-/// drop(run);                                              // the program is killed
-///
-/// let mark: RunMark = serde_json::from_str(&saved).unwrap();
-/// let run = Run::builder("mnist").runs_folder(runs).resume(&mark).start()?;
-/// run.log("train", [("loss", 0.3)], 2, None);
-/// let folder = run.folder().to_owned();
-/// run.finish()?;
-/// let losses = RunHistory::read(folder)?.series("train/loss").unwrap().points.clone();
-/// assert_eq!(losses.iter().map(|x| x.value).collect::<Vec<_>>(), [0.5, 0.3]);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
-pub struct RunMark {
-    /// The run.
-    pub run: RunId,
-    /// The name of its folder.
-    pub folder: String,
-    /// The greatest step that was logged.
-    pub step: Option<u64>,
-    /// The number of the first entry of the journal that was not written yet.
-    pub next: u64,
-}
-
 impl Run {
-    /// Starts a run in the folder `runs/<name>`, or another one beside it where a run of this name is there already.
-    ///
-    /// # Errors
-    ///
-    /// If the folder cannot be written, or the hyperparameters are no map of JSON.
-    ///
-    /// ```no_run
-    /// let run = accelerator_track::Run::create("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn create(name: &str, hyperparameters: &impl Serialize) -> Result<Self> {
-        Self::builder(name)
-            .hyperparameters(hyperparameters)?
-            .start()
-    }
-
-    /// Settings of a run, before it starts.
-    pub fn builder(name: &str) -> RunBuilder {
-        RunBuilder::new(name)
-    }
-
     /// Its identity, which stays through restarts.
     #[must_use]
     pub fn id(&self) -> RunId {
@@ -229,7 +163,7 @@ impl Run {
         let (step, next) = self.queue.sync()?;
         Ok(RunMark {
             run: self.id,
-            folder: builder::folder_name_of(&self.folder),
+            folder: folder_name_of(&self.folder),
             step,
             next,
         })
@@ -241,66 +175,6 @@ impl Run {
             step: mark.step,
             covers: mark.next,
         });
-    }
-
-    /// Goes on from the checkpoint with a mark, where the program learns of it after the start of a run;
-    /// [`RunBuilder::resume`] is for one that knows it before.
-    ///
-    /// With this run's mark, earlier entries for greater steps do not count any more once something is logged. With
-    /// another run's mark, that run continues instead, unless this one has metrics or the other does not exist; this
-    /// one is deleted if nothing was logged to it.
-    ///
-    /// ```
-    /// use accelerator_track::Run;
-    ///
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// # let runs = temporary.path();
-    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
-    /// let (id, mark) = (run.id(), run.mark()?);
-    /// drop(run);
-    ///
-    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
-    /// assert_ne!(run.id(), id);
-    /// assert_eq!(run.resume(&mark)?.id(), id);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// If the other run cannot be read or written.
-    pub fn resume(self, mark: &RunMark) -> Result<Self> {
-        if mark.run == self.id {
-            self.record(Record::Rewind { to: mark.step });
-            return Ok(self);
-        }
-        let here = self.mark()?;
-        if here.step.is_some() || !self.settings.can_reopen(mark) {
-            tracing::warn!(
-                run = self.name,
-                from = %mark.run,
-                "the run of the checkpoint does not go on: it is not there or in use, or metrics were logged before the resume"
-            );
-            return Ok(self);
-        }
-        let Self {
-            folder,
-            settings,
-            attempt,
-            worker,
-            begun,
-            ..
-        } = self;
-        let sinks = worker.release();
-        if here.next > begun {
-            warn(&format!(
-                "the run of the checkpoint goes on, and the one in {} stays: it has tags, hyperparameters or artifacts of its \
-                 own, which the other does not get",
-                folder.display()
-            ));
-        } else if attempt == 0 {
-            builder::discard(&folder);
-        }
-        RunBuilder::of(settings, sinks).resume(mark).start()
     }
 
     /// Waits until what was logged is in the journal.
@@ -376,5 +250,66 @@ impl Run {
 
     fn record(&self, record: Record) {
         self.queue.push(now_ms(), Message::Record(record));
+    }
+}
+
+impl Run {
+    /// Stores an artifact beside the runs, and records that this run made it. Files are copied before it returns; where
+    /// the latest version of the name has the same contents, it is that version.
+    ///
+    /// ```
+    /// use accelerator_track::{Artifact, Run};
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let (runs, file) = (temporary.path(), temporary.path().join("model.safetensors"));
+    /// # std::fs::write(&file, "weights").unwrap();
+    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
+    /// let model = run.mark_output(Artifact::create("mnist-cnn").kind("model").add_file(&file)?)?;
+    /// assert_eq!(model.reference(), "mnist-cnn:v1");
+    ///
+    /// let other = Run::builder("evaluation").runs_folder(runs).start()?;
+    /// let model = other.use_input("mnist-cnn:latest")?;
+    /// assert_eq!(model.read("model.safetensors")?, b"weights");
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read or changes meanwhile, the store cannot be written, or a name cannot be one.
+    pub fn mark_output(&self, artifact: Artifact) -> Result<StoredArtifact> {
+        let store = self.artifacts();
+        let _kept = store.make()?;
+        let stored = store.commit(&artifact.produced_by(self.id))?;
+        self.record_artifact(ArtifactRole::Output, &stored);
+        Ok(stored)
+    }
+
+    /// Opens an artifact by `name`, `name:v3` or `name:alias`, and records that this run uses it.
+    ///
+    /// # Errors
+    ///
+    /// If there is none.
+    pub fn use_input(&self, reference: &str) -> Result<StoredArtifact> {
+        let store = self.artifacts();
+        let _kept = store.keep()?;
+        let stored = store.open(reference)?;
+        self.record_artifact(ArtifactRole::Input, &stored);
+        Ok(stored)
+    }
+
+    fn artifacts(&self) -> ArtifactStore {
+        ArtifactStore::of_runs(self.settings.runs())
+    }
+
+    /// Records it on disk while it cannot be removed: whoever removes artifacts reads the references of all runs.
+    fn record_artifact(&self, role: ArtifactRole, stored: &StoredArtifact) {
+        self.record(Record::Artifact {
+            role,
+            name: stored.name().to_owned(),
+            version: stored.version(),
+            digest: stored.digest().to_string(),
+        });
+        // The writing thread reports a disk error.
+        let _ = self.flush();
     }
 }

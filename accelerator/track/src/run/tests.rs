@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::history::{RunHistory, RunStatus};
 use crate::record::Entry;
-use crate::sink::csv::CsvFile;
-use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
+use crate::sink::{CsvFile, Origin, RunInfo, Sink, SinkPosition};
 use crate::system::SystemSampler;
 use crate::tensorboard::TensorBoard;
 

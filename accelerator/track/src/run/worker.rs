@@ -2,19 +2,22 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use serde::Serialize;
+use serde_json::Value;
+
 use super::feeder::Feeder;
-use super::queue::{self, LoggedMetrics, Message, Queue};
-use crate::error::{Error, Kind, Result};
-use crate::journal::{self, JOURNAL, JournalWriter, RunLock};
-use crate::record::{Metrics, PointValue, Record};
-use crate::run_id::RunId;
+use crate::error::{Error, Kind, Result, warn};
+use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
+use crate::provenance::mask_value;
+use crate::record::{EndStatus, Metrics, Number, PointValue, Record, RunId};
+use crate::run_files::FAILURE;
 use crate::sink::Sink;
-use crate::warning::warn;
 
 /// Writes what is in the queue until it is closed, and has sinks fed.
 #[derive(Debug)]
@@ -80,7 +83,7 @@ impl Worker {
         // The thread's panic has been printed.
         ended.unwrap_or_else(|_| JournalEnd {
             lost: 0,
-            flushed: Err(Error::new(Kind::Io, queue::WRITER_ENDED)),
+            flushed: Err(Error::new(Kind::Io, WRITER_ENDED)),
         })
     }
 }
@@ -282,3 +285,282 @@ impl Journal {
 
 const TICK: Duration = Duration::from_millis(200);
 const FLUSH_BYTES: usize = 1 << 20;
+
+/// Messages from the program to the thread that writes the journal.
+///
+/// When the queue is full, the program waits for a moment. Where there is no room even then, the disk hangs: metrics are
+/// counted and dropped, without waiting again, until there is room.
+#[derive(Debug, Default)]
+pub(super) struct Queue {
+    state: Mutex<QueueState>,
+    /// There is something that should not wait for the next tick.
+    urgent: Condvar,
+    room: Condvar,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct QueueState {
+    pub(super) messages: Vec<(u64, Message)>,
+    pub(super) lost: u64,
+    /// Asks for everything up to here to be on the disk.
+    pub(super) syncs: Vec<mpsc::Sender<Synced>>,
+    pub(super) is_closed: bool,
+    weight: usize,
+    has_stalled: bool,
+}
+
+/// The greatest step that was logged and the number of the next entry.
+pub(super) type Synced = Result<(Option<u64>, u64)>;
+
+#[derive(Debug)]
+pub(super) enum Message {
+    Metrics(LoggedMetrics),
+    Record(Record),
+}
+
+/// The metrics of a call, their names in one string.
+#[derive(Debug)]
+pub(super) struct LoggedMetrics {
+    pub(super) step: u64,
+    pub(super) epoch: Option<f64>,
+    /// The kind, then the names.
+    text: String,
+    kind: usize,
+    points: Vec<LoggedPoint>,
+}
+
+#[derive(Debug)]
+struct LoggedPoint {
+    name_ends: usize,
+    value: Number,
+    count: Option<u64>,
+}
+
+impl LoggedMetrics {
+    pub(super) fn new(kind: &str, step: u64, epoch: Option<f64>) -> Self {
+        Self {
+            step,
+            epoch,
+            text: kind.to_owned(),
+            kind: kind.len(),
+            points: Vec::new(),
+        }
+    }
+
+    pub(super) fn add(&mut self, name: &str, value: Number, count: Option<u64>) {
+        self.text.push_str(name);
+        self.points.push(LoggedPoint {
+            name_ends: self.text.len(),
+            value,
+            count,
+        });
+    }
+
+    pub(super) fn kind(&self) -> &str {
+        &self.text[..self.kind]
+    }
+
+    pub(super) fn points(&self) -> impl Iterator<Item = (&str, Number, Option<u64>)> {
+        let mut from = self.kind;
+        self.points.iter().map(move |point| {
+            let name = &self.text[std::mem::replace(&mut from, point.name_ends)..point.name_ends];
+            (name, point.value, point.count)
+        })
+    }
+}
+
+impl Queue {
+    pub(super) fn push(&self, ms: u64, message: Message) {
+        let mut state = self.lock();
+        if state.weight >= MOST_WEIGHT && matches!(message, Message::Metrics(_)) {
+            state = self.wait_for_room(state);
+            if state.has_stalled {
+                state.lost += 1;
+                return;
+            }
+        }
+        state.weight += match &message {
+            Message::Metrics(metrics) => 8 + metrics.points.len(),
+            Message::Record(_) => 8,
+        };
+        state.messages.push((ms, message));
+        if state.weight >= MOST_WEIGHT / 4 {
+            self.urgent.notify_one();
+        }
+    }
+
+    /// Waits until what was pushed before is on the disk, for a limited time.
+    pub(super) fn sync(&self) -> Synced {
+        let (answer, synced) = mpsc::channel();
+        self.lock().syncs.push(answer);
+        self.urgent.notify_one();
+        synced.recv_timeout(LONGEST_SYNC).map_err(|error| {
+            let why = match error {
+                RecvTimeoutError::Timeout => "the disk does not take the run's journal",
+                RecvTimeoutError::Disconnected => WRITER_ENDED,
+            };
+            Error::new(Kind::Io, why)
+        })?
+    }
+
+    pub(super) fn close(&self) {
+        self.lock().is_closed = true;
+        self.urgent.notify_one();
+    }
+
+    /// Takes what is there, at the latest after a tick.
+    pub(super) fn take(&self, tick: Duration) -> QueueState {
+        let state = self.lock();
+        let is_idle = |state: &mut QueueState| {
+            !state.is_closed && state.syncs.is_empty() && state.weight < MOST_WEIGHT / 4
+        };
+        let waited = self.urgent.wait_timeout_while(state, tick, is_idle);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let is_closed = state.is_closed;
+        let taken = std::mem::take(&mut *state);
+        state.is_closed = is_closed;
+        self.room.notify_all();
+        taken
+    }
+
+    fn wait_for_room<'a>(&self, state: MutexGuard<'a, QueueState>) -> MutexGuard<'a, QueueState> {
+        if state.has_stalled {
+            return state;
+        }
+        let is_full = |state: &mut QueueState| state.weight >= MOST_WEIGHT;
+        let waited = self.room.wait_timeout_while(state, LONGEST_WAIT, is_full);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.has_stalled = state.weight >= MOST_WEIGHT;
+        state
+    }
+
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        // Each change of the state is whole: a thread that panicked has left it as it should be.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+const WRITER_ENDED: &str = "the thread that writes the run's journal has ended";
+
+/// In points: some 40 bytes each.
+const MOST_WEIGHT: usize = 1 << 20;
+
+/// How long a checkpoint is held up by one.
+const LONGEST_SYNC: Duration = Duration::from_secs(30);
+
+/// How long a step is held up by a disk that hangs, in all.
+const LONGEST_WAIT: Duration = Duration::from_millis(200);
+
+/// Ends the runs of a launch that did not finish as failed with that cause, and puts the report into their folders, as
+/// `failure.json`. Both are masked, as [`mask_arguments`](crate::mask_arguments) does. Gives the folders of those runs.
+///
+/// ```
+/// use accelerator_track::{Run, RunHistory, record_failure};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let runs = temporary.path();
+/// let run = Run::builder("mnist").runs_folder(runs).launch("b7f2").start()?;
+/// drop(run);                                              // the program is killed
+/// let report = serde_json::json!({ "exit_code": 137 });
+/// let folders = record_failure(runs, "b7f2", "rank 1 was killed", &report)?;
+/// assert_eq!(RunHistory::read(&folders[0])?.end.unwrap().failure.unwrap(), "rank 1 was killed");
+/// assert!(folders[0].join("failure.json").exists());
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// If a run of the launch cannot be written, or the folder of runs cannot be read; where there is none, no run is
+/// recorded in it.
+pub fn record_failure(
+    runs: impl AsRef<Path>,
+    launch: &str,
+    cause: &str,
+    report: &impl Serialize,
+) -> Result<Vec<PathBuf>> {
+    let runs = runs.as_ref();
+    let unread = |error| Error::io("read the folder", runs, error);
+    if !runs.is_dir() {
+        return Ok(Vec::new());
+    }
+    let report = serde_json::to_value(report).map(mask_value);
+    let cause = mask_value(cause.into());
+    let mut recorded = Vec::new();
+    for entry in runs.read_dir().map_err(unread)? {
+        let folder = entry.map_err(unread)?.path();
+        // What cannot be read is a run of somebody else.
+        let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
+        if of.as_deref() != Some(launch) || RunLock::is_held(&folder) {
+            continue;
+        }
+        if let Ok(report) = &report {
+            let path = folder.join(FAILURE);
+            std::fs::write(&path, format!("{report:#}\n"))
+                .map_err(|error| Error::io("write", &path, error))?;
+        }
+        end(folder.clone(), cause.clone())?;
+        recorded.push(folder);
+    }
+    Ok(recorded)
+}
+
+fn end(folder: PathBuf, cause: Value) -> Result<()> {
+    let lock = RunLock::take(&folder)?;
+    let (mut journal, _) = Journal::reopen(folder, lock)?;
+    let ending = Record::End {
+        status: EndStatus::Failed,
+        failure: Some(cause),
+    };
+    journal.append(now_ms(), ending);
+    journal.flush_or_fail()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::{Run, RunHistory, RunStatus};
+
+    #[test]
+    fn only_runs_of_the_launch_that_did_not_finish_have_failed() {
+        let temporary = tempfile::tempdir().unwrap();
+        let runs = temporary.path();
+        let begin = |name: &str, launch: &str| {
+            let run = Run::builder(name).runs_folder(runs).launch(launch);
+            run.start().unwrap()
+        };
+        begin("finished", "1").finish().unwrap();
+        drop(begin("killed", "1"));
+        begin("failed", "1").fail("rank 1 is lost").unwrap();
+        drop(begin("other", "2"));
+        let report = json!({ "command": ["train", "--api-key", "abc"], "last_words": ["at http://me:abc@host/x"] });
+        let cause = "rank 1 failed first: no http://me:abc@host/x";
+        let recorded = record_failure(runs, "1", cause, &report).unwrap();
+        assert_eq!(recorded.len(), 2);
+        let status = |name: &str| RunHistory::read(runs.join(name)).unwrap().status();
+        assert_eq!(status("finished"), RunStatus::Finished);
+        assert_eq!(status("other"), RunStatus::Interrupted);
+        for name in ["killed", "failed"] {
+            let end = RunHistory::read(runs.join(name)).unwrap().end.unwrap();
+            let cause = "rank 1 failed first: no http://***@host/x";
+            assert_eq!(
+                (end.status, end.failure.unwrap()),
+                (EndStatus::Failed, json!(cause))
+            );
+            let kept = std::fs::read_to_string(runs.join(name).join(FAILURE)).unwrap();
+            assert!(kept.contains("train") && !kept.contains("abc"), "{kept}");
+        }
+    }
+
+    #[test]
+    fn a_job_without_runs_leaves_nothing() {
+        let temporary = tempfile::tempdir().unwrap();
+        let runs = temporary.path().join("runs");
+        assert_eq!(
+            record_failure(&runs, "1", "x", &json!({})).unwrap(),
+            [""; 0].map(PathBuf::from)
+        );
+        assert!(!runs.exists());
+    }
+}

@@ -10,9 +10,8 @@ use serde_json::Value;
 use super::{ListedRun, Runs};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{Followed, Follower, JOURNAL, RunLock};
-use crate::record::Record;
+use crate::record::{Record, RunId};
 use crate::run_files::{self, BLOBS, LOCK, RunFiles};
-use crate::run_id::RunId;
 use crate::sink::Delivery;
 
 /// A file or a folder that nothing needs.

@@ -1,0 +1,350 @@
+//! Where a run is delivered to, beside its journal.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::record::{Entry, Record, RunId};
+use crate::run_files::{TABLE, new_of};
+
+/// A place that runs are delivered to: a format of files, a server.
+///
+/// A sink is a replay of the journal. It never sees an entry that is superseded when it opens: where the program goes
+/// back to a checkpoint while the sink is open, it is opened again. Calls come from one thread, which is not the one that
+/// trains; a call may take long, and one that fails is made again later.
+///
+/// ```
+/// use accelerator_track::{Entry, Origin, Record, Result, RunInfo, Sink, SinkPosition};
+///
+/// /// Prints each metric.
+/// struct Print;
+///
+/// impl Sink for Print {
+///     fn name(&self) -> String {
+///         "standard output".to_owned()
+///     }
+///     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
+///         println!("{}", run.name);
+///         Ok(SinkPosition::default())
+///     }
+///     fn write(&mut self, _: Origin, entry: &Entry) -> Result<()> {
+///         if let Record::Metrics(metrics) = &entry.record {
+///             println!("{}: {:?}", metrics.step, metrics.points);
+///         }
+///         Ok(())
+///     }
+///     fn flush(&mut self) -> Result<()> {
+///         Ok(())
+///     }
+/// }
+/// assert_eq!(Print.name(), "standard output");
+/// ```
+pub trait Sink: Send {
+    /// What it is called in messages.
+    fn name(&self) -> String;
+
+    /// The options with which `accel-launch runs sync` delivers to it, as `--to csv`; none where that command cannot.
+    fn sync_options(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// When entries are delivered.
+    fn delivery(&self) -> Delivery {
+        Delivery::Live
+    }
+
+    /// Begins a run, and says from where on it is to be delivered: from the start where the sink has nothing, or writes
+    /// everything anew. Where the journal ends before, entries come from its start again.
+    ///
+    /// # Errors
+    ///
+    /// If the sink cannot take a run now. It is opened again later.
+    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition>;
+
+    /// Takes an entry, which it may keep until [`flush`](Sink::flush). Series come before their points.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot. The sink is then opened again later.
+    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()>;
+
+    /// Makes what was written visible.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot. The sink is then opened again later.
+    fn flush(&mut self) -> Result<()>;
+}
+
+impl Sink for Box<dyn Sink> {
+    fn name(&self) -> String {
+        (**self).name()
+    }
+
+    fn sync_options(&self) -> Vec<String> {
+        (**self).sync_options()
+    }
+
+    fn delivery(&self) -> Delivery {
+        (**self).delivery()
+    }
+
+    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
+        (**self).open(run)
+    }
+
+    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()> {
+        (**self).write(origin, entry)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        (**self).flush()
+    }
+}
+
+/// When entries are delivered to a sink.
+///
+/// ```
+/// assert_ne!(accelerator_track::Delivery::Live, accelerator_track::Delivery::Settled);
+/// ```
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Delivery {
+    /// At once. What a resume supersedes must be taken back.
+    #[default]
+    Live,
+    /// When a resume from the latest checkpoint does not supersede them any more: a checkpoint covers them, or the run
+    /// finished. A resume from an earlier checkpoint still does. The end of a run that failed or was preempted is
+    /// delivered before entries that may still be superseded.
+    Settled,
+}
+
+/// Whose journal an entry is of.
+///
+/// ```
+/// assert!(accelerator_track::Origin::Run < accelerator_track::Origin::Rank(0));
+/// ```
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Origin {
+    /// The run's.
+    Run,
+    /// That of a rank, with what its host measured.
+    Rank(usize),
+}
+
+/// The run that is delivered.
+///
+/// ```
+/// use accelerator_track::{RunId, RunInfo};
+///
+/// let run = RunInfo { id: RunId::new(), name: "mnist".to_owned(), folder: "runs/mnist".into(), created_ms: 0 };
+/// assert_eq!(run.folder.file_name().unwrap(), "mnist");
+/// ```
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct RunInfo {
+    /// Its identity.
+    pub id: RunId,
+    /// Its name, as it was given.
+    pub name: String,
+    /// Its folder.
+    pub folder: PathBuf,
+    /// When it was created, in milliseconds since 1970.
+    pub created_ms: u64,
+}
+
+/// How far a run has been delivered to a sink.
+///
+/// ```
+/// use accelerator_track::SinkPosition;
+///
+/// assert_eq!(SinkPosition::default().next, 0);
+/// ```
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
+pub struct SinkPosition {
+    /// The number of the first entry of the run's journal that has not been delivered.
+    pub next: u64,
+    /// The same for the journals of ranks.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub ranks: BTreeMap<usize, u64>,
+}
+
+/// Writes the metrics of a run to a file of comma-separated values: `n,ms,step,epoch,key,value,count`.
+///
+/// The file is written anew where a resume superseded a part of it, so it holds each point once.
+///
+/// ```
+/// use accelerator_track::{CsvFile, Run};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let run = Run::builder("a").runs_folder(temporary.path()).sink(CsvFile::in_run()).start()?;
+/// run.log("train", [("loss", 0.5)], 1, None);
+/// let path = run.folder().join("metrics.csv");
+/// run.finish()?;
+/// let table = std::fs::read_to_string(path).unwrap();
+/// assert!(table.starts_with("n,ms,step,epoch,key,value,count\n"));
+/// assert!(table.ends_with(",1,,train/loss,0.5,\n"));
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct CsvFile {
+    /// None: in the run's folder.
+    path: Option<PathBuf>,
+    open: Option<OpenFile>,
+}
+
+#[derive(Debug)]
+struct OpenFile {
+    file: BufWriter<File>,
+    /// It has this name until it holds everything that was there when it was opened.
+    staged: Option<PathBuf>,
+    path: PathBuf,
+    keys: HashMap<u32, String>,
+}
+
+impl CsvFile {
+    /// In the run's folder, as `metrics.csv`.
+    #[must_use]
+    pub fn in_run() -> Self {
+        Self {
+            path: None,
+            open: None,
+        }
+    }
+
+    /// At a path, whose folder must be there.
+    ///
+    /// ```
+    /// let sink = accelerator_track::CsvFile::at("mnist.csv");
+    /// ```
+    #[must_use]
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: Some(path.into()),
+            open: None,
+        }
+    }
+}
+
+impl Sink for CsvFile {
+    fn name(&self) -> String {
+        match &self.path {
+            Some(path) => path.display().to_string(),
+            None => TABLE.to_owned(),
+        }
+    }
+
+    fn sync_options(&self) -> Vec<String> {
+        match &self.path {
+            Some(_) => Vec::new(),
+            None => ["--to", "csv"].map(str::to_owned).into(),
+        }
+    }
+
+    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
+        let path = self.path.clone().unwrap_or_else(|| run.folder.join(TABLE));
+        let staged = new_of(&path);
+        let file = File::create(&staged).map_err(|error| Error::io("create", &staged, error))?;
+        let mut file = BufWriter::new(file);
+        file.write_all(b"n,ms,step,epoch,key,value,count\n")
+            .map_err(|error| Error::io("write", &staged, error))?;
+        self.open = Some(OpenFile {
+            file,
+            staged: Some(staged),
+            path,
+            keys: HashMap::new(),
+        });
+        Ok(SinkPosition::default())
+    }
+
+    fn write(&mut self, _: Origin, entry: &Entry) -> Result<()> {
+        match &mut self.open {
+            Some(open) => open.write(entry),
+            None => Ok(()),
+        }
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        match &mut self.open {
+            Some(open) => open.flush(),
+            None => Ok(()),
+        }
+    }
+}
+
+impl OpenFile {
+    fn write(&mut self, entry: &Entry) -> Result<()> {
+        match &entry.record {
+            Record::Series { i, key } => {
+                self.keys.insert(*i, quoted(key));
+            }
+            Record::Metrics(metrics) => {
+                let epoch = metrics
+                    .epoch
+                    .map(|epoch| epoch.to_string())
+                    .unwrap_or_default();
+                for point in &metrics.points {
+                    let Some(key) = self.keys.get(&point.series) else {
+                        continue;
+                    };
+                    let count = point
+                        .count
+                        .map(|count| count.to_string())
+                        .unwrap_or_default();
+                    let Entry { n, ms, .. } = entry;
+                    let (step, value) = (metrics.step, point.value.0);
+                    let written =
+                        writeln!(self.file, "{n},{ms},{step},{epoch},{key},{value},{count}");
+                    written.map_err(|error| Error::io("write", &self.path, error))?;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let flushed = self.file.flush();
+        flushed.map_err(|error| Error::io("write", &self.path, error))?;
+        if let Some(staged) = self.staged.take() {
+            rename(&staged, &self.path)?;
+        }
+        Ok(())
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    fs::rename(from, to).map_err(|error| Error::io("replace", to, error))
+}
+
+/// A field as RFC 4180 has it.
+fn quoted(text: &str) -> String {
+    match text.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text.to_owned(),
+    }
+}
+
+/// The configuration of clients that get every answer, an error's and a redirection's too.
+#[cfg(any(feature = "kubeflow", feature = "mlflow"))]
+pub(crate) fn http_config() -> ureq::config::ConfigBuilder<ureq::typestate::AgentScope> {
+    ureq::Agent::config_builder()
+        .http_status_as_error(false)
+        // A request with a body is not sent elsewhere, and neither is a token.
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_with_commas_and_quotes_are_quoted() {
+        assert_eq!(quoted("train/loss"), "train/loss");
+        assert_eq!(quoted("a,\"b\""), "\"a,\"\"b\"\"\"");
+    }
+}
