@@ -33,49 +33,49 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Error(Arc<Inner>);
 
 impl Error {
-    /// Whether a run, an artifact or a file is not there.
+    /// Returns true if a run, an artifact or a file does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.0.kind == Kind::NotFound
     }
 
-    /// Whether a journal or an artifact is not what was written.
+    /// Returns true if a journal or an artifact is not what was written.
     #[must_use]
     pub fn is_corrupt(&self) -> bool {
         self.0.kind == Kind::Corrupt
     }
 
-    /// Whether a journal was written in a format that this version does not know.
+    /// Returns true if a journal has a format that this version does not know.
     #[must_use]
     pub fn is_incompatible(&self) -> bool {
         self.0.kind == Kind::Incompatible
     }
 
-    /// Whether another process uses the run, or something of this name is there already.
+    /// Returns true if another process uses the run, or the name is taken.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         self.0.kind == Kind::Conflict
     }
 
-    /// Whether an argument cannot be used as it is.
+    /// Returns true if an argument cannot be used as it is.
     #[must_use]
     pub fn is_misuse(&self) -> bool {
         self.0.kind == Kind::Misuse
     }
 
-    /// Whether a server refused a request, or could not be reached.
+    /// Returns true if a server refused a request, or could not be reached.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         matches!(self.0.kind, Kind::Remote | Kind::Denied)
     }
 
-    /// Whether the system failed to read or to write.
+    /// Returns true if the system failed to read or to write.
     #[must_use]
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
     }
 
-    /// Whether the same may succeed later, though nobody corrects anything.
+    /// Returns true if the same may succeed later without a correction.
     pub(crate) fn is_temporary(&self) -> bool {
         let source = self.0.source.as_deref();
         let io = source.and_then(|source| source.downcast_ref::<io::Error>());
@@ -169,7 +169,7 @@ struct Inner {
 pub(crate) fn warn(text: &str) {
     tracing::warn!("{text}");
     if !tracing::dispatcher::has_been_set() {
-        // A closed standard error is no reason to end.
+        // A closed standard error must not end the program.
         let _ = writeln!(std::io::stderr(), "accelerator: {text}");
     }
 }

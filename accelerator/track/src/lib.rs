@@ -1,7 +1,7 @@
 //! Experiment tracking: what a training run was given, what it measured, what it made.
 //!
-//! A run is a folder with an append-only journal. Everything else is replayed from it: the files that TensorBoard reads,
-//! tables, what an MLflow server or a Kubeflow Trainer shows, reports.
+//! A run is a folder with an append-only journal. Everything else is replayed from it: the files that TensorBoard
+//! reads, tables, reports, and what an MLflow server or Kubeflow Trainer shows.
 
 pub use artifact::{
     Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore,

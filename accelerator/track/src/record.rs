@@ -1,4 +1,4 @@
-//! What a journal records.
+//! The entries of a journal, and the identity of a run.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,11 +26,11 @@ pub struct Entry {
     pub n: u64,
     /// Milliseconds since 1970, by the clock of the host that wrote it.
     pub ms: u64,
-    /// What it says.
+    /// The record.
     pub record: Record,
 }
 
-/// What a line of a journal says.
+/// The contents of a line of a journal.
 ///
 /// ```
 /// use accelerator_track::Record;
@@ -58,12 +58,12 @@ pub enum Record {
     Attempt {
         /// Counts them from 0.
         attempt: u32,
-        /// How many ranks there are.
+        /// The number of ranks.
         world: usize,
         /// The launch that it belongs to, which is the same for the restarts of a launcher.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         launch: Option<String>,
-        /// Where the program came from and what it ran on.
+        /// The program's origin and machine.
         provenance: Value,
     },
     /// Hyperparameters. What is nested is joined with dots. A later value of a key stands beside the earlier ones.
@@ -95,7 +95,7 @@ pub enum Record {
         /// Markdown.
         text: String,
     },
-    /// How often values of a tensor lie where.
+    /// A histogram of the values of a tensor.
     Histogram {
         /// `kind/name`.
         key: String,
@@ -125,16 +125,16 @@ pub enum Record {
         key: String,
         /// The step it belongs to.
         step: u64,
-        /// What the axis to the right counts.
+        /// The label of the x axis.
         x_label: String,
-        /// What the axis upwards counts.
+        /// The label of the y axis.
         y_label: String,
         /// Its points, x and y.
         points: Vec<[Number; 2]>,
     },
     /// The run made or used a version of an artifact.
     Artifact {
-        /// Which of the two.
+        /// The artifact's part in the run.
         role: ArtifactRole,
         /// The artifact's name.
         name: String,
@@ -143,7 +143,7 @@ pub enum Record {
         /// The hash of its contents.
         digest: String,
     },
-    /// What the weights of a model were.
+    /// A digest of the weights of a model.
     Weights {
         /// The greatest step that was logged before; 0 where none was.
         step: u64,
@@ -163,7 +163,7 @@ pub enum Record {
         /// The step of the checkpoint; none where the run starts over.
         to: Option<u64>,
     },
-    /// What a rank's host measured, in the journal of that rank.
+    /// Measurements of a rank's host, in the journal of that rank.
     System {
         /// Values by name, as `cpu` (cores in use by the process) and `memory` (its bytes); see
         /// [`SystemSampler`](crate::SystemSampler).
@@ -171,18 +171,18 @@ pub enum Record {
     },
     /// Entries were lost: the disk was full, or slower than the program.
     Lost {
-        /// How many.
+        /// The number of entries.
         entries: u64,
     },
     /// The program ended, or said that it will.
     End {
-        /// How.
+        /// The status.
         status: EndStatus,
-        /// Why, where it failed.
+        /// The cause of a failure.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         failure: Option<Value>,
     },
-    /// What a later version of the format may add.
+    /// A record of a later version of the format.
     #[serde(other)]
     Unknown,
 }
@@ -201,7 +201,7 @@ pub struct Metrics {
     /// The step they belong to.
     #[serde(rename = "s")]
     pub step: u64,
-    /// The epoch, where it is known; within one, a fraction.
+    /// The epoch, if known; within one, a fraction.
     #[serde(rename = "e", default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
     /// One value a series.
@@ -224,7 +224,7 @@ pub struct PointValue {
     pub series: u32,
     /// The value.
     pub value: Number,
-    /// How many samples it is a mean of, where that is known.
+    /// The number of samples that it is a mean of, if known.
     pub count: Option<u64>,
 }
 
@@ -239,7 +239,7 @@ pub struct PointValue {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Number(pub f64);
 
-/// What an artifact is to a run.
+/// The part of an artifact in a run.
 ///
 /// ```
 /// assert_eq!(accelerator_track::ArtifactRole::Output.to_string(), "output");
@@ -253,7 +253,7 @@ pub enum ArtifactRole {
     Input,
 }
 
-/// How a program ended.
+/// The end of a program.
 ///
 /// ```
 /// assert_eq!(accelerator_track::EndStatus::Finished.to_string(), "finished");
@@ -265,7 +265,7 @@ pub enum EndStatus {
     Finished,
     /// It failed.
     Failed,
-    /// It was told to leave, and saved before.
+    /// It was asked to stop, and saved first.
     Preempted,
 }
 
@@ -284,7 +284,7 @@ impl Record {
 }
 
 impl EndStatus {
-    /// Whether the run does not go on from an earlier checkpoint, which one does that failed or was preempted.
+    /// Returns true if the run will not continue from an earlier checkpoint, as failed and preempted ones may.
     pub(crate) fn is_final(self) -> bool {
         self == Self::Finished
     }

@@ -88,14 +88,14 @@ pub(crate) fn is_staged(name: &str) -> bool {
             .is_some_and(|name| [TABLE, MLFLOW].contains(&name))
 }
 
-/// Whether the name is that of such a file of an earlier version, in the run's folder or that of blobs.
+/// Returns true for the name of such a file of an earlier version, in the run's folder or that of blobs.
 pub(crate) fn is_staged_earlier(name: &str) -> bool {
     name.strip_prefix(".tmp").is_some_and(|random| {
         random.len() == 6 && random.bytes().all(|byte| byte.is_ascii_alphanumeric())
     })
 }
 
-/// The name of a file until it is whole and replaces another one.
+/// Returns the name of a file until it is complete and replaces another one.
 pub(crate) fn new_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(NEW);
@@ -149,7 +149,7 @@ pub(crate) fn is_cut_off(folder: &Path) -> bool {
     folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists() || is_cut_off_earlier(folder)
 }
 
-/// Whether an earlier version has moved the run away, to `.removed-NAME-ID`, and anything of it is left.
+/// Returns true if an earlier version moved the run away, to `.removed-NAME-ID`, and anything of it is left.
 fn is_cut_off_earlier(folder: &Path) -> bool {
     let name = folder.file_name().and_then(|name| name.to_str());
     let rest = name.and_then(|name| name.strip_prefix(".removed-"));
@@ -192,7 +192,7 @@ fn is_own(path: &Path, name: &str, part: Option<&str>) -> bool {
         }
 }
 
-/// Returns true if the lock of a sink wrote the file: other programs have files with such names, too.
+/// Returns true if the lock of a sink wrote the file: other programs also have files with such names.
 fn is_lock(path: &Path) -> bool {
     let is_short = fs::metadata(path).is_ok_and(|file| file.len() < 1024);
     let text = is_short.then(|| fs::read_to_string(path).ok()).flatten();
@@ -212,13 +212,13 @@ const FILES: [&str; 7] = [JOURNAL, LOCK, SUMMARY, FAILURE, TABLE, MLFLOW, UPLOAD
 const FOLDERS: [&str; 3] = [BLOBS, SYSTEM, TENSORBOARD];
 /// The journal's name during the removal of the run.
 const REMOVED: &str = ".accel-removed";
-/// That of a UUID.
+/// The length of a UUID.
 const ID_LENGTH: usize = 36;
 const NEW: &str = ".new";
 const RANK: &str = "rank-";
 const EXTENSION: &str = ".jsonl";
 
-/// The name of a folder for a run: characters that a path or a shell takes otherwise are written as `%` and two
+/// Returns the name of a folder for a run: characters with a meaning in paths or shells are written as `%` and two
 /// hexadecimal digits.
 pub(crate) fn folder_name(name: &str) -> String {
     let mut folder = String::new();
@@ -241,14 +241,14 @@ pub(crate) fn folder_name(name: &str) -> String {
     folder
 }
 
-/// The file of a blob in a run's folder; none where a journal names it by something that is no hash, such as a path that
-/// leads elsewhere.
+/// Returns the file of a blob in a run's folder; `None` if a journal names it by anything but a hash, such as a path
+/// that leads elsewhere.
 pub(crate) fn blob_path(folder: &Path, hash: &str) -> Option<PathBuf> {
     let hash: ContentHash = hash.parse().ok()?;
     Some(folder.join(BLOBS).join(hash.to_string()))
 }
 
-/// Writes bytes to `blobs/<hash>` in a run's folder, and gives the hash.
+/// Writes bytes to `blobs/<hash>` in a run's folder, and returns the hash.
 pub(crate) fn write_blob(folder: &Path, bytes: &[u8]) -> Result<String> {
     let hash = ContentHash::of(bytes).to_string();
     let blobs = folder.join(BLOBS);

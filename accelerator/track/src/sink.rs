@@ -1,4 +1,4 @@
-//! Where a run is delivered to, beside its journal.
+//! Sinks: places to which a run is delivered, beside its journal.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
@@ -14,8 +14,8 @@ use crate::run_files::{TABLE, new_of};
 /// A place that runs are delivered to: a format of files, a server.
 ///
 /// A sink is a replay of the journal. It never sees an entry that is superseded when it opens: where the program goes
-/// back to a checkpoint while the sink is open, it is opened again. Calls come from one thread, which is not the one that
-/// trains; a call may take long, and one that fails is made again later.
+/// back to a checkpoint while the sink is open, it is opened again. Calls come from one thread, which is not the one
+/// that trains; a call may take long, and one that fails is made again later.
 ///
 /// ```
 /// use accelerator_track::{Entry, Origin, Record, Result, RunInfo, Sink, SinkPosition};
@@ -44,7 +44,7 @@ use crate::run_files::{TABLE, new_of};
 /// assert_eq!(Print.name(), "standard output");
 /// ```
 pub trait Sink: Send {
-    /// What it is called in messages.
+    /// Returns its name for messages.
     fn name(&self) -> String;
 
     /// The options with which `accel-launch runs sync` delivers to it, as `--to csv`; none where that command cannot.
@@ -131,7 +131,7 @@ pub enum Delivery {
 pub enum Origin {
     /// The run's.
     Run,
-    /// That of a rank, with what its host measured.
+    /// The journal of a rank, with the measurements of its host.
     Rank(usize),
 }
 
@@ -155,7 +155,7 @@ pub struct RunInfo {
     pub created_ms: u64,
 }
 
-/// How far a run has been delivered to a sink.
+/// The position up to which a run was delivered to a sink.
 ///
 /// ```
 /// use accelerator_track::SinkPosition;

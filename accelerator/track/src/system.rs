@@ -1,4 +1,4 @@
-//! What the host of a rank measures.
+//! Measures the host of a rank.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +25,7 @@ use crate::record::{Number, Record};
 /// | `gpu0`, … | how busy a GPU is, from 0 to 1: those that `CUDA_VISIBLE_DEVICES` names, or all |
 /// | `gpu0_memory`, … | what is used of its memory, in bytes |
 ///
-/// Those of CPU and memory are there on Linux, those of GPUs where there is an `nvidia-smi`.
+/// CPU and memory are measured on Linux, GPUs if there is an `nvidia-smi`.
 ///
 /// ```
 /// use std::time::Duration;
@@ -50,7 +50,7 @@ pub struct SystemSampler {
 }
 
 impl SystemSampler {
-    /// Starts it, for the run in that folder. After a restart of the rank it goes on in the same file.
+    /// Starts sampling for the run in that folder. After a restart of the rank it continues in the same file.
     ///
     /// # Errors
     ///
@@ -127,12 +127,12 @@ fn sample(
 struct Probe {
     /// None where it did not answer: it will not later.
     nvidia_smi: Option<PathBuf>,
-    /// Which GPUs, in the words of `CUDA_VISIBLE_DEVICES`.
+    /// The GPUs, in the words of `CUDA_VISIBLE_DEVICES`.
     visible: Option<String>,
     before: Option<Used>,
 }
 
-/// What was used since the start, of the process and of the host.
+/// Time that the process and the host used since the start.
 #[derive(Clone, Copy, Debug)]
 struct Used {
     at: Instant,
@@ -160,7 +160,7 @@ impl Probe {
         let now = used();
         if let (Some(before), Some(now)) = (self.before, now) {
             let seconds = now.at.duration_since(before.at).as_secs_f64();
-            // Of a shorter time, the clock's ticks would be all that is seen.
+            // In a shorter time, only the clock's ticks would show.
             if seconds >= SHORTEST {
                 put("cpu", Some((now.process - before.process) / seconds));
                 let (busy, all) = (now.host.0 - before.host.0, now.host.1 - before.host.1);
@@ -207,7 +207,7 @@ impl Probe {
     }
 }
 
-/// What `nvidia-smi` says, unless it hangs or fails.
+/// Returns the output of `nvidia-smi`, unless it hangs or fails.
 fn ask(program: &Path, visible: Option<&str>) -> Option<String> {
     let mut command = Command::new(program);
     command.args([
@@ -266,7 +266,7 @@ fn kib(file: &str, name: &str) -> Option<f64> {
     Some(kib * 1024.0)
 }
 
-/// Of Linux, for programs: whatever its own clock does.
+/// The rate that Linux shows to programs, whatever its own clock does.
 const TICKS_PER_SECOND: f64 = 100.0;
 const SHORTEST: f64 = 0.1;
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);

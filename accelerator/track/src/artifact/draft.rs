@@ -15,8 +15,8 @@ use crate::record::RunId;
 /// Files, folders and references that become a version of an artifact when they are
 /// [committed](crate::ArtifactStore::commit).
 ///
-/// Which files there are is looked up when they are added, and their contents are read by the commit. Links to files are
-/// followed; links to folders, pipes and devices are errors. Empty folders and the rights of files are not kept.
+/// Which files there are is looked up when they are added, and their contents are read by the commit. Links to files
+/// are followed; links to folders, pipes and devices are errors. Empty folders and the rights of files are not kept.
 ///
 /// ```
 /// use accelerator_track::{Artifact, ArtifactStore};
@@ -41,7 +41,7 @@ pub struct Artifact {
     pub(super) name: String,
     pub(super) kind: Option<String>,
     pub(super) aliases: Vec<String>,
-    /// Where the files are, by their paths in the artifact.
+    /// The places of the files, by their paths in the artifact.
     pub(super) files: BTreeMap<String, PathBuf>,
     pub(super) references: BTreeMap<String, Option<String>>,
     pub(super) metadata: Map<String, Value>,
@@ -78,7 +78,7 @@ impl Artifact {
         &self.name
     }
 
-    /// What it is: `model`, `dataset`.
+    /// Sets the kind: `model`, `dataset`.
     #[must_use]
     pub fn kind(mut self, kind: impl Into<String>) -> Self {
         self.kind = Some(kind.into());
@@ -137,7 +137,7 @@ impl Artifact {
     ///
     /// # Errors
     ///
-    /// Those of [`add_file`](Self::add_file), and if the name leads out of the artifact.
+    /// As for [`add_file`](Self::add_file), and if the name leads out of the artifact.
     pub fn add_file_as(mut self, path: impl AsRef<Path>, name: impl Into<String>) -> Result<Self> {
         let path = path.as_ref();
         let metadata = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
@@ -176,7 +176,7 @@ impl Artifact {
     ///
     /// # Errors
     ///
-    /// If this is no URL, or one with a password: artifacts are shared.
+    /// If this is not a URL, or one with a password: artifacts are shared.
     pub fn add_reference(self, url: impl Into<String>) -> Result<Self> {
         self.refer(url.into())
     }
@@ -193,7 +193,7 @@ impl Artifact {
     ///
     /// # Errors
     ///
-    /// If the value is no object in JSON.
+    /// If the value is not an object in JSON.
     pub fn metadata(mut self, metadata: impl Serialize) -> Result<Self> {
         match serde_json::to_value(metadata) {
             Ok(Value::Object(fields)) => self.metadata.extend(fields),

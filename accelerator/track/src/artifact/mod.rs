@@ -33,7 +33,7 @@ mod tests;
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub struct ArtifactFile {
-    /// Where it is in the artifact, with `/` between folders.
+    /// The path in the artifact, with `/` between folders.
     pub path: String,
     /// BLAKE3 of its content.
     pub hash: ContentHash,
@@ -41,7 +41,7 @@ pub struct ArtifactFile {
     pub bytes: u64,
 }
 
-/// Something that belongs to an artifact and lies elsewhere.
+/// Something that belongs to an artifact and is stored elsewhere.
 ///
 /// ```
 /// use accelerator_track::ArtifactReference;
@@ -51,14 +51,14 @@ pub struct ArtifactFile {
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub struct ArtifactReference {
-    /// Where it is.
+    /// The URL.
     pub url: String,
-    /// What its place calls its content: a hash, an ETag, a version.
+    /// What the server calls its content: a hash, an ETag, a version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
 
-/// What an artifact consists of, before it has a version.
+/// The contents of an artifact, before it has a version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Contents {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -297,7 +297,7 @@ fn parse_version(text: &str) -> Option<u32> {
     (number > 0 && text == format!("v{number}")).then_some(number)
 }
 
-/// Whether this is a path within an artifact: parts with `/` between, none of which leads elsewhere.
+/// Checks that this is a path within an artifact: parts with `/` between, none of which leads elsewhere.
 fn check_path(path: &str) -> Result<()> {
     // `\` and, on some systems, `:` separate parts too, and an artifact is read on other systems.
     let is_special = |x: char| x.is_control() || x == '\\' || (cfg!(windows) && x == ':');

@@ -21,13 +21,13 @@ impl Objects {
         Self(root.join("objects"))
     }
 
-    /// Where the object of a hash lies.
+    /// Returns the path of the object with a hash.
     pub(super) fn path(&self, hash: ContentHash) -> PathBuf {
         let name = hash.to_string();
         self.0.join(&name[..2]).join(name)
     }
 
-    /// Makes a file's content an object, where it is none, or a damaged one. Returns the bytes that were written.
+    /// Makes a file's content an object, unless it is one already and intact. Returns the bytes that were written.
     pub(super) fn add(&self, source: &SourceFile, staged: &StagedFolder) -> Result<u64> {
         let path = self.path(source.hash);
         if SourceFile::read(&path).is_ok_and(|there| there.hash == source.hash) {
@@ -52,7 +52,7 @@ impl Objects {
         Ok(source.bytes)
     }
 
-    /// All objects, with their lengths.
+    /// Lists all objects, with their lengths.
     pub(super) fn list(&self) -> Result<Vec<(PathBuf, ContentHash, u64)>> {
         let mut objects = Vec::new();
         for folder in subfolders(&self.0)? {
@@ -73,7 +73,7 @@ impl Objects {
     }
 }
 
-/// The folders in a folder, sorted; none where it is not there.
+/// Lists the folders in a folder, sorted; none if it does not exist.
 pub(super) fn subfolders(folder: &Path) -> Result<Vec<PathBuf>> {
     let list = || {
         let mut folders = Vec::new();
@@ -111,7 +111,7 @@ impl SourceFile {
 
     /// Reads it again, and writes it to `to`.
     ///
-    /// It is an error where it is not what was read before. What was written is then of no use.
+    /// Fails if the contents are not what was read before; the copy is then useless.
     pub(crate) fn copy(&self, to: &Path) -> Result<()> {
         let mut target = File::create_new(to).map_err(|error| Error::io("create", to, error))?;
         let mut checked = Named {
@@ -125,7 +125,7 @@ impl SourceFile {
         Ok(())
     }
 
-    /// Fails where the file has been changed since it was read.
+    /// Fails if the file has changed since it was read.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let metadata =
             fs::metadata(&self.path).map_err(|error| Error::io("read", &self.path, error))?;
@@ -175,7 +175,7 @@ impl SourceFile {
     }
 }
 
-/// The files below a folder, by their paths in it with `/`, sorted. Empty folders are none.
+/// Lists the files below a folder, by their paths in it with `/`, sorted.
 ///
 /// Links to files are followed. Links to folders, which may lead in a circle, and what is neither a file nor a folder
 /// are errors.
@@ -220,7 +220,7 @@ pub(crate) fn files_below(root: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(files)
 }
 
-/// Fails where this is no file, or link to one.
+/// Fails unless this is a file, or a link to one.
 pub(crate) fn expect_plain(path: &Path, metadata: &Metadata) -> Result<()> {
     if metadata.is_file() {
         return Ok(());
@@ -236,7 +236,7 @@ pub(crate) fn expect_plain(path: &Path, metadata: &Metadata) -> Result<()> {
     ))
 }
 
-/// What changes with a file.
+/// The properties of a file that change with it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Stamp {
     bytes: u64,
@@ -323,7 +323,7 @@ impl Adding {
     }
 }
 
-/// What a name has beside its versions.
+/// What a store keeps per name beside the versions.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 pub(super) struct Index {
     /// The number of the next version, which those before never had.
@@ -384,7 +384,7 @@ pub(crate) struct StoreLock {
     _file: Option<File>,
 }
 
-/// What a store is used for.
+/// The use that a lock protects.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LockKind {
     /// Objects are read: nobody removes them meanwhile.

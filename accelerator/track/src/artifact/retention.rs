@@ -10,7 +10,7 @@ use super::store::ArtifactStore;
 use super::{ArtifactId, ArtifactName, Version};
 use crate::error::{Error, Result};
 
-/// Which versions of artifacts stay: those that any of the rules keeps.
+/// The rules that decide which versions of artifacts stay: a version stays if any of them keeps it.
 ///
 /// ```
 /// use accelerator_track::{Artifact, ArtifactStore, Retention};
@@ -84,7 +84,7 @@ impl Retention {
     }
 }
 
-/// What was removed from a store, or would be.
+/// The versions and contents that were removed from a store, or would be.
 ///
 /// ```
 /// use accelerator_track::{ArtifactStore, PruneReport, Retention};
@@ -99,14 +99,14 @@ impl Retention {
 pub struct PruneReport {
     /// The versions, by name and number.
     pub versions: Vec<ArtifactId>,
-    /// How many contents no version refers to any more.
+    /// The number of contents that no version refers to any more.
     pub objects: usize,
     /// The length of these contents.
     pub bytes: u64,
 }
 
 impl ArtifactStore {
-    /// What [`prune`](Self::prune) would remove.
+    /// Returns what [`prune`](Self::prune) would remove.
     ///
     /// # Errors
     ///

@@ -53,13 +53,13 @@ impl ArtifactStore {
         }
     }
 
-    /// Where it lies.
+    /// The folder of the store.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.root
     }
 
-    /// Stores an artifact as the next version of its name; or as the latest version, where that has the same files,
+    /// Stores an artifact as the next version of its name; or as the latest version, if that has the same files,
     /// references, kind and metadata.
     ///
     /// # Errors
@@ -238,7 +238,7 @@ impl ArtifactStore {
     pub fn set_alias(&self, reference: &str, alias: &str) -> Result<()> {
         let alias = Alias::parse(alias)?;
         let Query { name, .. } = Query::parse(reference)?;
-        // Says that there is none before it makes a folder.
+        // Fails before it creates a folder.
         self.open(reference)?;
         let adding = self.begin()?;
         let _publish = StoreLock::take(&self.root, LockKind::Publish)?;

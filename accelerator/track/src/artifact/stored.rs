@@ -51,7 +51,7 @@ impl StoredArtifact {
         self.version.version
     }
 
-    /// What opens it: `model:v3`.
+    /// The reference that opens it: `model:v3`.
     #[must_use]
     pub fn reference(&self) -> String {
         format!("{}:v{}", self.name(), self.version())
@@ -63,7 +63,7 @@ impl StoredArtifact {
         self.version.digest
     }
 
-    /// What it is, where that was said: `model`, `dataset`.
+    /// The kind, if one was given: `model`, `dataset`.
     #[must_use]
     pub fn kind(&self) -> Option<&str> {
         self.version.contents.kind.as_deref()
@@ -75,7 +75,7 @@ impl StoredArtifact {
         self.version.created_ms
     }
 
-    /// The run that stored it first, where a run did.
+    /// The run that stored it first, if a run did.
     #[must_use]
     pub fn run(&self) -> Option<RunId> {
         self.version.run
@@ -87,13 +87,13 @@ impl StoredArtifact {
         &self.version.contents.files
     }
 
-    /// What belongs to it and lies elsewhere, by URL.
+    /// What belongs to it and is stored elsewhere, by URL.
     #[must_use]
     pub fn references(&self) -> &[ArtifactReference] {
         &self.version.contents.references
     }
 
-    /// What its maker says of it.
+    /// The metadata that its maker gave it.
     #[must_use]
     pub fn metadata(&self) -> &Map<String, Value> {
         &self.version.contents.metadata
@@ -273,7 +273,7 @@ impl StoredArtifact {
         ))
     }
 
-    /// Whether all files lie in a folder; an error where something else does.
+    /// Returns true if all files are in a folder, and fails if it holds something else.
     fn is_in(&self, folder: &Path) -> Result<bool> {
         let is_empty = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -302,7 +302,7 @@ impl StoredArtifact {
         Ok(true)
     }
 
-    /// Where the content of a file lies, which is what was stored.
+    /// Returns the path of a file's content, after comparing it with its hash.
     #[cfg(feature = "mlflow")]
     pub(crate) fn verified_path(&self, file: &ArtifactFile) -> Result<PathBuf> {
         self.object(file).map(|_| self.path_of(file))
@@ -330,14 +330,14 @@ impl StoredArtifact {
     }
 }
 
-/// Where a file of an artifact lies in a folder.
+/// Returns the path of a file of an artifact in a folder.
 fn at(folder: &Path, file: &ArtifactFile) -> PathBuf {
     file.path
         .split('/')
         .fold(folder.to_owned(), |path, part| path.join(part))
 }
 
-/// Reads a file of an artifact, and fails at its end where it is not what was stored.
+/// Reads a file of an artifact, and fails at its end if it is not what was stored.
 ///
 /// ```
 /// use std::io::Read;
@@ -367,7 +367,7 @@ pub struct ArtifactReader {
 }
 
 impl ArtifactReader {
-    /// `what` is the file in words, `path` is where its content lies.
+    /// `what` is the file in words, `path` the place of its content.
     pub(super) fn open(what: String, path: PathBuf, expected: ArtifactFile) -> io::Result<Self> {
         Ok(Self {
             file: File::open(&path)?,
@@ -379,7 +379,7 @@ impl ArtifactReader {
         })
     }
 
-    /// What the manifest says of the file.
+    /// The file as the manifest describes it.
     #[must_use]
     pub fn file(&self) -> &ArtifactFile {
         &self.expected
@@ -409,7 +409,7 @@ impl Read for ArtifactReader {
     }
 }
 
-/// The error where a file is something else.
+/// The error for a file that is not what was stored.
 pub(super) fn damaged(
     what: &str,
     path: &Path,

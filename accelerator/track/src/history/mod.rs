@@ -60,17 +60,17 @@ pub struct RunHistory {
     pub media: Vec<Media>,
     /// Artifacts that it made or used, each once.
     pub artifacts: Vec<ArtifactUse>,
-    /// What the weights of its models were, in the order in which it was recorded.
+    /// The digests of the weights of its models, in the order of recording.
     pub weights: Vec<WeightsDigest>,
     /// Steps of its checkpoints.
     pub checkpoints: Vec<Option<u64>>,
-    /// What the hosts of its ranks measured, by rank and name.
+    /// The measurements of the hosts of its ranks, by rank and name.
     pub system: BTreeMap<usize, BTreeMap<String, Vec<SystemPoint>>>,
-    /// How many entries could not be written.
+    /// The number of entries that could not be written.
     pub lost_entries: u64,
-    /// How the last attempt ended, if it said so.
+    /// The end of the last attempt, if it is recorded.
     pub end: Option<RunEnd>,
-    /// How many entries its journal has.
+    /// The number of entries in its journal.
     pub entries: u64,
     #[serde(skip)]
     is_written_now: bool,
@@ -90,7 +90,7 @@ impl RunHistory {
         Ok(reader.into_history())
     }
 
-    /// What became of it.
+    /// Returns the status.
     #[must_use]
     pub fn status(&self) -> RunStatus {
         match &self.end {

@@ -1,4 +1,4 @@
-//! What a run's history consists of.
+//! The parts of a run's history.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::record::{ArtifactRole, EndStatus, Number};
 
-/// What became of a run.
+/// The status of a run.
 ///
 /// ```
 /// assert_eq!(accelerator_track::RunStatus::Interrupted.to_string(), "interrupted");
@@ -22,7 +22,7 @@ pub enum RunStatus {
     Finished,
     /// It failed.
     Failed,
-    /// It was told to leave, and can go on.
+    /// It was asked to stop, and can continue.
     Preempted,
     /// It ended without a word: it was killed, or its host went away.
     Interrupted,
@@ -52,15 +52,15 @@ impl fmt::Display for RunStatus {
 pub struct RunAttempt {
     /// Counts them from 0.
     pub attempt: u32,
-    /// How many ranks there were.
+    /// The number of ranks.
     pub world: usize,
     /// When it began, in milliseconds since 1970.
     pub started_ms: u64,
     /// The launch that it belongs to, which is the same for the restarts of a launcher.
     pub launch: Option<String>,
-    /// Whether it went back, and to the checkpoint of which step.
+    /// Set if it resumed: the step of the checkpoint, if there was one.
     pub resumed: Option<Option<u64>>,
-    /// Where the program came from and what it ran on.
+    /// The program's origin and machine, as recorded.
     pub provenance: Value,
 }
 
@@ -76,7 +76,7 @@ pub struct RunAttempt {
 pub struct Hyperparameter {
     /// The latest.
     pub value: Value,
-    /// Those of earlier attempts, where they were different.
+    /// Earlier, different values.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier: Vec<Value>,
 }
@@ -109,13 +109,13 @@ pub struct Series {
 pub struct Point {
     /// The step.
     pub step: u64,
-    /// The epoch, where it was given.
+    /// The epoch, if it was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
     /// The value; it may be infinite or no number.
     #[serde(serialize_with = "number")]
     pub value: f64,
-    /// How many samples it is a mean of, where that was given.
+    /// The number of samples that it is a mean of, if it was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
     /// When it was logged, in milliseconds since 1970.
@@ -138,12 +138,12 @@ pub struct Media {
     pub step: u64,
     /// When it was logged, in milliseconds since 1970.
     pub ms: u64,
-    /// What it is.
+    /// Its content.
     #[serde(flatten)]
     pub content: MediaContent,
 }
 
-/// What a [`Media`] is.
+/// The content of a [`Media`].
 ///
 /// ```
 /// use accelerator_track::MediaContent;
@@ -170,9 +170,9 @@ pub enum MediaContent {
     },
     /// A curve.
     Plot {
-        /// What the axis to the right counts.
+        /// The label of the x axis.
         x_label: String,
-        /// What the axis upwards counts.
+        /// The label of the y axis.
         y_label: String,
         /// Its points.
         #[serde(serialize_with = "numbers")]
@@ -190,7 +190,7 @@ pub enum MediaContent {
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ArtifactUse {
-    /// Which of the two.
+    /// The run's part in it.
     pub role: ArtifactRole,
     /// The artifact's name.
     pub name: String,
@@ -200,7 +200,7 @@ pub struct ArtifactUse {
     pub digest: String,
 }
 
-/// What the weights of a model were; two that have the same digest have the same bits.
+/// A digest of the weights of a model; equal digests mean equal bits.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory};
@@ -224,7 +224,7 @@ pub struct WeightsDigest {
     pub digest: String,
 }
 
-/// What the host of a rank measured.
+/// A measurement of a rank's host.
 ///
 /// ```
 /// fn mib(memory: &accelerator_track::SystemPoint) -> f64 {
@@ -236,12 +236,12 @@ pub struct WeightsDigest {
 pub struct SystemPoint {
     /// When, in milliseconds since 1970.
     pub ms: u64,
-    /// How much.
+    /// The value.
     #[serde(serialize_with = "number")]
     pub value: f64,
 }
 
-/// How a run ended.
+/// The end of a run.
 ///
 /// ```
 /// fn is_good(end: &accelerator_track::RunEnd) -> bool {
@@ -251,7 +251,7 @@ pub struct SystemPoint {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RunEnd {
-    /// How.
+    /// Its status.
     pub status: EndStatus,
     /// Why it failed.
     pub failure: Option<Value>,

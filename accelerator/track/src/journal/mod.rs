@@ -81,7 +81,7 @@ pub(crate) fn first_entry(path: &Path) -> Result<Option<Entry>> {
     }
 }
 
-/// The error of an intact line that is none of this version's.
+/// The error for an intact line that this version does not know.
 fn unknown_line(path: &Path, byte: u64) -> Error {
     Error::new(
         Kind::Incompatible,
@@ -92,7 +92,7 @@ fn unknown_line(path: &Path, byte: u64) -> Error {
     )
 }
 
-/// The journals of all ranks. One that cannot be read is told and then passed over: it is no part of the run's results.
+/// The journals of all ranks. One that cannot be read is skipped with a warning: it is not part of the run's results.
 #[derive(Debug, Default)]
 pub(crate) struct RankJournals {
     /// None cannot be read.

@@ -23,13 +23,13 @@ pub(crate) struct Follower {
     lines: LineReader,
     /// The first entry that may not be given yet.
     until: u64,
-    /// The end of an attempt that may go on, with what a resume may supersede before it.
+    /// The end of an attempt that may continue, after entries that a resume may supersede.
     open_end: Option<Entry>,
-    /// How many lines the journal has.
+    /// The number of lines of the journal.
     lines_seen: u64,
 }
 
-/// What [`Follower::poll`] gives.
+/// The result of [`Follower::poll`].
 #[derive(Debug)]
 pub(crate) enum Followed {
     /// Entries that still count, in order.
@@ -63,7 +63,7 @@ impl Follower {
         let mut entries = Vec::new();
         while entries.len() < limit {
             let before = self.lines.offset();
-            // What the other reader has not seen yet may follow a rewind that it has not seen.
+            // Entries that the other reader has not seen may follow a rewind that it has not seen.
             if before >= self.scout.offset() {
                 break;
             }
@@ -82,7 +82,7 @@ impl Follower {
         Ok(Followed::Entries(entries))
     }
 
-    /// How many entries the journal has, those included that are not given.
+    /// Returns the number of entries in the journal, including those that are not returned.
     pub(crate) fn journal_length(&self) -> u64 {
         self.lines_seen
     }
@@ -133,7 +133,7 @@ enum Found {
 pub(crate) struct LineReader {
     path: PathBuf,
     file: BufReader<File>,
-    /// Where the next line begins.
+    /// The position of the next line.
     offset: u64,
     line: Vec<u8>,
 }
@@ -149,13 +149,14 @@ impl LineReader {
         })
     }
 
-    /// Where the next line begins, in bytes: the length of what is intact when [`next`](Self::next) gave none.
+    /// Returns the position of the next line in bytes: the length of the intact part once [`next`](Self::next) returned
+    /// `None`.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// The next intact line, without its newline; none at the end of what has been written so far. A damaged line at the
-    /// end is one that was not written to its end.
+    /// The next intact line, without its newline; none at the end of what has been written so far. A damaged line at
+    /// the end is one that was not written to its end.
     pub(crate) fn next(&mut self) -> Result<Option<&[u8]>> {
         Ok(self.advance()?.then_some(&self.line))
     }
@@ -230,7 +231,7 @@ impl Supersession {
     /// Takes notice of a line, and says whether it superseded earlier ones.
     pub(crate) fn note(&mut self, line: &[u8]) -> bool {
         let is_rewind = starts(line, "rewind");
-        // Where a run never went back, which is the rule, lines need not be parsed.
+        // Most runs never resume, and their lines need not be parsed.
         if !is_rewind && self.rewinds.is_empty() && self.pending.is_none() {
             return false;
         }
@@ -250,7 +251,7 @@ impl Supersession {
         taken.is_some()
     }
 
-    /// What of an entry still counts.
+    /// Returns what still counts of an entry.
     pub(crate) fn filter(&self, mut entry: Entry) -> Option<Entry> {
         let at = self.rewinds.partition_point(|&(n, _)| n < entry.n);
         let later = &self.rewinds[at..];
@@ -276,13 +277,13 @@ impl Supersession {
     }
 }
 
-/// Whether a record belongs to a step.
+/// Returns true if a record belongs to a step.
 fn is_logged(record: &Record) -> bool {
     matches!(record, Record::Checkpoint { .. } | Record::Weights { .. })
         || slots(record).next().is_some()
 }
 
-/// What holds one value for each step.
+/// A place that holds one value per step.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 struct Slot {
     of: SlotOf,
@@ -365,7 +366,7 @@ pub(crate) fn parse(line: &[u8]) -> Option<Entry> {
     Some(Entry { n, ms, record })
 }
 
-/// Whether a line is as it was written.
+/// Returns true if a line is as it was written.
 pub(crate) fn is_intact(line: &[u8]) -> bool {
     let Some(at) = line.len().checked_sub(CHECKSUM.len() + 8 + 2) else {
         return false;
@@ -379,7 +380,7 @@ pub(crate) fn is_intact(line: &[u8]) -> bool {
     found == Some(crc32c::crc32c(covered))
 }
 
-/// Whether a line is a record of this tag.
+/// Returns true if a line is a record with this tag.
 pub(crate) fn starts(line: &[u8], tag: &str) -> bool {
     line.strip_prefix(TAG.as_bytes())
         .and_then(|x| x.strip_prefix(tag.as_bytes()))

@@ -22,7 +22,7 @@ pub(crate) struct JournalWriter {
     length: u64,
     next: u64,
     waiting: Vec<u8>,
-    /// Those that the journal does not tell of yet.
+    /// Lost entries that the journal does not mention yet.
     lost: u64,
     lost_in_all: u64,
 }
@@ -41,7 +41,7 @@ impl JournalWriter {
         })
     }
 
-    /// A journal that is there: gives each entry to `visit`, and goes on behind the last one that is intact.
+    /// Opens an existing journal, passes each entry to `visit`, and continues after the last one that is intact.
     pub(crate) fn open(path: &Path, mut visit: impl FnMut(Entry)) -> Result<Self> {
         let mut lines = LineReader::open(path)?;
         let mut next = 0;
@@ -85,19 +85,19 @@ impl JournalWriter {
         self.encode(ms, record);
     }
 
-    /// Counts entries that are not written, to be told in the journal.
+    /// Counts entries that are not written, for the journal's record of them.
     pub(crate) fn lose(&mut self, entries: u64) {
         self.lost += entries;
         self.lost_in_all += entries;
     }
 
-    /// How many entries the journal lacks: those that were lost, and those that wait.
+    /// Returns the number of entries that the journal lacks: those that were lost, and those that wait.
     pub(crate) fn missing(&self) -> u64 {
         let waiting = self.waiting.iter().filter(|&&x| x == b'\n').count();
         self.lost_in_all + waiting as u64
     }
 
-    /// How many bytes wait.
+    /// Returns the number of bytes that wait.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len()
     }
@@ -120,7 +120,7 @@ impl JournalWriter {
                 break Ok(());
             }
         };
-        // Of a line that is not whole nothing stays.
+        // Nothing of an incomplete line may stay.
         let newline = self.waiting[..written].iter().rposition(|&x| x == b'\n');
         let whole = newline.map_or(0, |at| at + 1);
         self.length += whole as u64;
@@ -177,7 +177,7 @@ pub(crate) fn now_ms() -> u64 {
     now.unwrap_or_default().as_millis() as u64
 }
 
-/// What waits for a disk that is full.
+/// Limits what waits while the disk is full.
 const MOST_WAITING_BYTES: usize = 16 << 20;
 
 /// Held by the one process that writes a run, or delivers it to a sink, until it ends.
@@ -258,7 +258,7 @@ impl RunLock {
         Ok(Self { file })
     }
 
-    /// Whether a process writes the run now.
+    /// Returns true if a process writes the run now.
     pub(crate) fn is_held(folder: &Path) -> bool {
         let Ok(file) = File::open(folder.join(LOCK)) else {
             return false;

@@ -1,4 +1,4 @@
-//! The sink that tells Kubeflow Trainer how far a run is.
+//! The sink that sends a run's progress to Kubeflow Trainer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -21,8 +21,8 @@ mod tests;
 ///
 /// Its server gets the greatest step and epoch and the last value of each series (254 of them, with names of up to 64
 /// characters), and the percentage and the seconds that are left where hyperparameters say how long the run is:
-/// `max_steps`, or `num_train_epochs` or `epochs` with epochs logged. It gets this every 5 seconds at most, and at the end.
-/// Where it cannot be reached, training goes on. Of several runs in one TrainJob, the one that wrote last is shown.
+/// `max_steps`, or `num_train_epochs` or `epochs` with epochs logged. It gets this every 5 seconds at most, and at the
+/// end. Training continues if it cannot be reached. Of several runs in one TrainJob, the one that wrote last is shown.
 ///
 /// The protocol is that of Kubeflow Trainer 2.2 (KEP-2779), whose controller needs the feature gate `TrainJobStatus`.
 ///
@@ -179,11 +179,11 @@ impl Sink for KubeflowSink {
     }
 
     fn open(&mut self, _: &RunInfo) -> Result<SinkPosition> {
-        // The server's certificates change, too.
+        // The server's certificates also change.
         self.agent = agent(&self.ca_cert)?;
         self.progress = Progress::default();
         self.changed = Changed::No;
-        // What was told before is not told again while the journal is replayed.
+        // A replay of the journal does not send again what was sent.
         self.sent = Some(Instant::now());
         Ok(SinkPosition::default())
     }
@@ -229,7 +229,7 @@ const LONGEST_ANSWER: u64 = 4096;
 /// Answers of a server that may take the same later.
 const AGAIN: [u16; 3] = [408, 425, 429];
 
-/// What is known of a run so far.
+/// The progress of a run so far.
 #[derive(Debug, Default)]
 struct Progress {
     keys: HashMap<u32, String>,
@@ -246,7 +246,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Takes an entry, and says whether it changes what is told.
+    /// Takes an entry, and returns what it changes.
     fn take(&mut self, entry: &Entry) -> Changed {
         match &entry.record {
             Record::Series { i, key } => {
@@ -259,7 +259,7 @@ impl Progress {
             }
             Record::Param { set } => self.read_length(set),
             Record::Metrics(metrics) => {
-                // What is logged for an earlier step, such as a test's mean at step 1, does not take it back.
+                // A value for an earlier step, such as a test's mean at step 1, does not turn it back.
                 self.step = self.step.max(Some(metrics.step));
                 self.epoch = match (self.epoch, metrics.epoch) {
                     (Some(known), Some(epoch)) => Some(known.max(epoch)),
@@ -285,7 +285,7 @@ impl Progress {
         Changed::Yes
     }
 
-    /// What Kubeflow Trainer takes. A run that has not finished is at most 99 percent done.
+    /// Returns the status for Kubeflow Trainer. A run that has not finished is at most 99 percent done.
     fn status(&self) -> Value {
         let mut status = json!({});
         let done = self.done().map(|done| (done * 100.0) as u64);
@@ -351,11 +351,11 @@ impl Progress {
     }
 }
 
-/// What the TrainJob's resource takes; it refuses the whole of a status that has more.
+/// The number of metrics that the TrainJob's resource accepts; it refuses a status that has more.
 const MOST_METRICS: usize = 256;
 const LONGEST_NAME: usize = 64;
 
-/// What an entry changes.
+/// The effect of an entry.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Changed {
     No,

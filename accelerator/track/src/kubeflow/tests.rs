@@ -15,7 +15,7 @@ use crate::run::Run;
 
 const PEM: &[u8] = include_bytes!("fixtures/server.pem");
 
-/// What the server was asked: the header with the token, and the body.
+/// A request to the server: the header with the token, and the body.
 struct Asked {
     authorization: String,
     status: Value,

@@ -16,7 +16,7 @@ pub(super) struct Queued {
     pub(super) origin: Origin,
     /// The entry's number.
     pub(super) n: u64,
-    /// Whether it is the entry's last part.
+    /// True for the entry's last part.
     pub(super) is_last: bool,
 }
 
@@ -69,7 +69,7 @@ pub(super) struct MadeArtifact {
 /// Metrics, parameters and tags for one request.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// How many items of the queue are in it.
+    /// The number of items that it takes from the queue.
     pub(super) taken: usize,
     metrics: Vec<Value>,
     params: Vec<Value>,
@@ -78,8 +78,8 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// As much of the front of the queue as one request takes, and at most so many; nothing where another kind of request
-    /// comes first.
+    /// As much of the front of the queue as one request takes, and at most so many; nothing where another kind of
+    /// request comes first.
     pub(super) fn of_front(queue: &VecDeque<Queued>, most: usize) -> Self {
         let mut batch = Self::default();
         for queued in queue.iter().take(most) {
@@ -151,17 +151,18 @@ fn pair(key: &str, value: &str) -> Value {
     json!({ "key": key, "value": value })
 }
 
-/// Metrics, parameters and tags together; that many metrics are allowed alone, too.
+/// The limit for metrics, parameters and tags together, and for metrics alone.
 const MOST: usize = 1000;
 const MOST_PARAMS: usize = 100;
 const MOST_TAGS: usize = 100;
 /// The server takes 10⁶ of a request.
 const MOST_BYTES: usize = 990_000;
-/// Of a metric, without its name: `{"key":"","step":,"timestamp":,"value":},` and three numbers of at most 24 characters.
+/// The length of a metric without its name: `{"key":"","step":,"timestamp":,"value":},` and three numbers of at most 24
+/// characters.
 const METRIC_BYTES: usize = 41 + 3 * 24;
 
-/// The name of a metric, a parameter or a tag on the server: itself where MLflow takes it, otherwise what MLflow takes of
-/// it with a hash of all of it. Two names never become one.
+/// The name of a metric, a parameter or a tag on the server: itself where MLflow takes it, otherwise what MLflow takes
+/// of it with a hash of all of it. Two names never become one.
 pub(super) fn server_name(name: &str) -> String {
     match is_taken(name) && !is_hashed(name) {
         true => name.to_owned(),
@@ -176,7 +177,7 @@ pub(super) fn hashed(name: &str) -> String {
         if !shown.is_empty() {
             shown.push('/');
         }
-        // `.` and `..` are no names.
+        // `.` and `..` are not names.
         if part.chars().all(|character| character == '.') {
             shown.push('_');
         }
@@ -238,8 +239,8 @@ fn is_hashed(name: &str) -> bool {
     })
 }
 
-/// Letters for which Rust and the server's Python agree, in any version of Unicode; without the colon, which a server on
-/// Windows refuses.
+/// Letters for which Rust and the server's Python agree, in any version of Unicode; without the colon, which a server
+/// on Windows refuses.
 fn is_plain(character: char) -> bool {
     character.is_ascii_alphanumeric()
         || matches!(character, '_' | '-' | '.' | ' ')

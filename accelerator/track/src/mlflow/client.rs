@@ -125,7 +125,7 @@ impl MlflowServer {
         }
     }
 
-    /// How long an answer may take; 30 seconds where it is not said. That of a file may take longer, while bytes flow.
+    /// Sets the time that an answer may take, 30 seconds by default. A file may take longer, while bytes flow.
     ///
     /// ```
     /// use std::time::Duration;
@@ -378,12 +378,12 @@ impl Failure {
         matches!(&self.cause, Cause::Refused(found) if found == code)
     }
 
-    /// Whether the server, or a proxy before it, does not take what was sent, as it is.
+    /// Returns true if the server, or a proxy before it, refuses the content that was sent.
     pub(super) fn is_of_content(&self) -> bool {
         self.cause == Cause::TooLarge || self.is("INVALID_PARAMETER_VALUE")
     }
 
-    /// Whether it is not the server's: a file cannot be read.
+    /// Returns true if the failure is on this side: a file cannot be read.
     pub(super) fn is_here(&self) -> bool {
         self.cause == Cause::Here
     }
@@ -395,7 +395,7 @@ impl From<Failure> for Error {
     }
 }
 
-/// What failed on this side; asking again does not help.
+/// A failure on this side; asking again does not help.
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         Self {
@@ -442,7 +442,7 @@ enum Cause {
     Lost,
     /// No answer came in time; the server may have acted, or will.
     Slow,
-    /// What came is not MLflow's.
+    /// The answer is not MLflow's.
     Nonsense,
     /// A file cannot be read, a header cannot be sent.
     Here,
@@ -464,7 +464,7 @@ fn agent(is_this_host: bool) -> Agent {
         .new_agent()
 }
 
-/// What to do about a status, before what the server says.
+/// Returns advice about a status, to stand before the server's text.
 fn advice(status: StatusCode) -> &'static str {
     match status {
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
@@ -494,7 +494,7 @@ fn encode(text: &str) -> String {
     utf8_percent_encode(text, NON_ALPHANUMERIC).to_string()
 }
 
-/// Of a text that may be a page.
+/// Shortens a text that may be a page.
 fn beginning(text: &str) -> String {
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(200) {
@@ -527,7 +527,7 @@ const COPIED_PER_SECOND: u64 = 1 << 24;
 pub(super) struct Address {
     /// Without a slash at its end.
     pub(super) without_user: String,
-    /// Whether it is a loopback address.
+    /// True for a loopback address.
     pub(super) is_this_host: bool,
     /// With a password.
     pub(super) user: Option<(String, String)>,

@@ -1,4 +1,4 @@
-//! What entries of a journal are on the server.
+//! Turns entries of a journal into items for the server.
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -387,7 +387,7 @@ mod tests {
             });
             items.count()
         };
-        // An evaluation comes after later steps, too.
+        // An evaluation may come after later steps.
         assert_eq!(epochs(ServerData::default(), &[1, 1, 2, 3, 2, 3]), 3);
         let known = ServerData {
             epoch_at: Some(2),

@@ -16,7 +16,7 @@ pub(super) struct FakeServer {
     state: Arc<Mutex<FakeState>>,
 }
 
-/// What happens to a request.
+/// The fate of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Fault {
     /// It acts, and closes without an answer.

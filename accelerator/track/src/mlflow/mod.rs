@@ -28,11 +28,11 @@ mod tests;
 
 /// Delivers a run to an experiment on an MLflow server.
 ///
-/// Metrics, parameters and tags have the names of the journal, where MLflow takes them; the epoch is the metric `epoch`,
-/// and what a rank's host measured is `system/rank-R/NAME`. A parameter keeps its first value there; a later one is the
-/// tag `param.changed.NAME`. Texts, images, histograms and plots are artifacts, as `text/train/sample/100.md`. An artifact
-/// that the run uses is a dataset; the files of one that it makes are in `artifacts/NAME/vN`, with its manifest, in which
-/// references are, beside as `artifacts/NAME/vN.json`.
+/// Metrics, parameters and tags have the names of the journal, where MLflow takes them; the epoch is the metric
+/// `epoch`, and what a rank's host measured is `system/rank-R/NAME`. A parameter keeps its first value there; a later
+/// one is the tag `param.changed.NAME`. Texts, images, histograms and plots are artifacts, as
+/// `text/train/sample/100.md`. An artifact that the run uses is a dataset; the files of one that it makes are in
+/// `artifacts/NAME/vN`, with its manifest, in which references are, beside as `artifacts/NAME/vN.json`.
 ///
 /// Nothing that a server has of a metric can be taken back. So points are delivered when a checkpoint or the end of the
 /// run settles them; [`live`](Self::live) delivers them at once. What was delivered is in `mlflow.json` in the run's
@@ -54,7 +54,7 @@ pub struct MlflowSink {
     open: Option<OpenRun>,
 }
 
-/// Which experiment it is.
+/// The experiment of a run.
 #[derive(Debug, Eq, PartialEq)]
 enum Experiment {
     /// It is made where it is not there.
@@ -67,9 +67,9 @@ struct OpenRun {
     info: RunInfo,
     run: ServerRun,
     file: CursorFile,
-    /// What the file says.
+    /// The position in the file.
     cursor: Cursor,
-    /// Of all that was written.
+    /// The position of all that was written.
     written: SinkPosition,
     converter: Converter,
     queue: VecDeque<Queued>,
@@ -106,7 +106,7 @@ impl MlflowSink {
     }
 
     /// To the server and the experiment that MLflow's own variables name: those of
-    /// [`MlflowServer::from_env`], and `MLFLOW_EXPERIMENT_NAME` or, where that is not set, `MLFLOW_EXPERIMENT_ID`; without
+    /// [`MlflowServer::from_env`], and `MLFLOW_EXPERIMENT_NAME` or, if that is not set, `MLFLOW_EXPERIMENT_ID`; without
     /// both it is `Default`.
     ///
     /// # Errors
@@ -175,7 +175,7 @@ impl Sink for MlflowSink {
     fn sync_options(&self) -> Vec<String> {
         let place = format!("mlflow:{}", self.server.address());
         let mut options = vec!["--to".to_owned(), place];
-        // That of an id is in the environment.
+        // An id comes from the environment.
         if let Experiment::Name(name) = &self.experiment {
             options.extend(["--experiment".to_owned(), name.clone()]);
         }
@@ -244,7 +244,7 @@ impl OpenRun {
         }
         let items = self.converter.items(origin, entry);
         let last = items.len();
-        // The end of a run that may go on comes before what it follows, which is still to come.
+        // The end of a run that may continue arrives before the entries that it follows.
         let is_ahead = matches!(entry.record, Record::End { status, .. } if !status.is_final());
         for (at, item) in (1..).zip(items) {
             self.queue.push_back(Queued {
@@ -276,7 +276,7 @@ impl OpenRun {
                 }
             }
         }
-        // What is nothing on the server was not in the queue.
+        // Entries that have no place on the server were not in the queue.
         if self.cursor.position != self.written {
             self.cursor.position = self.written.clone();
             self.file.write(&self.cursor)?;
@@ -339,7 +339,7 @@ impl OpenRun {
         match sent {
             Ok(()) => Ok(Sent::Items(1)),
             Err(failure) if failure.is_of_content() => {
-                // That is said of a run that was deleted, too.
+                // The server answers this for a deleted run, too.
                 self.run.data()?;
                 let error = failure.into();
                 Ok(Sent::Refused { items: 1, error })
@@ -378,7 +378,7 @@ impl OpenRun {
         }
     }
 
-    /// Where somebody else set a parameter on the server to another value in between, ours becomes a tag.
+    /// Turns our value into a tag if somebody else set the parameter on the server meanwhile.
     fn turn_changed_params(&mut self, among: usize) -> Result<bool> {
         let server = self.run.data()?;
         let mut has_turned = false;
@@ -397,8 +397,8 @@ impl OpenRun {
         Ok(has_turned)
     }
 
-    /// Sends the files that the server does not have yet, and then the manifest. What is not in the store any more is said,
-    /// and the rest is sent.
+    /// Sends the files that the server does not have yet, and then the manifest. Warns of what is no longer in the
+    /// store, and sends the rest.
     pub(super) fn send_artifact(&mut self, made: &MadeArtifact) -> Result<(), Failure> {
         let (root, stored) = match (self.run.artifact_root(), self.stored(made)) {
             (Ok(root), Ok(stored)) => (root, stored),

@@ -34,8 +34,8 @@ pub(super) struct ServerData {
 }
 
 impl MlflowServer {
-    /// Opens a run in an experiment, and creates what does not exist. It is found by its tag `accel.run_id`, so there is
-    /// one, however often the program or the connection ends in the middle.
+    /// Opens a run in an experiment, and creates what does not exist. It is found by its tag `accel.run_id`, so there
+    /// is one, however often the program or the connection ends in the middle.
     ///
     /// `known` is the run's id on the server, from an earlier time.
     pub(super) fn open_run(
@@ -189,8 +189,8 @@ impl ServerRun {
         &self.id
     }
 
-    /// Sends a file to the run's artifacts, as `path`, which has `/` between folders. The server keeps a file that has this
-    /// name and size.
+    /// Sends a file to the run's artifacts, as `path`, which has `/` between folders. The server keeps a file that has
+    /// this name and size.
     pub(super) fn send_file(&mut self, path: &str, file: &Path) -> Result<(), Failure> {
         let root = self.artifact_root()?;
         let read = file.metadata();
@@ -209,7 +209,7 @@ impl ServerRun {
         Ok(())
     }
 
-    /// Where its artifacts are, from the server's artifacts.
+    /// Returns the folder of its artifacts among the server's artifacts.
     pub(super) fn artifact_root(&self) -> Result<String> {
         // With three slashes or one; two and a host are those of another server.
         let path = self.artifact_uri.strip_prefix("mlflow-artifacts:");
@@ -308,13 +308,13 @@ fn has_data(run: &Value) -> bool {
     entries(run, "/data/metrics").next().is_some() || entries(run, "/data/params").next().is_some()
 }
 
-/// The metric that tells the epoch of each step.
+/// The metric with the epoch of each step.
 pub(super) const EPOCH: &str = "epoch";
 pub(super) const RUN_ID: &str = "accel.run_id";
 const DOES_NOT_EXIST: &str = "RESOURCE_DOES_NOT_EXIST";
 const DELETED: &str = "deleted";
 
-/// What is kept in `mlflow.json`. Without it everything is sent again, which changes nothing on the server.
+/// The contents of `mlflow.json`. Without it everything is sent again, which changes nothing on the server.
 #[derive(Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub(super) struct Cursor {
     pub(super) server: String,

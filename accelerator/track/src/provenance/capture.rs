@@ -1,4 +1,5 @@
-//! Records where this process comes from. The program `git` is asked for the sources; it gets a short time, and writes nothing.
+//! Records where this process comes from. The program `git` is asked for the sources; it gets a short time, and writes
+//! nothing.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -23,7 +24,7 @@ use crate::run_files::write_blob;
 /// For how long the program's file is read; one that is built without optimization hashes 20 MB a second.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Captures where this process comes from: the program tells what only it knows, and the rest is found.
+/// Captures where this process comes from: the program adds what only it knows.
 ///
 /// Capturing never fails: what is not known is absent, and [`notes`](Provenance::notes) say what was left out. It takes
 /// up to four seconds if git does not answer, and up to three to read the program's file meanwhile.
@@ -148,8 +149,8 @@ impl Capture {
     }
 }
 
-/// Where the sources may be, the most certain first. Cargo and `accel-launch` name the package; a program that was
-/// built in a package is below it.
+/// Returns folders that may have the sources, the most certain first. Cargo and `accel-launch` name the package; a
+/// program that was built in a package is below it.
 fn source_folders(directory: Option<&Path>, executable: Option<&Path>) -> Vec<PathBuf> {
     let package = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
     let folders = [
@@ -369,7 +370,7 @@ fn commit_of(status: &[u8]) -> Commit {
     commit
 }
 
-/// Why there is no output.
+/// The reason for missing output.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Stopped {
     /// It could not be started, or said that it failed.
@@ -387,7 +388,7 @@ fn output(command: &mut Command, limit: usize, time: Duration) -> Result<Vec<u8>
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null());
-    // Of its own group, so that what it starts ends with it.
+    // A group of its own, so that what it starts ends with it.
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(command, 0);
     #[cfg(unix)]

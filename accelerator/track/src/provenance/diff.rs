@@ -1,4 +1,4 @@
-//! How two runs differ in what they were given.
+//! The differences between the inputs of two runs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,7 +10,7 @@ use super::{HashedFile, Provenance, is_input};
 use crate::history::RunHistory;
 use crate::record::ArtifactRole;
 
-/// Something that two runs were given differently.
+/// An input that differs between two runs.
 ///
 /// ```
 /// use accelerator_track::Difference;
@@ -20,17 +20,17 @@ use crate::record::ArtifactRole;
 /// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Difference {
-    /// What differs, as `commit`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.
+    /// The input that differs, as `commit`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.
     pub what: String,
-    /// What the first run had; `None` if it had none.
+    /// The value of the first run; `None` if it had none.
     pub a: Option<String>,
-    /// What the second run had.
+    /// The value of the second run.
     pub b: Option<String>,
 }
 
-/// How two runs differ in what their last attempts were given, the most important first: commit, uncommitted changes, lock file,
-/// features, binary, arguments, data, seeds, plan, environment, devices and host; then hyperparameters, and the artifacts
-/// that they used.
+/// Lists the differences between the inputs of the last attempts of two runs, the most important first: commit,
+/// uncommitted changes, lock file, features, binary, arguments, data, seeds, plan, environment, devices and host; then
+/// hyperparameters, and the artifacts that they used.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory, diff};

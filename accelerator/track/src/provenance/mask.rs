@@ -1,4 +1,4 @@
-//! Hides secrets in what is recorded.
+//! Hides secrets in recorded facts.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ pub(super) const MASK: &str = "***";
 /// Masks a command line: `***` stands for the values of options that are named after secrets (token, password,
 /// secret, key), for users and passwords of URLs, and for what follows `Authorization:`.
 ///
-/// Tokens of a vocabulary, as in `--pad-token` and `--max-tokens`, are no secrets, nor are short numbers, as in
+/// Tokens of a vocabulary, as in `--pad-token` and `--max-tokens`, are not secrets, nor are short numbers, as in
 /// `--key 42`.
 ///
 /// ```
@@ -42,7 +42,7 @@ pub fn mask_arguments<S: AsRef<str>>(arguments: &[S]) -> Vec<String> {
     arguments.iter().map(mask).collect()
 }
 
-/// The same for every text in a value, whose words may be a command line.
+/// Masks every text in a value, whose words may be a command line.
 pub(crate) fn mask_value(value: Value) -> Value {
     match value {
         Value::String(text) => {
@@ -69,7 +69,7 @@ pub(crate) fn mask_value(value: Value) -> Value {
     }
 }
 
-/// A text with [`MASK`] in the place of users and passwords of URLs, of secrets in their queries, and of what follows
+/// Masks users and passwords of URLs, secrets in their queries, and what follows
 /// `Authorization:` or `Bearer`.
 pub(super) fn mask_text(text: &str) -> String {
     let text = mask_users(text);
@@ -85,7 +85,7 @@ pub(super) fn mask_text(text: &str) -> String {
     }
 }
 
-/// Whether a variable of this name may hold a secret.
+/// Returns true if a variable of this name may hold a secret.
 pub(super) fn is_secret_variable(name: &str) -> bool {
     const PARTS: [&str; 7] = [
         "TOKEN",
@@ -100,16 +100,16 @@ pub(super) fn is_secret_variable(name: &str) -> bool {
     PARTS.iter().any(|part| name.contains(part))
 }
 
-/// How much of what has a name is secret.
+/// When the value of a name is secret.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Secrecy {
     Always,
-    /// Programs have other things of this name, which are numbers.
+    /// Programs have other values of this name, which are numbers.
     UnlessNumber,
 }
 
 impl Secrecy {
-    /// Of the value of an option, a key or a parameter, by its name.
+    /// Returns the secrecy of an option, a key or a parameter by its name.
     fn of(name: &str) -> Option<Self> {
         const ALWAYS: [&str; 7] = [
             "password",
@@ -288,7 +288,7 @@ mod tests {
                 let masked = mask_arguments(&line);
                 prop_assert_eq!(masked.len(), line.len());
                 prop_assert!(!masked.concat().contains('ß'), "{:?}", masked);
-                // What is masked stays as it is.
+                // Masked words stay as they are.
                 prop_assert_eq!(&mask_arguments(&masked), &masked);
             }
             prop_assert!(!mask_text(&user).contains('ß'));

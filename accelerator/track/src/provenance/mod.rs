@@ -1,4 +1,4 @@
-//! Where a run came from: source, program, machine, inputs; how two runs differ in that, and how to start one again.
+//! The origin of a run: source, program, machine, inputs. Compares two runs by it, and starts one again.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -25,7 +25,7 @@ mod reproduce;
 #[cfg(test)]
 mod tests;
 
-/// Where a run came from and what it ran on. What is not known is absent.
+/// The origin of a run and its machine. Unknown facts are absent.
 ///
 /// [`Capture`](crate::Capture) makes it, and an [attempt](crate::Record::Attempt) of a run's journal holds it.
 ///
@@ -44,7 +44,7 @@ pub struct Provenance {
     /// The command line of the process, the program's name first. Secrets are [masked](crate::mask_arguments).
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub arguments: Vec<String>,
-    /// The command line of `accel-launch`, where that started the process. Secrets are masked.
+    /// The command line of `accel-launch`, if that started the process. Secrets are masked.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub launched_by: Vec<String>,
     /// The working directory.
@@ -56,7 +56,7 @@ pub struct Provenance {
     /// The `Cargo.lock` of the package.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lock_file: Option<HashedFile>,
-    /// The cargo features that the program is built with, where it told them.
+    /// The cargo features of the program, if it named them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub features: Vec<String>,
     /// The program.
@@ -76,10 +76,10 @@ pub struct Provenance {
     /// Digests of folders of data, by what they are for.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub data: BTreeMap<String, FolderDigest>,
-    /// How the ranks are set up, as the program describes it.
+    /// The setup of the ranks, as the program describes it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<Value>,
-    /// How many ranks there are.
+    /// The number of ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub world: Option<usize>,
     /// When this was captured, in milliseconds since 1970.
@@ -88,13 +88,14 @@ pub struct Provenance {
     /// Environment variables of a list that holds no secrets.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
-    /// What could not be recorded, and why.
+    /// Notes on what could not be recorded, and why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }
 
 impl Provenance {
-    /// That of a run's last attempt, whose results count. Where the program recorded something of its own, nothing is known.
+    /// Returns the provenance of a run's last attempt, whose results count; the default if the program recorded
+    /// something else.
     ///
     /// ```
     /// use accelerator_track::{Capture, Provenance, Run, RunHistory};
@@ -112,14 +113,14 @@ impl Provenance {
             .unwrap_or_default()
     }
 
-    /// The environment variables that users set: those of [`environment`](Self::environment) that neither a launcher nor
-    /// a scheduler sets.
+    /// The environment variables that users set: those of [`environment`](Self::environment) that neither a launcher
+    /// nor a scheduler sets.
     ///
     /// ```
     /// use accelerator_track::Provenance;
     ///
-    /// let environment = [("WORLD_SIZE", "2"), ("NCCL_DEBUG", "INFO")].map(|(name, value)| (name.into(), value.into()));
-    /// let provenance = Provenance { environment: environment.into(), ..Provenance::default() };
+    /// let environment = [("WORLD_SIZE".into(), "2".into()), ("NCCL_DEBUG".into(), "INFO".into())].into();
+    /// let provenance = Provenance { environment, ..Provenance::default() };
     /// assert_eq!(provenance.own_environment().collect::<Vec<_>>(), ["NCCL_DEBUG"]);
     /// ```
     pub fn own_environment(&self) -> impl Iterator<Item = &str> {
@@ -159,7 +160,7 @@ pub struct Commit {
     /// The commit; absent before the first one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hash: Option<String>,
-    /// The branch; absent where the commit is checked out by itself.
+    /// The branch; absent if the commit is checked out by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub branch: Option<String>,
     /// The address of `origin`, else of another remote, without user and password.
@@ -196,7 +197,7 @@ pub struct HostFacts {
     /// Its name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Who runs the program.
+    /// The user who runs the program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     /// The operating system, as its vendor names it.
@@ -211,7 +212,7 @@ pub struct HostFacts {
     /// The model of the processor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
-    /// How many cores the process may use.
+    /// The number of cores that the process may use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cores: Option<usize>,
     /// The machine's memory in bytes.
@@ -220,7 +221,7 @@ pub struct HostFacts {
 }
 
 impl From<Provenance> for Value {
-    /// As an attempt of a journal holds it.
+    /// Converts to the form that an attempt of a journal holds.
     fn from(provenance: Provenance) -> Self {
         // Maps of it have text for keys, so this does not fail.
         serde_json::to_value(provenance).unwrap_or_default()
@@ -228,7 +229,7 @@ impl From<Provenance> for Value {
 }
 
 impl From<&Value> for Provenance {
-    /// From an attempt of a journal. In what is no provenance, nothing is known.
+    /// Reads an attempt of a journal; anything else becomes the default.
     fn from(value: &Value) -> Self {
         Self::deserialize(value).unwrap_or_default()
     }
@@ -291,7 +292,7 @@ fn field(path: &str, key: &str, between: char) -> Option<String> {
     Some(value.trim().trim_matches('"').to_owned())
 }
 
-/// Returns true for variables that a user sets, and that a run with the same settings has, too.
+/// Returns true for variables that a user sets, and that a run with the same settings also has.
 fn is_input(name: &str) -> bool {
     const PREFIXES: [&str; 7] = [
         "CUBECL_", "CUDA_", "MLFLOW_", "NCCL_", "OMP_", "RAYON_", "WGPU_",
@@ -305,6 +306,8 @@ fn is_input(name: &str) -> bool {
             !matches!(known.reader, Reader::SetByLauncher)
                 && known.name != accelerator_env::JOB.name
         }),
+        // The package, by which the sources are found.
+        false if name == "CARGO_MANIFEST_DIR" => true,
         false => PREFIXES.iter().any(|prefix| name.starts_with(prefix)),
     }
 }
@@ -328,11 +331,11 @@ fn is_world_size(name: &str) -> bool {
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FolderDigest {
-    /// Where it was, absolute.
+    /// Its absolute path.
     pub path: String,
     /// The digest, hexadecimal.
     pub hash: String,
-    /// How many files it has, at every depth.
+    /// The number of files, at every depth.
     pub files: u64,
     /// The length of all of them.
     pub bytes: u64,
@@ -349,7 +352,7 @@ pub struct FolderDigest {
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HashedFile {
-    /// Where it was.
+    /// Its path.
     pub path: String,
     /// Its BLAKE3 sum, hexadecimal; absent if that would have delayed the program.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -99,8 +99,8 @@ impl Reproduction {
         })
     }
 
-    /// Uses the `accel-launch` at this path instead of the one that started the run, by the name that it had then. A run
-    /// that was started without one needs none.
+    /// Uses the `accel-launch` at this path instead of the one that started the run, by the name that it had then. A
+    /// run that was started without one needs none.
     #[must_use]
     pub fn with_launcher(mut self, path: impl AsRef<Path>) -> Self {
         if let Some(launcher) = self.words.first_mut().filter(|_| self.is_launched) {

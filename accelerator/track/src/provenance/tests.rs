@@ -58,7 +58,7 @@ impl Work {
         fs::write(path, text).unwrap();
     }
 
-    /// What a run here would record.
+    /// Returns what a run here would record.
     fn run(&self) -> Provenance {
         let state = Repository::around(&self.root().join("src"))
             .unwrap()
@@ -164,7 +164,7 @@ fn captures() {
     fs::write(path, serde_json::to_vec(&provenance).unwrap()).unwrap();
 }
 
-/// What a process captures that is started by this command.
+/// Starts a process, and returns what it captured.
 fn captured(command: &mut Command, folder: &Path) -> Provenance {
     let path = folder.join("captured.json");
     let command = command.env(CAPTURED, &path).stdout(Stdio::null());

@@ -18,7 +18,7 @@ pub(crate) struct PageRun {
     /// The number by which a page refers to the run.
     i: usize,
     id: String,
-    /// What it is called on the page, and no other run of the folder of runs: its name, or that of its folder where the
+    /// The label on the page, unique in the folder of runs: its name, or that of its folder if the
     /// two differ.
     pub(super) label: String,
     name: String,
@@ -47,7 +47,7 @@ pub(super) struct PageSeries {
     pub(super) last: Option<Extreme>,
     pub(super) min: Option<Extreme>,
     pub(super) max: Option<Extreme>,
-    /// How many values are infinite or no numbers.
+    /// The number of values that are infinite or NaN.
     odd: usize,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Extreme {
     pub(super) s: u64,
 }
 
-/// What a page shows of a run that is selected.
+/// The details of a selected run.
 #[derive(Clone, Debug, Serialize)]
 struct PageDetail {
     attempts: Vec<AttemptDetail>,
@@ -222,12 +222,12 @@ pub(crate) struct PageData<'a> {
     pub(crate) board: Option<BoardState>,
 }
 
-/// How far a board has read its runs.
+/// A board's progress in reading its runs.
 #[derive(Debug, Serialize)]
 pub(crate) struct BoardState {
     /// Counts changes; the page's next request names it.
     pub(crate) version: u64,
-    /// How many runs remain to be read.
+    /// The number of runs that remain to be read.
     pub(crate) reading: usize,
     /// The numbers of all runs.
     pub(crate) ids: Vec<usize>,
@@ -321,8 +321,8 @@ impl Columns {
     }
 }
 
-/// Which of many values a chart shows, in order: the first and the last, and of each of as many equal parts as fit in
-/// `limit` the least, the greatest, and the first that is not finite. Peaks stay, and so do gaps.
+/// Selects the values that a chart shows, in order: the first and the last, and of each of as many equal parts as fit
+/// in `limit` the least, the greatest, and the first that is not finite. Peaks stay, and so do gaps.
 ///
 /// ```
 /// use accelerator_track::downsample;

@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::history::{Media, MediaContent, RunHistory};
 use crate::record::Number;
 
-/// What was logged under a key, at some of its steps.
+/// Media that was logged under a key, at some of its steps.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct KeyMedia {
     kind: &'static str,
@@ -50,8 +50,8 @@ enum ItemContent {
     },
 }
 
-/// By key in the order of their first steps; of a key that was logged at many, some of them, the first and the last among
-/// these.
+/// By key in the order of their first steps; of a key that was logged at many, some of them, the first and the last
+/// among these.
 pub(super) fn media_by_key(run: &RunHistory) -> Vec<KeyMedia> {
     let mut by_key: Vec<(&'static str, &str, Vec<&Media>)> = Vec::new();
     for media in &run.media {

@@ -22,8 +22,8 @@ mod media;
 /// A report of a run, or a comparison of several: one HTML file that asks no network for anything.
 ///
 /// It shows metrics as charts, hyperparameters, what the runs ran on, texts, histograms, images, plots, what the hosts
-/// measured, restarts, artifacts with their lineage, failures, and links to timelines. A chart has at most 1000 points of a
-/// run; the least and the greatest value of each part are among them.
+/// measured, restarts, artifacts with their lineage, failures, and links to timelines. A chart has at most 1000 points
+/// of a run; the least and the greatest value of each part are among them.
 ///
 /// ```
 /// use accelerator_track::{Report, Run, RunHistory};
@@ -100,7 +100,7 @@ fn write(file: &Path, page: &str) -> Result<()> {
     replace(file, page).map_err(|error| Error::io("write the report", file, error))
 }
 
-/// What is no plain file, such as a pipe, is written to.
+/// Replaces a file. Anything but a plain file, such as a pipe, is written to.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
         return fs::write(path, text);
@@ -128,8 +128,9 @@ const MOST_POINTS: usize = 1000;
 
 /// A page of one's own: one HTML file that asks no network for anything, with the style and the charts of reports.
 ///
-/// Its program is JavaScript that fills the element `app` from the JSON in the element `data`. Before it run the reports'
-/// own helpers, among them `h` (an element whose texts are never markup), `fmt` (a number to read) and `Chart`.
+/// Its program is JavaScript that fills the element `app` from the JSON in the element `data`. Before it run the
+/// reports' own helpers, among them `h` (an element whose texts are never markup), `fmt` (a number to read) and
+/// `Chart`.
 ///
 /// ```
 /// use accelerator_track::HtmlPage;
@@ -153,7 +154,7 @@ pub struct HtmlPage<'a> {
     pub program: &'a str,
     /// CSS besides that of reports, which has no `</`.
     pub style: &'a str,
-    /// What is shown where no scripts run: text of several lines.
+    /// The text for browsers that run no scripts.
     pub text: &'a str,
 }
 
@@ -212,14 +213,14 @@ struct Document<'a> {
     data: &'a str,
     /// Markup for who runs no scripts.
     fallback: &'a str,
-    /// What the nonce is made of.
+    /// The source of the nonce.
     secret: &'a str,
     asks: Asks,
     style: &'a [&'a str],
     script: &'a [&'a str],
 }
 
-/// Where a page may get more data.
+/// The place from which a page may get more data.
 #[derive(Clone, Copy, Debug)]
 enum Asks {
     Nobody,

@@ -42,7 +42,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// If the folder cannot be written, or the hyperparameters are no map of JSON.
+    /// If the folder cannot be written, or the hyperparameters are not a map of JSON.
     ///
     /// ```no_run
     /// let run = accelerator_track::Run::create("mnist", &serde_json::json!({ "lr": 1e-3 }))?;
@@ -54,12 +54,12 @@ impl Run {
             .start()
     }
 
-    /// Settings of a run, before it starts.
+    /// Returns the settings of a run, before it starts.
     pub fn builder(name: &str) -> RunBuilder {
         RunBuilder::new(name)
     }
 
-    /// Goes on from the checkpoint with a mark, where the program learns of it after the start of a run;
+    /// Continues from the checkpoint with a mark, if the program learns of it after the start of a run;
     /// [`RunBuilder::resume`] is for one that knows it before.
     ///
     /// With this run's mark, earlier entries for greater steps do not count any more once something is logged. With
@@ -173,14 +173,14 @@ impl RunBuilder {
         self
     }
 
-    /// The launch that the program belongs to. Where the last attempt at a run of this name was of the same launch, and no
-    /// checkpoint is resumed, the run starts over instead of a new one: the launcher restarted it.
+    /// The launch that the program belongs to. Where the last attempt at a run of this name was of the same launch, and
+    /// no checkpoint is resumed, the run starts over instead of a new one: the launcher restarted it.
     pub fn launch(mut self, launch: impl Into<String>) -> Self {
         self.settings.launch = Some(launch.into());
         self
     }
 
-    /// Where the program comes from and what it runs on.
+    /// Sets the program's origin and machine.
     pub fn provenance(mut self, provenance: Value) -> Self {
         self.settings.provenance = provenance;
         self
@@ -214,13 +214,15 @@ impl RunBuilder {
         self
     }
 
-    /// Goes on with the run of a checkpoint's mark, from there. Where its folder is not there any more, it is a new run.
+    /// Goes on with the run of a checkpoint's mark, from there. Where its folder is not there any more, it is a new
+    /// run.
     pub fn resume(mut self, mark: &RunMark) -> Self {
         self.mark = Some(mark.clone());
         self
     }
 
-    /// Starts it. It gets the tags of the environment variable `ACCEL_RUN_TAGS` too: `key=value`, with commas between.
+    /// Starts the run. It also gets the tags of the environment variable `ACCEL_RUN_TAGS`: `key=value`, with commas
+    /// between.
     ///
     /// # Errors
     ///
@@ -299,7 +301,7 @@ impl std::fmt::Debug for RunBuilder {
     }
 }
 
-/// Those of who starts the program, such as `accel-launch runs reproduce`.
+/// Returns the tags that the starter of the program set, such as `accel-launch runs reproduce`.
 fn tags_of_environment() -> Vec<(String, String)> {
     let tags = accelerator_env::variable(RUN_TAGS.name).unwrap_or_default();
     let tags = tags.to_string_lossy();

@@ -37,8 +37,8 @@ pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
     export(folder, sink)
 }
 
-/// Delivers what is in a run's journal to a sink that nothing else delivers to. Unlike [`deliver`], it writes nothing to
-/// the run's folder, and so does not need to be able to.
+/// Delivers what is in a run's journal to a sink that nothing else delivers to. Unlike [`deliver`], it writes nothing
+/// to the run's folder, and so does not need to be able to.
 ///
 /// # Errors
 ///
@@ -66,14 +66,14 @@ pub fn export(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
 #[derive(Debug)]
 pub(super) struct Feeder {
     name: String,
-    /// What delivers the rest.
+    /// The command that delivers the rest.
     advice: String,
     stop: mpsc::Sender<Stop>,
     /// Behind a lock, so that a run can be shared by threads.
     done: Mutex<mpsc::Receiver<Fed>>,
 }
 
-/// How a feeder ends.
+/// The end of a feeder.
 #[derive(Clone, Copy, Debug)]
 enum Stop {
     /// When everything has been delivered, or time is up.
@@ -82,7 +82,7 @@ enum Stop {
     Now,
 }
 
-/// What became of it, and the sink.
+/// The outcome, and the sink.
 type Fed = (Result<()>, Box<dyn Sink>);
 
 impl Feeder {
@@ -214,7 +214,7 @@ fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> R
     }
 }
 
-/// What delivers the rest of a run to a sink.
+/// The advice that names the command which delivers the rest of a run to a sink.
 pub(super) fn advice(folder: &Path, sink: &dyn Sink) -> String {
     let options = sink.sync_options();
     if options.is_empty() {
@@ -241,7 +241,7 @@ fn quoted(word: String) -> String {
     }
 }
 
-/// How far a sink that was opened is.
+/// The position of a sink that was opened.
 struct OpenSink {
     folder: PathBuf,
     run: RunInfo,
@@ -302,7 +302,7 @@ impl OpenSink {
             }
             Followed::Entries(entries) => {
                 for entry in &entries {
-                    // Numbers of series are needed by a sink that goes on in the middle, too.
+                    // A sink that continues in the middle also needs the numbers of series.
                     let is_series = matches!(entry.record, Record::Series { .. });
                     if entry.n >= self.position.next || is_series {
                         sink.write(Origin::Run, entry)?;

@@ -1,11 +1,11 @@
-//! Logging what is no metric.
+//! Logs texts, histograms, images and plots.
 
 use super::Run;
 use crate::error::{Error, Kind, Result};
 use crate::record::{Number, Record};
 use crate::run_files::write_blob;
 
-/// How many values lie where.
+/// The distribution of values.
 ///
 /// ```
 /// use accelerator_track::Histogram;
@@ -124,7 +124,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// If they are no such image, or the disk refuses them.
+    /// If they are not such an image, or the disk refuses them.
     ///
     /// ```no_run
     /// # fn f(run: &accelerator_track::Run) -> accelerator_track::Result<()> {

@@ -30,7 +30,8 @@ mod worker;
 ///
 /// One process writes it. What is logged goes to a queue in memory and takes the calling thread a few microseconds; a
 /// thread of its own appends it to the journal in the run's folder, and further threads deliver it to
-/// [sinks](crate::Sink). No failure of a disk or a server stops the program: it is said once, as a warning of `tracing`.
+/// [sinks](crate::Sink). No failure of a disk or a server stops the program: it is said once, as a warning of
+/// `tracing`.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory};
@@ -54,8 +55,8 @@ mod worker;
 /// # }
 /// ```
 ///
-/// A run that is dropped without [`finish`](Self::finish) or [`fail`](Self::fail) writes what is in the queue, and counts
-/// as interrupted.
+/// A run that is dropped without [`finish`](Self::finish) or [`fail`](Self::fail) writes what is in the queue, and
+/// counts as interrupted.
 #[derive(Debug)]
 pub struct Run {
     id: RunId,
@@ -88,14 +89,14 @@ impl Run {
         &self.folder
     }
 
-    /// How many starts of the program went before.
+    /// The number of earlier starts of the program.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Logs metrics of one kind (`train`, `test`) at a step: the series `train/loss` of `[("loss", 0.5)]`. The epoch may
-    /// be a fraction, or `None`.
+    /// Logs metrics of one kind (`train`, `test`) at a step: the series `train/loss` of `[("loss", 0.5)]`. The epoch
+    /// may be a fraction, or `None`.
     ///
     /// Values may be infinite or NaN. Steps may come in any order.
     pub fn log<'a>(
@@ -134,7 +135,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// If they are no map of JSON.
+    /// If they are not a map of JSON.
     pub fn set_hyperparameters(&self, hyperparameters: &impl Serialize) -> Result<()> {
         let set = flatten(hyperparameters)?;
         self.record(Record::Param { set });
@@ -147,14 +148,15 @@ impl Run {
         self.record(Record::Tag { set });
     }
 
-    /// Records what the weights of a model are, by a hash of their bits, after the last step that was logged. `accel-launch
-    /// runs reproduce` compares them.
+    /// Records what the weights of a model are, by a hash of their bits, after the last step that was logged.
+    /// `accel-launch runs reproduce` compares them.
     pub fn log_weights(&self, digest: &str, step: u64) {
         let digest = digest.to_owned();
         self.record(Record::Weights { step, digest });
     }
 
-    /// Where the run is, to be saved with a checkpoint. What was logged before is on the disk when it returns.
+    /// Returns the run's position, to be saved with a checkpoint. Everything logged before is on the disk when it
+    /// returns.
     ///
     /// # Errors
     ///
@@ -186,8 +188,8 @@ impl Run {
         self.queue.sync().map(|_| ())
     }
 
-    /// Ends the run: what is left is written and delivered. A sink that does not answer is given half a minute, and said;
-    /// `accel-launch runs sync` delivers the rest.
+    /// Ends the run: what is left is written and delivered. A sink that does not answer is given half a minute, and
+    /// said; `accel-launch runs sync` delivers the rest.
     ///
     /// # Errors
     ///
@@ -205,7 +207,7 @@ impl Run {
         self.end(EndStatus::Failed, Some(failure.into()))
     }
 
-    /// Ends this attempt of the run, which will go on later.
+    /// Ends this attempt of the run, which will continue later.
     ///
     /// # Errors
     ///

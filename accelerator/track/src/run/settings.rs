@@ -15,8 +15,8 @@ use crate::provenance::Capture;
 use crate::record::{Record, RunId};
 use crate::run_files::{self, expect_no_checkpoints, folder_name};
 
-/// Where a run was when a checkpoint was taken. It is saved with the checkpoint, and says which run goes on, and from
-/// where, when the program resumes from it.
+/// The position of a run when a checkpoint was taken. It is saved with the checkpoint, and says which run continues,
+/// and from where, when the program resumes from it.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory, RunMark};
@@ -54,7 +54,7 @@ pub struct RunMark {
     pub next: u64,
 }
 
-/// What a run is started with.
+/// The settings with which a run starts.
 #[derive(Clone, Debug)]
 pub(super) struct Settings {
     pub(super) name: String,
@@ -73,7 +73,7 @@ impl Settings {
         &self.runs
     }
 
-    /// Whether the run of a mark is there, and no other process writes it.
+    /// Returns true if the run of a mark exists, and no other process writes it.
     pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
         let Some(folder) = self.folder_of(mark) else {
             return false;
@@ -82,7 +82,7 @@ impl Settings {
         found.is_ok_and(|found| found.history().id == mark.run) && !RunLock::is_held(&folder)
     }
 
-    /// The folder of a mark's run; none where a checkpoint names something else.
+    /// Returns the folder of a mark's run; `None` if a checkpoint names something else.
     pub(super) fn folder_of(&self, mark: &RunMark) -> Option<PathBuf> {
         let mut parts = Path::new(&mark.folder).components();
         let is_name = matches!(
@@ -92,10 +92,10 @@ impl Settings {
         is_name.then(|| self.runs.join(&mark.folder))
     }
 
-    /// Where the program comes from, with the files that this takes in the folder of the run.
+    /// Returns the program's origin, and writes its files into the folder of the run.
     pub(super) fn provenance(&self, folder: &Path) -> Value {
         let captured = self.capture.clone().map(|capture| capture.take(folder));
-        // What is captured is a map of JSON.
+        // A captured provenance is a map of JSON.
         let captured = captured.and_then(|captured| serde_json::to_value(captured).ok());
         captured.unwrap_or_else(|| self.provenance.clone())
     }
@@ -154,7 +154,7 @@ impl Settings {
         Error::new(Kind::Io, message).with_source(error)
     }
 
-    /// The run in a folder, where its last attempt was of this launch and did not finish.
+    /// Opens the run in a folder, if its last attempt was of this launch and did not finish.
     pub(super) fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
         // A run of somebody else that cannot be read is not this one.
         let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
@@ -167,7 +167,7 @@ impl Settings {
         Ok((head.1 == self.name).then_some((journal, head)))
     }
 
-    /// The run of a mark, where it is there.
+    /// Opens the run of a mark, if it exists.
     pub(super) fn reopen(&self, mark: &RunMark) -> Result<Option<(Journal, (RunId, String))>> {
         let folder = self.folder_of(mark);
         let Some(folder) = folder.filter(|folder| folder.join(JOURNAL).exists()) else {

@@ -318,7 +318,7 @@ fn a_million_points_wait_for_no_one() {
     let history = RunHistory::read(folder).unwrap();
     assert_eq!(ended.is_err(), history.lost_entries > 0);
     let points: usize = history.series.iter().map(|x| x.points.len()).sum();
-    // What the queue had no room for is told.
+    // Metrics that the queue had no room for are counted.
     assert_eq!(points as u64 + 20 * history.lost_entries, 1_000_000);
 }
 
@@ -523,7 +523,7 @@ fn a_run_whose_journal_cannot_be_written_leaves_no_folder() {
     while let left = 4084 - runs.as_os_str().len()
         && left > 1
     {
-        // What is left after it is none, or a separator and a name.
+        // The rest is empty, or a separator and a name.
         let name = match left - 1 {
             all @ ..=200 => all,
             _ => 100,

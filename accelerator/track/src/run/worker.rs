@@ -106,7 +106,7 @@ pub(super) struct Journal {
     pub(super) attempts: u32,
     writer: JournalWriter,
     series: HashMap<String, u32>,
-    /// That of a point, made in place.
+    /// The name of a point, made in place.
     key: String,
     last_step: Option<u64>,
     has_warned: bool,
@@ -127,12 +127,12 @@ impl Journal {
         }
     }
 
-    /// That of a run that goes on, and the run's identity and name.
+    /// Opens the journal of a run that continues, with the run's identity and name.
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
         let (mut head, mut attempts, mut last_step) = (None, 0, None);
         let mut series = HashMap::new();
         let path = folder.join(JOURNAL);
-        // What is no journal, or a newer one, stays as it is: opening cuts off what is not intact.
+        // Another file, or a newer journal, stays as it is: opening cuts off what is not intact.
         journal::first_entry(&path)?;
         let writer = JournalWriter::open(&path, |entry| match entry.record {
             Record::Head { version, run, name } => head = Some((version, run, name)),
@@ -288,7 +288,7 @@ const FLUSH_BYTES: usize = 1 << 20;
 
 /// Messages from the program to the thread that writes the journal.
 ///
-/// When the queue is full, the program waits for a moment. Where there is no room even then, the disk hangs: metrics are
+/// When the queue is full, the program waits for a moment. If there is no room even then, the disk hangs: metrics are
 /// counted and dropped, without waiting again, until there is room.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
@@ -408,7 +408,7 @@ impl Queue {
         self.urgent.notify_one();
     }
 
-    /// Takes what is there, at the latest after a tick.
+    /// Takes what is queued, at the latest after a tick.
     pub(super) fn take(&self, tick: Duration) -> QueueState {
         let state = self.lock();
         let is_idle = |state: &mut QueueState| {
@@ -445,10 +445,10 @@ const WRITER_ENDED: &str = "the thread that writes the run's journal has ended";
 /// In points: some 40 bytes each.
 const MOST_WEIGHT: usize = 1 << 20;
 
-/// How long a checkpoint is held up by one.
+/// The longest delay of a checkpoint.
 const LONGEST_SYNC: Duration = Duration::from_secs(30);
 
-/// How long a step is held up by a disk that hangs, in all.
+/// The longest delay of steps by a disk that hangs, in all.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
 
 /// Ends the runs of a launch that did not finish as failed with that cause, and puts the report into their folders, as
@@ -488,7 +488,7 @@ pub fn record_failure(
     let mut recorded = Vec::new();
     for entry in runs.read_dir().map_err(unread)? {
         let folder = entry.map_err(unread)?.path();
-        // What cannot be read is a run of somebody else.
+        // A run that cannot be read is somebody else's.
         let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
         if of.as_deref() != Some(launch) || RunLock::is_held(&folder) {
             continue;

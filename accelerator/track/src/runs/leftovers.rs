@@ -1,4 +1,4 @@
-//! What is left in a folder of runs that nothing needs.
+//! Leftovers in a folder of runs.
 
 use std::collections::HashSet;
 use std::fs;
@@ -24,9 +24,9 @@ use crate::sink::Delivery;
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Leftover {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// What its removal frees.
+    /// The bytes that its removal frees.
     pub bytes: u64,
     /// When the last of it was written.
     pub modified: SystemTime,
@@ -35,7 +35,7 @@ pub struct Leftover {
 impl Runs {
     /// Finds files that nothing needs: incomplete files of runs, images that a resume superseded, and runs whose
     /// removal was interrupted. Runs that are being written, or cannot be read, have no leftovers, and files that a run
-    /// did not write are none.
+    /// did not write are not leftovers.
     ///
     /// # Errors
     ///
@@ -68,7 +68,7 @@ impl Runs {
         let mut removed = Vec::new();
         for folder in self.entries()? {
             let is_concerned = found.iter().any(|x| x.path.starts_with(&folder));
-            // While it is held, the run does not go on and need what it left.
+            // While it is held, the run cannot continue and need its leftovers.
             let Some(Ok(_lock)) = is_concerned.then(|| RunLock::take(&folder)) else {
                 continue;
             };
@@ -83,8 +83,8 @@ impl Runs {
         Ok(removed)
     }
 
-    /// Folders that are not runs yet: those of uploads, and those in which a program has not begun its journal. They stay
-    /// where the program was killed; one that was written long ago is a leftover.
+    /// Folders that are not runs yet: those of uploads, and those in which a program has not begun its journal. They
+    /// stay where the program was killed; one that was written long ago is a leftover.
     ///
     /// # Errors
     ///
@@ -176,14 +176,14 @@ impl Leftover {
     }
 }
 
-/// Where an upload puts a run's files until all are there.
+/// Returns true for the folder in which an upload collects a run's files.
 fn is_upload(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let run = name.rsplit_once(UPLOADING);
     name.starts_with('.') && run.is_some_and(|(_, run)| run.parse::<RunId>().is_ok())
 }
 
-/// Has nothing but what a run has before its journal: other folders are somebody's.
+/// Returns true for a folder that holds only what a run has before its journal: other folders are somebody's.
 fn is_without_journal(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.starts_with('.') || !path.is_dir() || RunLock::is_held(path) {
@@ -223,8 +223,8 @@ fn of_folder(folder: &Path) -> Vec<PathBuf> {
     files.own.into_iter().filter(is_left).collect()
 }
 
-/// The strings of the journal's entries that still count, among them all names of blobs; none where a newer program wrote
-/// entries of which it is not known what they refer to.
+/// The strings of the journal's entries that still count, among them all names of blobs; none where a newer program
+/// wrote entries of which it is not known what they refer to.
 fn referenced(folder: &Path) -> Result<Option<HashSet<String>>> {
     let mut strings = HashSet::new();
     let mut journal = Follower::open(&folder.join(JOURNAL), Delivery::Live)?;
@@ -265,7 +265,7 @@ fn bytes_of_run(folder: &Path) -> u64 {
     files.own.iter().map(|path| bytes_of(path)).sum()
 }
 
-/// Of a link its own, not those of what it refers to.
+/// Returns the bytes of a file or folder; a link counts by itself.
 fn bytes_of(path: &Path) -> u64 {
     let Ok(metadata) = fs::symlink_metadata(path) else {
         return 0;
@@ -277,7 +277,7 @@ fn bytes_of(path: &Path) -> u64 {
     entries.map(|entry| bytes_of(&entry.path())).sum()
 }
 
-/// The newest of a folder and what is in it.
+/// Returns the newest time of a folder and everything in it.
 fn modified(path: &Path) -> SystemTime {
     let own = fs::symlink_metadata(path).and_then(|found| found.modified());
     let is_folder = path.is_dir() && !path.is_symlink();
@@ -287,6 +287,6 @@ fn modified(path: &Path) -> SystemTime {
     below.chain(own).max().unwrap_or(UNIX_EPOCH)
 }
 
-/// What is in the names of folders to which runs are uploaded.
+/// A part of the names of folders to which runs are uploaded.
 const UPLOADING: &str = ".uploading-";
 const BATCH: usize = 8192;

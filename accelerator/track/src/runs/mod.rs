@@ -90,7 +90,8 @@ impl Runs {
         &self.folder
     }
 
-    /// All runs, the oldest first, then those whose beginning cannot be read. Folders without a journal are passed over.
+    /// All runs, the oldest first, then those whose beginning cannot be read. Folders without a journal are passed
+    /// over.
     ///
     /// # Errors
     ///
@@ -240,7 +241,7 @@ fn head(folder: &Path) -> Result<(RunId, String)> {
 
 const SHORTEST_PREFIX: usize = 4;
 
-/// What a run amounts to, without its points.
+/// The summary of a run, without its points.
 ///
 /// ```
 /// use accelerator_track::{Run, RunStatus, RunSummary};
@@ -267,13 +268,13 @@ pub struct RunSummary {
     pub id: RunId,
     /// Its name, as it was given.
     pub name: String,
-    /// What became of it.
+    /// Its status.
     pub status: RunStatus,
     /// When it was created, in milliseconds since 1970.
     pub created_ms: u64,
     /// When it wrote its last entry.
     pub last_ms: u64,
-    /// How often the program was started for it.
+    /// The number of starts of the program for it.
     pub attempts: usize,
     /// On how many ranks the last attempt ran.
     pub world: usize,
@@ -287,13 +288,13 @@ pub struct RunSummary {
     pub series: Vec<SeriesSummary>,
     /// Artifacts that it made or used.
     pub artifacts: Vec<ArtifactUse>,
-    /// How many entries could not be written.
+    /// The number of entries that could not be written.
     pub lost_entries: u64,
-    /// How the last attempt ended, if it said so.
+    /// The end of the last attempt, if it is recorded.
     pub end: Option<RunEnd>,
 }
 
-/// What a metric amounts to, without its points.
+/// The summary of a metric, without its points.
 ///
 /// ```
 /// fn describe(series: &accelerator_track::SeriesSummary) -> String {
@@ -305,7 +306,7 @@ pub struct RunSummary {
 pub struct SeriesSummary {
     /// `kind/name`, as `train/loss`.
     pub key: String,
-    /// How many points it has.
+    /// The number of points.
     pub points: usize,
     /// The least step.
     pub first_step: u64,
@@ -313,7 +314,7 @@ pub struct SeriesSummary {
     pub last_step: u64,
     /// The value at the greatest step.
     pub last: Number,
-    /// The least value; no number where all points are none.
+    /// The least value; NaN if all points are.
     pub min: Number,
     /// The greatest value.
     pub max: Number,
@@ -335,7 +336,7 @@ impl RunSummary {
             return Ok(kept);
         }
         let summary = Self::of(&RunHistory::read(folder)?);
-        // Of a run that is being written it would be out of date at once.
+        // For a run that is being written it would be out of date at once.
         if summary.status != RunStatus::Running
             && let Some(state) = state.filter(|x| Some(x) == JournalState::of(folder).as_ref())
         {
@@ -344,7 +345,7 @@ impl RunSummary {
         Ok(summary)
     }
 
-    /// That of a run that was read.
+    /// Makes the summary of a run that was read.
     ///
     /// ```
     /// # let temporary = tempfile::tempdir().unwrap();
@@ -411,7 +412,7 @@ impl SeriesSummary {
                 summary.last_step = point.step;
                 summary.last = Number(point.value);
             }
-            // Of a number and none, `min` and `max` give the number.
+            // Of a number and NaN, `min` and `max` return the number.
             summary.min.0 = summary.min.0.min(point.value);
             summary.max.0 = summary.max.0.max(point.value);
         }
@@ -480,7 +481,7 @@ impl KeptSummary<&RunSummary> {
     }
 }
 
-/// Of the file. Another one is written anew.
+/// The version of the file. Another one is written anew.
 const VERSION: u32 = 1;
 
 impl Runs {
@@ -508,7 +509,7 @@ impl Runs {
     ///
     /// # Errors
     ///
-    /// Those of [`unneeded_artifacts`](Self::unneeded_artifacts), in which case nothing is removed, and an error if the
+    /// As for [`unneeded_artifacts`](Self::unneeded_artifacts), in which case nothing is removed, and if the
     /// store cannot be written.
     pub fn remove_artifacts(&self, found: &PruneReport) -> Result<PruneReport> {
         let needed = || Ok(self.needed(&HashSet::new())?.among(&found.versions));

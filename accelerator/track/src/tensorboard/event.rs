@@ -19,7 +19,7 @@ pub(super) struct Event<'a> {
 pub(super) enum EventKind<'a> {
     /// The first record of every file.
     FileVersion,
-    /// What a reader holds of this run, from the event's step on, does not count any more.
+    /// Readers drop what they hold of this run from the event's step on.
     SessionStart,
     Summary(&'a [SummaryValue<'a>]),
 }
@@ -128,7 +128,7 @@ const FLOAT: u64 = 1;
 const DOUBLE: u64 = 2;
 const STRING: u64 = 7;
 
-/// Which of TensorBoard's plugins shows a value, and what it is told beside the value.
+/// The plugin of TensorBoard that shows a value, with its metadata.
 fn plugin(
     value: &mut ProtobufMessage,
     name: &str,
@@ -175,7 +175,7 @@ fn dimensions(message: &mut ProtobufMessage, shape: &[u64]) {
     }
 }
 
-/// A number stays a number, so that TensorBoard can sort and filter by it. A null is no value: it is left out.
+/// A number stays a number, so that TensorBoard can sort and filter by it. A null is left out.
 fn hyperparameter(start: &mut ProtobufMessage, key: &str, value: &Value) {
     if value.is_null() {
         return;
@@ -195,7 +195,7 @@ fn session_status(status: EndStatus) -> u64 {
     match status {
         EndStatus::Finished => 1,
         EndStatus::Failed => 2,
-        // It goes on when it is started again.
+        // It continues when it is started again.
         EndStatus::Preempted => 3,
     }
 }

@@ -11,14 +11,15 @@ use crate::record::RunId;
 use crate::run_files::{EVENTS, STAGED};
 use crate::sink::RunInfo;
 
-/// After how long every reader has passed on to the next file. TensorBoard looks every 5 seconds, later where there is much
-/// to read.
+/// After how long every reader has passed on to the next file. TensorBoard looks every 5 seconds, later where there is
+/// much to read.
 const PASSED_ON: Duration = Duration::from_secs(300);
 
 /// A file that grows, and one that is read before it.
 ///
-/// Readers take files in the order of their names, and keep the first word about a run's hyperparameters and end. So what
-/// becomes known later is written to a file that comes before: a reader that starts then finds the last word first.
+/// Readers take files in the order of their names, and keep the first word about a run's hyperparameters and end. So
+/// what becomes known later is written to a file that comes before: a reader that starts then finds the last word
+/// first.
 #[derive(Debug)]
 pub(super) struct EventFiles {
     folder: PathBuf,
@@ -139,7 +140,7 @@ impl EventFiles {
     }
 }
 
-/// What is left of an earlier file is no reason to stop.
+/// The rest of an earlier file must not stop the sink.
 fn tell(result: io::Result<()>, doing: &str, path: &Path) {
     if let Err(error) = result {
         let path = path.display();
@@ -235,7 +236,7 @@ mod tests {
         let foreign = folder.join("events.out.tfevents.1700000005.host.1.0");
         fs::write(&foreign, "foreign").unwrap();
 
-        // What a process left that was killed is overwritten.
+        // The rest of a process that was killed is overwritten.
         drop(EventFiles::create(&folder, &run).unwrap());
         let mut second = EventFiles::create(&folder, &run).unwrap();
         let value = SummaryValue {

@@ -28,18 +28,19 @@ mod event_files;
 /// | plots | texts: tables of the first 1000 points |
 /// | hyperparameters, how the run ended | HParams; numbers are numbers, lists are JSON, a preempted run is running |
 ///
-/// A tag is the key, as `train/loss`. TensorBoard shows one kind of data under a tag: where a key has another kind too, that
-/// one's tag is `train/loss/histogram`.
+/// A tag is the key, as `train/loss`. TensorBoard shows one kind of data under a tag: where a key has another kind too,
+/// that one's tag is `train/loss/histogram`.
 ///
-/// The files are written anew when a run resumes, and then take the place of the earlier ones: points that were taken back
-/// are gone, also from a server that is running. The earlier files are empty then, and removed after some minutes or when
-/// the run is delivered again. Files of others in the folder stay as they are.
+/// The files are written anew when a run resumes, and then take the place of the earlier ones: points that were taken
+/// back are gone, also from a server that is running. The earlier files are empty then, and removed after some minutes
+/// or when the run is delivered again. Files of others in the folder stay as they are.
 ///
 /// # Limits of TensorBoard
 ///
-/// It shows a sample of long series: 1000 scalars, 10 images a tag; `--samples_per_plugin` changes that. It does not show
-/// points that were logged before one of a lower step of the same key; the run keeps them. A running server learns only
-/// when it is started again that a tag has no points left, or that hyperparameters or the way the run ended changed.
+/// It shows a sample of long series: 1000 scalars, 10 images a tag; `--samples_per_plugin` changes that. It does not
+/// show points that were logged before one of a lower step of the same key; the run keeps them. A running server learns
+/// only when it is started again that a tag has no points left, or that hyperparameters or the way the run ended
+/// changed.
 ///
 /// ```
 /// use accelerator_track::{
@@ -78,8 +79,8 @@ enum LogFolder {
 }
 
 impl TensorBoard {
-    /// Writes event files in `folder`, which is made where it is not there. TensorBoard takes a folder for a run: give each
-    /// run its own, or use [`below`](Self::below).
+    /// Writes event files in `folder`, which is made where it is not there. TensorBoard takes a folder for a run: give
+    /// each run its own, or use [`below`](Self::below).
     ///
     /// ```
     /// let sink = accelerator_track::TensorBoard::new("logs/mnist");
@@ -89,8 +90,8 @@ impl TensorBoard {
         Self::at(LogFolder::In(folder.into()))
     }
 
-    /// Writes event files in a folder below `folder`, which has the name of the run's folder: `tensorboard --logdir logs`
-    /// shows all runs that are delivered there.
+    /// Writes event files in a folder below `folder`, which has the name of the run's folder: `tensorboard --logdir
+    /// logs` shows all runs that are delivered there.
     ///
     /// ```
     /// use accelerator_track::{Run, TensorBoard};
@@ -192,7 +193,7 @@ struct Replay {
     files: EventFiles,
     /// By the number by which points refer to them.
     series: HashMap<u32, TaggedSeries>,
-    /// What each tag is used for.
+    /// The use of each tag.
     kinds: HashMap<String, &'static str>,
     hyperparameters: Revised<BTreeMap<String, Value>>,
     end: Revised<(EndStatus, u64)>,
@@ -409,7 +410,7 @@ impl<T: Clone + PartialEq> Revised<T> {
         Self { value, written }
     }
 
-    /// What is to be done about the value, which counts as written from now on.
+    /// Returns what to do about the value, which counts as written from now on.
     fn revise(&mut self) -> Revision {
         match (&self.value, &self.written) {
             (None, _) => return Revision::Unchanged,
@@ -423,7 +424,7 @@ impl<T: Clone + PartialEq> Revised<T> {
     }
 }
 
-/// How many points of a plot a table has.
+/// The number of points of a plot in a table.
 const ROWS: usize = 1000;
 
 /// A plot as Markdown.
@@ -467,7 +468,7 @@ mod tests {
         assert!(error.is_misuse(), "{error}");
 
         sink.open(&run).unwrap();
-        // An image whose file is gone, and one that is no file of the run.
+        // An image whose file is gone, and one that is not a file of the run.
         fs::write(folder.join("secret"), "secret").unwrap();
         for hash in ["0".repeat(64), "../secret".to_owned()] {
             let image = Record::Image {

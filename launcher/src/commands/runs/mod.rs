@@ -63,7 +63,7 @@ enum RunsCommand {
     Reproduce(reproduce::ReproduceArgs),
 }
 
-/// Where the runs are.
+/// The place of the runs.
 #[derive(Args, Clone, Debug)]
 struct RunsFolder {
     /// The folder of all runs.
@@ -71,10 +71,10 @@ struct RunsFolder {
     folder: PathBuf,
 }
 
-/// Does what was asked.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// When there is no such folder or run, a journal is damaged, or standard output cannot be written.
+/// If there is no such folder or run, a journal is damaged, or standard output cannot be written.
 pub(crate) fn run(arguments: &RunsArgs) -> Result<ExitCode> {
     match &arguments.action {
         RunsCommand::List(arguments) => list::run(arguments),
@@ -96,7 +96,7 @@ impl RunsFolder {
         Runs::open(&self.folder).map_err(failed)
     }
 
-    /// The folder of a run, which is named as [`Runs::find`] has it, or by its path.
+    /// Returns the folder of a run, by a name that [`Runs::find`] knows, or by its path.
     fn find(&self, run: &str) -> Result<PathBuf> {
         let path = Path::new(run);
         let is_path = run.contains('/') || matches!(run, "." | "..");
@@ -115,7 +115,7 @@ impl RunsFolder {
     }
 }
 
-/// What is asked for is not there: exit code 2. It is there, and cannot be read or written: 1.
+/// Exit code 2 if something does not exist, 1 if it cannot be read or written.
 fn failed(error: accelerator_track::Error) -> Error {
     let message = error.to_string();
     let is_usage = error.is_not_found() || error.is_misuse();
@@ -126,7 +126,7 @@ fn failed(error: accelerator_track::Error) -> Error {
     told.with_source(error)
 }
 
-/// The name of a run's folder, by which it is shown and found.
+/// Returns the name of a run's folder, by which it is shown and found.
 fn label(folder: &Path) -> String {
     // `.` has no name.
     let whole = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
@@ -134,7 +134,7 @@ fn label(folder: &Path) -> String {
     plain(&name.to_string_lossy())
 }
 
-/// A value of JSON in a table: text without quotes.
+/// Formats a value of JSON for a table: text without quotes.
 fn value_text(value: &serde_json::Value) -> String {
     match value {
         serde_json::Value::String(text) => plain(text),
@@ -142,7 +142,7 @@ fn value_text(value: &serde_json::Value) -> String {
     }
 }
 
-/// The head of a table and its rows, of texts.
+/// Makes a row of a table of texts.
 fn row<'a>(cells: impl IntoIterator<Item = &'a str>) -> Vec<String> {
     cells.into_iter().map(str::to_owned).collect()
 }
