@@ -165,7 +165,7 @@ struct Inner {
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
-/// Says it to the program's log, or to standard error where the program collects none.
+/// Logs a warning, or writes it to standard error if the program collects no log.
 pub(crate) fn warn(text: &str) {
     tracing::warn!("{text}");
     if !tracing::dispatcher::has_been_set() {

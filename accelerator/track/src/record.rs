@@ -145,7 +145,7 @@ pub enum Record {
     },
     /// A digest of the weights of a model.
     Weights {
-        /// The greatest step that was logged before; 0 where none was.
+        /// The greatest step that was logged before; 0 if none was.
         step: u64,
         /// A hash of their bits, hexadecimal.
         digest: String,
@@ -160,7 +160,7 @@ pub enum Record {
     /// The run resumed from a checkpoint: once something is logged after it, earlier entries for greater steps do not
     /// count.
     Rewind {
-        /// The step of the checkpoint; none where the run starts over.
+        /// The step of the checkpoint; `None` if the run starts over.
         to: Option<u64>,
     },
     /// Measurements of a rank's host, in the journal of that rank.

@@ -47,7 +47,7 @@ pub trait Sink: Send {
     /// Returns its name for messages.
     fn name(&self) -> String;
 
-    /// The options with which `accel-launch runs sync` delivers to it, as `--to csv`; none where that command cannot.
+    /// The options with which `accel-launch runs sync` delivers to it, as `--to csv`; none if that command cannot.
     fn sync_options(&self) -> Vec<String> {
         Vec::new()
     }
@@ -57,8 +57,8 @@ pub trait Sink: Send {
         Delivery::Live
     }
 
-    /// Begins a run, and says from where on it is to be delivered: from the start where the sink has nothing, or writes
-    /// everything anew. Where the journal ends before, entries come from its start again.
+    /// Begins a run, and returns the position from which to deliver: the start if the sink has nothing, or writes
+    /// everything anew. If the journal ends before, entries come from its start again.
     ///
     /// # Errors
     ///
@@ -173,7 +173,7 @@ pub struct SinkPosition {
 
 /// Writes the metrics of a run to a file of comma-separated values: `n,ms,step,epoch,key,value,count`.
 ///
-/// The file is written anew where a resume superseded a part of it, so it holds each point once.
+/// The file is written anew if a resume superseded a part of it, so it holds each point once.
 ///
 /// ```
 /// use accelerator_track::{CsvFile, Run};

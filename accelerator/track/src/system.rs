@@ -125,7 +125,7 @@ fn sample(
 /// Asks the system.
 #[derive(Debug)]
 struct Probe {
-    /// None where it did not answer: it will not later.
+    /// `None` if it did not answer: it will not later.
     nvidia_smi: Option<PathBuf>,
     /// The GPUs, in the words of `CUDA_VISIBLE_DEVICES`.
     visible: Option<String>,

@@ -156,7 +156,7 @@ fn copy_files(from: &Path, to: &Path, report: &mut UploadReport) -> Result<()> {
     names.retain(|(name, _)| !is_kept_back(name));
     names.sort_by_key(|(name, _)| name == JOURNAL);
     fs::create_dir_all(to).map_err(|error| Error::io("create the folder", to, error))?;
-    // Removes the copy that a killed upload left, too.
+    // Also removes the copy that a killed upload left.
     let staged = StagedFolder::create(to, COPY, |target| target == COPY)
         .map_err(|error| Error::io("create a folder in", to, error))?;
     let mut kept = BTreeSet::new();
@@ -179,7 +179,7 @@ fn copy_files(from: &Path, to: &Path, report: &mut UploadReport) -> Result<()> {
             .map_err(|error| Error::io("write", &target, error))?;
         report.copied_bytes += source.bytes;
     }
-    // A resume writes events anew, and TensorBoard would show those of an earlier upload, too.
+    // A resume writes events anew, and TensorBoard would also show those of an earlier upload.
     let events = to.join(TENSORBOARD);
     if kept.iter().any(|path| path.starts_with(&events)) {
         let there = RunFiles::list(to)?.own.into_iter();

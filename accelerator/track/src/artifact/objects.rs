@@ -406,7 +406,7 @@ impl StoreLock {
         });
         let file = match kind {
             LockKind::Read => match File::open(&path) {
-                // Nobody has ever changed this store here, as where it is read-only.
+                // Nobody has ever changed this store here, for example in a read-only place.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     return Ok(Self { _file: None });
                 }

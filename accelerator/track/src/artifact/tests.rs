@@ -549,7 +549,7 @@ fn full_child() {
     assert_whole(&store);
 }
 
-/// Takes namespaces; where there are none, there is nothing to see.
+/// Needs namespaces, and is skipped without.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_told_and_harms_nothing() {

@@ -218,7 +218,7 @@ pub struct ArtifactUse {
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WeightsDigest {
-    /// The greatest step that was logged before; 0 where none was.
+    /// The greatest step that was logged before; 0 if none was.
     pub step: u64,
     /// A hash of their bits, hexadecimal.
     pub digest: String,

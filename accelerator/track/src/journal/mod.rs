@@ -58,7 +58,7 @@ pub(crate) fn rank_journals(folder: &Path) -> Vec<(usize, PathBuf)> {
     journals.collect()
 }
 
-/// The first entry of a journal; none where it is empty.
+/// Returns the first entry of a journal; `None` if it is empty.
 pub(crate) fn first_entry(path: &Path) -> Result<Option<Entry>> {
     let mut lines = LineReader::open(path)?;
     let Some(line) = lines.next()? else {

@@ -54,7 +54,7 @@ impl Follower {
         Ok(this)
     }
 
-    /// Up to `limit` further entries; none where all have been given that were written.
+    /// Returns up to `limit` further entries; none if all that were written have been returned.
     pub(crate) fn poll(&mut self, limit: usize) -> Result<Followed> {
         if self.look_ahead()? == Found::Rewind {
             *self = Self::open(&self.path, self.delivery)?;
@@ -212,7 +212,7 @@ impl LineReader {
 
 /// Knows of each entry whether a resume superseded it.
 ///
-/// Where the run resumed from a checkpoint at step `to`, what was logged before for greater steps does not count. What
+/// If the run resumed from a checkpoint at step `to`, what was logged before for greater steps does not count. What
 /// is logged afterwards for an earlier step replaces what was logged for it before.
 ///
 /// A rewind takes effect with the first entry that follows it. A program that dies before that has replaced nothing,
@@ -348,7 +348,7 @@ pub(crate) fn encode(entry: &Entry, line: &mut Vec<u8>) -> serde_json::Result<()
     Ok(())
 }
 
-/// The entry of a line without its newline; none where the line is damaged.
+/// Parses a line without its newline; `None` if it is damaged.
 pub(crate) fn parse(line: &[u8]) -> Option<Entry> {
     if !is_intact(line) {
         return None;

@@ -47,7 +47,7 @@ pub struct KubeflowSink {
 
 impl KubeflowSink {
     /// To the server that Kubeflow Trainer's variables name: `KUBEFLOW_TRAINER_SERVER_URL`, with the files
-    /// `KUBEFLOW_TRAINER_SERVER_CA_CERT` and `KUBEFLOW_TRAINER_SERVER_TOKEN`. None where the first is not set.
+    /// `KUBEFLOW_TRAINER_SERVER_CA_CERT` and `KUBEFLOW_TRAINER_SERVER_TOKEN`. `None` if the first is not set.
     ///
     /// # Errors
     ///

@@ -78,7 +78,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// As much of the front of the queue as one request takes, and at most so many; nothing where another kind of
+    /// Takes as much of the front of the queue as one request holds, at most `most` items; nothing if another kind of
     /// request comes first.
     pub(super) fn of_front(queue: &VecDeque<Queued>, most: usize) -> Self {
         let mut batch = Self::default();

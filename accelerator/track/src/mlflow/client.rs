@@ -18,7 +18,7 @@ use crate::sink::http_config;
 
 /// An MLflow server: its address, and who asks it.
 ///
-/// Each request ends: a connection is made within 5 seconds, an answer comes within 30. Where the server is busy or the
+/// Each request ends: a connection is made within 5 seconds, an answer comes within 30. If the server is busy or the
 /// connection breaks, a request is sent again a few times.
 ///
 /// ```
@@ -169,7 +169,7 @@ impl MlflowServer {
         self.send(Method::POST, &self.url_of(call), call, body.to_string())
     }
 
-    /// Looks for what a request creates, and sends the request where it is not there. Where no answer comes, it looks
+    /// Looks for what a request creates, and sends the request if it does not exist. If no answer comes, it looks
     /// again, since the server may have acted.
     pub(super) fn create_once<T>(
         &self,

@@ -203,7 +203,7 @@ impl Converter {
     }
 }
 
-/// A tag, whose value is cut where it is too long.
+/// Makes a tag, and cuts a value that is too long.
 pub(super) fn tag(key: impl Into<String>, value: &str) -> Item {
     Item::Tag {
         key: key.into(),
@@ -317,7 +317,7 @@ fn metric_name(key: &str) -> String {
     }
 }
 
-/// Says what the name was where the server has another.
+/// Records the original name if the server has another.
 fn original(key: &str, name: &str) -> Option<Item> {
     (key != name).then(|| tag(format!("accel.name.{name}"), key))
 }
@@ -357,7 +357,7 @@ mod tests {
         assert_eq!(set(json!(0.1)), ["param lr=0.1"]);
         assert!(set(json!(0.1)).is_empty());
         assert_eq!(set(json!("a")), ["tag param.changed.lr=a"]);
-        // The tag holds the last value, also where that is the first again.
+        // The tag holds the last value, even if that is the first again.
         assert_eq!(set(json!(0.1)), ["tag param.changed.lr=0.1"]);
 
         // After a start over it is the same, by what the server has.

@@ -57,7 +57,7 @@ pub struct MlflowSink {
 /// The experiment of a run.
 #[derive(Debug, Eq, PartialEq)]
 enum Experiment {
-    /// It is made where it is not there.
+    /// It is created if it does not exist.
     Name(String),
     Id(String),
 }
@@ -86,7 +86,7 @@ enum Sent {
 }
 
 impl MlflowSink {
-    /// To an experiment, which is made where it is not there.
+    /// Delivers to an experiment, which is created if it does not exist.
     ///
     /// ```
     /// use accelerator_track::{MlflowServer, MlflowSink, Sink};
@@ -138,7 +138,7 @@ impl MlflowSink {
         }
     }
 
-    /// Delivers at once. Where the program resumes from a checkpoint, the server then shows points that a resume
+    /// Delivers at once. If the program resumes from a checkpoint, the server then shows points that a resume
     /// superseded beside those that count, since it can take none back.
     ///
     /// ```
@@ -339,7 +339,7 @@ impl OpenRun {
         match sent {
             Ok(()) => Ok(Sent::Items(1)),
             Err(failure) if failure.is_of_content() => {
-                // The server answers this for a deleted run, too.
+                // The server also answers this for a deleted run.
                 self.run.data()?;
                 let error = failure.into();
                 Ok(Sent::Refused { items: 1, error })

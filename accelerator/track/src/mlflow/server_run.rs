@@ -333,7 +333,7 @@ impl CursorFile {
         Self(folder.join(MLFLOW))
     }
 
-    /// None where it is not there, or is not whole.
+    /// Reads it; `None` if it does not exist, or is incomplete.
     pub(super) fn read(&self) -> Option<Cursor> {
         serde_json::from_slice(&fs::read(&self.0).ok()?).ok()
     }

@@ -86,7 +86,7 @@ struct AttemptDetail {
     attempt: u32,
     world: usize,
     started_ms: u64,
-    /// The step of the checkpoint in a list, which is empty where the run did not resume.
+    /// The step of the checkpoint in a list, which is empty if the run did not resume.
     resumed: Vec<Option<u64>>,
     provenance: Value,
 }

@@ -38,7 +38,7 @@ enum ItemContent {
         bins: Vec<[Number; 3]>,
     },
     Image {
-        /// None where the file is not there.
+        /// `None` if the file is missing.
         src: Option<String>,
         width: u32,
         height: u32,

@@ -38,7 +38,7 @@ pub struct RunBuilder {
 }
 
 impl Run {
-    /// Starts a run in the folder `runs/<name>`, or another one beside it where a run of this name is there already.
+    /// Starts a run in the folder `runs/<name>`, or another one beside it if a run of this name exists.
     ///
     /// # Errors
     ///
@@ -143,7 +143,7 @@ impl RunBuilder {
         }
     }
 
-    /// The folder of all runs; `runs` where it is not set.
+    /// Sets the folder of all runs, by default `runs`.
     pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.settings.runs = folder.into();
         self
@@ -167,13 +167,13 @@ impl RunBuilder {
         self
     }
 
-    /// On how many ranks it trains; 1 where it is not set.
+    /// Sets the number of ranks that train, by default 1.
     pub fn world(mut self, world: usize) -> Self {
         self.settings.world = world;
         self
     }
 
-    /// The launch that the program belongs to. Where the last attempt at a run of this name was of the same launch, and
+    /// Sets the launch that the program belongs to. If the last attempt at a run of this name was of the same launch, and
     /// no checkpoint is resumed, the run starts over instead of a new one: the launcher restarted it.
     pub fn launch(mut self, launch: impl Into<String>) -> Self {
         self.settings.launch = Some(launch.into());
@@ -186,7 +186,7 @@ impl RunBuilder {
         self
     }
 
-    /// Records where the program comes from and what it runs on, as [`Capture`] finds it.
+    /// Records the program's origin and machine, as [`Capture`] finds it.
     ///
     /// ```
     /// use accelerator_track::{Capture, Run};
@@ -214,7 +214,7 @@ impl RunBuilder {
         self
     }
 
-    /// Goes on with the run of a checkpoint's mark, from there. Where its folder is not there any more, it is a new
+    /// Continues the run of a checkpoint's mark, from there. If its folder does not exist any more, it is a new
     /// run.
     pub fn resume(mut self, mark: &RunMark) -> Self {
         self.mark = Some(mark.clone());

@@ -20,7 +20,7 @@ pub struct Histogram {
 
 impl Histogram {
     /// Counts values in bins of equal width, from the least to the greatest. Values that are not finite are left out;
-    /// where all are equal, there is one bin.
+    /// if all are equal, there is one bin.
     #[must_use]
     pub fn of(values: impl Iterator<Item = f64> + Clone, bins: usize) -> Self {
         let finite = values.filter(|x| x.is_finite());

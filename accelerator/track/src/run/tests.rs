@@ -494,7 +494,7 @@ fn the_end_says_how_many_entries_a_full_disk_has_lost() {
         .and_then(|before| before.split_whitespace().last()?.parse().ok())
         .unwrap_or_else(|| panic!("{text}"));
     let history = RunHistory::read(runs.path().join("a")).unwrap();
-    // The head, the attempt, the name of the series and the end are entries, too.
+    // The head, the attempt, the name of the series and the end also count as entries.
     assert_eq!(history.entries + lost, 1004, "{text}");
     assert!(text.contains("journal.jsonl"), "{text}");
 }

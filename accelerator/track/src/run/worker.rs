@@ -470,7 +470,7 @@ const LONGEST_WAIT: Duration = Duration::from_millis(200);
 ///
 /// # Errors
 ///
-/// If a run of the launch cannot be written, or the folder of runs cannot be read; where there is none, no run is
+/// If a run of the launch cannot be written, or the folder of runs cannot be read; if there is none, no run is
 /// recorded in it.
 pub fn record_failure(
     runs: impl AsRef<Path>,

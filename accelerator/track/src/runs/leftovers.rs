@@ -84,7 +84,7 @@ impl Runs {
     }
 
     /// Folders that are not runs yet: those of uploads, and those in which a program has not begun its journal. They
-    /// stay where the program was killed; one that was written long ago is a leftover.
+    /// stay if the program was killed; one that was written long ago is a leftover.
     ///
     /// # Errors
     ///
@@ -223,7 +223,7 @@ fn of_folder(folder: &Path) -> Vec<PathBuf> {
     files.own.into_iter().filter(is_left).collect()
 }
 
-/// The strings of the journal's entries that still count, among them all names of blobs; none where a newer program
+/// Returns the strings of the journal's entries that still count, among them all names of blobs; `None` if a newer program
 /// wrote entries of which it is not known what they refer to.
 fn referenced(folder: &Path) -> Result<Option<HashSet<String>>> {
     let mut strings = HashSet::new();

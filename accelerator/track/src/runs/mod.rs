@@ -394,7 +394,7 @@ impl RunSummary {
 }
 
 impl SeriesSummary {
-    /// None where a resume has superseded all its points.
+    /// `None` if a resume has superseded all its points.
     fn of(series: &Series) -> Option<Self> {
         let first = series.points.first()?;
         let mut summary = Self {

@@ -287,7 +287,7 @@ fn a_run_is_removed_with_its_own_files_alone() {
     assert_eq!(left, ["checkpoint-000001", "tensorboard", "z.txt"]);
     assert!(runs.list().unwrap().is_empty() && runs.leftovers().unwrap().is_empty());
 
-    // Without files of others the folder goes, too.
+    // Without files of others the folder goes as well.
     drop(start(temporary.path(), "b"));
     assert!(runs.remove(&listed(&runs, "b")).unwrap().is_empty());
     assert!(!temporary.path().join("b").exists());

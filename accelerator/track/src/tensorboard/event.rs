@@ -241,7 +241,7 @@ impl ProtobufMessage {
     /// A message within this one.
     pub(super) fn message(&mut self, field: u32, fill: impl FnOnce(&mut Self)) {
         self.key(field, 2);
-        // Most lengths take one byte; where this one takes more, the message moves.
+        // Most lengths take one byte; if this one takes more, the message moves.
         let start = self.0.len();
         self.0.push(0);
         fill(self);

@@ -11,8 +11,8 @@ use crate::record::RunId;
 use crate::run_files::{EVENTS, STAGED};
 use crate::sink::RunInfo;
 
-/// After how long every reader has passed on to the next file. TensorBoard looks every 5 seconds, later where there is
-/// much to read.
+/// The time after which every reader has passed on to the next file. TensorBoard looks every 5 seconds, later if there
+/// is much to read.
 const PASSED_ON: Duration = Duration::from_secs(300);
 
 /// A file that grows, and one that is read before it.

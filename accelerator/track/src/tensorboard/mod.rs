@@ -79,7 +79,7 @@ enum LogFolder {
 }
 
 impl TensorBoard {
-    /// Writes event files in `folder`, which is made where it is not there. TensorBoard takes a folder for a run: give
+    /// Writes event files in `folder`, which is created if it does not exist. TensorBoard takes a folder for a run: give
     /// each run its own, or use [`below`](Self::below).
     ///
     /// ```
