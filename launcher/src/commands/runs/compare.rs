@@ -1,16 +1,16 @@
-//! `accel-launch runs compare`.
+//! `accel-launch runs compare` and `diff`.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use accelerator_track::RunSummary;
+use accelerator_track::{Difference, Provenance, RunSummary};
 use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
 
 use super::{RunsFolder, label, row, value_text};
 use crate::error::Result;
-use crate::text::{columns, figure, json, plain, print, short};
+use crate::text::{columns, figure, json, note, plain, print, short};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct CompareArgs {
@@ -50,7 +50,7 @@ struct ComparedRow {
     shown: Vec<String>,
 }
 
-pub(super) fn run(arguments: &CompareArgs) -> Result<ExitCode> {
+pub(super) fn compare(arguments: &CompareArgs) -> Result<ExitCode> {
     let runs = arguments.runs.iter().map(|x| arguments.place.summary(x));
     let runs = runs.collect::<Result<Vec<_>>>()?;
     let mut rows = parameter_rows(&runs);
@@ -135,4 +135,79 @@ fn metric_rows(runs: &[RunSummary], only: &[String]) -> Vec<ComparedRow> {
         }
     }
     rows
+}
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct DiffArgs {
+    /// The one run: its folder's name, its id or the beginning of that, its name, or a path.
+    #[arg(value_name = "A")]
+    a: String,
+
+    /// The other run.
+    #[arg(value_name = "B")]
+    b: String,
+
+    #[command(flatten)]
+    place: RunsFolder,
+
+    /// End with exit code 1 if the inputs differ.
+    #[arg(long)]
+    exit_code: bool,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The fields are those of the JSON object.
+#[derive(Serialize)]
+struct InputDiff {
+    a: String,
+    b: String,
+    differences: Vec<Difference>,
+}
+
+pub(super) fn diff(arguments: &DiffArgs) -> Result<ExitCode> {
+    let a = arguments.place.history(&arguments.a)?;
+    let b = arguments.place.history(&arguments.b)?;
+    let diff = InputDiff {
+        a: label(&a.folder),
+        b: label(&b.folder),
+        differences: accelerator_track::diff(&a, &b),
+    };
+    for run in [&a, &b] {
+        if Provenance::of(run) == Provenance::default() {
+            note(&format!(
+                "the run {} does not record where it came from: only its hyperparameters and artifacts are compared",
+                label(&run.folder)
+            ));
+        }
+    }
+    let code = print(&match arguments.json {
+        true => json(&diff)?,
+        false => diff.text(),
+    })?;
+    Ok(match arguments.exit_code && !diff.differences.is_empty() {
+        true => ExitCode::from(1),
+        false => code,
+    })
+}
+
+impl InputDiff {
+    fn text(&self) -> String {
+        if self.differences.is_empty() {
+            return "the same inputs\n".to_owned();
+        }
+        let mut table = vec![row(["input", &*self.a, &*self.b])];
+        let cell = |side: &Option<String>| match side {
+            Some(text) => short(&plain(text)),
+            None => "-".to_owned(),
+        };
+        table.extend(
+            self.differences
+                .iter()
+                .map(|x| vec![plain(&x.what), cell(&x.a), cell(&x.b)]),
+        );
+        columns(&table)
+    }
 }

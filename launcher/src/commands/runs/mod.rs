@@ -1,8 +1,6 @@
 //! `accel-launch runs`: lists, shows and compares tracked runs, delivers them elsewhere, starts them again.
 
-mod board;
 mod compare;
-mod diff;
 mod export;
 mod gc;
 mod list;
@@ -10,7 +8,6 @@ mod report;
 mod reproduce;
 mod show;
 mod sync;
-mod upload;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -38,7 +35,7 @@ enum RunsCommand {
     /// Show the hyperparameters and metrics of several runs side by side; what differs is marked.
     Compare(compare::CompareArgs),
     /// Name the inputs that differ between two runs: sources, program, arguments, hyperparameters, data, artifacts.
-    Diff(diff::DiffArgs),
+    Diff(compare::DiffArgs),
     /// Write a run to a file.
     Export(export::ExportArgs),
     /// Write a page that shows a run, or compares several, in one file that needs no network.
@@ -47,9 +44,9 @@ enum RunsCommand {
     ///
     /// The page is served on this machine only, at the address that is printed; its token is a new one each time. On a
     /// machine that you reach by SSH, forward the port: `ssh -L PORT:127.0.0.1:PORT HOST`.
-    Board(board::BoardArgs),
+    Board(report::BoardArgs),
     /// Copy runs, with the artifacts that they made and used, to another folder of runs; what is there is not copied again.
-    Upload(upload::UploadArgs),
+    Upload(sync::UploadArgs),
     /// Deliver what is missing of runs to a table, TensorBoard or MLflow.
     Sync(sync::SyncArgs),
     /// Remove runs, and what is left that nothing needs.
@@ -79,13 +76,13 @@ pub(crate) fn run(arguments: &RunsArgs) -> Result<ExitCode> {
     match &arguments.action {
         RunsCommand::List(arguments) => list::run(arguments),
         RunsCommand::Show(arguments) => show::run(arguments),
-        RunsCommand::Compare(arguments) => compare::run(arguments),
-        RunsCommand::Diff(arguments) => diff::run(arguments),
+        RunsCommand::Compare(arguments) => compare::compare(arguments),
+        RunsCommand::Diff(arguments) => compare::diff(arguments),
         RunsCommand::Export(arguments) => export::run(arguments),
-        RunsCommand::Report(arguments) => report::run(arguments),
-        RunsCommand::Board(arguments) => board::run(arguments),
-        RunsCommand::Upload(arguments) => upload::run(arguments),
-        RunsCommand::Sync(arguments) => sync::run(arguments),
+        RunsCommand::Report(arguments) => report::report(arguments),
+        RunsCommand::Board(arguments) => report::board(arguments),
+        RunsCommand::Upload(arguments) => sync::run_upload(arguments),
+        RunsCommand::Sync(arguments) => sync::sync(arguments),
         RunsCommand::Gc(arguments) => gc::run(arguments),
         RunsCommand::Reproduce(arguments) => reproduce::run(arguments),
     }

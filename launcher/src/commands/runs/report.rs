@@ -1,14 +1,14 @@
-//! `accel-launch runs report`.
+//! `accel-launch runs report` and `board`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use accelerator_track::Report;
+use accelerator_track::{Board, Report};
 use clap::Args;
 
 use super::{RunsFolder, failed, label};
 use crate::error::Result;
-use crate::text::{plain, print};
+use crate::text::{note, plain, print};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ReportArgs {
@@ -24,7 +24,7 @@ pub(super) struct ReportArgs {
     output: PathBuf,
 }
 
-pub(super) fn run(arguments: &ReportArgs) -> Result<ExitCode> {
+pub(super) fn report(arguments: &ReportArgs) -> Result<ExitCode> {
     let runs = arguments.names.iter().map(|x| arguments.place.history(x));
     let runs = runs.collect::<Result<Vec<_>>>()?;
     let output = &arguments.output;
@@ -41,4 +41,26 @@ pub(super) fn run(arguments: &ReportArgs) -> Result<ExitCode> {
         )),
         false => Ok(ExitCode::SUCCESS),
     }
+}
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct BoardArgs {
+    #[command(flatten)]
+    place: RunsFolder,
+
+    /// The port; 0 picks a free one.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    port: u16,
+}
+
+/// Serves until it is interrupted.
+pub(super) fn board(arguments: &BoardArgs) -> Result<ExitCode> {
+    let folder = &arguments.place.folder;
+    let board = Board::bind(folder, arguments.port).map_err(failed)?;
+    print(&format!("{}\n", board.url()))?;
+    note(&format!(
+        "open this address in a browser to see the runs in {}; Ctrl-C ends the board",
+        plain(&folder.display().to_string())
+    ));
+    board.serve()
 }

@@ -1,18 +1,18 @@
-//! `accel-launch runs sync`.
+//! `accel-launch runs sync` and `upload`.
 
 use std::error::Error as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 
-use accelerator_track::{CsvFile, Sink, TensorBoard, deliver};
+use accelerator_track::{CsvFile, Sink, TensorBoard, deliver, upload};
 #[cfg(feature = "mlflow")]
 use accelerator_track::{MlflowServer, MlflowSink};
 use clap::Args;
 
 use super::{RunsFolder, failed, label};
 use crate::error::{Error, Result, chain};
-use crate::text::{note, print};
+use crate::text::{note, plain, print, size};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct SyncArgs {
@@ -56,7 +56,7 @@ enum Destination {
     Mlflow(Option<String>),
 }
 
-pub(super) fn run(arguments: &SyncArgs) -> Result<ExitCode> {
+pub(super) fn sync(arguments: &SyncArgs) -> Result<ExitCode> {
     let folders = match arguments.all {
         true => {
             let runs = arguments.place.open()?.list().map_err(failed)?;
@@ -150,4 +150,34 @@ impl FromStr for Destination {
             _ => Err("expected csv, tensorboard, tensorboard:DIR, mlflow or mlflow:URL".to_owned()),
         }
     }
+}
+
+#[derive(Args, Clone, Debug)]
+pub(super) struct UploadArgs {
+    /// The run: its folder's name, its id or the beginning of that, its name, or a path.
+    #[arg(value_name = "RUN")]
+    run: String,
+
+    /// The other folder of runs, which exists.
+    #[arg(value_name = "DIR")]
+    destination: PathBuf,
+
+    #[command(flatten)]
+    place: RunsFolder,
+}
+
+pub(super) fn run_upload(arguments: &UploadArgs) -> Result<ExitCode> {
+    let folder = arguments.place.find(&arguments.run)?;
+    let report = upload(&folder, &arguments.destination).map_err(failed)?;
+    for artifact in &report.missing {
+        note(&plain(&format!(
+            "the artifact {artifact} was removed, and is not copied"
+        )));
+    }
+    print(&format!(
+        "{}: in {}, {} copied\n",
+        label(&folder),
+        plain(&report.folder.display().to_string()),
+        size(report.copied_bytes)
+    ))
 }
