@@ -5,7 +5,6 @@
 mod bad_input;
 mod conformance;
 mod damage;
-mod documented;
 mod examples;
 mod faults;
 mod invariance;
