@@ -8,10 +8,10 @@ use serde::Serialize;
 
 use crate::error::chain;
 
-/// The result of a stage: details for people, or why it failed.
+/// The result of a stage: details for people, or the reason of its failure.
 pub(super) type StageResult = Result<String, StageFailure>;
 
-/// Why a stage did not pass.
+/// The reason why a stage did not pass.
 #[derive(Clone, Debug)]
 pub(super) enum StageFailure {
     /// Something is wrong.
@@ -22,7 +22,7 @@ pub(super) enum StageFailure {
     Skipped(String),
 }
 
-/// A failure whose cause is `error`.
+/// Returns a failure whose cause is `error`.
 pub(super) fn failed(what: &str, error: &dyn std::error::Error) -> StageFailure {
     StageFailure::Failed(format!("{what}: {}", chain(error)))
 }
@@ -41,7 +41,7 @@ pub(super) enum StageStatus {
 }
 
 impl StageStatus {
-    /// Whether the whole test fails with it.
+    /// Returns whether the whole test fails with it.
     pub(super) fn is_bad(self) -> bool {
         matches!(self, Self::Failed | Self::TimedOut)
     }
@@ -59,12 +59,12 @@ impl fmt::Display for StageStatus {
     }
 }
 
-/// All that was found.
+/// The results of all stages.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct TestReport {
-    /// Whether nothing failed.
+    /// True if nothing failed.
     pub(super) ok: bool,
-    /// How long it took.
+    /// The time that it took.
     pub(super) seconds: f64,
     version: &'static str,
     num_processes: usize,
@@ -79,14 +79,32 @@ pub(super) struct TestReport {
     shown: String,
 }
 
-/// From the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from
-/// outside.
+/// The time from the start of `accel-launch` to the end of the first all-reduce on rank 0, as seen from outside.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LaunchTimes {
-    pub(super) median: Duration,
-    pub(super) min: Duration,
-    pub(super) max: Duration,
+    median: Duration,
+    min: Duration,
+    max: Duration,
 }
+
+impl LaunchTimes {
+    /// Measures again and again.
+    pub(super) fn measure(
+        once: impl Fn() -> Result<Duration, StageFailure>,
+    ) -> Result<Self, StageFailure> {
+        let mut times = (0..RUNS).map(|_| once()).collect::<Result<Vec<_>, _>>()?;
+        times.sort_unstable();
+        let middle = RUNS / 2;
+        Ok(Self {
+            median: (times[middle - 1] + times[middle]) / 2,
+            min: times[0],
+            max: times[RUNS - 1],
+        })
+    }
+}
+
+/// An even number.
+const RUNS: usize = 10;
 
 #[derive(Clone, Debug, Serialize)]
 struct StageLine {
@@ -135,10 +153,18 @@ impl TestReport {
         &self.shown
     }
 
-    pub(super) fn set_times(&mut self, times: &LaunchTimes) {
-        self.first_all_reduce_seconds = Some(times.median.as_secs_f64());
-        self.first_all_reduce_seconds_min = Some(times.min.as_secs_f64());
-        self.first_all_reduce_seconds_max = Some(times.max.as_secs_f64());
+    /// Adds the times of launches; returns them as text.
+    pub(super) fn set_times(&mut self, times: LaunchTimes) -> String {
+        let [median, min, max] = [times.median, times.min, times.max].map(|x| x.as_secs_f64());
+        self.first_all_reduce_seconds = Some(median);
+        self.first_all_reduce_seconds_min = Some(min);
+        self.first_all_reduce_seconds_max = Some(max);
+        format!(
+            "{:.1} ms to the first all-reduce (median of {RUNS}; {:.1} to {:.1} ms)",
+            median * 1e3,
+            min * 1e3,
+            max * 1e3
+        )
     }
 
     pub(super) fn to_json(&self) -> String {

@@ -1,8 +1,12 @@
-//! A small training program, for the schedules of faults: it saves as it goes, and goes on from
-//! the last good checkpoint when it is started again.
+//! A small training program for schedules of faults: it saves checkpoints, and continues from the last good one when it
+//! is started again.
+//!
+//! `tests/it/chaos` runs it on this host, `tests/hosts/schedules` on several.
 
 use std::fs;
-use std::path::Path;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
@@ -10,32 +14,44 @@ use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp
 use accelerator_fault::{Point, fail_point};
 use accelerator_manifest::{FileName, Folder, Metadata, Role, VerifyLevel};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig, PlannedBatch};
+use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use super::{apply_sabotage, print_line};
-use crate::commands::selftest::args::{RankArgs, Sabotage};
-use crate::error::BoxResult as Result;
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// The number of steps of a run that is not disturbed.
-pub(in crate::commands::selftest) const STEPS: u64 = EPOCHS * SAMPLES / BATCH;
+/// A rank of the training.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Where it saves checkpoints and its final weights.
+    folder: PathBuf,
 
-/// After how many steps there is a checkpoint.
-pub(in crate::commands::selftest) const SAVE_EVERY: u64 = 4;
+    /// How many seconds it waits for other ranks.
+    #[arg(long, default_value_t = 60)]
+    limit: u64,
 
-/// The collectives of a step.
-pub(in crate::commands::selftest) const OPERATIONS: u64 = 3;
+    /// How many milliseconds it pauses before each step, so that faults from outside strike while it runs.
+    #[arg(long, default_value_t = 0)]
+    pause: u64,
 
-/// Rank 0 prints this before the step that it begins with.
-pub(in crate::commands::selftest) const BEGINS: &str = "begins with step";
+    /// How it breaks the training on purpose.
+    #[arg(long)]
+    sabotage: Option<Sabotage>,
+}
 
-/// Rank 0 prints this before the number of each checkpoint that it writes.
-pub(in crate::commands::selftest) const SAVES: &str = "saves checkpoint";
+/// A defect that whoever judges a schedule has to notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Sabotage {
+    /// Every attempt aborts.
+    Crash,
+    /// A restarted attempt changes one bit of the weights.
+    Wrong,
+}
 
-/// The file with the final weights, as they are in memory.
-pub(in crate::commands::selftest) const FINAL: &str = "final.bin";
+/// The steps of a run without faults: 24.
+const STEPS: u64 = EPOCHS * SAMPLES / BATCH;
 
-/// The folder of the checkpoints.
-pub(in crate::commands::selftest) const CHECKPOINTS: &str = "checkpoints";
+/// The number of steps from one checkpoint to the next.
+const SAVE_EVERY: u64 = 4;
 
 const EPOCHS: u64 = 2;
 const SAMPLES: u64 = 96;
@@ -43,34 +59,42 @@ const BATCH: u64 = 8;
 const RATE: f64 = 0.05;
 const SEED: u64 = 11;
 
-/// Trains below `folder` to the end.
-pub(in crate::commands::selftest) fn run(arguments: &RankArgs, folder: &Path) -> Result<String> {
-    accelerator_fault::check()?;
-    let launch = Launch::from_env()?;
-    let restart = launch.restart();
-    if restart == 0 || arguments.sabotage == Some(Sabotage::Crash) {
-        apply_sabotage(
-            arguments
-                .sabotage
-                .filter(|sabotage| *sabotage == Sabotage::Crash),
-        );
-    } else {
-        apply_sabotage(arguments.sabotage);
+fn main() -> ExitCode {
+    match train(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let mut text = error.to_string();
+            let mut source = error.source();
+            while let Some(cause) = source {
+                text += &format!(": {cause}");
+                source = cause.source();
+            }
+            eprintln!("{text}");
+            ExitCode::FAILURE
+        }
     }
+}
+
+fn train(arguments: &Arguments) -> Result<()> {
+    let launch = Launch::from_env()?;
+    if arguments.sabotage == Some(Sabotage::Crash) {
+        std::process::abort();
+    }
+    let limit = Duration::from_secs(arguments.limit);
     let options = GroupOptions::new()
-        .with_connect_timeout(arguments.limit)
-        .with_progress_timeout(arguments.limit);
+        .with_connect_timeout(limit)
+        .with_progress_timeout(limit);
     let group = ProcessGroup::connect(&launch, &options)?;
-    let checkpoints = Folder::create(folder.join(CHECKPOINTS))?;
+    let checkpoints = Folder::create(arguments.folder.join("checkpoints"))?;
     let plan = PlanConfig::new(SAMPLES, BatchSize::global(BATCH as usize)?)
         .with_world_size(group.world_size())
         .with_order(Order::Shuffled { seed: SEED })
         .init()?;
     let mut run = resume(&group, &checkpoints)?;
     if group.rank() == 0 {
-        print_line(&format!("{BEGINS} {}", run.step))?;
+        println!("begins with step {}", run.step);
     }
-    if restart > 0 && arguments.sabotage == Some(Sabotage::Wrong) {
+    if launch.restart() > 0 && arguments.sabotage == Some(Sabotage::Wrong) {
         // The smallest change that a comparison of all bits must notice.
         run.weights[0] = f64::from_bits(run.weights[0].to_bits() ^ 1);
     }
@@ -82,26 +106,27 @@ pub(in crate::commands::selftest) fn run(arguments: &RankArgs, folder: &Path) ->
     }
     group.barrier()?;
     if group.rank() == 0 {
-        let draft = folder.join("final.partial");
+        let draft = arguments.folder.join("final.partial");
         fs::write(&draft, bytes(&run.weights))?;
-        fs::rename(draft, folder.join(FINAL))?;
+        fs::rename(draft, arguments.folder.join("final.bin"))?;
+        println!("ends after step {} of {STEPS}", run.step);
     }
     group.close()?;
-    Ok(format!("{} steps", run.step))
+    Ok(())
 }
 
-/// How far the training is.
+/// The state of the training.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 struct Run {
     weights: Vec<f64>,
     step: u64,
     epoch: u64,
-    /// Samples of the epoch that are used.
+    /// The samples of the epoch that are used already.
     consumed: u64,
 }
 
 impl Run {
-    /// The rest of an epoch.
+    /// Trains the rest of an epoch.
     fn epoch(
         &mut self,
         group: &ProcessGroup,
@@ -153,26 +178,26 @@ impl Run {
 
     fn save(&self, group: &ProcessGroup, checkpoints: &Folder) -> Result<()> {
         let mut draft = checkpoints.begin(group.rank())?;
-        print_line(&format!("{SAVES} {}", draft.number()))?;
+        println!("saves checkpoint {}", draft.number());
         draft.write_bytes(&weights_file()?, Role::Model, &bytes(&self.weights))?;
-        let world_size = std::num::NonZeroUsize::new(group.world_size());
+        let world_size = NonZeroUsize::new(group.world_size());
         let mut metadata = Metadata {
             step: self.step,
             epoch: self.epoch,
-            ..Metadata::new(world_size.unwrap_or(std::num::NonZeroUsize::MIN))
+            ..Metadata::new(world_size.unwrap_or(NonZeroUsize::MIN))
         };
         metadata
             .extra
             .insert("consumed".into(), self.consumed.into());
         draft.commit(metadata)?;
         // Evaluated when this is compiled: two is not zero.
-        let keep = const { std::num::NonZeroUsize::new(2).unwrap() };
+        let keep = const { NonZeroUsize::new(2).unwrap() };
         checkpoints.prune(keep, VerifyLevel::Sizes, &[])?;
         Ok(())
     }
 }
 
-/// Where all ranks resume: rank 0 finds the checkpoint and broadcasts the state.
+/// Returns the state from which all ranks continue: rank 0 finds the checkpoint, and broadcasts it.
 fn resume(group: &ProcessGroup, checkpoints: &Folder) -> Result<Run> {
     let run = match group.rank() {
         0 => Some(match checkpoints.latest_good()?.found {
@@ -210,7 +235,7 @@ fn bytes(weights: &[f64]) -> Vec<u8> {
     weights.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// A network with one hidden layer.
+// A network with one hidden layer.
 const INPUTS: usize = 4;
 const HIDDEN: usize = 8;
 /// The weights and offsets of the hidden layer.
@@ -245,7 +270,7 @@ fn learn(weights: &[f64], sample: u64, gradient: &mut [f64]) -> f64 {
     error * error / 2.0
 }
 
-/// A number between -1 and 1 that looks random.
+/// Returns a number between -1 and 1 that looks random.
 fn noise(index: u64) -> f64 {
     accelerator_plan::mix(&[SEED, index]) as f64 / u64::MAX as f64 * 2.0 - 1.0
 }
