@@ -11,10 +11,8 @@ What is there is compared; what is missing is left out, and said. Nothing is ins
                  MPIRUN_FLAGS=... replaces the flags below
   gloo           a Python with torch: PYTHON=...
 
-All sides do the same: f32 sums in place, one operation after the other; other inputs before every
-operation (a stripe is written anew over the sums of the one before, from time to time
-everything; part of the time); every sum of the warm-up and the last one checked; timed in up to 100 blocks
-of operations. The time of a block is its slowest rank's, that of a run the median over its blocks. The
+All sides do the same: f32 sums in place, one operation after the other, on buffers of zeros; every sum of
+the warm-up and of one more operation checked; timed in up to 100 blocks of operations. The time of a block is its slowest rank's, that of a run the median over its blocks. The
 sides run in turn, round after round; shown are the median of the rounds' times, and the median of the
 rounds' ratios. --outside N also times, from outside, our whole processes with N and with 2N operations
 of each size, and subtracts.
@@ -65,7 +63,6 @@ def main():
             f"load {load()}",
             flush=True,
         )
-        options.inputs = inputs(options, str(ours()))
         rounds = []
         for number in range(options.rounds):
             rounds.append({name: run() for name, run in sides.items()})
@@ -87,7 +84,6 @@ def parse():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", default=SIZES, help=f"with commas between them [{SIZES}]")
     parser.add_argument("--transport", default="auto", help="of ours [auto]")
-    parser.add_argument("--call", default="buffer", help="of ours: buffer, slice or started [buffer]")
     parser.add_argument("--without", action="append", default=[], choices=["mpi", "gloo"])
     parser.add_argument("--outside", type=int, default=0, metavar="N", help="time whole processes too")
     parser.add_argument("--json", action="store_true")
@@ -139,17 +135,8 @@ def ours():
 
 def command(options, program, sizes):
     command = [program, "bench", "all-reduce", "--json", "--num-processes", str(options.ranks)]
-    command += ["--transport", options.transport, "--call", options.call]
+    command += ["--transport", options.transport]
     return command + ["--sizes", ",".join(map(str, sizes))]
-
-
-def inputs(options, program):
-    """How many values our inputs have, and after how many operations they are written as a whole."""
-    report = json.loads(output([command(options, program, [4]) + ["--iterations", "1"]], os.environ))
-    result = report["results"][0]
-    if "input_period" not in result:
-        sys.exit(f"{program} is older than this script: cargo build --release -p accel-launch")
-    return [str(result[name]) for name in ("input_values", "input_period")]
 
 
 def from_outside(options, program, results):
@@ -195,7 +182,7 @@ def run_gloo(options, cores, python):
 
 
 def arguments(options):
-    return [*options.inputs, "5", *(f"{size}:{iterations(size)}" for size in options.sizes)]
+    return ["5", *(f"{size}:{iterations(size)}" for size in options.sizes)]
 
 
 def output(commands, *environments):

@@ -10,7 +10,6 @@ mod commands;
 mod error;
 mod event;
 mod gpu;
-mod number;
 mod output;
 mod process;
 mod report;

@@ -1,6 +1,5 @@
-//! The side of the ranks: what is timed.
+//! The ranks: what is timed.
 
-use std::hash::{DefaultHasher, Hasher};
 use std::hint::black_box;
 use std::io::Write;
 use std::process::ExitCode;
@@ -12,15 +11,11 @@ use accelerator_collective::{
 };
 use half::{bf16, f16};
 
-use super::args::{AllReduceArgs, BenchDevice, Call};
-use super::bound;
-use super::cuda;
-use super::figures::BenchReport;
-use super::input::Input;
-use super::sample::{BLOCKS, Sample, TRAFFIC, iterations};
-use super::size::Size;
+#[cfg(feature = "cuda")]
+use super::cuda::GpuRank;
+use super::figures::{BenchReport, Sample};
+use super::{AllReduceArgs, BenchDevice};
 use crate::error::{BoxResult as Result, Error, chain};
-use crate::number::Small;
 use crate::text::print;
 
 /// Runs one rank as a process; rank 0 prints the report.
@@ -39,32 +34,26 @@ pub(crate) fn run(arguments: &AllReduceArgs) -> ExitCode {
 /// Runs all ranks as threads of this process.
 ///
 /// # Errors
-/// The first rank's that failed.
+/// That of the first rank that failed.
 pub(super) fn threads(arguments: &AllReduceArgs) -> crate::error::Result<ExitCode> {
-    let refused = "the ranks could not be started as threads";
     let options = GroupOptions::new().with_transport(arguments.transport);
-    let groups = ProcessGroup::threads(arguments.num_processes.get(), &options)
-        .map_err(|error| Error::system(refused).with_source(error))?;
+    let groups =
+        ProcessGroup::threads(arguments.num_processes.get(), &options).map_err(|error| {
+            Error::system("the ranks could not be started as threads").with_source(error)
+        })?;
     thread::scope(|scope| {
-        let ranks = groups.iter().map(|group| {
-            thread::Builder::new()
-                .name(format!("rank {}", group.rank()))
-                .spawn_scoped(scope, || measure(group, arguments))
-        });
+        let ranks = groups
+            .iter()
+            .map(|group| scope.spawn(|| measure(group, arguments)));
         let ranks: Vec<_> = ranks.collect();
         let mut outcome = Ok(ExitCode::SUCCESS);
         for (rank, thread) in ranks.into_iter().enumerate() {
-            let ended = match thread.map(thread::ScopedJoinHandle::join) {
-                Ok(Ok(Ok(()))) => continue,
-                Ok(Ok(Err(error))) => Error::system(chain(&*error)),
-                Ok(Err(_)) => Error::system(format!("rank {rank} panicked")),
-                Err(error) => {
-                    // The others need not wait for it.
-                    groups[rank].abort("its thread could not be started");
-                    Error::system(refused).with_source(error)
-                }
+            let error = match thread.join() {
+                Ok(Ok(())) => continue,
+                Ok(Err(error)) => chain(&*error),
+                Err(_) => format!("rank {rank} panicked"),
             };
-            outcome = outcome.and(Err(ended));
+            outcome = outcome.and(Err(Error::system(error)));
         }
         outcome
     })
@@ -72,58 +61,53 @@ pub(super) fn threads(arguments: &AllReduceArgs) -> crate::error::Result<ExitCod
 
 /// Measures all that was asked for.
 fn measure(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
-    // Where something fails, the group knows before GPUs are given back, which would wait for others.
-    let mut ranks = None;
-    let outcome = each(group, arguments, &mut ranks);
+    let device = match arguments.device {
+        BenchDevice::Cpu => Device::Host,
+        #[cfg(feature = "cuda")]
+        BenchDevice::Cuda => Device::Gpu(GpuRank::connect(group).inspect_err(|error| {
+            group.abort(chain(&**error));
+        })?),
+        #[cfg(not(feature = "cuda"))]
+        BenchDevice::Cuda => return Err(super::WITHOUT_CUDA.into()),
+    };
+    let outcome = each(group, arguments, &device);
     if let Err(error) = &outcome {
+        // The group knows before GPUs are given back, which would wait for others.
         group.abort(chain(&**error));
     }
-    outcome
+    outcome?;
+    // A rank that is ready first does not leave those that still end NCCL's part.
+    drop(device);
+    group.barrier()?;
+    Ok(group.close()?)
 }
 
-fn each(
-    group: &ProcessGroup,
-    arguments: &AllReduceArgs,
-    ranks: &mut Option<cuda::GpuRank>,
-) -> Result<()> {
-    *ranks = match arguments.device {
-        BenchDevice::Cpu => None,
-        BenchDevice::Cuda => Some(cuda::GpuRank::connect(group)?),
+fn each(group: &ProcessGroup, arguments: &AllReduceArgs, device: &Device) -> Result<()> {
+    let gpus = match device {
+        Device::Host => None,
+        #[cfg(feature = "cuda")]
+        Device::Gpu(gpu) => Some(gpu.gpus()),
     };
-    let gpus = ranks.as_ref().map(cuda::GpuRank::gpus);
-    let mut report = BenchReport::new(arguments, group, gpus);
+    let mut report = BenchReport::new(group, gpus);
     let shown = group.rank() == 0 && !arguments.json;
     if shown {
-        if let Some(warning) = report.warning() {
-            let _ = write!(std::io::stderr(), "{warning}");
-        }
         print(&report.head())?;
     }
     for &dtype in &arguments.dtype {
         for &size in &arguments.sizes {
-            let samples = Samples {
-                group,
-                arguments,
-                size,
-                gpu: ranks.as_ref(),
+            let iterations = match arguments.iterations {
+                Some(iterations) => iterations as usize,
+                None => (TRAFFIC / size).clamp(20, 10_000),
             };
             let sample = match dtype {
-                DType::BF16 => samples.of::<bf16>()?,
-                DType::F16 => samples.of::<f16>()?,
-                DType::F32 => samples.of::<f32>()?,
-                DType::F64 => samples.of::<f64>()?,
-                DType::I8 => samples.of::<i8>()?,
-                DType::I16 => samples.of::<i16>()?,
-                DType::I32 => samples.of::<i32>()?,
-                DType::I64 => samples.of::<i64>()?,
-                DType::U8 => samples.of::<u8>()?,
-                DType::U16 => samples.of::<u16>()?,
-                DType::U32 => samples.of::<u32>()?,
-                DType::U64 => samples.of::<u64>()?,
-                other => return Err(format!("{other} cannot be measured").into()),
+                DType::BF16 => device.sample::<bf16>(group, size, iterations)?,
+                DType::F16 => device.sample::<f16>(group, size, iterations)?,
+                DType::F64 => device.sample::<f64>(group, size, iterations)?,
+                // The only other one that can be asked for.
+                _ => device.sample::<f32>(group, size, iterations)?,
             };
             let samples = group.all_gather_object(&sample)?;
-            let line = report.add(size, dtype, &samples)?;
+            let line = report.add(size, dtype, iterations, &samples);
             if shown {
                 print(&line)?;
             }
@@ -132,167 +116,149 @@ fn each(
     if group.rank() == 0 && arguments.json {
         print(&report.to_json())?;
     }
-    // Who is ready first does not leave those that still end NCCL's part.
-    *ranks = None;
-    group.barrier()?;
-    Ok(group.close()?)
+    Ok(())
 }
 
-/// One size on this rank.
-struct Samples<'a> {
-    group: &'a ProcessGroup,
-    arguments: &'a AllReduceArgs,
-    size: Size,
-    gpu: Option<&'a cuda::GpuRank>,
+/// Memory that all ranks reduce.
+pub(super) trait Operand<T> {
+    /// Writes a value to each element.
+    fn fill(&mut self, value: impl Fn(usize) -> T) -> Result<()>;
+
+    /// Reduces the sums again and again.
+    fn reduce(&mut self, operations: usize) -> Result<()>;
+
+    /// Returns the elements.
+    fn values(&mut self) -> Result<&[T]>;
 }
 
-impl Samples<'_> {
-    /// Measures it, in one type.
-    fn of<T: Small>(&self) -> Result<Sample> {
-        match self.gpu {
-            Some(ranks) => ranks.sample::<T>(self.arguments, self.size),
-            None => sample::<T>(self.group, self.arguments, self.size),
+/// The device of a rank.
+enum Device {
+    Host,
+    #[cfg(feature = "cuda")]
+    Gpu(GpuRank),
+}
+
+impl Device {
+    /// Measures one size of one type on this rank.
+    fn sample<T: Number>(
+        &self,
+        group: &ProcessGroup,
+        bytes: usize,
+        iterations: usize,
+    ) -> Result<Sample> {
+        let len = bytes / size_of::<T>();
+        match self {
+            Self::Host => {
+                let mut bound = Bound::new(group, bytes)?;
+                bound.measure(group)?;
+                let buffer = group.buffer(T::DTYPE, len);
+                let seconds = time_blocks::<T>(group, HostOperand { group, buffer }, iterations)?;
+                // Once more, in case the machine has changed meanwhile.
+                bound.measure(group)?;
+                let bound = bound.seconds;
+                Ok(Sample { seconds, bound })
+            }
+            #[cfg(feature = "cuda")]
+            Self::Gpu(gpu) => Ok(Sample {
+                seconds: time_blocks(group, gpu.operand::<T>(len)?, iterations)?,
+                bound: Vec::new(),
+            }),
         }
     }
 }
 
-/// Measures one size of one type, in the memory of this machine.
-fn sample<T: Small>(group: &ProcessGroup, arguments: &AllReduceArgs, size: Size) -> Result<Sample> {
-    let bytes = size.bytes();
-    let iterations = iterations(arguments, size);
-    let is_sabotaged = arguments.sabotage && group.rank() + 1 == group.world_size();
-    let input = Input::new(group.rank(), group.world_size());
-    let write = |values: &mut [T], operation: usize| {
-        input.write(values, operation);
-        if is_sabotaged {
-            values[0] = T::small(100);
-        }
-    };
+/// A type that holds whole numbers up to 255.
+trait Number: Element + PartialEq + From<u8> {}
 
-    let mut bound = Bound::new(group, arguments.call, bytes)?;
-    bound.measure(group)?;
-    let mut operand = Operand::new(group, arguments.call, bytes / size_of::<T>());
-    let mut operation = 0;
-    for _ in 0..arguments.warmup {
-        write(operand.values()?, operation);
-        operand.all_reduce()?;
-        input.check(operand.values()?, operation)?;
-        operation += 1;
+impl<T: Element + PartialEq + From<u8>> Number for T {}
+
+/// Returns the time of an operation in each block of them.
+fn time_blocks<T: Number>(
+    group: &ProcessGroup,
+    mut operand: impl Operand<T>,
+    iterations: usize,
+) -> Result<Vec<f64>> {
+    for _ in 0..WARMUP {
+        check(group, &mut operand)?;
     }
-
+    // Sums of zeros stay zeros, however often they are summed.
+    operand.fill(|_| T::from(0))?;
+    // A barrier on the device, too: no rank begins before all are ready.
+    operand.reduce(1)?;
     let blocks = iterations.min(BLOCKS);
     let mut seconds = Vec::with_capacity(blocks);
-    group.barrier()?;
-    let began = Instant::now();
     for block in 0..blocks {
         let operations = iterations * (block + 1) / blocks - iterations * block / blocks;
         let start = Instant::now();
-        for operation in operation..operation + operations {
-            write(operand.values()?, operation);
-            operand.all_reduce()?;
-        }
+        operand.reduce(operations)?;
         seconds.push(start.elapsed().as_secs_f64() / operations as f64);
-        operation += operations;
-        input.check_one(operand.values()?, operation - 1)?;
     }
-    let elapsed = began.elapsed().as_secs_f64();
-    input.check(operand.values()?, operation - 1)?;
-    let mut hasher = DefaultHasher::new();
-    hasher.write(operand.bytes()?);
-    drop(operand);
-    bound.measure(group)?;
-    Ok(Sample {
-        seconds,
-        elapsed,
-        bound: bound.seconds,
-        iterations,
-        inputs: (input.modulus(), Some(input.period())),
-        checksum: format!("{:016x}", hasher.finish()),
-    })
+    check(group, &mut operand)?;
+    Ok(seconds)
 }
 
-/// Memory of the kind that a call reduces.
-enum Memory<T> {
-    /// None while a started operation has it.
-    Group(Option<Buffer>),
-    Heap(Vec<T>),
-}
-
-impl<T: Element> Memory<T> {
-    fn new(group: &ProcessGroup, call: Call, len: usize) -> Self {
-        match call {
-            Call::Buffer | Call::Started => Self::Group(Some(group.buffer(T::DTYPE, len))),
-            Call::Slice => Self::Heap(vec![T::zeroed(); len]),
-        }
-    }
-
-    fn values(&mut self) -> Result<&mut [T]> {
-        match self {
-            Self::Group(Some(buffer)) => Ok(buffer.as_mut_slice()?),
-            Self::Group(None) => Err("the buffer did not come back".into()),
-            Self::Heap(values) => Ok(values),
-        }
+/// Reduces known values, and compares every sum.
+fn check<T: Number>(group: &ProcessGroup, operand: &mut impl Operand<T>) -> Result<()> {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    // On 32 ranks sums are at most 192, which every type holds.
+    let value = |index: usize, rank: usize| ((index + rank) % 7) as u8;
+    operand.fill(|index| T::from(value(index, rank)))?;
+    operand.reduce(1)?;
+    let sums: Vec<T> = (0..7)
+        .map(|index| T::from((0..ranks).map(|rank| value(index, rank)).sum::<u8>()))
+        .collect();
+    let mut sums = (0..).zip(operand.values()?).zip(sums.iter().cycle());
+    match sums.find(|((_, found), expected)| found != expected) {
+        None => Ok(()),
+        Some(((index, found), expected)) => Err(format!(
+            "the sum at index {index} is wrong on rank {rank}: expected {expected:?}, found {found:?}"
+        )
+        .into()),
     }
 }
 
-/// What is reduced.
-struct Operand<'a, T> {
+struct HostOperand<'a> {
     group: &'a ProcessGroup,
-    call: Call,
-    memory: Memory<T>,
+    buffer: Buffer,
 }
 
-impl<'a, T: Element> Operand<'a, T> {
-    fn new(group: &'a ProcessGroup, call: Call, len: usize) -> Self {
-        let memory = Memory::new(group, call, len);
-        Self {
-            group,
-            call,
-            memory,
-        }
-    }
-
-    fn values(&mut self) -> Result<&mut [T]> {
-        self.memory.values()
-    }
-
-    fn bytes(&mut self) -> Result<&[u8]> {
-        match &self.memory {
-            Memory::Group(Some(buffer)) => Ok(buffer.bytes()),
-            Memory::Group(None) => Err("the buffer did not come back".into()),
-            Memory::Heap(values) => Ok(bytemuck::cast_slice(values)),
-        }
-    }
-
-    fn all_reduce(&mut self) -> Result<()> {
-        match &mut self.memory {
-            Memory::Group(held) if self.call == Call::Started => {
-                let buffer = held.take().ok_or("the buffer did not come back")?;
-                let pending = self.group.start_all_reduce(buffer, ReduceOp::Sum)?;
-                *held = Some(pending.wait()?);
-            }
-            Memory::Group(Some(buffer)) => self.group.all_reduce_buffer(buffer, ReduceOp::Sum)?,
-            Memory::Group(None) => return Err("the buffer did not come back".into()),
-            Memory::Heap(values) => self.group.all_reduce(values, ReduceOp::Sum)?,
+impl<T: Element> Operand<T> for HostOperand<'_> {
+    fn fill(&mut self, value: impl Fn(usize) -> T) -> Result<()> {
+        for (index, element) in self.buffer.as_mut_slice()?.iter_mut().enumerate() {
+            *element = value(index);
         }
         Ok(())
     }
+
+    fn reduce(&mut self, operations: usize) -> Result<()> {
+        for _ in 0..operations {
+            self.group
+                .all_reduce_buffer(&mut self.buffer, ReduceOp::Sum)?;
+        }
+        Ok(())
+    }
+
+    fn values(&mut self) -> Result<&[T]> {
+        Ok(self.buffer.as_slice()?)
+    }
 }
 
-/// Times the [bound](bound::pass) on this rank, together with the others.
+/// What memory allows: an all-reduce in place reads and writes every element of every rank once, and the ranks share the
+/// work. The loop does just that, without synchronization.
 struct Bound {
-    arrays: Vec<Memory<u64>>,
+    /// This rank's share of the buffers of all ranks.
+    arrays: Vec<Buffer>,
     bytes: usize,
     seconds: Vec<f64>,
 }
 
 impl Bound {
-    fn new(group: &ProcessGroup, call: Call, bytes: usize) -> Result<Self> {
+    fn new(group: &ProcessGroup, bytes: usize) -> Result<Self> {
         let ranks = group.world_size();
         let len = bytes.div_ceil(ranks * size_of::<u64>());
-        let mut arrays: Vec<_> = (0..ranks).map(|_| Memory::new(group, call, len)).collect();
+        let mut arrays: Vec<_> = (0..ranks).map(|_| group.buffer(DType::U64, len)).collect();
         for array in &mut arrays {
-            array.values()?.fill(1);
+            array.as_mut_slice::<u64>()?.fill(1);
         }
         Ok(Self {
             arrays,
@@ -301,32 +267,132 @@ impl Bound {
         })
     }
 
-    /// The number of times does not depend on the iterations that were asked for, so that these can
-    /// be timed from outside.
+    /// Times the loop, together with the other ranks; how often does not depend on the iterations that were asked for.
     fn measure(&mut self, group: &ProcessGroup) -> Result<()> {
-        let passes = (SHORT / self.bytes).clamp(1, 100);
         let mut arrays = Vec::with_capacity(self.arrays.len());
         for array in &mut self.arrays {
-            arrays.push(array.values()?);
+            arrays.push(array.as_mut_slice::<u64>()?);
         }
-        for _ in 0..WARM {
-            bound::pass(black_box(&mut arrays));
+        // One pass of little memory is too short for the clock.
+        let passes = ((1 << 20) / self.bytes).clamp(1, 100);
+        for _ in 0..3 {
+            add_up(black_box(&mut arrays));
         }
         for _ in 0..(TRAFFIC / 4 / self.bytes).clamp(10, 100) {
             group.barrier()?;
             let start = Instant::now();
             for _ in 0..passes {
-                bound::pass(black_box(&mut arrays));
+                add_up(black_box(&mut arrays));
             }
-            self.seconds
-                .push(start.elapsed().as_secs_f64() / passes as f64);
+            let seconds = start.elapsed().as_secs_f64();
+            self.seconds.push(seconds / passes as f64);
         }
         Ok(())
     }
 }
 
-/// In bytes. Below, several passes of the bound are timed together: one is too short for the clock.
-const SHORT: usize = 1 << 20;
+/// Adds up the arrays, element by element, and writes the sums back to each.
+fn add_up(arrays: &mut [&mut [u64]]) {
+    // 4 KiB: sums stay in the first-level cache.
+    let mut sums = [0_u64; 512];
+    let len = arrays.first().map_or(0, |array| array.len());
+    for start in (0..len).step_by(sums.len()) {
+        let range = start..len.min(start + sums.len());
+        let sums = &mut sums[..range.len()];
+        sums.fill(0);
+        for array in arrays.iter() {
+            for (sum, value) in sums.iter_mut().zip(&array[range.clone()]) {
+                *sum = sum.wrapping_add(*value);
+            }
+        }
+        for array in arrays.iter_mut() {
+            array[range.clone()].copy_from_slice(sums);
+        }
+    }
+}
 
-/// How often the bound's loop runs before it counts.
-const WARM: usize = 3;
+/// How many untimed operations come first, whose sums are all compared.
+const WARMUP: usize = 5;
+
+/// In how many blocks the iterations are timed at most.
+const BLOCKS: usize = 100;
+
+/// How many bytes of a size are reduced if the number of iterations is left open.
+const TRAFFIC: usize = 400_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory in which a sum goes wrong after some operations.
+    struct Faulty<'a> {
+        operand: HostOperand<'a>,
+        operations: usize,
+        wrong_from: usize,
+    }
+
+    impl Operand<f32> for Faulty<'_> {
+        fn fill(&mut self, value: impl Fn(usize) -> f32) -> Result<()> {
+            self.operand.fill(value)
+        }
+
+        fn reduce(&mut self, operations: usize) -> Result<()> {
+            Operand::<f32>::reduce(&mut self.operand, operations)?;
+            self.operations += operations;
+            if self.operations >= self.wrong_from {
+                self.operand.buffer.as_mut_slice::<f32>()?[999] += 1.0;
+            }
+            Ok(())
+        }
+
+        fn values(&mut self) -> Result<&[f32]> {
+            self.operand.values()
+        }
+    }
+
+    #[test]
+    fn a_wrong_sum_is_an_error() {
+        // One operation of the warm-up, a timed one, the last one; none.
+        for (wrong_from, is_error) in [
+            (3, true),
+            (8, true),
+            (WARMUP + 1 + 7 + 1, true),
+            (100, false),
+        ] {
+            let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
+            let measure = |group: &ProcessGroup| {
+                let buffer = group.buffer(f32::DTYPE, 1000);
+                let operand = Faulty {
+                    operand: HostOperand { group, buffer },
+                    operations: 0,
+                    wrong_from,
+                };
+                time_blocks(group, operand, 7).map_err(|error| error.to_string())
+            };
+            let outcomes: Vec<_> = thread::scope(|scope| {
+                let ranks = groups
+                    .iter()
+                    .map(|group| scope.spawn(move || measure(group)));
+                let ranks: Vec<_> = ranks.collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            for outcome in outcomes {
+                match outcome {
+                    Ok(seconds) => assert!(!is_error && seconds.len() == 7, "{wrong_from}"),
+                    Err(error) => assert!(is_error && error.contains("at index 999"), "{error}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_array_ends_with_the_sums() {
+        for count in 2..6_u64 {
+            let mut arrays: Vec<Vec<u64>> = (1..=count).map(|value| vec![value; 1300]).collect();
+            let mut views: Vec<&mut [u64]> = arrays.iter_mut().map(Vec::as_mut_slice).collect();
+            add_up(&mut views);
+            let sums = vec![count * (count + 1) / 2; 1300];
+            assert!(arrays.iter().all(|array| *array == sums));
+        }
+    }
+}
