@@ -6,7 +6,7 @@ use accelerator_collective::{Element, ProcessGroup, ReduceOp};
 use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library};
 
 use super::figures::GpuInfo;
-use super::rank::Operand;
+use super::measure::Operand;
 use crate::error::BoxResult;
 
 /// This rank, with its GPU.

@@ -18,7 +18,7 @@ use crate::error::Result;
 use crate::text::print;
 use job::{Interrupt, JobSpec, StageJob};
 pub(crate) use rank::{RankArgs, run as rank};
-use rank::{RankLine, Task};
+use rank::{RankLine, Task, limit};
 use report::{LaunchTimes, StageFailure, StageResult, TestReport};
 
 /// Tests this installation: whether ranks connect, compute, and detect failures.
@@ -229,11 +229,4 @@ fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
     count
         .and_then(NonZeroUsize::new)
         .ok_or_else(|| "expected a number of processes from 2 to 16".into())
-}
-
-fn limit(text: &str) -> std::result::Result<Duration, String> {
-    match text.parse::<f64>() {
-        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("expected a number of seconds between 0.1 and 86400".into()),
-    }
 }

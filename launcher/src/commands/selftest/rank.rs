@@ -36,7 +36,7 @@ pub(crate) struct RankArgs {
     threads: NonZeroUsize,
 
     /// How many seconds it may wait for others.
-    #[arg(long, default_value = "60", value_parser = super::limit)]
+    #[arg(long, default_value = "60", value_parser = limit)]
     limit: Duration,
 }
 
@@ -223,6 +223,14 @@ fn collectives(group: &ProcessGroup) -> Result<()> {
         group,
         &format!("{results} results on {ranks} ranks over {transport}"),
     )
+}
+
+/// Reads a time limit in seconds.
+pub(super) fn limit(text: &str) -> std::result::Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("expected a number of seconds between 0.1 and 86400".into()),
+    }
 }
 
 /// Adds up to 80 on 16 ranks, which every type holds.
