@@ -6,8 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::output::Stream;
 use crate::process::End;
-use crate::settings::Elastic;
-use crate::settings::layout::Layout;
+use crate::settings::{Elastic, Layout};
 use crate::supervisor::leftovers::LeftBehind;
 
 /// Of these messages and of the handshake: launchers of another number do not work together.

@@ -3,8 +3,7 @@
 use accelerator_collective::rendezvous::{Security, Token};
 
 use crate::error::{Error, Result};
-use crate::supervisor::store::given_security;
-use crate::supervisor::token::given_token;
+use crate::supervisor::store::{given_security, given_token};
 pub(crate) use crate::variables::liveness;
 
 /// The token of the job: that of `ACCEL_TOKEN_FILE`; `None` where `ACCEL_INSECURE=1` waives it.

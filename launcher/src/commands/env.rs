@@ -14,9 +14,8 @@ use serde::Serialize;
 use crate::cargo;
 use crate::error::{Error, Result, chain};
 use crate::gpu::inventory::{self, Gpu};
-use crate::gpu::visible::{VISIBLE, Visible, shown};
+use crate::gpu::{VISIBLE, Visible, shown};
 use crate::settings::defaults;
-use crate::settings::threads;
 use crate::text::{columns, print};
 use crate::variables::{self, Scope};
 
@@ -188,7 +187,7 @@ struct DeviceFile {
 
 impl EnvReport {
     fn collect() -> Self {
-        let cores = threads::cores();
+        let cores = defaults::cores();
         let ours = variables::set();
         let errors_found = variables::errors(&ours, Scope::Everything);
         let mut errors = Vec::new();
@@ -329,7 +328,7 @@ fn shares(cores: NonZeroUsize) -> Vec<ThreadShare> {
         .into_iter()
         .map(|ranks| ThreadShare {
             ranks,
-            threads_per_rank: threads::share(cores, ranks),
+            threads_per_rank: defaults::share(cores, ranks),
         })
         .collect()
 }

@@ -3,18 +3,16 @@
 //! Either can be missing: the tool in a small container, the folder in many. Neither loads CUDA.
 
 use std::ffi::OsStr;
-use std::fs;
 use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
-use std::thread;
 use std::time::Duration;
+use std::{fs, thread};
 
 use serde::Serialize;
 
-use super::id::GpuId;
-use super::visible::{VISIBLE, Visible};
+use super::{GpuId, VISIBLE, Visible};
 use crate::process::{Process, RankProcess};
 use crate::text::size;
 

@@ -1,4 +1,6 @@
-//! Cutting a stream of bytes into blocks of whole lines.
+//! The lines of a stream of bytes: cutting it into blocks of whole lines, and keeping the last ones.
+
+use std::collections::VecDeque;
 
 /// Beyond this many bytes without an end, a line is passed on in pieces.
 const MAX_LINE: usize = 8 << 20;
@@ -45,6 +47,153 @@ impl Lines {
     }
 }
 
+/// How many lines are kept.
+const LINES: usize = 5;
+
+/// Over how many lines the message of a panic may go, to keep its first one.
+const PANIC_LINES: usize = 40;
+
+/// The number of bytes kept from the beginning of a long line, where an error says what happened, and from its end,
+/// where it names the remedy.
+const HALF: usize = 2 << 10;
+
+/// The last lines of a stream, bounded in number and width.
+#[derive(Debug, Default)]
+pub(crate) struct LastLines {
+    lines: VecDeque<KeptLine>,
+    current: KeptLine,
+    /// How many lines came since the last panic began.
+    since_panic: usize,
+}
+
+impl LastLines {
+    /// Takes in what the stream brings.
+    pub(crate) fn feed(&mut self, chunk: &[u8]) {
+        for &byte in chunk {
+            match byte {
+                b'\n' => self.end_line(),
+                _ => self.current.push(byte),
+            }
+        }
+    }
+
+    /// The lines as text that can be shown anywhere.
+    pub(crate) fn text(&self) -> Vec<String> {
+        let mut lines = self.lines.clone();
+        if !self.current.bytes.is_empty() {
+            self.make_room(&mut lines);
+        }
+        lines
+            .iter()
+            .chain(std::iter::once(&self.current))
+            .map(KeptLine::text)
+            .filter(|line| !line.trim().is_empty())
+            .collect()
+    }
+
+    fn end_line(&mut self) {
+        let line = std::mem::take(&mut self.current);
+        if line.bytes.iter().all(u8::is_ascii_whitespace) || is_backtrace(&line.bytes) {
+            return;
+        }
+        self.since_panic = match line.is_panic() {
+            true => 0,
+            false => self.since_panic.saturating_add(1),
+        };
+        let mut lines = std::mem::take(&mut self.lines);
+        self.make_room(&mut lines);
+        lines.push_back(line);
+        self.lines = lines;
+    }
+
+    /// Drops a line where one more would be too many: the oldest one, but of a panic with a message of many
+    /// lines, where it was and the first line of the message stay.
+    fn make_room(&self, lines: &mut VecDeque<KeptLine>) {
+        if lines.len() < LINES {
+            return;
+        }
+        let removed = match lines.iter().rposition(KeptLine::is_panic) {
+            Some(0) if self.since_panic <= PANIC_LINES => 2,
+            _ => 0,
+        };
+        lines.remove(removed);
+    }
+}
+
+/// A line, without the middle if it is long.
+#[derive(Clone, Debug, Default)]
+struct KeptLine {
+    bytes: Vec<u8>,
+    is_cut: bool,
+}
+
+impl KeptLine {
+    fn push(&mut self, byte: u8) {
+        self.bytes.push(byte);
+        if self.bytes.len() == 3 * HALF {
+            self.bytes.drain(HALF..2 * HALF);
+            self.is_cut = true;
+        }
+    }
+
+    fn is_panic(&self) -> bool {
+        is_panic(&String::from_utf8_lossy(&self.bytes))
+    }
+
+    /// Returns the line as printable text; an ellipsis replaces its middle.
+    fn text(&self) -> String {
+        let at = self.bytes.len().saturating_sub(HALF);
+        if !self.is_cut && at <= HALF {
+            return plain(&self.bytes);
+        }
+        let (head, tail) = (&self.bytes[..HALF], self.bytes[at..].trim_ascii_end());
+        let end = plain(tail);
+        match tail.contains(&b'\r') {
+            true => end,
+            // The cut may be within a character.
+            false => format!(
+                "{}…{}",
+                plain(head).trim_end_matches('\u{fffd}'),
+                end.trim_start_matches('\u{fffd}')
+            ),
+        }
+    }
+}
+
+/// The most informative of a rank's last lines: the first of a panic's message, or the last one.
+pub(crate) fn headline(lines: &[String]) -> Option<&String> {
+    let panic = lines.iter().rposition(|line| is_panic(line));
+    panic
+        .and_then(|at| lines.get(at + 1))
+        .or_else(|| lines.last())
+}
+
+/// Whether a line is what Rust prints before a panic's message.
+fn is_panic(line: &str) -> bool {
+    line.starts_with("thread '") && line.contains(" panicked at ")
+}
+
+/// Whether a line belongs to the backtrace that Rust prints after a panic's message, which is what
+/// the last lines are kept for.
+fn is_backtrace(line: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(line);
+    let inner = text.trim();
+    let number = inner.split(':').next().unwrap_or_default();
+    let frame = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    inner == "stack backtrace:"
+        || inner.starts_with("note: run with `RUST_BACKTRACE")
+        || inner.starts_with("note: Some details are omitted, run with `RUST_BACKTRACE")
+        || text.starts_with(' ') && (frame && inner.contains(": ") || inner.starts_with("at "))
+}
+
+/// `line` without colours and control characters, and only the last of its progress updates.
+fn plain(line: &[u8]) -> String {
+    let text = String::from_utf8_lossy(line);
+    let text = text.trim_end();
+    let shown = text.rsplit('\r').next().unwrap_or(text);
+    anstream::adapter::strip_str(shown).to_string()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,5 +233,117 @@ mod tests {
         let given = blocks(&long.chunks(1 << 16).collect::<Vec<_>>());
         assert!(given.len() > 1);
         assert_eq!(given.concat(), long);
+    }
+
+    fn text(bytes: &[u8]) -> Vec<String> {
+        let mut last_lines = LastLines::default();
+        for chunk in bytes.chunks(3) {
+            last_lines.feed(chunk);
+        }
+        last_lines.text()
+    }
+
+    #[test]
+    fn a_panic_is_not_pushed_out_by_its_backtrace() {
+        let mut said = "thread 'main' panicked at src/main.rs:3:5:\nno such digit: 10\nstack \
+                        backtrace:\n"
+            .to_owned();
+        for frame in 0..20 {
+            said.push_str(&format!(
+                "  {frame:2}: train::step\n             at ./src/main.rs:3:5\n"
+            ));
+        }
+        said.push_str(
+            "note: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n",
+        );
+        assert_eq!(
+            text(said.as_bytes()),
+            [
+                "thread 'main' panicked at src/main.rs:3:5:",
+                "no such digit: 10"
+            ]
+        );
+        // What only looks like it stays.
+        assert_eq!(text(b"12: done\n  at noon\n"), ["12: done"]);
+    }
+
+    #[test]
+    fn a_long_panic_keeps_where_it_was_and_its_first_line() {
+        let first =
+            "thread 'main' (71) panicked at src/main.rs:3:5:\n=== Tensor Operation Error ===\n";
+        let message = "  Operation: 'Matmul'\n  Reason:\n    1. The dimensions differ.\n       Left [2].\n       Right [3].\n";
+        assert_eq!(
+            text(format!("step 7\n{first}{message}").as_bytes()),
+            [
+                "thread 'main' (71) panicked at src/main.rs:3:5:",
+                "=== Tensor Operation Error ===",
+                "    1. The dimensions differ.",
+                "       Left [2].",
+                "       Right [3]."
+            ]
+        );
+        // One that the program survived gives way to the next one, and to what is written later.
+        let second = "thread 'main' (71) panicked at src/main.rs:9:9:\nno such digit\n";
+        let said = text(format!("{first}{message}{second}").as_bytes());
+        assert_eq!(said[3..], second.lines().collect::<Vec<_>>());
+        let later: String = (0..100).map(|step| format!("step {step}\n")).collect();
+        let said = text(format!("{first}{message}{later}").as_bytes());
+        assert_eq!(said[0], "step 95");
+    }
+
+    #[test]
+    fn the_headline_is_the_first_line_of_a_panic() {
+        let said =
+            |text: &str| headline(&text.lines().map(str::to_owned).collect::<Vec<_>>()).cloned();
+        let panic = "thread 'main' (71) panicked at src/main.rs:3:5:\nassertion `left == right` failed: \
+                     matmul: dtype mismatch\n  left: F32\n right: BF16";
+        assert_eq!(
+            said(panic).unwrap(),
+            "assertion `left == right` failed: matmul: dtype mismatch"
+        );
+        assert_eq!(
+            said("step 7\nError: no such file").unwrap(),
+            "Error: no such file"
+        );
+        assert_eq!(said(""), None);
+    }
+
+    #[test]
+    fn keeps_the_last_lines() {
+        assert_eq!(text(b"1\n2\n\n3\n4\n5\n6\n7"), ["3", "4", "5", "6", "7"]);
+        assert_eq!(text(b"1\n2\n"), ["1", "2"]);
+        assert!(text(b"").is_empty());
+    }
+
+    #[test]
+    fn shows_plain_text() {
+        assert_eq!(
+            text(b"\x1b[1;31merror\x1b[0m: \xff\x07x\r\n"),
+            ["error: \u{fffd}x"]
+        );
+        assert_eq!(text(b"10%\r20%\r30%\n"), ["30%"]);
+    }
+
+    #[test]
+    fn is_bounded() {
+        let lines = text(&vec![b'x'; 1_000_000]);
+        assert_eq!(lines.len(), 1);
+        assert_eq!(lines[0].chars().count(), 2 * HALF + 1);
+    }
+
+    #[test]
+    fn a_long_line_keeps_what_happened_and_what_to_do() {
+        let whole = format!("no such file: {}; pass --data", "é".repeat(1000));
+        assert_eq!(text(whole.as_bytes()), [whole]);
+        for (count, end) in [(3000, ""), (3001, "\n"), (90_000, "\r\n")] {
+            let line = format!("no such file: {}; pass --data{end}", "é".repeat(count));
+            let said = text(line.as_bytes()).pop().unwrap();
+            assert!(said.starts_with("no such file: éé"), "{said}");
+            assert!(said.ends_with("éé; pass --data"), "{said}");
+            assert!(said.contains("é…é") && !said.contains('\u{fffd}'), "{said}");
+        }
+        // A progress bar without end shows its last update.
+        let bar: String = (0..9000).map(|step| format!("\rstep {step}")).collect();
+        assert_eq!(text(bar.as_bytes()), ["step 8999"]);
     }
 }

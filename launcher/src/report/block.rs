@@ -9,7 +9,7 @@ use super::{FailureRecord, FirstFailure, FirstText, OtherRank};
 use crate::output::headline;
 use crate::process::End;
 use crate::supervisor::attempt::last_words;
-use crate::supervisor::rank_reports::FailureReport;
+use crate::supervisor::store::FailureReport;
 use crate::text::list;
 
 /// How many lines about other ranks the text has.

@@ -1,7 +1,6 @@
 //! The report of a failed attempt: which rank failed first, as text and as `failure.json`.
 
 mod block;
-mod lost_head;
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -10,16 +9,16 @@ use std::time::SystemTime;
 
 use accelerator_track::mask_arguments;
 use serde::Serialize;
+use signal_hook::consts::signal;
 use signal_hook::low_level::signal_name;
 
+use crate::error::START_AGAIN;
 use crate::process::End;
 use crate::supervisor::attempt::FinishedAttempt;
 use crate::supervisor::job::Cause;
-use crate::supervisor::rank_reports::FailureReport;
+use crate::supervisor::store::FailureReport;
 use crate::text::{host_name, shell_line, utc};
 use crate::variables;
-
-pub(crate) use lost_head::{KnownRank, LostHead};
 
 /// The name of the report in the log folder.
 pub(crate) const FILE: &str = "failure.json";
@@ -316,6 +315,83 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
         Some(End::Code(code)) => (Some(code), None),
         Some(End::Signal(signal)) => (None, Some(signal)),
         Some(End::Lost) | None => (None, None),
+    }
+}
+
+/// What a host other than host 0 knows of a job whose host 0 was lost.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LostHead<'a> {
+    /// The name of host 0.
+    pub(crate) host: &'a str,
+    /// How it was lost.
+    pub(crate) loss: &'a str,
+    /// The number of ranks of the job; 0 where none had been started.
+    pub(crate) world_size: usize,
+    /// The name of the job.
+    pub(crate) job: &'a str,
+    /// How often it had been restarted.
+    pub(crate) restarts: u64,
+    /// The ranks of this host.
+    pub(crate) ranks: &'a [KnownRank],
+}
+
+/// A rank of this host.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KnownRank {
+    /// Its number among all ranks.
+    pub(crate) rank: usize,
+    /// Its process.
+    pub(crate) pid: i32,
+    /// How it ended, if it did before host 0 was lost.
+    pub(crate) end: Option<End>,
+}
+
+impl FailureRecord {
+    /// Describes the loss of host 0, as the launcher of another host sees it.
+    pub(crate) fn of_lost_head(lost: &LostHead<'_>, command: &[OsString]) -> Self {
+        let others = lost.ranks.iter().map(|known| {
+            let (exit_code, signal) = parts(known.end.or(Some(End::Signal(signal::SIGKILL))));
+            OtherRank {
+                rank: known.rank,
+                pid: known.pid,
+                exit_code,
+                signal,
+                is_lost: false,
+                by_itself: known.end.is_some(),
+                last_words: Vec::new(),
+                names_first: false,
+            }
+        });
+        Self {
+            collateral: others.collect(),
+            first: FirstFailure {
+                rank: 0,
+                host: lost.host.to_owned(),
+                node: 0,
+                pid: 0,
+                cause: lost.loss.to_owned(),
+                exit_code: None,
+                signal: None,
+                signal_name: None,
+                last_words: Vec::new(),
+                log: None,
+                reported_by: BTreeSet::new(),
+                shown: FirstText {
+                    end_text: format!("was {}", End::Lost),
+                    report: None,
+                    host: Some(lost.host.to_owned()),
+                    loss: Some(lost.loss.to_owned()),
+                },
+            },
+            exit_code: START_AGAIN,
+            restarts: lost.restarts,
+            world_size: lost.world_size,
+            job: lost.job.to_owned(),
+            command_line: command_line(&words(command)),
+            command: words(command),
+            log_files: Vec::new(),
+            time: utc(SystemTime::now()),
+        }
     }
 }
 

@@ -7,8 +7,7 @@
 use std::ffi::{OsStr, OsString};
 
 use crate::error::{Error, Result};
-use crate::gpu::id::{GpuId, GpuIds, joined};
-use crate::gpu::visible::{VISIBLE, Visible, shown};
+use crate::gpu::{GpuId, GpuIds, VISIBLE, Visible, joined, shown};
 use crate::settings::options::Options;
 
 /// The variable that sets the order in which CUDA numbers devices.

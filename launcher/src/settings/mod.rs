@@ -3,15 +3,14 @@
 pub(crate) mod defaults;
 pub(crate) mod gpus;
 pub(crate) mod hosts;
-pub(crate) mod layout;
 pub(crate) mod nodes;
 pub(crate) mod options;
 pub(crate) mod rank_env;
 pub(crate) mod target;
-pub(crate) mod threads;
 
 use std::fmt::Display;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,10 +18,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::output::{OnOutputError, Prefix};
 use crate::variables;
+use defaults::Threads;
 use gpus::Gpus;
-use layout::Layout;
 use options::{Options, Processes};
-use threads::Threads;
 
 /// Time between SIGTERM and SIGKILL where nothing else is asked for.
 const DEFAULT_GRACE: Duration = Duration::from_secs(5);
@@ -188,8 +186,8 @@ impl Settings {
             }
         };
 
-        let cores = threads::cores();
-        let threads = threads::POOL_VARIABLES.map(|name| {
+        let cores = defaults::cores();
+        let threads = defaults::POOL_VARIABLES.map(|name| {
             let threads = Threads::choose(options.threads_per_process, lookup(name), ranks, cores);
             match &threads {
                 Threads::Set { count, origin } => table.add(name, count, origin),
@@ -377,6 +375,50 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     variables::given(name)?.into_string().ok()
 }
 
+/// How many ranks each host runs. Ranks are numbered host by host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Layout {
+    hosts: Vec<usize>,
+}
+
+impl Layout {
+    /// All ranks on one host.
+    pub(crate) fn of_one_host(ranks: NonZeroUsize) -> Self {
+        Self::new(vec![ranks.get()])
+    }
+
+    /// So many ranks on each host, in the order of the hosts.
+    pub(crate) fn new(hosts: Vec<usize>) -> Self {
+        Self { hosts }
+    }
+
+    /// How many hosts there are.
+    pub(crate) fn hosts(&self) -> usize {
+        self.hosts.len()
+    }
+
+    /// How many ranks there are on all hosts.
+    pub(crate) fn ranks(&self) -> usize {
+        self.hosts.iter().sum()
+    }
+
+    /// The ranks of a host; none where there is no such host.
+    pub(crate) fn ranks_of(&self, host: usize) -> Range<usize> {
+        let before = self.hosts.iter().take(host).sum();
+        before..before + self.hosts.get(host).copied().unwrap_or(0)
+    }
+
+    /// The host of a rank; behind the last one where there is no such rank.
+    pub(crate) fn host_of(&self, rank: usize) -> usize {
+        let mut end = 0;
+        let before = self.hosts.iter().take_while(|&&ranks| {
+            end += ranks;
+            end <= rank
+        });
+        before.count()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -440,5 +482,15 @@ mod tests {
         assert_eq!(again.job, format!("{}-restart-1", first.job));
         assert_eq!(again.prefix, first.prefix);
         assert!(matches!(again.threads[0].1, Threads::Unset));
+    }
+
+    #[test]
+    fn ranks_are_numbered_host_by_host() {
+        let layout = Layout::new(vec![2, 1, 3]);
+        assert_eq!((layout.hosts(), layout.ranks()), (3, 6));
+        let ranks = [0, 1, 2, 3].map(|host| layout.ranks_of(host));
+        assert_eq!(ranks, [0..2, 2..3, 3..6, 6..6]);
+        let hosts = [0, 1, 2, 3, 4, 5, 6].map(|rank| layout.host_of(rank));
+        assert_eq!(hosts, [0, 0, 1, 2, 2, 2, 3]);
     }
 }

@@ -11,11 +11,9 @@ use std::time::Duration;
 use accelerator_collective::{AgentLaunch, AgentProcesses, Topology};
 
 use crate::error::{Error, Result, chain};
-use crate::gpu::id::GpuIds;
-use crate::gpu::inventory;
-use crate::gpu::visible::{VISIBLE, Visible};
+use crate::gpu::{GpuIds, VISIBLE, Visible, inventory};
+use crate::settings::defaults;
 use crate::settings::options::{Options, Processes};
-use crate::settings::threads;
 
 /// How long hosts wait for one another where nothing else is asked for: a node that is being set up takes minutes.
 pub(crate) const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
@@ -218,7 +216,7 @@ impl PerHost {
         match self {
             Self::Count(count) => Ok(count),
             Self::Auto => Ok(gpus().unwrap_or(NonZeroUsize::MIN)),
-            Self::Cpu => Ok(threads::cores()),
+            Self::Cpu => Ok(defaults::cores()),
             Self::Gpu => gpus().ok_or_else(|| {
                 Error::usage(
                     "--nproc-per-node gpu: this host has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it; give a number",

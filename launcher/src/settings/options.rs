@@ -9,7 +9,7 @@ use std::time::Duration;
 use accelerator_collective::Topology;
 use clap::Args;
 
-use crate::gpu::id::GpuIds;
+use crate::gpu::GpuIds;
 use crate::output::OnOutputError;
 use crate::settings::hosts::HostList;
 use crate::settings::nodes::{Endpoint, PerHost};

@@ -8,8 +8,7 @@ use std::process::Command;
 use accelerator_env as env;
 use accelerator_track::mask_arguments;
 
-use crate::settings::defaults;
-use crate::settings::threads::Threads;
+use crate::settings::defaults::{self, Threads};
 use crate::settings::{Elastic, Settings};
 use crate::variables;
 
@@ -70,7 +69,7 @@ impl RankEnv {
         let ours = common.iter().map(|(name, _)| *name);
         let ours: Vec<_> = ours.filter(|name| variables::is_ours(name)).collect();
         common.push((env::SET_BY_LAUNCHER.name, ours.join(",").into()));
-        common.extend(defaults::settings(|name| std::env::var_os(name).is_some()));
+        common.extend(defaults::variables(|name| std::env::var_os(name).is_some()));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
             common,
@@ -153,8 +152,8 @@ fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::Layout;
     use crate::settings::gpus::Gpus;
-    use crate::settings::layout::Layout;
     use crate::settings::options::{Options, Processes};
 
     #[test]

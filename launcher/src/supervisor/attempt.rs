@@ -14,16 +14,14 @@ use crate::process::{End, RankProcess};
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
 use crate::supervisor::group::{
-    EndedBy, GroupOutcome, JobPhase, Observer, Watch, supervise, watch,
+    EndedBy, GroupOutcome, JobPhase, Observer, StopWatch, Watch, supervise, watch,
 };
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::{KillScope, Swept};
-use crate::supervisor::rank_reports::RankReports;
 use crate::supervisor::regroup::Regrouping;
 use crate::supervisor::shim::KillOnDrop;
 use crate::supervisor::spawner::Spawner;
-use crate::supervisor::stopped::StopWatch;
-use crate::supervisor::store::{Store, StoreHandle};
+use crate::supervisor::store::{RankReports, Store, StoreHandle};
 use crate::text::{list, without_middle};
 use crate::variables;
 

@@ -19,9 +19,8 @@ use crate::error::{Result, chain};
 use crate::event::{Channel, Event};
 use crate::output::Output;
 use crate::process::RankProcess;
-use crate::settings::layout::Layout;
 use crate::settings::rank_env::RankEnv;
-use crate::settings::{Elastic, Settings};
+use crate::settings::{Elastic, Layout, Settings};
 use crate::text::list;
 
 /// How long new ranks may take to join. The others run meanwhile.

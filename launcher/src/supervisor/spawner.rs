@@ -16,9 +16,8 @@ use rustix::process::Signal;
 use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::process::{Process, RankProcess};
-use crate::settings::Settings;
-use crate::settings::layout::Layout;
 use crate::settings::rank_env::RankEnv;
+use crate::settings::{Layout, Settings};
 use crate::supervisor::leftovers::Swept;
 
 /// Starts ranks. The main thread calls its methods.

@@ -1,16 +1,28 @@
-//! The store of an attempt. The launcher hosts it, so that it outlives every rank.
+//! The store of an attempt, its token, and the reports of ranks to it. The launcher hosts the store, so that it outlives
+//! every rank.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File, Permissions};
+use std::io::{self, Write};
 use std::net::SocketAddr;
-use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
+use accelerator_env::{TOKEN_FILE, variable};
+use accelerator_manifest::StagedFolder;
+use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 
 use crate::error::{Error, Result, chain};
+use crate::event::Event;
 use crate::settings::Settings;
-use crate::supervisor::token::{OwnToken, given_token};
+use crate::text::note;
+use crate::variables;
 
 /// How long the store of an attempt may take to give back a port that was asked for.
 const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -168,5 +180,258 @@ impl StoreHandle {
         if let Some(server) = self.0.upgrade() {
             server.tell_next_place(rank, variables);
         }
+    }
+}
+
+/// What the ranks of one attempt have reported. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RankReports {
+    received: Arc<Mutex<Received>>,
+}
+
+/// The first failure report of a rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FailureReport {
+    /// The rank that reports.
+    pub(crate) rank: usize,
+    /// The ranks that it blames.
+    pub(crate) blamed: BTreeSet<usize>,
+    /// Its error in full.
+    pub(crate) text: String,
+}
+
+impl RankReports {
+    /// Records what the store reports, and forwards to `events` what the supervisor needs.
+    pub(crate) fn record(&self, report: Report, events: &Sender<Event>) {
+        let event = match report {
+            Report::Joined { rank, host, .. } => {
+                self.lock().joined.insert(rank, host);
+                Event::Joined(rank)
+            }
+            Report::Failed(report) => {
+                let is_first = self.lock().keep_first(FailureReport {
+                    rank: report.rank,
+                    blamed: report.blamed.iter().copied().collect(),
+                    text: report.text,
+                });
+                if !is_first {
+                    return;
+                }
+                Event::FailureReported {
+                    rank: report.rank,
+                    blamed: report.blamed,
+                }
+            }
+            Report::Closed { rank, .. } => {
+                self.lock().closed.insert(rank);
+                Event::Closed(rank)
+            }
+            _ => return,
+        };
+        // Without a receiver the attempt is over.
+        let _ = events.send(event);
+    }
+
+    /// Whether any rank has joined the job.
+    pub(crate) fn has_any_joined(&self) -> bool {
+        !self.lock().joined.is_empty()
+    }
+
+    /// Whether `rank` has joined the job and not closed its group.
+    pub(crate) fn is_joined(&self, rank: usize) -> bool {
+        let received = self.lock();
+        received.joined.contains_key(&rank) && !received.closed.contains(&rank)
+    }
+
+    /// Whether `rank` has reported a failure, or never joined.
+    pub(crate) fn has_reported(&self, rank: usize) -> bool {
+        let received = self.lock();
+        !received.joined.contains_key(&rank) || received.has_reported(rank)
+    }
+
+    /// The host that `rank` joined from.
+    pub(crate) fn host(&self, rank: usize) -> Option<String> {
+        self.lock().joined.get(&rank).cloned()
+    }
+
+    /// The first failure report of each rank, in order of arrival.
+    pub(crate) fn failure_reports(&self) -> Vec<FailureReport> {
+        self.lock().failure_reports.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Received> {
+        self.received.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Received {
+    /// The host of each rank that joined.
+    joined: BTreeMap<usize, String>,
+    closed: BTreeSet<usize>,
+    /// At most one of each rank.
+    failure_reports: Vec<FailureReport>,
+}
+
+impl Received {
+    /// Keeps only the first report of a rank, which bounds the launcher's memory. Returns whether it was the first.
+    fn keep_first(&mut self, said: FailureReport) -> bool {
+        let is_first = !self.has_reported(said.rank);
+        if is_first {
+            self.failure_reports.push(said);
+        }
+        is_first
+    }
+
+    fn has_reported(&self, rank: usize) -> bool {
+        self.failure_reports.iter().any(|said| said.rank == rank)
+    }
+}
+
+/// The token of `ACCEL_TOKEN_FILE`.
+#[derive(Debug)]
+pub(crate) struct GivenToken {
+    /// The token.
+    pub(crate) token: Token,
+    /// Where ranks find it, if not where this launcher has.
+    pub(crate) file: Option<&'static Path>,
+}
+
+/// The token of `ACCEL_TOKEN_FILE`, where that is set. What comes by a pipe is read once in a process.
+///
+/// # Errors
+/// When the file cannot be read.
+pub(crate) fn given_token() -> Result<Option<GivenToken>> {
+    static PIPED: OnceLock<(Token, MemoryFile)> = OnceLock::new();
+    static GUESSABLE: Once = Once::new();
+    let Some(path) = variables::given(TOKEN_FILE.name).map(PathBuf::from) else {
+        return Ok(None);
+    };
+    if PIPED.get().is_none() {
+        let token = Token::from_file(&path).map_err(|error| Error::usage(chain(&error)))?;
+        if token.is_guessable() {
+            GUESSABLE.call_once(|| note(Token::GUESSABLE));
+        }
+        if !fs::metadata(&path).is_ok_and(|found| found.file_type().is_fifo()) {
+            return Ok(Some(GivenToken { token, file: None }));
+        }
+        let file = MemoryFile::of_token(token.secret())?;
+        // Another thread may have been faster.
+        let _ = PIPED.set((token, file));
+    }
+    Ok(PIPED.get().map(|(token, file)| GivenToken {
+        token: token.clone(),
+        file: Some(file.path()),
+    }))
+}
+
+/// A file in memory that only this user can read, and that is gone with this process.
+#[derive(Debug)]
+pub(crate) struct MemoryFile {
+    path: PathBuf,
+    _file: File,
+}
+
+impl MemoryFile {
+    /// A file with the secret of a token.
+    ///
+    /// # Errors
+    /// When the system gives no memory for it.
+    pub(crate) fn of_token(secret: &[u8]) -> Result<Self> {
+        let write = || -> io::Result<Self> {
+            let file = memfd_create("accel-token", MemfdFlags::CLOEXEC)?;
+            fchmod(&file, Mode::RUSR | Mode::WUSR)?;
+            let mut file = File::from(file);
+            file.write_all(secret)?;
+            let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+            Ok(Self {
+                path: path.into(),
+                _file: file,
+            })
+        };
+        write().map_err(|error| Error::system("the token cannot be kept").with_source(error))
+    }
+
+    /// Its path, for other processes of this user.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The file of a token for one attempt, which only this user can read; it goes when this is dropped. That of a
+/// launcher that was killed goes with the next.
+#[derive(Debug)]
+pub(crate) struct OwnToken {
+    path: PathBuf,
+    _folder: StagedFolder,
+}
+
+impl OwnToken {
+    /// A new token, and its file.
+    ///
+    /// # Errors
+    /// When the folder for temporary files cannot be written.
+    pub(crate) fn make() -> Result<(Token, Self)> {
+        let unwritable = |error: &dyn std::error::Error| {
+            Error::system(format!(
+                "no token can be made for this job in {}; name another folder in TMPDIR, or a token in \
+                 ACCEL_TOKEN_FILE: {}",
+                temporary().display(),
+                chain(error)
+            ))
+        };
+        // Ranks may change their working folder.
+        let temporary = std::path::absolute(temporary());
+        // Other users have theirs in the same folder.
+        let name = format!("accel-token-{}", rustix::process::getuid().as_raw());
+        let folder = temporary
+            .and_then(|parent| StagedFolder::create(&parent, &name, |target| target == name))
+            .and_then(|folder| {
+                fs::set_permissions(folder.path(), Permissions::from_mode(0o700)).map(|()| folder)
+            })
+            .map_err(|error| unwritable(&error))?;
+        let path = folder.path().join("token");
+        let token = Token::generate().map_err(|error| unwritable(&error))?;
+        let written = token.write_file(&path);
+        written.map_err(|error| unwritable(&error))?;
+        let file = Self {
+            path,
+            _folder: folder,
+        };
+        Ok((token, file))
+    }
+
+    /// Where ranks find it.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The folder for temporary files.
+fn temporary() -> PathBuf {
+    variable("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_first_report_of_a_rank_is_kept() {
+        let said = |rank, blamed, text: &str| FailureReport {
+            rank,
+            blamed: BTreeSet::from([blamed]),
+            text: text.to_owned(),
+        };
+        let mut received = Received::default();
+        assert!(received.keep_first(said(1, 2, "first")));
+        for _ in 0..1000 {
+            assert!(!received.keep_first(said(1, 0, "and again")));
+        }
+        assert!(received.keep_first(said(0, 2, "another")));
+        assert_eq!(
+            received.failure_reports,
+            [said(1, 2, "first"), said(0, 2, "another")]
+        );
     }
 }

@@ -19,7 +19,7 @@ use crate::supervisor::leftovers::{KillScope, Remains, end_group};
 use crate::supervisor::shim::{self, KillOnDrop};
 use crate::supervisor::signals::is_job_control;
 use crate::supervisor::spawner::Spawner;
-use crate::supervisor::token::given_token;
+use crate::supervisor::store::given_token;
 
 /// How long ranks may outlive SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);

@@ -16,7 +16,7 @@ use super::stream_line::StreamLine;
 use super::trust;
 use crate::error::{Error, Result, START_AGAIN, chain};
 use crate::event::{Channel, Event};
-use crate::output::logs;
+use crate::output;
 use crate::report::{self, FailureRecord, JobOutcome, LostHead};
 use crate::settings::nodes::HostPlace;
 use crate::settings::options::Options;
@@ -244,7 +244,7 @@ impl Agent<'_> {
 
     /// Writes what this host knows of the failure.
     fn report(&self, logs: &Path, text: &str, last: &KnownAttempt) -> Result<PathBuf> {
-        let folder = logs::create_run_folder(logs)?;
+        let folder = output::create_run_folder(logs)?;
         let unwritable = |error| Error::system(folder.display().to_string()).with_source(error);
         let plan = last.plan.as_ref();
         let record = FailureRecord::of_lost_head(
@@ -259,7 +259,7 @@ impl Agent<'_> {
             self.node.command,
         );
         report::write(&folder, &[record], JobOutcome::Failed, None).map_err(unwritable)?;
-        logs::point_latest(&folder).map_err(unwritable)?;
+        output::point_latest(&folder).map_err(unwritable)?;
         Ok(folder.join(report::FILE))
     }
 }

@@ -12,7 +12,7 @@ use super::push;
 use crate::error::{Error, Result};
 use crate::process;
 use crate::supervisor::shim::{self, Control};
-use crate::supervisor::token::MemoryFile;
+use crate::supervisor::store::MemoryFile;
 
 /// Says hello on standard output, runs the launcher that the order on standard input describes, and gives its exit
 /// code.

@@ -24,7 +24,7 @@ use crate::event::Channel;
 use crate::settings::hosts::{HostList, ListedHost};
 use crate::settings::options::Options;
 use crate::supervisor::signals::Relay;
-use crate::supervisor::token::given_token;
+use crate::supervisor::store::given_token;
 use crate::text::{host_name, note, print, shell_line};
 use crate::variables;
 pub(crate) use agent::run as run_agent;

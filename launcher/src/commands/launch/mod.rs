@@ -14,8 +14,8 @@ use crate::agent::ssh;
 use crate::cargo::Build;
 use crate::error::{Error, Result, chain};
 use crate::event::Channel;
-use crate::gpu::id::GpuId;
-use crate::output::{Output, logs};
+use crate::gpu::GpuId;
+use crate::output::{self, Output};
 use crate::settings::gpus::Gpus;
 use crate::settings::nodes::{self, HostPlace};
 use crate::settings::options::Options;
@@ -251,16 +251,16 @@ impl LaunchedJob<'_> {
         settings.log_dir = settings
             .log_dir
             .as_deref()
-            .map(logs::create_run_folder)
+            .map(output::create_run_folder)
             .transpose()?;
-        let pointed = settings.log_dir.as_deref().map(logs::point_latest);
+        let pointed = settings.log_dir.as_deref().map(output::point_latest);
         let attempt = Attempt::prepare(settings.clone(), channel)?;
         let output = attempt.output();
         if let (Some(Err(error)), Some(run)) = (pointed, &settings.log_dir) {
             output.note(&format!(
                 "the logs are in {}; {} cannot lead to them: {error}",
                 run.display(),
-                run.with_file_name(logs::LATEST).display()
+                run.with_file_name(output::LATEST).display()
             ));
         }
         let options = self.options;

@@ -3,8 +3,6 @@
 //! It is pure: it takes events and the time and returns actions, so that every order of events can be tested without a
 //! process. `../README.md` shows its states.
 
-mod action;
-
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::signal;
@@ -13,7 +11,6 @@ use crate::event::Event;
 use crate::process::End;
 use crate::supervisor::root_cause::{Evidence, FailureClass, RootCause};
 use crate::supervisor::signals::is_job_control;
-pub(crate) use action::{Action, Cause};
 
 /// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
 /// ended at once, ranks that have get the grace period.
@@ -24,6 +21,33 @@ const WAITING_NOTICE_AFTER: Duration = Duration::from_secs(1);
 
 /// How long a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
 const ABANDON_AFTER: Duration = Duration::from_secs(10);
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Send this signal to the process groups of these members.
+    Signal {
+        /// Its number.
+        signal: i32,
+        /// The members, of whom some may have ended: they can have left children.
+        ranks: Vec<usize>,
+    },
+    /// Report that these ranks have not ended yet.
+    Waiting(Vec<usize>),
+}
+
+/// Why a group was ended, when it did not end by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// This rank failed first.
+    Failure(usize),
+    /// The launcher received this signal.
+    Signal(i32),
+    /// The launcher's output was closed.
+    OutputClosed,
+    /// All ranks were preempted: they have saved, and ended with the exit code for it.
+    Preempted,
+}
 
 /// A group of processes from its start to the end of its last member.
 #[derive(Clone, Debug)]
