@@ -63,7 +63,7 @@ impl Build {
         ))
     }
 
-    /// Looks up the example or binary `name` in the workspace of the current folder; `None` where there is none.
+    /// Looks up the example or binary `name` in the workspace of the current folder; `None` if there is none.
     ///
     /// # Errors
     /// When cargo cannot tell; when the name can mean several targets.
@@ -290,7 +290,7 @@ struct CargoTarget {
     pub(crate) src_path: PathBuf,
 }
 
-/// What `cargo build` reports when it has made something.
+/// The report of `cargo build` about something that it has made.
 #[derive(Debug, Deserialize)]
 struct Artifact {
     pub(crate) target: CargoTarget,
@@ -368,7 +368,7 @@ impl Metadata {
             .collect()
     }
 
-    /// Whether plain `cargo build` in this place would build `package`.
+    /// Returns whether plain `cargo build` in this place would build `package`.
     pub(crate) fn is_default(&self, package: &Package) -> bool {
         self.workspace_default_members.contains(&package.id)
     }
@@ -396,7 +396,7 @@ impl Metadata {
 }
 
 impl Package {
-    /// Whether `wanted` names this package: `name`, or `name@version`; other forms of
+    /// Returns whether `wanted` names this package: `name`, or `name@version`; other forms of
     /// cargo's package ids are left for cargo to judge.
     fn is(&self, wanted: &str) -> bool {
         wanted.contains("://") || wanted.split('@').next() == Some(self.name.as_str())
@@ -408,7 +408,7 @@ impl CargoTarget {
         self.kind.iter().any(|name| name == kind.name())
     }
 
-    /// Whether it is the target of this kind and name.
+    /// Returns whether it is the target of this kind and name.
     pub(crate) fn is(&self, kind: TargetKind, name: &str) -> bool {
         self.has(kind) && self.name == name
     }

@@ -1,4 +1,5 @@
-//! The command line: which command runs, and where the options of the launcher end and the arguments of the program begin.
+//! The command line: which command runs, and where the options of the launcher end and the arguments of the program
+//! begin.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -110,7 +111,7 @@ impl Cli {
         Ok(cli)
     }
 
-    /// Whether processes are started that must not outlive the launcher.
+    /// Returns whether processes are started that must not outlive the launcher.
     pub(crate) fn runs_a_job(&self) -> bool {
         match &self.command {
             None => !self.options.dry_run,
@@ -125,7 +126,7 @@ impl Cli {
     /// `line` is the command line that was read, and `liveness` the pipe from its shim.
     ///
     /// # Errors
-    /// Those of the command.
+    /// The errors of the command.
     pub(crate) fn run(
         &self,
         line: &[OsString],
@@ -265,7 +266,7 @@ impl Argv {
     }
 }
 
-/// Whether the last of the bundled short options takes the next argument as its value.
+/// Returns whether the last of the bundled short options takes the next argument as its value.
 fn short_waits_for_value(command: &Command, shorts: &[u8]) -> bool {
     for (at, &short) in shorts.iter().enumerate() {
         let option = find(command, |option| {

@@ -50,7 +50,7 @@ struct PathArgs {
     json: bool,
 }
 
-/// Which checkpoint of a folder.
+/// A choice among the checkpoints of a folder.
 #[derive(Clone, Copy, Debug)]
 enum Which {
     Latest,
@@ -162,7 +162,7 @@ struct CheckpointList {
 struct ListedCheckpoint {
     number: u64,
     path: PathBuf,
-    /// Whether the manifest is good and all files are there in their lengths.
+    /// True if the manifest is good and all files are there in their lengths.
     whole: bool,
     /// True if a file could not be read, so that the checkpoint may be whole.
     unreadable: bool,
@@ -171,7 +171,7 @@ struct ListedCheckpoint {
     summary: Option<ManifestSummary>,
 }
 
-/// What is known where the manifest can be read.
+/// The fields that are known if the manifest can be read.
 #[derive(Serialize)]
 struct ManifestSummary {
     step: u64,

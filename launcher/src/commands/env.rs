@@ -57,17 +57,17 @@ struct EnvReport {
     cores: NonZeroUsize,
     threads: Vec<ThreadShare>,
     topology: Option<String>,
-    /// Which launcher has told this process its place.
+    /// The launcher that has told this process its place.
     launcher: Option<LauncherEntry>,
     /// Launchers that have left variables, and whose place is not taken.
     launchers_noticed: Vec<LauncherEntry>,
-    /// What an engine tells a launcher that it starts on each host.
+    /// The variables by which an engine tells a launcher its host.
     agent: Option<AgentEntry>,
     settings: Vec<SettingEntry>,
     tools: Vec<Tool>,
     devices: Vec<DeviceFile>,
     gpus: Vec<Gpu>,
-    /// Which of them are visible; each has its own field for that.
+    /// The GPUs that are visible; each GPU also has a field for it.
     #[serde(skip)]
     visible: Visible,
     errors: Vec<String>,
@@ -147,7 +147,7 @@ struct SettingEntry {
     name: String,
     value: String,
     origin: String,
-    /// What a variable of this project may say.
+    /// The values that a variable of this project may have.
     #[serde(skip_serializing_if = "Option::is_none")]
     expected: Option<String>,
     /// Who reads it.

@@ -89,7 +89,7 @@ struct StopArgs {
 }
 
 impl TuneArgs {
-    /// Whether processes are started that must not outlive the launcher.
+    /// Returns whether processes are started that must not outlive the launcher.
     pub(crate) fn starts_processes(&self) -> bool {
         matches!(self.action, None | Some(TuneCommand::Resume(_)))
     }

@@ -31,11 +31,11 @@ pub(crate) struct Gpu {
     pub(crate) pci: Option<String>,
     /// `GPU-…`.
     pub(crate) uuid: Option<String>,
-    /// Whether `CUDA_VISIBLE_DEVICES` lets programs see it.
+    /// True if `CUDA_VISIBLE_DEVICES` lets programs see it.
     pub(crate) visible: Option<bool>,
 }
 
-/// Where to ask.
+/// The places to ask.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sources<'a> {
     /// The folder of the driver.
@@ -105,7 +105,7 @@ impl Gpu {
         [number, value, details.join(", ")]
     }
 
-    /// Whether a program that sees `visible` sees this GPU or a part of it; `None` where that is unknown.
+    /// Returns whether a program that sees `visible` sees this GPU or a part of it; `None` if that is unknown.
     pub(crate) fn is_visible(&self, visible: &Visible) -> Option<bool> {
         let Visible::Listed(there) = visible else {
             return Some(true);
@@ -261,7 +261,7 @@ mod tests {
 
     use super::*;
 
-    /// Of a tool that answers; generous, for a loaded machine.
+    /// The limit of a tool that answers; generous, for a loaded machine.
     const LIMIT: Duration = Duration::from_secs(60);
 
     struct Machine(tempfile::TempDir);

@@ -115,7 +115,7 @@ impl Visible {
         Self::Listed(ids.map_while(std::result::Result::ok).collect())
     }
 
-    /// Those of `ids`, whose numbers are places among what is visible.
+    /// Selects `ids`, whose numbers are places among the visible GPUs.
     ///
     /// # Errors
     /// For one that is not visible, and for one that is named twice.
@@ -152,7 +152,7 @@ pub(crate) fn shown(value: &OsStr) -> String {
     }
 }
 
-/// Whether an entry of the variable and an id are the same; either may be the beginning of the other.
+/// Returns whether an entry of the variable and an id are the same; either may be the beginning of the other.
 fn is_same(known: &GpuId, uuid: &str) -> bool {
     match known {
         GpuId::Number(_) => false,
@@ -160,7 +160,7 @@ fn is_same(known: &GpuId, uuid: &str) -> bool {
     }
 }
 
-/// What is wrong with an id that is not visible.
+/// Says what is wrong with an id that is not visible.
 fn hidden(id: &GpuId, there: &[GpuId]) -> String {
     let shown = format!("{VISIBLE}={}", joined(there));
     match (id, there.len()) {

@@ -52,7 +52,7 @@ pub(crate) enum Prefix {
     Raw,
 }
 
-/// What happens to a job whose standard output cannot be written, as on a full disk.
+/// The fate of a job whose standard output cannot be written, as on a full disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum OnOutputError {
     /// It continues: training is worth more than its output.
@@ -135,7 +135,8 @@ impl Output {
         })
     }
 
-    /// The group of this output runs now, in the place of that of `former`: lines are marked with the ranks of this one, and `events` are told.
+    /// Takes over the lines of `former`, whose group this one replaces: they are marked with the ranks of this group, and
+    /// `events` are told.
     pub(crate) fn relabel(&self, former: &Self, events: Sender<Event>) {
         for (rank, known) in self.ranks.iter().enumerate() {
             known.rank.store(rank, Ordering::Relaxed);
@@ -214,7 +215,7 @@ impl Output {
         None
     }
 
-    /// Whether standard output could not be written and the job ends because of it.
+    /// Returns whether standard output could not be written and the job ends because of it.
     pub(crate) fn has_lost_output(&self) -> bool {
         self.shared.lost.load(Ordering::Acquire)
     }
@@ -226,7 +227,7 @@ impl Output {
             .map_or_else(Vec::new, |own| lock(&own.last_lines).text())
     }
 
-    /// Whether the standard error of `rank` has been read to its end.
+    /// Returns whether the standard error of `rank` has been read to its end.
     pub(crate) fn is_stderr_drained(&self, rank: usize) -> bool {
         let own = self.ranks.get(rank);
         own.is_none_or(|own| own.stderr_drained.load(Ordering::Acquire))
@@ -244,16 +245,16 @@ const GONE: usize = usize::MAX;
 
 static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
 
-/// What is kept of the output of a rank, as long as its process runs.
+/// The part of a rank's output that is kept as long as its process runs.
 #[derive(Debug)]
 struct RankOutput {
     /// By which its lines are marked; [`GONE`] where it has left the job.
     rank: AtomicUsize,
-    /// Of all ranks of this process, its own.
+    /// Distinct among all ranks of this process.
     id: usize,
     log: Option<Log>,
     last_lines: Mutex<LastLines>,
-    /// Whether its standard error has come to its end.
+    /// True if its standard error has come to its end.
     stderr_drained: AtomicBool,
 }
 
@@ -275,13 +276,13 @@ struct Shared {
     prefix: Prefix,
     coloured: [bool; 2],
     writers: [Arc<SharedWriter>; 2],
-    /// Whether the launcher's own streams have failed.
+    /// True if the launcher's own streams have failed.
     broken: [AtomicBool; 2],
     on_output_error: OnOutputError,
     lost: AtomicBool,
     /// How many readers are writing at the moment.
     writing: AtomicUsize,
-    /// Whether all ranks have ended.
+    /// True if all ranks have ended.
     over: AtomicBool,
     events: Mutex<Sender<Event>>,
 }
@@ -406,7 +407,8 @@ fn separator(terminal: bool) -> Separator {
     }
 }
 
-/// Whether a stream shows colours: it is a terminal that can, and neither `NO_COLOR` nor `CLICOLOR` says otherwise.
+/// Returns whether a stream shows colours: it is a terminal that can, and neither `NO_COLOR` nor `CLICOLOR` says
+/// otherwise.
 fn is_coloured(stream: &impl anstream::stream::RawStream) -> bool {
     anstream::AutoStream::choice(stream) != anstream::ColorChoice::Never
 }
@@ -459,7 +461,7 @@ pub(crate) fn point_latest(run: &Path) -> io::Result<()> {
 pub(crate) struct Log {
     pub(crate) path: PathBuf,
     pub(crate) file: Mutex<File>,
-    /// Whether a write to it has failed.
+    /// True if a write to it has failed.
     pub(crate) broken: AtomicBool,
 }
 

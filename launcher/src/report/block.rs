@@ -19,7 +19,7 @@ const MAX_OTHERS: usize = 16;
 const MIN_SHARED_LINE: usize = 12;
 
 impl FailureRecord {
-    /// What happened, and whether it is the same as in the failure `before`: "rank 1 was killed by SIGKILL, as
+    /// Says what happened, and if it is the same as in the failure `before`: "rank 1 was killed by SIGKILL, as
     /// before".
     pub(crate) fn headline(&self, before: Option<&Self>) -> String {
         let FirstFailure { rank, shown, .. } = &self.first;
@@ -33,7 +33,7 @@ impl FailureRecord {
         }
     }
 
-    /// Which rank or host failed first, and how: "rank 1 (pid 7 on b) failed first: exit code 3".
+    /// Says which rank or host failed first, and how: "rank 1 (pid 7 on b) failed first: exit code 3".
     pub(crate) fn summary(&self) -> String {
         let FirstFailure {
             rank, pid, shown, ..
@@ -54,7 +54,7 @@ impl FailureRecord {
         text
     }
 
-    /// Whether the same rank failed in the same way.
+    /// Returns whether the same rank failed in the same way.
     fn is_like(&self, other: &Self) -> bool {
         let key = |one: &Self| (one.first.rank, one.first.exit_code, one.first.signal);
         key(self) == key(other) && self.first.last_words == other.first.last_words
@@ -152,7 +152,7 @@ impl FailureRecord {
 }
 
 impl FirstText {
-    /// Where it ran, if that is another host: " on b".
+    /// Says where it ran, if that is another host: " on b".
     fn on(&self) -> String {
         let host = self.host.as_ref();
         host.map_or_else(String::new, |host| format!(" on {host}"))
@@ -160,7 +160,7 @@ impl FirstText {
 }
 
 impl FirstFailure {
-    /// Whether its last lines show what it reported itself, as those of a panic do.
+    /// Returns whether its last lines show what it reported itself, as those of a panic do.
     fn has_shown(&self, report: &FailureReport) -> bool {
         let is_shown =
             |line: &String| line.len() >= MIN_SHARED_LINE && report.text.contains(line.trim());

@@ -23,7 +23,7 @@ use crate::variables;
 /// The name of the report in the log folder.
 pub(crate) const FILE: &str = "failure.json";
 
-/// Of the report's form.
+/// The version of the report's form.
 const FORMAT_VERSION: u32 = 1;
 
 /// One failed attempt; its fields are those of `failure.json`.
@@ -49,7 +49,7 @@ struct FirstFailure {
     /// The place of its host among the hosts of the job.
     node: usize,
     pid: i32,
-    /// What happened to it; follows "rank 1: ".
+    /// The event that ended it; follows "rank 1: ".
     cause: String,
     /// How it ended; both `null` where the launcher ended it.
     exit_code: Option<i32>,
@@ -63,14 +63,14 @@ struct FirstFailure {
     shown: FirstText,
 }
 
-/// What the text says about the first failure and the file does not.
+/// Parts of the text about the first failure that the file does not have.
 #[derive(Clone, Debug)]
 struct FirstText {
     end_text: String,
     report: Option<FailureReport>,
     /// Its host, where that is another one.
     host: Option<String>,
-    /// Which host was lost with it, and how.
+    /// The host that was lost with it, and how.
     loss: Option<String>,
 }
 
@@ -81,12 +81,12 @@ struct OtherRank {
     pid: i32,
     exit_code: Option<i32>,
     signal: Option<i32>,
-    /// Whether it was lost with its host.
+    /// True if it was lost with its host.
     is_lost: bool,
-    /// Whether it ended before the launcher ended it.
+    /// True if it ended before the launcher ended it.
     by_itself: bool,
     last_words: Vec<String>,
-    /// Whether its last lines name the first rank, which the text does already.
+    /// True if its last lines name the first rank, which the text does already.
     #[serde(skip)]
     names_first: bool,
 }
@@ -109,7 +109,7 @@ pub(crate) enum JobOutcome {
 }
 
 impl FailureRecord {
-    /// Describes the failure of an attempt; `None` where no rank failed.
+    /// Describes the failure of an attempt; `None` if no rank failed.
     ///
     /// `command` is the launcher's own command line.
     pub(crate) fn of(finished: &FinishedAttempt, command: &[OsString]) -> Option<Self> {
@@ -165,7 +165,7 @@ impl FailureRecord {
         self.first.rank
     }
 
-    /// Whether more than the order of ends shows that it was this rank. An error that all ranks share
+    /// Returns whether more than the order of ends shows that it was this rank. An error that all ranks share
     /// ends each of them with code 1, and one of them is first.
     pub(crate) fn is_certain(&self) -> bool {
         self.first.exit_code != Some(1)
@@ -318,7 +318,7 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
     }
 }
 
-/// What a host other than host 0 knows of a job whose host 0 was lost.
+/// The knowledge of a host other than host 0 about a job whose host 0 was lost.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LostHead<'a> {
     /// The name of host 0.

@@ -10,7 +10,7 @@ use accelerator_env::PYTHON_UNBUFFERED;
 /// The variables that thread pools read.
 pub(crate) const POOL_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
-/// What becomes of one of [`POOL_VARIABLES`] in the ranks' environment.
+/// The fate of one of [`POOL_VARIABLES`] in the environment of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Threads {
     /// The launcher sets it.

@@ -1,4 +1,4 @@
-//! Which GPUs the ranks of a launch see, and which of them each takes.
+//! The GPUs that the ranks of a launch see, and the one that each takes.
 //!
 //! The launcher gives all ranks of this host the same list, and each takes the device of its local rank. It
 //! does not know what the program computes on: whether there are enough devices is for the ranks to
@@ -19,17 +19,17 @@ const OVERSUBSCRIBE: &str = accelerator_env::OVERSUBSCRIBE_GPUS.name;
 /// The GPUs of a launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpus {
-    /// What is known of what the ranks see.
+    /// The GPUs that ranks see, as far as they are known.
     visible: Visible,
-    /// Whether two ranks may take the same one.
+    /// The rule for two ranks that take the same one.
     sharing: Sharing,
-    /// What ranks find in their environment.
+    /// The variables of ranks.
     variables: Vec<(&'static str, OsString)>,
     /// As text: name, value and origin.
     rows: Vec<[String; 3]>,
 }
 
-/// Whether there may be more ranks than GPUs.
+/// The rule for more ranks than GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharing {
     Refused,
@@ -37,10 +37,10 @@ enum Sharing {
 }
 
 impl Gpus {
-    /// What `options` ask for, within what the environment allows, which `lookup` reads.
+    /// Selects the GPUs that `options` ask for, among those that the environment allows; `lookup` reads it.
     ///
     /// # Errors
-    /// For ids that the environment hides, and for more ranks than ids where GPUs are not shared.
+    /// For ids that the environment hides, and for more ranks than ids if GPUs are not shared.
     pub(crate) fn resolve(
         options: &Options,
         lookup: impl Fn(&str) -> Option<OsString>,
@@ -81,7 +81,7 @@ impl Gpus {
         Ok(gpus)
     }
 
-    /// What ranks find in their environment, beyond what they inherit.
+    /// Returns the variables that ranks get beyond those that they inherit.
     pub(crate) fn variables(&self) -> &[(&'static str, OsString)] {
         &self.variables
     }
@@ -91,7 +91,7 @@ impl Gpus {
         &self.rows
     }
 
-    /// The GPU that this local rank takes if it computes on one; `None` where that is not known here.
+    /// The GPU that this local rank takes if it computes on one; `None` if that is not known here.
     pub(crate) fn of(&self, rank: usize) -> Option<&GpuId> {
         let Visible::Listed(ids) = &self.visible else {
             return None;

@@ -22,16 +22,16 @@ use defaults::Threads;
 use gpus::Gpus;
 use options::{Options, Processes};
 
-/// Time between SIGTERM and SIGKILL where nothing else is asked for.
+/// Time between SIGTERM and SIGKILL by default.
 const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 
-/// Time before the first restart where nothing else is asked for.
+/// Time before the first restart by default.
 const DEFAULT_RESTART_DELAY: Duration = Duration::from_secs(1);
 
-/// Time before a job that has shrunk tries to grow again where nothing else is asked for.
+/// Time before a job that has shrunk tries to grow again by default.
 const DEFAULT_REGROW_AFTER: Duration = Duration::from_secs(60);
 
-/// Restarts of a job that may shrink, where nothing else is asked for.
+/// Restarts of a job that may shrink, by default.
 const DEFAULT_RESTARTS: u64 = 3;
 
 /// The resolved settings of a launch on this machine.
@@ -41,15 +41,15 @@ pub(crate) struct Settings {
     pub(crate) ranks: NonZeroUsize,
     /// The ranks of all hosts.
     pub(crate) layout: Layout,
-    /// Which of the hosts this one is.
+    /// The index of this host.
     pub(crate) host: usize,
-    /// The fewest that a restart may go on with.
+    /// The fewest with which a restart may continue.
     pub(crate) least_ranks: NonZeroUsize,
     /// The most to which the job may grow again on this host.
     pub(crate) most_ranks: NonZeroUsize,
     /// When it is first tried.
     pub(crate) regrow_after: Duration,
-    /// Where the number of ranks may change while they run, what the ranks that are started find.
+    /// The state of an elastic job, for the ranks that are started.
     pub(crate) elastic: Option<Elastic>,
     /// How many groups of ranks were begun in this attempt before.
     pub(crate) regroups: u64,
@@ -69,27 +69,27 @@ pub(crate) struct Settings {
     pub(crate) network_interface: Option<String>,
     /// The name of the job, which keeps a stray rank of another one out.
     pub(crate) job: String,
-    /// What the launcher was called with, which ranks record.
+    /// The command line of the launcher, which ranks record.
     pub(crate) command: Vec<String>,
     /// The identity of the launch, the same for all its restarts.
     pub(crate) launch: String,
     /// The variables of thread pools.
     pub(crate) threads: Vec<(&'static str, Threads)>,
-    /// What ranks see of the GPUs.
+    /// The GPUs that ranks see.
     pub(crate) gpus: Gpus,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
     /// How output is marked.
     pub(crate) prefix: Prefix,
-    /// Where log files go: what was asked for, and once the job has begun the folder of this run in it.
+    /// The folder of log files: the one that was asked for, and once the job has begun the folder of this run in it.
     pub(crate) log_dir: Option<PathBuf>,
-    /// What happens to the job where its output cannot be written.
+    /// The fate of the job if its output cannot be written.
     pub(crate) on_output_error: OnOutputError,
     /// All of it as text.
     pub(crate) table: Vec<Setting>,
 }
 
-/// What a rank finds when it is started.
+/// The state that a rank finds when it is started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Elastic {
@@ -112,11 +112,11 @@ impl Elastic {
 /// One setting as text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Setting {
-    /// What it is called.
+    /// Its name.
     pub(crate) name: String,
-    /// What it is.
+    /// Its value.
     pub(crate) value: String,
-    /// Where it comes from.
+    /// Its origin.
     pub(crate) origin: String,
 }
 
@@ -337,7 +337,7 @@ impl Settings {
     }
 }
 
-/// What the name of a job ends with where ranks have formed a new group so often.
+/// Returns the end of a job's name if ranks have formed a new group so often.
 fn group_suffix(regroups: u64) -> String {
     match regroups {
         0 => String::new(),

@@ -15,7 +15,7 @@ use crate::gpu::{GpuIds, VISIBLE, Visible, inventory};
 use crate::settings::defaults;
 use crate::settings::options::{Options, Processes};
 
-/// How long hosts wait for one another where nothing else is asked for: a node that is being set up takes minutes.
+/// How long hosts wait for each other by default: a node that is being set up takes minutes.
 pub(crate) const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The place of this host among several.
@@ -25,9 +25,9 @@ pub(crate) struct HostPlace {
     pub(crate) hosts: usize,
     /// The fewest that the job runs on.
     pub(crate) least_hosts: usize,
-    /// Which of them this one is.
+    /// The index of this host.
     pub(crate) host: usize,
-    /// Where host 0 listens.
+    /// The address on which host 0 listens.
     pub(crate) endpoint: Endpoint,
     /// How long to wait for other hosts.
     pub(crate) join_timeout: Duration,
@@ -47,19 +47,19 @@ pub(crate) struct Endpoint {
 pub(crate) enum PerHost {
     /// So many.
     Count(NonZeroUsize),
-    /// One a GPU, or one.
+    /// One per GPU, or one if there is none.
     Auto,
-    /// One a GPU.
+    /// One per GPU.
     Gpu,
-    /// One a core.
+    /// One per core.
     Cpu,
 }
 
-/// The options with the number of ranks on this host in the place of what stands for it, and the place of this host
-/// where there are several. `lookup` finds the variables of an engine.
+/// Resolves the number of ranks on this host, and the place of this host if there are several. `lookup` finds the
+/// variables of an engine.
 ///
 /// # Errors
-/// When options are missing or contradict one another, an engine's variables are malformed, or there is no GPU to
+/// When options are missing or contradict each other, an engine's variables are malformed, or there is no GPU to
 /// count.
 pub(crate) fn resolve(
     options: &Options,
@@ -89,7 +89,7 @@ pub(crate) fn resolve(
     Ok((options, place))
 }
 
-/// Adds what an engine tells to what options leave open. A job is on this host alone where options say `--num-processes`
+/// Adds what an engine tells to what options leave open. A job is on this host alone if options say `--num-processes`
 /// or `--nnodes 1`.
 fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let is_here = options.num_processes.is_some()
@@ -258,10 +258,10 @@ impl FromStr for PerHost {
 }
 
 impl Endpoint {
-    /// That of torchrun.
+    /// The port of torchrun.
     pub(crate) const DEFAULT_PORT: u16 = 29400;
 
-    /// The address, where it is no name.
+    /// Returns the address, unless it is a name.
     pub(crate) fn address(&self) -> Option<IpAddr> {
         self.host.parse().ok()
     }
@@ -334,7 +334,7 @@ mod tests {
         resolve(&options, |_| None)
     }
 
-    /// What becomes of options where an engine has set variables, such as `PET_NNODES=2`.
+    /// Resolves options if an engine has set variables, such as `PET_NNODES=2`.
     fn under(options: &Options, variables: &str) -> Result<(Options, Option<HostPlace>)> {
         resolve(options, |name| {
             let mut set = variables

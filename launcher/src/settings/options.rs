@@ -254,7 +254,7 @@ pub(crate) struct Options {
     #[arg(long)]
     pub(crate) dry_run: bool,
 
-    /// What happens to the job where its output cannot be written; not an option of the command line.
+    /// The fate of the job if its output cannot be written; not an option of the command line.
     #[arg(skip)]
     pub(crate) on_output_error: OnOutputError,
 }
@@ -277,7 +277,7 @@ impl Processes {
         }
     }
 
-    /// Whether there may be fewer than the most.
+    /// Returns whether there may be fewer than the most.
     pub(crate) fn is_range(self) -> bool {
         self.least < self.most
     }
@@ -332,7 +332,7 @@ impl Options {
         }
     }
 
-    /// Whether the number of ranks may change while they run.
+    /// Returns whether the number of ranks may change while they run.
     pub(crate) fn is_elastic(&self) -> bool {
         [self.num_processes, self.nnodes]
             .into_iter()

@@ -53,11 +53,11 @@ pub(crate) struct Attempt {
     pub(super) output: Output,
     rank_reports: RankReports,
     pub(super) store: Store,
-    /// Where its ranks run already, what was begun with the group before.
+    /// The parts that were begun with the group before, if ranks of it run already.
     pub(super) carried: Option<Carried>,
 }
 
-/// What one group of an attempt leaves to the next.
+/// The parts that one group of an attempt leaves to the next.
 #[derive(Debug)]
 pub(super) struct Carried {
     /// By rank.
@@ -93,24 +93,24 @@ pub(crate) struct FinishedAttempt {
     pub(crate) outcome: GroupOutcome,
     /// Their processes, by rank.
     pub(crate) processes: Vec<RankInfo>,
-    /// What they wrote.
+    /// Their output.
     pub(crate) output: Output,
-    /// What they reported to the store.
+    /// Their reports to the store.
     pub(crate) rank_reports: RankReports,
     /// The settings of the attempt.
     pub(crate) settings: Settings,
-    /// Whether the ranks had been told to form another group.
+    /// True if the ranks had been told to form another group.
     pub(crate) was_to_regroup: bool,
 }
 
-/// What the report says about the process of a rank.
+/// The facts of the report about the process of a rank.
 #[derive(Clone, Debug)]
 pub(crate) struct RankInfo {
     /// Its id on its host.
     pub(crate) pid: i32,
     /// Its host, where that is another one.
     pub(crate) host: Option<String>,
-    /// Which host was lost with it, and how.
+    /// The host that was lost with it, and how.
     pub(crate) loss: Option<String>,
 }
 
@@ -184,7 +184,7 @@ impl Attempt {
         self.settings.ranks.get()
     }
 
-    /// Where the launcher's own lines go.
+    /// The output for the lines of the launcher itself.
     pub(crate) fn output(&self) -> &Output {
         &self.output
     }
@@ -431,7 +431,7 @@ impl Observer for ExitReporter<'_> {
     }
 }
 
-/// Whether `is_so` within `limit`.
+/// Returns whether `is_so` within `limit`.
 pub(super) fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
     let until = Instant::now() + limit;
     while !is_so() {

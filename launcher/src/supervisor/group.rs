@@ -56,7 +56,7 @@ pub(crate) trait Observer {
     }
 }
 
-/// Whether a group runs as it should.
+/// The phase of a group's run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum JobPhase {
     /// Nothing has failed, and some of its processes run.
@@ -81,7 +81,7 @@ pub(crate) struct GroupOutcome {
     pub(crate) left_behind: LeftBehind,
     /// The first signal that asked the launcher to end, whatever the group ended of.
     pub(crate) asked_to_end: Option<i32>,
-    /// Whether another group has taken over its processes, which run on.
+    /// True if another group has taken over its processes, which run on.
     pub(crate) is_taken_over: bool,
 }
 
@@ -91,17 +91,17 @@ impl GroupOutcome {
         self.job.cause()
     }
 
-    /// How `rank` ended; `None` where it did not end even on SIGKILL.
+    /// How `rank` ended; `None` if it did not end even on SIGKILL.
     pub(crate) fn end(&self, rank: usize) -> Option<End> {
         self.job.end(rank)
     }
 
-    /// Whether `rank` ended before the launcher ended it.
+    /// Returns whether `rank` ended before the launcher ended it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
         self.job.ended_by_itself(rank)
     }
 
-    /// Whether a signal told the launcher itself that the job is to end.
+    /// Returns whether a signal told the launcher itself that the job is to end.
     pub(crate) fn was_notified(&self) -> bool {
         self.asked_to_end.is_some() || self.job.was_notified()
     }

@@ -42,7 +42,7 @@ const LEAST_RETRY: Duration = Duration::from_millis(100);
 pub(super) struct Regrouping<'a> {
     spawner: &'a dyn Spawner,
     package_dir: Option<&'a Path>,
-    /// Of the running group.
+    /// The settings of the running group.
     settings: &'a Settings,
     output: Output,
     store: &'a Store,
@@ -72,9 +72,9 @@ pub(super) struct NextGroup {
     /// How many streams of theirs are read.
     readers: usize,
     joined: BTreeSet<usize>,
-    /// What has happened to its ranks meanwhile.
+    /// The events of its ranks so far.
     seen: Vec<Event>,
-    /// Whether the ranks of the running group know their places in it.
+    /// True if the ranks of the running group know their places in it.
     is_told: bool,
     began: Instant,
     /// When the user is told that the others take long, once they know.
@@ -201,7 +201,7 @@ impl<'a> Regrouping<'a> {
             .note(&format!("{why}, and tries again in {seconds} s"));
     }
 
-    /// Whether ranks have been told to form another group.
+    /// Returns whether ranks have been told to form another group.
     pub(super) fn was_told(&self) -> bool {
         self.was_told
     }

@@ -71,12 +71,12 @@ pub(crate) trait Spawner {
         RankEnv::new(settings, port, None, None).place_of(rank)
     }
 
-    /// Whether the job may have other hosts.
+    /// Returns whether the job may have other hosts.
     fn has_hosts(&self) -> bool {
         false
     }
 
-    /// Whether hosts could be taken in that are not in the group that was begun last.
+    /// Returns whether hosts could be taken in that are not in the group that was begun last.
     fn has_more(&self) -> bool {
         false
     }
@@ -112,7 +112,7 @@ pub(crate) trait Spawner {
     }
 }
 
-/// Whether ranks may be started beside those that run.
+/// The permission to start ranks beside those that run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Growth {
     /// They may.
@@ -128,7 +128,7 @@ pub(crate) struct Resize {
     pub(crate) layout: Layout,
     /// By new rank: the rank of the running group whose process it is, where it is not new.
     pub(crate) former: Vec<Option<usize>>,
-    /// What happens, for the user; follows "the job".
+    /// The change, for the user; follows "the job".
     pub(crate) why: String,
 }
 

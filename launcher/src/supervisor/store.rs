@@ -40,7 +40,7 @@ struct Credentials {
     token: Option<Token>,
     /// The file of a token that the launcher has made.
     own: Option<Arc<OwnToken>>,
-    /// The file of a token that was given, where ranks cannot read it themselves.
+    /// The file of a token that was given, if ranks cannot read it themselves.
     given: Option<&'static Path>,
 }
 
@@ -48,7 +48,7 @@ impl Store {
     /// Starts the store for the ranks of `settings`; `observer` receives what they report.
     ///
     /// The ranks inherit the launcher's environment, so the store goes by the same variables:
-    /// it asks for the token of `ACCEL_TOKEN_FILE`, where that is set, and with
+    /// it asks for the token of `ACCEL_TOKEN_FILE`, if that is set, and with
     /// `ACCEL_INSECURE=1` for none. Otherwise it asks for one of its own.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl Store {
         })
     }
 
-    /// The file of its token, where ranks do not know it.
+    /// Returns the file of its token, if ranks do not know it.
     pub(crate) fn token_file(&self) -> Option<&Path> {
         let own = self.credentials.own.as_ref();
         own.map(|token| token.path()).or(self.credentials.given)
@@ -148,7 +148,7 @@ impl Store {
     }
 }
 
-/// What `ACCEL_INSECURE` says.
+/// Reads `ACCEL_INSECURE`.
 ///
 /// # Errors
 /// When it is neither 1 nor 0.
@@ -175,7 +175,7 @@ impl StoreHandle {
         }
     }
 
-    /// Tells a rank its place in the next group, by variables; none where it has no place there.
+    /// Tells a rank its place in the next group, by variables; none if it has no place there.
     pub(crate) fn tell_next_place(&self, rank: usize, variables: Vec<(String, String)>) {
         if let Some(server) = self.0.upgrade() {
             server.tell_next_place(rank, variables);
@@ -183,7 +183,7 @@ impl StoreHandle {
     }
 }
 
-/// What the ranks of one attempt have reported. Clones share it.
+/// The reports of the ranks of one attempt. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RankReports {
     received: Arc<Mutex<Received>>,
@@ -232,18 +232,18 @@ impl RankReports {
         let _ = events.send(event);
     }
 
-    /// Whether any rank has joined the job.
+    /// Returns whether any rank has joined the job.
     pub(crate) fn has_any_joined(&self) -> bool {
         !self.lock().joined.is_empty()
     }
 
-    /// Whether `rank` has joined the job and not closed its group.
+    /// Returns whether `rank` has joined the job and not closed its group.
     pub(crate) fn is_joined(&self, rank: usize) -> bool {
         let received = self.lock();
         received.joined.contains_key(&rank) && !received.closed.contains(&rank)
     }
 
-    /// Whether `rank` has reported a failure, or never joined.
+    /// Returns whether `rank` has reported a failure, or never joined.
     pub(crate) fn has_reported(&self, rank: usize) -> bool {
         let received = self.lock();
         !received.joined.contains_key(&rank) || received.has_reported(rank)
@@ -293,11 +293,11 @@ impl Received {
 pub(crate) struct GivenToken {
     /// The token.
     pub(crate) token: Token,
-    /// Where ranks find it, if not where this launcher has.
+    /// Its path for ranks, if that differs from the launcher's.
     pub(crate) file: Option<&'static Path>,
 }
 
-/// The token of `ACCEL_TOKEN_FILE`, where that is set. What comes by a pipe is read once in a process.
+/// Returns the token of `ACCEL_TOKEN_FILE`, if that is set. What comes by a pipe is read once in a process.
 ///
 /// # Errors
 /// When the file cannot be read.
@@ -401,7 +401,7 @@ impl OwnToken {
         Ok((token, file))
     }
 
-    /// Where ranks find it.
+    /// Its path for ranks.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -25,7 +25,7 @@ fn number(result: &Value, name: &str) -> f64 {
     number.unwrap_or_else(|| panic!("no {name} in {result}"))
 }
 
-/// What must hold of every result.
+/// Checks what must hold for every result.
 #[track_caller]
 fn check(result: &Value, ranks: usize) {
     let seconds = number(result, "seconds");

@@ -22,7 +22,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 /// A rank of the training.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Where it saves checkpoints and its final weights.
+    /// The folder of its checkpoints and its final weights.
     folder: PathBuf,
 
     /// How many seconds it waits for other ranks.

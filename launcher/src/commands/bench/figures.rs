@@ -19,9 +19,9 @@ pub(super) struct BenchReport {
 /// The times of one size on one rank, in seconds per operation.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Sample {
-    /// Of each block of operations.
+    /// One time per block of operations.
     pub(super) seconds: Vec<f64>,
-    /// Of the same work without waiting; empty on GPUs.
+    /// The times of the same work without waiting; empty on GPUs.
     pub(super) bound: Vec<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! What is timed: operations on memory of the host or of a GPU, and what memory allows.
+//! The timed work: operations on memory of the host or of a GPU, and the bound that memory sets.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -97,8 +97,8 @@ impl<T: Element> Operand<T> for HostOperand<'_> {
     }
 }
 
-/// What memory allows: an all-reduce in place reads and writes every element of every rank once, and the ranks share the
-/// work. The loop does just that, without synchronization.
+/// The bound that memory sets: an all-reduce in place reads and writes every element of every rank once, and the ranks
+/// share the work. The loop does just that, without synchronization.
 #[derive(Debug)]
 pub(super) struct Bound {
     /// This rank's share of the buffers of all ranks.

@@ -33,7 +33,7 @@ pub(crate) fn run(arguments: &AllReduceArgs) -> ExitCode {
 /// Runs all ranks as threads of this process.
 ///
 /// # Errors
-/// That of the first rank that failed.
+/// The error of the first rank that failed.
 pub(super) fn threads(arguments: &AllReduceArgs) -> crate::error::Result<ExitCode> {
     let options = GroupOptions::new().with_transport(arguments.transport);
     let groups =

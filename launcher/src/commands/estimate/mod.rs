@@ -40,7 +40,7 @@ pub(crate) fn run(arguments: &EstimateArgs) -> Result<ExitCode> {
     })
 }
 
-/// What a model takes, in bytes a process.
+/// The memory of a model, in bytes per process.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 struct MemoryEstimate {
     tensors: u64,
@@ -61,11 +61,11 @@ struct Dtype {
     tensors: u64,
     elements: u64,
     bytes: u64,
-    /// Whether it can have a gradient.
+    /// True if it can have a gradient.
     trained: bool,
 }
 
-/// What optimizers remember: values of each parameter, in its type.
+/// The state of optimizers: values of each parameter, in its type.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 struct Optimizers {
     sgd: u64,
@@ -187,7 +187,7 @@ impl MemoryEstimate {
     }
 }
 
-/// Whether values of this type have gradients. Running means and the like are floats too; a file does
+/// Returns whether values of this type have gradients. Running means and the like are floats too; a file does
 /// not tell them apart.
 fn is_trained(dtype: &str) -> bool {
     dtype.starts_with('F') || dtype.starts_with("BF")

@@ -32,7 +32,7 @@ use job_loop::{JobLoop, JobVerdict};
 
 /// Starts what `options` ask for with the script's own `arguments`, and waits until the job has ended.
 ///
-/// `command` is the launcher's own command line; `liveness` is the pipe from its shim, where it has one.
+/// `command` is the launcher's own command line; `liveness` is the pipe from its shim, if it has one.
 ///
 /// # Errors
 /// For what goes wrong before the ranks run; what goes wrong in them is in the exit code.
@@ -200,7 +200,7 @@ struct LaunchedJob<'a> {
     /// The launcher's own command line.
     command: &'a [OsString],
     relay: Relay,
-    /// Whether cargo builds the program.
+    /// True if cargo builds the program.
     is_built: bool,
     /// The program's arguments.
     arguments: &'a [OsString],
@@ -320,7 +320,7 @@ fn warn_of_misplaced(options: &Options, arguments: &[OsString], output: &Output)
     }
 }
 
-/// What `--dry-run` prints.
+/// The output of `--dry-run`.
 fn describe(
     target: &Target,
     build: Option<&Build>,

@@ -217,7 +217,7 @@ fn time_to_all_reduce(spec: &JobSpec<'_>) -> std::result::Result<Duration, Stage
     Ok(at.saturating_duration_since(started))
 }
 
-/// What ranks say that were asked to share memory and cannot.
+/// The beginning of the error of ranks that were asked to share memory and cannot.
 const NO_MEMORY: &str = "the transport `shm` was asked for, but ";
 
 /// How soon the loss of a killed rank must be reported.

@@ -22,7 +22,7 @@ const WAITING_NOTICE_AFTER: Duration = Duration::from_secs(1);
 /// How long a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
 const ABANDON_AFTER: Duration = Duration::from_secs(10);
 
-/// What is to be done.
+/// An action for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Send this signal to the process groups of these members.
@@ -60,7 +60,7 @@ pub(crate) struct Job {
     asked: Option<i32>,
     /// The rank whose failing end was seen first.
     first_failure: Option<usize>,
-    /// Whether a launcher of the job received a signal that it forwarded.
+    /// True if a launcher of the job received a signal that it forwarded.
     has_forwarded: bool,
     /// The class of the failure that the group is ended for.
     class: Option<FailureClass>,
@@ -124,7 +124,7 @@ impl Job {
         actions
     }
 
-    /// Whether nothing has failed or asks the group to end, and some process runs.
+    /// Returns whether nothing has failed or asks the group to end, and some process runs.
     pub(crate) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running)
             && self.members.iter().any(|member| member.end.is_none())
@@ -150,7 +150,7 @@ impl Job {
         }
     }
 
-    /// Whether every process has ended or been abandoned, and late failure reports need not be awaited.
+    /// Returns whether every process has ended or been abandoned, and late failure reports need not be awaited.
     pub(crate) fn is_over(&self) -> bool {
         let has_ended = self.members.iter().all(|member| member.end.is_some());
         let may_hear = self.members.len() > 1
@@ -188,7 +188,7 @@ impl Job {
         self.asked
     }
 
-    /// Whether the launcher itself was notified that the job is to end: by a signal that asked it to, or by one that it
+    /// Returns whether the launcher itself was notified that the job is to end: by a signal that asked it to, or by one that it
     /// forwarded.
     pub(crate) fn was_notified(&self) -> bool {
         self.asked.is_some() || self.has_forwarded
@@ -199,14 +199,14 @@ impl Job {
         self.members.get(rank)?.end
     }
 
-    /// Whether `rank` ended before the launcher signalled it.
+    /// Returns whether `rank` ended before the launcher signalled it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
         self.members
             .get(rank)
             .is_some_and(|member| member.end.is_some() && member.by_itself)
     }
 
-    /// Whether SIGKILL has been sent to the group.
+    /// Returns whether SIGKILL has been sent to the group.
     pub(crate) fn was_killed(&self) -> bool {
         matches!(
             self.phase,
@@ -489,13 +489,13 @@ impl Job {
 #[derive(Clone, Copy, Debug, Default)]
 struct Member {
     end: Option<End>,
-    /// Whether it has been sent a signal.
+    /// True if it has been sent a signal.
     signalled: bool,
-    /// Whether it ended before.
+    /// True if it ended before.
     by_itself: bool,
-    /// Whether it has joined the store.
+    /// True if it has joined the store.
     has_joined: bool,
-    /// Whether it has closed its group.
+    /// True if it has closed its group.
     has_closed: bool,
 }
 
