@@ -1,5 +1,5 @@
-//! Records where this process comes from. The program `git` is asked for the sources; it gets a short time, and writes
-//! nothing.
+//! Records where this process comes from. The program `git` describes the sources; it runs for a short time at most, and
+//! writes nothing.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use accelerator_env::{LAUNCH_COMMAND, SET_BY_LAUNCHER};
 use serde::Serialize;
@@ -19,6 +19,7 @@ use super::{
     Commit, FolderDigest, HashedFile, HostFacts, Provenance, hash_file, hash_opened, is_input,
     is_world_size,
 };
+use crate::journal::now_ms;
 use crate::run_files::write_blob;
 
 /// For how long the program's file is read; one that is built without optimization hashes 20 MB a second.
@@ -101,9 +102,6 @@ impl Capture {
             // A thread that panics has found nothing.
             (state.join().ok().flatten(), binary)
         });
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
         let mut provenance = Provenance {
             arguments: mask_arguments(&arguments),
             launched_by: launch_command(),
@@ -112,7 +110,7 @@ impl Capture {
             binary,
             host: HostFacts::of_this_machine(),
             pid: Some(std::process::id()),
-            started_ms: u64::try_from(now.as_millis()).ok(),
+            started_ms: Some(now_ms()),
             environment: recorded(std::env::vars_os()),
             ..self.told
         };
@@ -565,7 +563,7 @@ mod tests {
 }
 
 #[cfg(all(test, unix))]
-mod tests_of_1 {
+mod output_tests {
     use super::*;
 
     fn shell(script: &str, limit: usize) -> Result<Vec<u8>, Stopped> {
