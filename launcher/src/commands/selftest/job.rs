@@ -1,5 +1,6 @@
 //! The jobs of the self-test: this program, launched by itself, and its output.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::num::NonZeroUsize;
@@ -11,6 +12,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::place_variables;
+use accelerator_env::PREFIX;
 use rustix::process::Signal;
 use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
@@ -90,7 +93,7 @@ impl<'a> JobSpec<'a> {
         };
         let mut command = Command::new(&self.program);
         // Of a launch that this test runs in, nothing is passed on.
-        for (name, _) in std::env::vars_os().filter(|(name, _)| is_of_a_launch(name)) {
+        for name in place_variables().chain(settings()) {
             command.env_remove(name);
         }
         command
@@ -254,12 +257,10 @@ fn beginning(mut stream: File) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-fn is_of_a_launch(name: &std::ffi::OsStr) -> bool {
-    let name = name.to_string_lossy();
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"].contains(&&*name)
-        || ["ACCEL_", "MASTER_", "TORCHELASTIC_"]
-            .iter()
-            .any(|prefix| name.starts_with(prefix))
+/// Lists the variables of this project that are set.
+fn settings() -> impl Iterator<Item = OsString> {
+    let names = std::env::vars_os().map(|(name, _)| name);
+    names.filter(|name| name.to_string_lossy().starts_with(PREFIX))
 }
 
 /// How long a signal may wait to be seen.

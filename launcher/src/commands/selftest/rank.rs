@@ -24,6 +24,7 @@ use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{BoxResult as Result, chain};
+use crate::text::print;
 
 /// Arguments of a rank of the self-test.
 #[derive(Args, Clone, Debug)]
@@ -190,9 +191,8 @@ fn print_on_rank_0(group: &ProcessGroup, text: &str) -> Result<()> {
 
 /// Prints a line in one piece, so that lines of ranks do not mix.
 fn print_line(text: &str) -> Result<()> {
-    let mut stdout = std::io::stdout().lock();
-    stdout.write_all(format!("{text}\n").as_bytes())?;
-    Ok(stdout.flush()?)
+    print(&format!("{text}\n"))?;
+    Ok(())
 }
 
 /// Runs all collectives on this rank; rank 0 prints how many results were compared.
