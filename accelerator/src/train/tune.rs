@@ -86,8 +86,6 @@ impl<T: TrainingOperator> Trainable for OperatorTrainable<T> {
 /// use accelerator::train::{TrainingArguments, TuneCallback};
 /// use accelerator::tune::{BoxError, Config, TrialSession};
 ///
-/// # trait Build { fn callback(self, callback: TuneCallback) -> Self; fn train(self) -> Result<(), BoxError>; }
-/// # fn builder(arguments: TrainingArguments) -> Box<dyn Fn() -> Box<dyn std::any::Any>> { todo!() }
 /// /// A trial, as `Search::run_fn` takes it.
 /// fn trial(session: &mut TrialSession, config: &Config) -> Result<(), BoxError> {
 ///     let callback = TuneCallback::new(session);
