@@ -269,7 +269,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Sets how many threads load ahead. With 0, each batch is loaded when it is asked for. The order
+    /// Sets how many threads load ahead. With 0, each batch is loaded when the loop takes it. The order
     /// of batches does not depend on it. A stream is read by one. Default: 1.
     ///
     /// Workers call the batcher too, unless it [draws from the device](crate::data#random-numbers).

@@ -269,7 +269,7 @@ impl WatchedRuns {
         }
     }
 
-    /// What changed since a version.
+    /// Returns what changed since a version.
     fn changes(&self, since: u64) -> PageData<'_> {
         let mut data = PageData::of(Vec::new());
         let mut state = BoardState {

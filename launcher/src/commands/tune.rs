@@ -61,7 +61,7 @@ struct BestArgs {
     #[arg(long)]
     metric: Option<String>,
 
-    /// Whether a larger or a smaller value is better; as in the search otherwise.
+    /// Prefer smaller (min) or larger (max) values of the metric, in place of the search's choice.
     #[arg(long, value_parser = mode)]
     mode: Option<Mode>,
 

@@ -203,7 +203,7 @@ words! {
 }
 
 /// The checkpoint that a training continues from, if any: `true`, `false`, `auto` or a path. A job that the launcher
-/// restarts goes on in any case.
+/// restarts continues in any case.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "ResumeWord", into = "ResumeWord")]
 pub enum ResumeFrom {

@@ -53,7 +53,7 @@ pub struct ArtifactFile {
 pub struct ArtifactReference {
     /// The URL.
     pub url: String,
-    /// What the server calls its content: a hash, an ETag, a version.
+    /// The server's identifier of the content: a hash, an ETag, a version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }

@@ -323,7 +323,7 @@ impl Adding {
     }
 }
 
-/// What a store keeps per name beside the versions.
+/// The part of a store that belongs to a name and to no version of it.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 pub(super) struct Index {
     /// The number of the next version, which those before never had.

@@ -87,7 +87,7 @@ impl StoredArtifact {
         &self.version.contents.files
     }
 
-    /// What belongs to it and is stored elsewhere, by URL.
+    /// Returns the references to contents that are stored elsewhere, by URL.
     #[must_use]
     pub fn references(&self) -> &[ArtifactReference] {
         &self.version.contents.references

@@ -30,8 +30,8 @@ mod worker;
 ///
 /// One process writes it. What is logged goes to a queue in memory and takes the calling thread a few microseconds; a
 /// thread of its own appends it to the journal in the run's folder, and further threads deliver it to
-/// [sinks](crate::Sink). No failure of a disk or a server stops the program: it is said once, as a warning of
-/// `tracing`.
+/// [sinks](crate::Sink). A failure of a disk or a server does not stop the program: `tracing` warns of it
+/// once.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory};

@@ -111,7 +111,7 @@ pub(super) fn wait(arguments: &WaitArgs, location: &JobsLocation) -> Result<Exit
             // The engine may answer again.
             Err(error) if error.is_unreachable() => {
                 let since = *silent_since.get_or_insert_with(|| {
-                    warn(&format!("{}; it is asked again", chain(&error)));
+                    warn(&format!("{}; retrying", chain(&error)));
                     Instant::now()
                 });
                 if deadline.is_none() && since.elapsed() > LONGEST_SILENCE {

@@ -43,7 +43,7 @@ pub(crate) fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Box<d
     }
 }
 
-/// An engine that runs jobs. It is asked by names and ids, and keeps nothing between calls.
+/// An engine that runs jobs. Callers name jobs by names and ids; the engine keeps nothing between calls.
 pub(crate) trait Engine {
     /// Returns exactly what `submit` would send: a script, objects, a request. Changes nothing.
     ///

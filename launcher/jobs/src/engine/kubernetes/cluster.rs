@@ -29,7 +29,7 @@ pub(super) struct Cluster {
 /// The time limits of a connection and of an answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
-/// The pauses before a busy server is asked again.
+/// The pauses before a request to a busy server is repeated.
 const PAUSES: [Duration; 3] = [
     Duration::from_millis(250),
     Duration::from_millis(500),

@@ -52,7 +52,7 @@ pub(super) async fn logs(
                 // It may answer again.
                 Err(error) if error.is_unreachable() => {
                     if !std::mem::replace(&mut has_warned, true) {
-                        warn(&format!("{}; it is asked again", chain(&error)));
+                        warn(&format!("{}; retrying", chain(&error)));
                     }
                     false
                 }
