@@ -208,9 +208,10 @@ fn a_slow_answer_makes_no_ghost_run() {
             "{error}"
         );
         assert!(begun.elapsed() < Duration::from_secs(2));
-        // On a busy machine other answers may be as late.
-        let delivered = (0..20).any(|_| run.deliver(&all).is_ok());
-        assert!(delivered);
+        // With the usual limit: on a busy machine, other answers may take half a second.
+        let client = MlflowServer::new(&run.server.address).unwrap();
+        run.sink = MlflowSink::new(client, "e").live();
+        run.deliver(&all).unwrap();
         // The first request has acted by now.
         std::thread::sleep(Duration::from_secs(4).saturating_sub(begun.elapsed()));
         run.sink.write(Origin::Run, &last).unwrap();
