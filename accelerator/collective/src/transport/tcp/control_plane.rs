@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::{FINAL_MESSAGES_TIMEOUT, Tcp, link::Link};
+use super::{
+    FINAL_MESSAGES_TIMEOUT, Tcp,
+    link::{Link, WRITER_CHECK_INTERVAL},
+};
 use crate::{
     error::Certainty,
     liveness,
@@ -46,9 +49,11 @@ impl ControlPlane for Tcp {
         for (_, link) in &receivers {
             link.part(&head, &preamble, until);
         }
-        let now = Instant::now();
+        // One that has failed may still listen, and would take a connection that ends without a final message for a
+        // death. So a heartbeat that is being written is waited for, and a writer that is stuck is not.
+        let soon = Instant::now() + WRITER_CHECK_INTERVAL;
         for (_, link) in lost {
-            link.part(&head, &preamble, now);
+            link.part(&head, &preamble, soon);
         }
         // The program may end next.
         let receivers: Vec<&Link> = receivers.into_iter().map(|(_, link)| link).collect();

@@ -189,6 +189,46 @@ fn last_words_have_left_when_a_rank_has_said_them() {
     assert_eq!(last.kind, FrameKind::Goodbye);
 }
 
+/// A peer that has failed still counts those who say that they live, and takes the end of a connection without a final
+/// message for a death.
+#[test]
+fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
+    let (tcp, mut other) = pair();
+    narrow(&tcp, &other);
+    let link = tcp.links[1].as_ref().unwrap();
+    let error = Error::new(Kind::Misuse, "it failed".to_owned());
+    let preamble = Abort { sequence: 0, error }.encode();
+    let head = Head::new(FrameKind::Abort, 0, 0, &preamble, &[]).encode();
+    other.write_all(&[&head[..], &preamble].concat()).unwrap();
+    await_that(|| !tcp.inbox.is_present(1));
+    fill(link);
+    let (holds, held) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let written = link.write(&head, &[], &[], |_| {
+                holds.send(()).unwrap();
+                released.recv().unwrap();
+                thread::sleep(Duration::from_millis(50));
+                false
+            });
+            written.unwrap_err();
+        });
+        held.recv().unwrap();
+        let reader = scope.spawn(move || {
+            let mut bytes = Vec::new();
+            other.read_to_end(&mut bytes).unwrap();
+            bytes
+        });
+        await_that(|| await_ready(link.stream(), PollFlags::OUT, Duration::ZERO));
+        release.send(()).unwrap();
+        tcp.leave(&FinalMessage::Goodbye(LeaveKind::Closed));
+        let bytes = reader.join().unwrap();
+        let last = Head::decode(bytes.last_chunk().unwrap());
+        assert_eq!(last.map(|head| head.kind).ok(), Some(FrameKind::Goodbye));
+    });
+}
+
 /// Lets a connection hold little.
 fn narrow(tcp: &Tcp, other: &TcpStream) {
     for stream in [tcp.links[1].as_ref().unwrap().stream(), other] {
