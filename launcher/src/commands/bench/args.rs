@@ -127,11 +127,6 @@ const DTYPES: [DType; 4] = [DType::BF16, DType::F16, DType::F32, DType::F64];
 /// With more ranks, sums could exceed 255.
 pub(super) const MOST: usize = 32;
 
-/// The refusal of `--device cuda` by a build without it.
-pub(super) const WITHOUT_CUDA: &str = "--device cuda needs an accel-launch that was built with the feature `cuda`: \
-    `cargo install --path launcher --features cuda`, or `cargo run --release -p accel-launch --features cuda -- \
-    bench all-reduce --device cuda`";
-
 const BENCH_HELP: &str = "\
 Iterations run back to back and are timed in up to 100 blocks; the time of a block is that of its
 slowest rank. The table shows the median over blocks, the minimum and the 95th percentile, for one operation.
@@ -144,9 +139,8 @@ sum back to all N, which is `bytes` read and `bytes` written per rank. It is tim
 at once, each on N arrays of its own. It is a plain loop without the widest vectors: what fits into the caches
 can be faster, above 100 %.
 
-With --device cuda (in a build with the feature `cuda`: cargo install ... --features cuda) local rank R uses
-GPU R, and NCCL reduces: operations are enqueued back to back, and a block ends with its last one. There is no
-bound. The driver and NCCL are loaded at run time.
+With --device cuda local rank R uses GPU R, and NCCL reduces: operations are enqueued back to back, and a block
+ends with its last one. There is no bound. The driver and NCCL are loaded at run time.
 
 With --json the figures are one object: seconds, bytes, and bytes per second. The README in the folder
 launcher/src/commands/bench has a table of all fields with their units.

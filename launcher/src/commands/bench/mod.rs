@@ -4,7 +4,6 @@
 //! (`rank.rs`), or threads of this one. Rank 0 prints the figures. The README in this folder says what is timed.
 
 mod args;
-#[cfg(feature = "cuda")]
 mod cuda;
 mod figures;
 mod measure;
@@ -21,7 +20,7 @@ use crate::output::OnOutputError;
 use crate::settings::options::{Options, Processes};
 use crate::supervisor::shim::LivenessPipe;
 use crate::variables;
-use args::{BenchDevice, MOST, WITHOUT_CUDA, What};
+use args::{BenchDevice, MOST, What};
 
 pub(crate) use args::{AllReduceArgs, BenchArgs};
 pub(crate) use rank::run as rank;
@@ -71,7 +70,6 @@ fn check(arguments: &AllReduceArgs) -> Result<()> {
             )));
         }
         BenchDevice::Cpu => {}
-        BenchDevice::Cuda if !cfg!(feature = "cuda") => return Err(Error::usage(WITHOUT_CUDA)),
         BenchDevice::Cuda if arguments.transport == TransportKind::Threads => {
             return Err(Error::usage(
                 "--transport threads has one process, and --device cuda one per GPU: leave one of them out",

@@ -7,10 +7,7 @@ use std::thread;
 use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup};
 use half::{bf16, f16};
 
-#[cfg(not(feature = "cuda"))]
-use super::args::WITHOUT_CUDA;
 use super::args::{AllReduceArgs, BenchDevice};
-#[cfg(feature = "cuda")]
 use super::cuda::GpuRank;
 use super::figures::{BenchReport, Sample};
 use super::measure::{Bound, HostOperand, Number, TRAFFIC, time_blocks};
@@ -73,7 +70,6 @@ fn measure(group: &ProcessGroup, arguments: &AllReduceArgs) -> Result<()> {
 fn each(group: &ProcessGroup, arguments: &AllReduceArgs, device: &Device) -> Result<()> {
     let gpus = match device {
         Device::Host => None,
-        #[cfg(feature = "cuda")]
         Device::Gpu(gpu) => Some(gpu.gpus()),
     };
     let mut report = BenchReport::new(group, gpus);
@@ -110,7 +106,6 @@ fn each(group: &ProcessGroup, arguments: &AllReduceArgs, device: &Device) -> Res
 /// The device of a rank.
 enum Device {
     Host,
-    #[cfg(feature = "cuda")]
     Gpu(GpuRank),
 }
 
@@ -118,16 +113,10 @@ impl Device {
     fn open(group: &ProcessGroup, device: BenchDevice) -> Result<Self> {
         match device {
             BenchDevice::Cpu => Ok(Self::Host),
-            #[cfg(feature = "cuda")]
             BenchDevice::Cuda => {
                 let gpu = GpuRank::connect(group);
                 let gpu = gpu.inspect_err(|error| group.abort(chain(&**error)));
                 Ok(Self::Gpu(gpu?))
-            }
-            #[cfg(not(feature = "cuda"))]
-            BenchDevice::Cuda => {
-                let _ = group;
-                Err(WITHOUT_CUDA.into())
             }
         }
     }
@@ -151,7 +140,6 @@ impl Device {
                 let bound = bound.seconds;
                 Ok(Sample { seconds, bound })
             }
-            #[cfg(feature = "cuda")]
             Self::Gpu(gpu) => Ok(Sample {
                 seconds: time_blocks(group, gpu.operand::<T>(len)?, iterations)?,
                 bound: Vec::new(),
