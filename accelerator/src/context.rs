@@ -1,4 +1,4 @@
-//! What every part of the library needs of its rank.
+//! The state of a rank that every part of the library needs.
 
 use core::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,18 +17,18 @@ use crate::timeline::Timeline;
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) accumulation: Accumulation,
-    /// Without gradients.
+    /// The device without gradients.
     pub(crate) device: Device,
     pub(crate) backend_kind: BackendKind,
     pub(crate) forward_collectives: ForwardCollectives,
     pub(crate) group: ProcessGroup,
-    /// How many loaders were prepared: the next one's number.
+    /// The number of loaders prepared so far, and so the number of the next one.
     pub(crate) loaders: AtomicU64,
     pub(crate) seed: u64,
     pub(crate) timeline: Timeline,
 }
 
-/// How much an optimizer step takes.
+/// The size of an accumulation window: as much as an optimizer step takes.
 #[derive(Debug)]
 pub(crate) struct Accumulation {
     /// Micro-steps.
@@ -36,17 +36,17 @@ pub(crate) struct Accumulation {
     pub(crate) window: WindowSize,
 }
 
-/// What the program says about how much an optimizer step takes.
+/// The unit in which the program sets the size of a window.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum WindowSize {
-    /// So many samples over all ranks.
+    /// A number of samples over all ranks.
     Samples,
-    /// So many micro-steps.
+    /// A number of micro-steps.
     Steps,
 }
 
 impl Context {
-    /// With gradients.
+    /// The device with gradients.
     pub(crate) fn autodiff_device(&self) -> Device {
         self.device.clone().autodiff()
     }

@@ -151,7 +151,7 @@ pub use crate::reduce::{
 };
 pub use crate::tracking::Tracker;
 
-/// What a training program usually imports.
+/// The items that a training program usually imports.
 ///
 /// It leaves out names that a program's own modules or Burn often have, since two glob imports of one name are
 /// ambiguous: import [`Clip`] and the [`metric`]s by name.

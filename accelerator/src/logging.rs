@@ -42,13 +42,13 @@ use crate::core::error::Result;
 /// case, since they may concern one rank alone.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LogRanks {
-    /// Those of rank 0.
+    /// Rank 0.
     #[default]
     Main,
-    /// Those of the first rank of each host. Those of every rank, where its local rank
+    /// The first rank of each host. Every rank, if its local rank
     /// [is not known yet](Topology::is_local_known).
     LocalMain,
-    /// Those of every rank.
+    /// Every rank.
     Every,
 }
 
@@ -91,7 +91,8 @@ pub struct RankFilter {
 }
 
 impl RankFilter {
-    /// For the rank that stands so; [`Accelerator::topology`](crate::Accelerator::topology) and [`Launch::from_env`] tell.
+    /// Makes a filter for the rank of `topology`, from [`Accelerator::topology`](crate::Accelerator::topology) or
+    /// [`Launch::from_env`].
     pub fn new(speakers: LogRanks, topology: &Topology) -> Self {
         let speaks = match speakers {
             LogRanks::Main => topology.is_main(),
@@ -122,7 +123,7 @@ pub struct RankFormat<F = Format<Full>> {
 }
 
 impl<F> RankFormat<F> {
-    /// For the rank that stands so, around `inner`.
+    /// Makes a format for the rank of `topology` that wraps `inner`.
     pub fn new(topology: &Topology, inner: F) -> Self {
         Self {
             inner,
@@ -150,7 +151,7 @@ where
     }
 }
 
-/// What was warned of.
+/// The texts of warnings that were shown.
 #[derive(Debug, Default)]
 pub(crate) struct WarnedTexts(Mutex<HashSet<String>>);
 
@@ -183,7 +184,7 @@ mod tests {
         }
     }
 
-    /// What the rank that stands so shows of `work`.
+    /// Returns the output that the rank of `topology` shows of `work`.
     fn shown(topology: &Topology, speakers: LogRanks, work: impl FnOnce()) -> String {
         let lines = Lines::default();
         let writer = lines.clone();

@@ -1,4 +1,4 @@
-//! Whether the parameters are the same on every rank, bit for bit, as they ought to be. The run records what they are.
+//! Checks that the parameters are bit-identical on every rank. The run records their digest.
 
 use core::num::NonZeroU64;
 use std::collections::HashSet;
@@ -13,12 +13,12 @@ use crate::model::{running_states, sync_buffers};
 use crate::reduce::{ModelState, ReduceContext};
 use crate::tracking::Tracking;
 
-/// What a comparison for its own sake is for, in errors.
+/// The purpose of a comparison that the program asks for, in errors.
 const CHECK: &str = "check_replicas";
-/// How many paths of differing parameters a message names.
+/// The largest number of paths of differing parameters in a message.
 const SHOWN: usize = 3;
 
-/// Which parameters are compared.
+/// The parameters that are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ComparedParameters {
     /// Frozen ones, too.
@@ -93,7 +93,7 @@ pub(crate) fn check_and_sync<M: Module>(
     sync_buffers(context, model)
 }
 
-/// Whether a model that did so many steps is checked.
+/// Tells if a model is checked after that many steps.
 fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
     every.is_some_and(|every| steps > 0 && steps % every == 0)
 }
@@ -139,9 +139,9 @@ fn compare(context: &ReduceContext, action: &str, mine: &ReplicaDigest) -> Resul
     ))
 }
 
-/// What a rank's parameters come to.
+/// The digest of a rank's parameters.
 struct ReplicaDigest {
-    /// Of all of them.
+    /// The digest of all of them.
     digest: blake3::Hash,
     /// Eight bytes for each.
     parameters: Vec<u64>,
@@ -176,7 +176,7 @@ impl ReplicaDigest {
     }
 }
 
-/// What a [`ReplicaReader`] reads.
+/// The parameters that a [`ReplicaReader`] reads.
 enum ReplicaSelection {
     /// All but the floats at these places of the model.
     AllBut(HashSet<usize>),
@@ -218,18 +218,18 @@ impl ModuleVisitor for ReplicaReader {
     }
 }
 
-/// Who differs, and where.
+/// The ranks and the parameters that differ.
 #[derive(Debug, Eq, PartialEq)]
 struct Drift {
     ranks: usize,
-    /// Those that differ from the majority; all where no value has one.
+    /// The ranks that differ from the majority; all if there is none.
     deviating: Vec<usize>,
     /// The parameters that are not the same on every rank.
     parameters: Vec<usize>,
 }
 
 impl Drift {
-    /// From every rank's hashes.
+    /// Compares the hashes of every rank.
     fn of(ranks: &[Vec<u64>]) -> Self {
         let votes = |hashes: &Vec<u64>| ranks.iter().filter(|other| *other == hashes).count();
         let majority = ranks.iter().find(|hashes| votes(hashes) * 2 > ranks.len());

@@ -45,7 +45,7 @@ pub struct BatchSizeFinder<'a> {
     windows: Windows,
 }
 
-/// Whether a text speaks of want of memory.
+/// A rule that tells if a text reports a lack of memory.
 type Rule = dyn Fn(&str) -> bool;
 
 /// A model with its optimizer.
@@ -96,16 +96,16 @@ impl<'a> BatchSizeFinder<'a> {
         self
     }
 
-    /// What to try after a size that was too large. It must become smaller; a size that does not is
+    /// Sets the size to try after one that was too large. It must become smaller; a size that does not is
     /// made smaller by one.
     pub fn with_next_size(mut self, reduce: impl Fn(usize) -> usize + 'static) -> Self {
         self.reduce = Box::new(reduce);
         self
     }
 
-    /// Which errors and panics mean that memory did not suffice, by their text. By default those that
-    /// speak of memory, as allocators and the drivers of devices do; all others end the search. With a rule
-    /// of the program's own, panics of attempts are reported as all panics are.
+    /// Sets the rule that tells, by their text, which errors and panics mean that memory did not suffice. By default,
+    /// those that speak of memory, as allocators and the drivers of devices do; all others end the search. With a
+    /// custom rule, panics of attempts are reported like any other panic.
     pub fn with_out_of_memory(mut self, is: impl Fn(&str) -> bool + 'static) -> Self {
         self.is_out_of_memory = Some(Box::new(is));
         self
@@ -217,7 +217,7 @@ impl<'a> BatchSizeFinder<'a> {
         .into())
     }
 
-    /// What others are told of an attempt, and what is kept of it here.
+    /// Splits the outcome of an attempt into the report for the other ranks and the rest, which stays here.
     fn report<T, E: fmt::Debug + 'static>(
         &self,
         outcome: std::thread::Result<Result<T, E>>,
@@ -361,7 +361,7 @@ impl Accelerator {
     }
 }
 
-/// How an attempt went, for the other ranks.
+/// The outcome of an attempt, for the other ranks.
 #[derive(Clone, Deserialize, Serialize)]
 enum AttemptReport {
     Done,
@@ -369,7 +369,7 @@ enum AttemptReport {
     OutOfMemory { next: usize, text: String },
 }
 
-/// What an attempt left on this rank.
+/// The rest of an attempt that stays on this rank.
 enum AttemptMemory<T, E> {
     Done(T),
     Error(E),
@@ -388,9 +388,9 @@ impl<T, E> AttemptMemory<T, E> {
     }
 }
 
-/// While it is there, panics of this thread for want of memory, which are caught, are not reported.
+/// Keeps panics of this thread that report a lack of memory, and are caught, from being reported while it lives.
 struct SilencePanics {
-    /// What held before.
+    /// The value from before.
     outer: bool,
 }
 
@@ -546,7 +546,7 @@ mod tests {
         assert!(others[0].is_panic() && others[0].to_string().contains("rank 1 failed"));
     }
 
-    /// By a process of its own, of which nobody else uses standard error.
+    /// Runs in a process of its own, so that nobody else writes to standard error.
     #[test]
     fn c20_a_size_that_does_not_fit_is_one_line_of_rank_zero() {
         const CHILD: &str = "BATCH_SIZE_TEST_CHILD";

@@ -263,8 +263,8 @@ impl Accelerator {
         checkpoint::resume_loader(&self.shared.checkpoints, &checkpoints.into(), loader, rule)
     }
 
-    /// As [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The
-    /// rule is asked on rank 0, and only if the number is another one.
+    /// Resumes like [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The
+    /// rule is asked on rank 0, and only if the number has changed.
     ///
     /// A batch size that was changed in the program takes precedence over the rule.
     ///

@@ -292,20 +292,20 @@ struct GatherRows<'a> {
     rows: RowsOf,
 }
 
-/// Which rows are gathered.
+/// The rows that are gathered.
 #[derive(Clone, Copy)]
 enum RowsOf {
     All,
-    /// There is one for each sample of the batch.
+    /// One row per sample of the batch.
     Samples(BatchRows),
-    /// There is one for each sample, or all are about the batch.
+    /// One row per sample, or rows about the whole batch.
     #[cfg(feature = "burn-train")]
     SamplesOrBatch(BatchRows),
 }
 
 #[derive(Clone, Copy)]
 struct BatchRows {
-    /// Those that belong to samples, from the first.
+    /// The number of rows that belong to samples, counted from the first.
     real: usize,
     all: usize,
 }

@@ -20,7 +20,7 @@ use crate::core::device::BackendKind;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum DistributedType {
-    /// One rank alone.
+    /// A single rank.
     No,
     /// Several ranks that compute on CPUs.
     MultiCpu,

@@ -71,7 +71,7 @@ impl Accelerator {
         left
     }
 
-    /// Whether all ranks have updated their models alike.
+    /// Checks that all ranks have updated their models alike.
     #[track_caller]
     fn check_updates(&self) -> Result<()> {
         if self.world_size() == 1 {

@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use super::{Accelerator, AcceleratorBuilder};
 use crate::core::error::{Error, Kind, Result};
 
-/// How long ranks have to end by themselves when one of them has failed: they name the failure meanwhile.
+/// The time that ranks have to end by themselves after one has failed: they name the failure meanwhile.
 pub(crate) const GRACE: Duration = Duration::from_secs(10);
 /// The job of ranks that [`launch_processes`] has started, by which they know it.
 const JOB: &str = "launch_processes";
@@ -90,7 +90,7 @@ impl AcceleratorBuilder {
     }
 }
 
-/// What this process is to a call that starts ranks as processes of this program.
+/// The role of this process in a call that starts ranks as processes of this program.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum ProcessRole {
     /// The one that starts them.
@@ -135,7 +135,7 @@ fn is_started_for(_job: &str) -> Result<bool> {
     Ok(true)
 }
 
-/// Whether another launcher, such as `mpirun`, has started several processes of this program.
+/// Tells if another launcher, such as `mpirun`, has started several processes of this program.
 fn is_one_of_several() -> bool {
     let read = |name: &str| {
         let value = accelerator_env::variable(name)?;
@@ -147,13 +147,13 @@ fn is_one_of_several() -> bool {
 /// Ranks that run, each a process of this program. They end when this is dropped.
 pub(crate) struct RankProcesses {
     ranks: Vec<RankProcess>,
-    /// Where they meet.
+    /// The store through which the ranks meet.
     _store: StoreServer,
 }
 
 struct RankProcess {
     child: Child,
-    /// To its standard input, which closes when this process ends.
+    /// The link to its standard input, which closes when this process ends.
     link: UnixStream,
 }
 
@@ -191,7 +191,7 @@ impl RankProcesses {
         &self.ranks[rank].link
     }
 
-    /// How a rank has ended, whose connection is closed.
+    /// Returns the error for a rank whose connection has closed.
     pub(crate) fn failure(&mut self, rank: usize) -> Error {
         let closed = Instant::now();
         let child = &mut self.ranks[rank].child;

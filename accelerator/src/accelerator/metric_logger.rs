@@ -40,7 +40,7 @@ pub struct RunLogger<L> {
     accelerator: Accelerator,
     inner: L,
     names: HashMap<MetricId, String>,
-    /// Of the training.
+    /// The iterations of the training.
     iterations: u64,
     /// The latest figures of a split that is no training.
     figures: HashMap<Split, Vec<(String, f64)>>,

@@ -66,8 +66,8 @@ use crate::reduce::{ReduceContext, ReduceSettings};
 use crate::timeline::{ProfilerSchedule, Recording};
 use crate::tracking::{RunEnding, TrackerSettings, Tracking};
 
-/// This process's (or, under [`launch`](crate::launch), this thread's) place among the ranks of
-/// a job, with everything a training loop needs of it.
+/// The place of this process (or, under [`launch`](crate::launch), of this thread) among the ranks of
+/// a job, with everything that a training loop needs.
 ///
 /// It is a handle: clones are the same accelerator. There is no global state, so one process
 /// may hold several.
@@ -87,13 +87,13 @@ pub struct Accelerator {
 }
 
 pub(crate) struct Shared {
-    /// Whether the last `backward` left its window open.
+    /// Set if the last `backward` left its window open.
     accumulates: AtomicBool,
-    /// By whose settings it was built.
+    /// The builder with the settings of this accelerator.
     builder: AcceleratorBuilder,
     checkpoints: Arc<CheckpointContext>,
     pub(crate) context: Arc<Context>,
-    /// That were prepared, and live.
+    /// The number of prepared optimizers that live.
     pub(crate) optimizers: OptimizerCount,
     pub(crate) reduction: Arc<ReduceContext>,
     restarts: Restarts,
@@ -137,7 +137,7 @@ impl Drop for Shared {
     }
 }
 
-/// What the builder was told, checked.
+/// The checked settings of the builder.
 #[derive(Clone, Debug)]
 struct Settings {
     accumulation_steps: NonZeroUsize,
@@ -148,7 +148,7 @@ struct Settings {
     window: WindowSize,
 }
 
-/// What is written of where time goes.
+/// The settings of the step summary and the trace.
 #[derive(Clone, Debug)]
 struct TraceSettings {
     /// The file of the trace; with a schedule, the one beside which those of its cycles are.
@@ -166,7 +166,7 @@ impl TraceSettings {
     }
 }
 
-/// What the launcher says about restarts.
+/// The launcher's numbers of restarts.
 #[derive(Clone, Copy, Debug)]
 struct Restarts {
     done: u64,
@@ -217,7 +217,7 @@ impl Accelerator {
         self.shared.context.world_size()
     }
 
-    /// How many calls of [`backward`](Self::backward) make one optimizer step.
+    /// Returns the number of calls of [`backward`](Self::backward) per optimizer step.
     pub fn accumulation_steps(&self) -> usize {
         self.shared.context.accumulation.steps()
     }
@@ -295,6 +295,6 @@ impl fmt::Debug for Accelerator {
     }
 }
 
-/// Why a run failed whose program did not end it.
+/// The reason for which a run failed that the program did not end.
 const LEFT: &str =
     "the program left without `finish`: it returned an error, or lacks `accelerator.finish()`";

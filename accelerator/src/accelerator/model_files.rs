@@ -52,7 +52,7 @@ impl Accelerator {
         self.save_model_with(model, path, &SaveOptions::new())
     }
 
-    /// As [`save_model`](Self::save_model), in the layout and the sizes that `options` say.
+    /// Saves a model like [`save_model`](Self::save_model), in the layout and the sizes of `options`.
     ///
     /// Where the model does not fit in one file, `path` names the whole: for
     /// `models/model.safetensors` there are `models/model-00001-of-00003.safetensors`, …, and
@@ -118,8 +118,8 @@ impl Accelerator {
         Ok(model)
     }
 
-    /// As [`load_model`](Self::load_model), under the names, in the layout and with the
-    /// exceptions that `options` say. The report is that of rank 0, on every rank.
+    /// Loads a model like [`load_model`](Self::load_model), with the names, the layout and the
+    /// exceptions of `options`. Every rank gets the report of rank 0.
     ///
     /// A parameter that the file lacks gets rank 0's value on every rank, as in
     /// [`prepare`](Self::prepare).

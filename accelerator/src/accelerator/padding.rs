@@ -8,9 +8,9 @@ use crate::core::error::{Error, Result};
 /// The side on which [`Accelerator::pad_across_processes`] adds what is missing.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum PadSide {
-    /// Before the first element.
+    /// Pads before the first element.
     Start,
-    /// After the last element.
+    /// Pads after the last element.
     #[default]
     End,
 }

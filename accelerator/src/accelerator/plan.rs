@@ -2,9 +2,9 @@ use super::Accelerator;
 use crate::data::PreparedLoader;
 use crate::optim::{RateScaling, TrainingPlan};
 
-/// What a training comes to.
+/// The plan of a training.
 impl Accelerator {
-    /// What training on that loader for so many epochs comes to.
+    /// Plans a training of that many epochs on `loader`.
     ///
     /// A program that [resumes](Self::resume) passes the loader to [`resume_loader`](Self::resume_loader) first:
     /// at another number of ranks, the plan then counts the steps that there will be.

@@ -14,7 +14,7 @@ use crate::optim::{
 };
 use crate::reduce;
 
-/// What [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
+/// The things that [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
 /// a data loader, or a tuple of these.
 ///
 /// `K` is one of the [`kind`]s. It is always inferred; it exists so that one trait can cover
@@ -51,7 +51,7 @@ use crate::reduce;
     note = "a loader builder needs `.build(dataset)`"
 )]
 pub trait Prepare<K> {
-    /// What it becomes.
+    /// The type that `prepare` returns for it.
     type Prepared;
 
     /// See [`Accelerator::prepare`].
@@ -69,7 +69,7 @@ pub trait Prepare<K> {
     }
 }
 
-/// Whether all ranks prepare the same kinds of things, in the same order.
+/// Checks that all ranks prepare the same kinds of things, in the same order.
 #[track_caller]
 pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result<()> {
     if accelerator.world_size() == 1 {
@@ -99,12 +99,12 @@ pub mod kind {
     #[derive(Debug)]
     pub enum Model {}
 
-    /// Of nothing.
+    /// A kind that nothing has.
     #[doc(hidden)]
     #[derive(Debug)]
     pub enum Never {}
 
-    /// One of Burn's own data loaders, in [`AssumeDeterministic`](crate::data::AssumeDeterministic).
+    /// A data loader of Burn's own, in [`AssumeDeterministic`](crate::data::AssumeDeterministic).
     #[derive(Debug)]
     pub enum Opaque {}
 

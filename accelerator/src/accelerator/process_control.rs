@@ -14,12 +14,12 @@ impl Accelerator {
         self.topology().is_main()
     }
 
-    /// Whether this is the first rank of its host.
+    /// Returns `true` on the first rank of each host.
     pub fn is_local_main_process(&self) -> bool {
         self.topology().is_local_main()
     }
 
-    /// Whether this is the rank with the highest number.
+    /// Returns `true` on the rank with the highest number.
     pub fn is_last_process(&self) -> bool {
         self.topology().is_last()
     }
@@ -283,10 +283,10 @@ impl Accelerator {
     }
 }
 
-/// What rank 0, or the first rank of a host, does before the others.
+/// The request to a rank that works before the others: rank 0, or the first rank of a host.
 const FIRST: &str = "do what it does first here";
 
-/// What a rank does when it is its turn.
+/// The request to a rank whose turn it is.
 const IN_TURN: &str = "do what it does in its turn here";
 
 fn print(line: impl fmt::Display) {

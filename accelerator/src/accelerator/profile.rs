@@ -8,10 +8,10 @@ use crate::timeline::{
     Cycle, Output, Profiler, ProfilerSchedule, StepSummary, check_cycles, clear_traces,
 };
 
-/// Where the time of a step goes.
+/// The time of a step, by its parts.
 impl Accelerator {
-    /// Where the time of this rank's steps went so far; `None` before the first one, and where the
-    /// builder was not [asked](crate::AcceleratorBuilder::step_summary) to note it.
+    /// Returns the times of this rank's steps so far; `None` before the first one, and if the
+    /// builder was not [asked](crate::AcceleratorBuilder::step_summary) to record them.
     ///
     /// ```
     /// use accelerator::prelude::*;

@@ -48,7 +48,7 @@ impl Accelerator {
     }
 }
 
-/// What standard error is.
+/// The kind of file that standard error is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum StderrKind {
     Elsewhere,
@@ -61,7 +61,7 @@ enum BarVisibility {
     Yes,
 }
 
-/// Whether the rank that stands so shows bars.
+/// Tells if the rank of `topology` shows bars.
 fn shown(topology: &Topology, place: StderrKind) -> BarVisibility {
     match place {
         StderrKind::Terminal if topology.is_main() => BarVisibility::Yes,

@@ -5,7 +5,7 @@ use crate::core::error::Result;
 use crate::model::sync_buffers;
 use crate::replicas;
 
-/// What is to be the same on every rank, and what each has of its own.
+/// Checks and synchronizes the state of a model on all ranks.
 impl Accelerator {
     /// Compares the parameters of a prepared model between all ranks, bit for bit.
     ///

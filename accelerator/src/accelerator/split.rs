@@ -4,13 +4,13 @@ use accelerator_collective::Partition;
 
 use super::Accelerator;
 
-/// This rank's share of items, with copies of the last one that make it as long as every other
+/// The share of this rank, with copies of the last item that make it as long as every other
 /// rank's; see [`Accelerator::split_between_processes_padded`].
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PaddedShare<T> {
     /// The share, padding last.
     pub items: Vec<T>,
-    /// How many of them, at the end, are padding.
+    /// The number of copies at the end.
     pub padding: usize,
 }
 
@@ -23,13 +23,13 @@ impl<T> PaddedShare<T> {
 
 /// Work that is shared out without a loader: prompts, files, folds.
 impl Accelerator {
-    /// This rank's contiguous share of `count` items; the first ranks get one more where it
+    /// Returns this rank's contiguous share of `count` items; the first ranks get one more if it
     /// does not divide evenly. Nothing is communicated.
     pub fn share_of(&self, count: usize) -> Range<usize> {
         Partition::new(count, self.world_size()).range(self.rank())
     }
 
-    /// This rank's contiguous share of `items`, as [`share_of`](Self::share_of) cuts them. With fewer
+    /// Returns this rank's contiguous share of `items`, as [`share_of`](Self::share_of) cuts them. With fewer
     /// items than ranks, the last ranks get none.
     ///
     /// Several lists of the same length, and rows of tensors, are cut alike by `share_of`.
@@ -46,8 +46,8 @@ impl Accelerator {
         &items[self.share_of(items.len())]
     }
 
-    /// As [`split_between_processes`](Self::split_between_processes), of the same length on every rank:
-    /// a shorter share ends with copies of its last item, or of the last of all where it is empty.
+    /// Splits like [`split_between_processes`](Self::split_between_processes), into equal lengths: a shorter share
+    /// ends with copies of its last item, or of the last of all if it is empty.
     /// Leave them out of results with [`PaddedShare::real`] or [`PaddedShare::padding`].
     ///
     /// ```

@@ -27,7 +27,7 @@ pub trait Tensors: Sized {
     fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self>;
 }
 
-/// What is done to each tensor of a structure.
+/// A function that is applied to each tensor of a structure.
 #[doc(hidden)]
 pub trait TensorMap {
     fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>>;

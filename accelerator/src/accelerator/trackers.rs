@@ -270,7 +270,7 @@ impl Accelerator {
         run.start()
     }
 
-    /// What the program alone can tell of itself.
+    /// Captures the properties that only the program itself knows.
     fn capture(&self) -> Capture {
         let features = [
             ("autotune", cfg!(feature = "autotune")),
@@ -310,5 +310,5 @@ fn histogram(values: &[f32]) -> Histogram {
     Histogram::of(values.iter().map(|&value| f64::from(value)), HISTOGRAM_BINS)
 }
 
-/// As TensorBoard shows them.
+/// The number of bins, as TensorBoard shows them.
 const HISTOGRAM_BINS: usize = 30;

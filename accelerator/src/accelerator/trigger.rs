@@ -10,7 +10,7 @@ impl Accelerator {
         self.shared.reduction.trigger.set();
     }
 
-    /// Whether some rank has [raised the flag](Self::set_trigger): the same answer on every rank, which also resets
+    /// Checks if some rank has [raised the flag](Self::set_trigger): the same answer on every rank, which also resets
     /// the flag. Every rank must call it, in the same places.
     ///
     /// It costs nothing where gradients are reduced anyway:

@@ -29,7 +29,7 @@ pub(super) fn check(
     Err(differing("one tensor", tensors.all_gather_object(&mine)?))
 }
 
-/// That ranks passed such tensors to an operation that wants `wanted`.
+/// Makes the error of an operation that needs `wanted`, and got tensors that do not fit together.
 pub(super) fn differing<T: fmt::Display>(wanted: &str, all: impl IntoIterator<Item = T>) -> Error {
     Error::misuse(format!(
         "the ranks pass tensors that do not fit together ({}): give every rank {wanted} of the same shape and \
@@ -38,7 +38,7 @@ pub(super) fn differing<T: fmt::Display>(wanted: &str, all: impl IntoIterator<It
     ))
 }
 
-/// Its shape and type.
+/// Describes a tensor by its shape and type.
 pub(super) fn described(tensor: &TensorData) -> String {
     format!("{:?} of {:?}", &tensor.shape()[..], tensor.dtype())
 }

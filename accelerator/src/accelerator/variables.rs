@@ -45,7 +45,7 @@ pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Which steps the trace keeps, in the same way.
+/// Returns the schedule of the trace, in the same way.
 pub(super) fn trace_schedule(asked: Option<ProfilerSchedule>) -> Result<Option<ProfilerSchedule>> {
     agreed("the schedule", asked, TRACE_SCHEDULE)
 }
@@ -55,7 +55,7 @@ pub(super) fn overlap(asked: Option<Overlap>) -> Result<Overlap> {
     Ok(agreed("overlap", asked, OVERLAP)?.unwrap_or_default())
 }
 
-/// Whether ranks may share GPUs, in the same way.
+/// Returns the setting for ranks that share GPUs, in the same way.
 pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversubscription> {
     let agreed = agreed(
         "oversubscription",
@@ -126,7 +126,7 @@ impl FromStr for BoolVariable {
     }
 }
 
-/// What the program or the variable says about `what`.
+/// Returns the value of `what` that the program or the variable sets.
 fn agreed<T>(what: &str, asked: Option<T>, by: Variable) -> Result<Option<T>>
 where
     T: Display + FromStr<Err: Display> + PartialEq,

@@ -11,7 +11,7 @@ use crate::core::panic_text::panic_text;
 use crate::core::user_message;
 use crate::reduce::{SaveProgress, WatchedSave};
 
-/// What an accelerator keeps between saves.
+/// The state of saves that an accelerator keeps between them.
 #[derive(Debug)]
 pub(crate) struct Ongoing {
     factor: Mutex<f64>,
@@ -35,7 +35,7 @@ impl Default for Ongoing {
 }
 
 impl Ongoing {
-    /// What learning rates are multiplied by since the number of ranks changed.
+    /// Returns the factor on learning rates since the number of ranks changed.
     pub(super) fn factor(&self) -> f64 {
         *lock(&self.factor)
     }
@@ -118,11 +118,11 @@ impl Ongoing {
 #[derive(Debug, Default)]
 pub(crate) struct BackgroundSave {
     thread: Mutex<Option<JoinHandle<Result<Saved>>>>,
-    /// How the thread ended.
+    /// The outcome of the thread.
     ended: OnceLock<Result<Saved>>,
-    /// What every rank was told.
+    /// The outcome as every rank was told.
     told: OnceLock<Result<Saved>>,
-    /// What every rank knows before that.
+    /// The progress that every rank knows before that.
     progress: Mutex<SaveProgress>,
 }
 
@@ -167,7 +167,7 @@ impl BackgroundSave {
         self.told.get_or_init(|| outcome).clone()
     }
 
-    /// How the thread ended; `None` where there never was one.
+    /// Waits for the thread and returns its outcome; `None` if there never was one.
     pub(super) fn join(&self) -> Option<Result<Saved>> {
         if let Some(thread) = lock(&self.thread).take() {
             let ended = thread.join().unwrap_or_else(|panic| {
@@ -187,7 +187,7 @@ impl WatchedSave for BackgroundSave {
         self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
     }
 
-    /// What is done stays done.
+    /// Records the progress, unless the save is known to be done.
     fn hear(&self, progress: SaveProgress) {
         let mut known = lock(&self.progress);
         if *known != SaveProgress::Done {

@@ -10,7 +10,7 @@ use crate::tracking::Tracking;
 /// A rank that saves checkpoints: its [`ReduceContext`], with what it keeps between saves.
 #[derive(Debug)]
 pub(crate) struct CheckpointContext {
-    /// What rank 0 has taken along from the group before, until the program resumes.
+    /// The state that rank 0 has taken along from the group before, until the program resumes.
     live: Mutex<Option<Arc<LiveState>>>,
     pub(super) ongoing: Ongoing,
     pub(super) reduction: Arc<ReduceContext>,

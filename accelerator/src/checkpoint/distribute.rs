@@ -4,11 +4,11 @@ use serde::de::DeserializeOwned;
 use crate::context::Context;
 use crate::core::error::Result;
 
-/// How many bytes travel in one broadcast.
+/// The number of bytes per broadcast.
 const CHUNK: usize = 64 << 20;
 
-/// What rank 0's `work` comes to, on every rank; where it fails, every rank gets the error. Work that
-/// lasts shows that it goes on.
+/// Runs `work` on rank 0 and returns its result on every rank; if it fails, every rank gets the error. Work that
+/// takes long shows that it is alive.
 #[track_caller]
 pub(super) fn from_main<T: Serialize + DeserializeOwned>(
     context: &Context,

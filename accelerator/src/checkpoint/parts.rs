@@ -25,7 +25,7 @@ pub trait Save<K> {
     #[doc(hidden)]
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()>;
 
-    /// What takes all ranks, once it is known that they are ready.
+    /// Exchanges between all ranks, once all are known to be ready.
     #[doc(hidden)]
     #[track_caller]
     fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {

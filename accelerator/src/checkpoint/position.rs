@@ -29,13 +29,13 @@ pub struct Position {
     pub(super) factor: f64,
     pub(super) passed_over: Vec<String>,
     pub(super) step: u64,
-    /// Of each optimizer.
+    /// The steps of each optimizer.
     pub(super) steps: Vec<u64>,
     pub(super) world_size: usize,
     pub(super) world_size_before: usize,
 }
 
-/// What training goes on from.
+/// The state from which training continues.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) enum Origin {
     Start,
@@ -65,8 +65,8 @@ impl Position {
         self.epoch
     }
 
-    /// How many optimizer steps were done: those of the first optimizer in the tuple; see
-    /// [`steps`](Self::steps) where there are several.
+    /// Returns the number of optimizer steps done: those of the first optimizer in the tuple; see
+    /// [`steps`](Self::steps) if there are several.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -77,7 +77,7 @@ impl Position {
         &self.steps
     }
 
-    /// Whether there was nothing to go on from, so that training starts from the beginning.
+    /// Returns `true` if there was nothing to resume, so that training starts from the beginning.
     pub fn is_start(&self) -> bool {
         self.origin == Origin::Start
     }
@@ -99,17 +99,18 @@ impl Position {
         &self.passed_over
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// How many ranks saved the checkpoint, or were in the group before; as many as there are at the start.
+    /// Returns the number of ranks that saved the checkpoint, or were in the group before; the current number at
+    /// the start.
     pub fn world_size_before(&self) -> usize {
         self.world_size_before
     }
 
-    /// What changes of the number of ranks have multiplied the learning rate by so far; 1 unless
+    /// Returns the factor by which changes of the number of ranks have multiplied the learning rate so far; 1 unless
     /// [`Rescale::with_learning_rate_factor`](super::Rescale::with_learning_rate_factor) was used.
     /// Optimizers with a scheduler apply it by themselves.
     pub fn learning_rate_factor(&self) -> f64 {

@@ -146,12 +146,11 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     found.resume_loader(context.world_size(), at, &name, saved, loader)
 }
 
-/// Why a checkpoint of that folder does not fit what is to be resumed, if so.
+/// Returns why a checkpoint of that folder does not fit the parts to resume, if it does not.
 type Misfit<'a> = dyn Fn(&Candidate, &Folder) -> Result<Option<String>> + 'a;
 
-/// What rank 0 has taken along from the group before, or else finds in the folder, on every rank, and on rank 0 where it
-/// reads it; `None` where there is nothing.
-/// Ranks compare what they are going to resume by that call.
+/// Returns the state that rank 0 has taken along from the group before, or else finds in the folder, on every rank,
+/// with its source on rank 0; `None` if there is none. Ranks compare what they are going to resume by that call.
 #[track_caller]
 fn find(
     context: &CheckpointContext,
@@ -215,8 +214,8 @@ impl Candidate {
         Ok(Self { source, state })
     }
 
-    /// Why the state does not fit, if it is that of an emergency: survivors leave out what they have not got, and an
-    /// older checkpoint has all parts.
+    /// Returns why the state does not fit, if it is that of an emergency: survivors leave out what they do not have, and
+    /// an older checkpoint has all parts.
     fn lacks_parts(&self, folder: &Folder, misfit: &Misfit<'_>) -> Result<Option<String>> {
         match self.source.metadata()?.kind {
             CheckpointKind::Emergency => misfit(self, folder),
@@ -224,8 +223,8 @@ impl Candidate {
         }
     }
 
-    /// How its parts differ from those of the newest full checkpoint, for a call that does not know what `resume` will be
-    /// given: both are to go on from the same one.
+    /// Returns how its parts differ from those of the newest full checkpoint, for a call that does not know the
+    /// arguments of `resume`: both must continue from the same one.
     fn other_parts(&self, folder: &Folder) -> Result<Option<String>> {
         let parts = self.source.metadata()?.extra.get("parts");
         for checkpoint in folder.checkpoints()?.iter().rev() {
@@ -330,11 +329,11 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     Candidate::read(Source::Folder(Box::new(checkpoint)))
 }
 
-/// What to do where the checkpoint cannot be resumed that the program has named.
+/// The hint for a checkpoint that the program has named and that cannot be resumed.
 const NAMED_HINT: &str = "pass the folder that holds the checkpoints to go on from the newest one, or see \
                           `accel-launch checkpoint list` for their names";
 
-/// What rank 0 found, for all.
+/// The checkpoint that rank 0 found, for all ranks.
 #[derive(Deserialize, Serialize)]
 struct FoundCheckpoint {
     origin: Origin,
@@ -410,7 +409,7 @@ impl FoundCheckpoint {
         loader.resume_from(name, saved, &how)
     }
 
-    /// What the rule makes of a global batch that was saved.
+    /// Applies the rule to a global batch that was saved.
     fn global_batch(&self, world_size: usize, saved: u64) -> u64 {
         self.rescale
             .global_batch(self.world_size, world_size, saved)
@@ -429,17 +428,17 @@ pub struct Restorer<'a> {
     at: usize,
     factor: f64,
     found: &'a FoundCheckpoint,
-    /// Of every parameter that was saved.
+    /// The ids of every parameter that was saved.
     ids: HashSet<u64>,
-    /// Whether the loaders that training reads go on with batches that the rule makes of those before, where there are
-    /// any.
+    /// `true` if the loaders that training reads continue with the batches that the rule makes of those before; `None`
+    /// if there are none.
     keeps_batch: Option<bool>,
-    /// Whether `plan` was told the batches with which the loader goes on that training reads.
+    /// `true` if `plan` was told the batches with which the training loader continues.
     plan_fits: bool,
     names: Names,
-    /// Of schedules that give the last step another rate than it had: what is told of them.
+    /// The messages about schedules that give the last step another rate than it had.
     other_rates: Vec<String>,
-    /// On rank 0.
+    /// The source, on rank 0.
     source: Option<&'a Source>,
 }
 
@@ -459,7 +458,7 @@ impl<'a> Restorer<'a> {
         )
     }
 
-    /// What is kept beside a model, and has its ids: values alone.
+    /// Restores the values of a model's companion, which is kept beside it and has its ids.
     #[track_caller]
     pub(crate) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
         let (saved, folder) = self.next_model()?;
@@ -663,7 +662,7 @@ impl<'a> Restorer<'a> {
         decode(&name, &self.read(&file)?)
     }
 
-    /// This rank's value, if it saved one.
+    /// Returns this rank's value, if it saved one.
     #[track_caller]
     pub(super) fn per_rank<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
         let (name, _) = self.next()?;
@@ -690,7 +689,7 @@ impl<'a> Restorer<'a> {
         Ok((format!("the {kind} at place {}", self.at), part))
     }
 
-    /// What every rank did by itself, and may have failed on some alone: then it fails on all.
+    /// Returns what every rank did by itself; fails on all ranks if it failed on one.
     #[track_caller]
     fn together<T>(&self, mine: Result<T>) -> Result<T> {
         if self.context.world_size() == 1 {
@@ -718,7 +717,7 @@ impl fmt::Debug for Restorer<'_> {
     }
 }
 
-/// What to do where the steps of a schedule were counted with another batch.
+/// The hint for a schedule whose steps were counted with another batch.
 const RESUME_LOADER_HINT: &str =
     "pass the loader to `Accelerator::resume_loader` before `plan` or `steps`";
 

@@ -11,17 +11,17 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Its number: 1 for the first in a folder.
+    /// Returns its number: 1 for the first in a folder.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Where it lies, on the host of the rank that wrote it.
+    /// Returns its folder, on the host of the rank that wrote it.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How many optimizer steps were done.
+    /// Returns the number of optimizer steps done.
     pub fn step(&self) -> u64 {
         self.step
     }

@@ -54,7 +54,7 @@ impl Saving {
         outcome
     }
 
-    /// Whether rank 0 has written the checkpoint, or failed to, so that [`wait`](Self::wait) does not take
+    /// Checks if rank 0 has written the checkpoint, or failed to, so that [`wait`](Self::wait) does not take
     /// long: the same answer on every rank. Every rank must call it, in the same places, so that all leave a
     /// loop at the same step.
     ///

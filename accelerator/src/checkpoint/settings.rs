@@ -89,7 +89,7 @@ impl Checkpoints {
         self
     }
 
-    /// Whether the limit leaves that checkpoint of the folder alone.
+    /// Tells if the limit never removes that checkpoint of the folder.
     pub(super) fn is_protected(&self, checkpoint: &Path) -> Result<bool> {
         let Some(checkpoint) = resolved(checkpoint)? else {
             return Ok(false);
@@ -102,7 +102,7 @@ impl Checkpoints {
         Ok(false)
     }
 
-    /// Whether that path leads into the folder: what it names there may be gone.
+    /// Tells if that path leads into the folder: its target may be gone.
     pub(crate) fn holds(&self, path: &Path) -> Result<bool> {
         let Some(parent) = path.parent() else {
             return Ok(false);
@@ -203,7 +203,7 @@ impl Checkpoints {
         }
     }
 
-    /// How many are kept, if there is a limit.
+    /// Returns how many checkpoints are kept, if there is a limit.
     pub(super) fn limit(&self) -> Result<Option<NonZeroUsize>> {
         let limit = |limit| {
             NonZeroUsize::new(limit).ok_or_else(|| {
@@ -232,7 +232,7 @@ impl Checkpoints {
         hooks.try_for_each(|hook| hook(resumed).map_err(failed))
     }
 
-    /// Where there is no checkpoint, whose files they would read.
+    /// Warns that hooks do not run because there is no checkpoint whose files they would read.
     pub(super) fn pass_over_after_resume(&self) {
         if !self.after_resume.is_empty() {
             user_message::warn(
@@ -249,12 +249,12 @@ impl Draft {
         self.number
     }
 
-    /// Where it lies until it is complete.
+    /// Returns the folder in which it lies until it is complete.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How many optimizer steps were done.
+    /// Returns the number of optimizer steps done.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -266,12 +266,12 @@ impl Resumed {
         self.number
     }
 
-    /// Where it lies.
+    /// Returns its folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How many optimizer steps were done.
+    /// Returns the number of optimizer steps done.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -283,7 +283,7 @@ impl From<&Self> for Checkpoints {
     }
 }
 
-/// Where a path leads; `None` if nothing is there.
+/// Resolves a path; `None` if nothing is there.
 fn resolved(path: &Path) -> Result<Option<PathBuf>> {
     let path = named(path);
     match path.canonicalize() {

@@ -27,15 +27,15 @@ pub struct Snapshot<'a> {
     pub(super) taken: TakenSnapshot,
 }
 
-/// Whether a window may be open.
+/// The treatment of an open window.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum SnapshotMode {
-    /// What an open window holds is lost, and its batches are not used.
+    /// Drops the gradients of an open window; its batches do not count as used.
     Emergency,
     Regular,
 }
 
-/// Whether this rank writes, and so needs the values too.
+/// The role of this rank: the one that writes needs the values too.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum WriterRole {
     Other,
@@ -45,7 +45,7 @@ pub(super) enum WriterRole {
 /// A snapshot without its accelerator.
 #[derive(Default)]
 pub(super) struct TakenSnapshot {
-    /// Whether gradients of a model that is saved wait for their step.
+    /// Set if gradients of a model that is saved wait for their step.
     has_pending_step: bool,
     pub(super) parts: Vec<SnapshotPart>,
 }
@@ -54,19 +54,19 @@ pub(super) enum SnapshotPart {
     Loader(LoaderState),
     Model {
         state: SavedModel,
-        /// What its communication hook keeps, empty for nothing: this rank's, and then every rank's where
+        /// The state of its communication hook, empty for nothing: this rank's, and then every rank's once
         /// it is written.
         hooks: Vec<Option<Vec<u8>>>,
-        /// On the rank that writes, in the end.
+        /// The values, on the rank that writes, in the end.
         values: Option<ModelSnapshot>,
     },
     Object(Vec<u8>),
     Optimizer(OptimizerSnapshot),
-    /// This rank's, and then every rank's.
+    /// This rank's value, and then every rank's.
     PerRank(Vec<Option<Vec<u8>>>),
 }
 
-/// What a part of a checkpoint is.
+/// The kind of a part of a checkpoint.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PartKind {
@@ -82,7 +82,7 @@ pub enum PartKind {
     PerRank,
 }
 
-/// What a rank says of its snapshot before any is written.
+/// The report of a rank on its snapshot before any is written.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct SnapshotReport {
     /// The folder that it was told to save into.
@@ -376,7 +376,7 @@ impl TakenSnapshot {
         optimizers.chain(models).next().unwrap_or(0)
     }
 
-    /// What the learning rates of the job are multiplied by.
+    /// Makes the content of the state file; `factor` is the one on the learning rates of the job.
     pub(super) fn state(&self, factor: f64, run: Option<RunMark>) -> StateFile {
         let parts = self.parts.iter().map(|part| match part {
             SnapshotPart::Loader(loader_state) => PartState::Loader(loader_state.clone()),
@@ -403,14 +403,14 @@ impl TakenSnapshot {
 }
 
 impl SnapshotPart {
-    /// Whether it is a model that holds a parameter of that id.
+    /// Tells if it is a model that holds a parameter of that id.
     fn holds(&self, id: u64) -> bool {
         matches!(self, Self::Model { state, .. } if state.layout.ids().contains(&id))
     }
 }
 
 impl SnapshotReport {
-    /// Whether all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.
+    /// Checks that all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.
     pub(super) fn compare_folders(reports: &[Self]) -> Result<()> {
         if reports
             .iter()
@@ -464,7 +464,7 @@ fn gather_hooks(group: &ProcessGroup, hooks: &mut [Option<Vec<u8>>]) -> Result<(
     Ok(())
 }
 
-/// Whether ranks agree on a part. A loader that gradients are made from stands at one place on
+/// Tells if ranks agree on a part. A loader that gradients are made from stands at one place on
 /// all of them; one for evaluation may be read by some ranks alone.
 fn same(left: Option<&PartReport>, right: Option<&PartReport>) -> bool {
     match (left, right) {

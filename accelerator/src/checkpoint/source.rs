@@ -19,11 +19,11 @@ pub(super) const MODEL: &str = "model.safetensors";
 pub(crate) struct LiveState {
     pub(super) files: HashMap<FileName, Arc<Vec<u8>>>,
     pub(super) metadata: Metadata,
-    /// When the group was told to end.
+    /// The time at which the group was told to end.
     pub(super) since: Instant,
 }
 
-/// Where rank 0 reads what was saved.
+/// The source from which rank 0 reads the saved state.
 pub(super) enum Source {
     Folder(Box<Checkpoint>),
     Memory(Arc<LiveState>),
@@ -37,7 +37,7 @@ impl Source {
         }
     }
 
-    /// What errors call it.
+    /// Returns the path that errors show.
     pub(super) fn path(&self) -> PathBuf {
         match self {
             Self::Folder(checkpoint) => checkpoint.path().to_owned(),
@@ -122,7 +122,7 @@ fn find_listed(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
     Ok(None)
 }
 
-/// Whether the folder is a checkpoint, or was one, whatever its manifest is.
+/// Tells if the folder is a checkpoint, or was one, whatever its manifest is.
 pub(super) fn is_meant_as_checkpoint(folder: &Path) -> Result<bool> {
     let state = folder.join(StateFile::FILE);
     let has_state = state.try_exists();
@@ -130,7 +130,7 @@ pub(super) fn is_meant_as_checkpoint(folder: &Path) -> Result<bool> {
     Ok(has_state || is_called_checkpoint(folder))
 }
 
-/// Whether the path ends as that of a checkpoint does, so that it is not meant as a folder of them.
+/// Tells if the path ends like that of a checkpoint, so that it is not meant as a folder of them.
 pub(super) fn is_called_checkpoint(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let number = name.strip_prefix("checkpoint-").unwrap_or_default();

@@ -17,10 +17,10 @@ use crate::precision::ScalerState;
 /// they may want to know of it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct StateFile {
-    /// What the learning rates of the job are multiplied by.
+    /// The factor on the learning rates of the job.
     pub(super) factor: f64,
     pub(super) parts: Vec<PartState>,
-    /// Where its run was, in a training that is tracked.
+    /// The place of its run, in a training that is tracked.
     #[serde(default)]
     pub(super) run: Option<RunMark>,
 }
@@ -36,33 +36,33 @@ pub(super) enum PartState {
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct SavedModel {
-    /// What its communication hook has kept, where it has one.
+    /// The state of its communication hook, if it has one.
     #[serde(default)]
     pub(super) hook: Option<HookState>,
     pub(super) layout: Layout,
-    /// How the scale of its losses stands, where there is one.
+    /// The state of its loss scaler, if it has one.
     #[serde(default)]
     pub(super) scaler: Option<ScalerState>,
-    /// How many windows an optimizer has stepped with, skipped ones included.
+    /// The number of windows that an optimizer has stepped with, skipped ones included.
     pub(super) steps: u64,
 }
 
-/// Whose files there are of what a communication hook keeps.
+/// The saved state of a communication hook, and the ranks that have a file of it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct HookState {
     pub(super) name: String,
-    /// By rank.
+    /// The outcome of each rank.
     pub(super) saved: Vec<SavedHook>,
 }
 
-/// What a rank's communication hook had to save.
+/// The outcome of saving the communication hook of a rank.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum SavedHook {
     /// Nobody asked it: the rank was lost, or another one wrote alone.
     Absent,
-    /// It kept nothing, and there is no file.
+    /// The hook kept nothing, and there is no file.
     Nothing,
-    /// What lies in the file of the rank.
+    /// The state lies in the file of the rank.
     State,
 }
 
@@ -98,7 +98,7 @@ impl SavedHook {
 }
 
 impl StateFile {
-    /// Where the file with the state lies.
+    /// The name of the file with the state.
     pub(super) const FILE: &str = "state.cbor";
 
     /// The place of the loop.
@@ -106,7 +106,7 @@ impl StateFile {
         self.read_on().map(|(_, spot)| spot)
     }
 
-    /// Whether the loader at that place among the parts is the one that the loop reads.
+    /// Tells if the loader at that place among the parts is the one that the loop reads.
     pub(super) fn leads(&self, at: usize) -> bool {
         self.read_on().is_some_and(|(read_on, _)| read_on == at)
     }
@@ -129,7 +129,7 @@ impl StateFile {
         Some((at, spot))
     }
 
-    /// Whether the loader at that place goes on in mid-epoch. One for evaluation starts anew, as
+    /// Tells if the loader at that place continues in mid-epoch. One for evaluation starts anew, as
     /// it does each time.
     pub(super) fn goes_on(&self, at: usize) -> bool {
         let Some(PartState::Loader(loader)) = self.parts.get(at) else {
@@ -141,7 +141,7 @@ impl StateFile {
         !self.is_before_training() && self.leads(at)
     }
 
-    /// Whether there is something to train, and no step was taken: a batch that the loop has got is still to be
+    /// Tells if there is something to train, and no step was taken: a batch that the loop has got is still to be
     /// trained on.
     fn is_before_training(&self) -> bool {
         let trains = |part: &PartState| matches!(part, PartState::Optimizer(_));
@@ -153,7 +153,7 @@ impl StateFile {
         self.parts.iter().any(trains) && self.parts.iter().all(is_new)
     }
 
-    /// How many steps each optimizer has done.
+    /// Returns the number of steps of each optimizer.
     pub(super) fn optimizer_steps(&self) -> Vec<u64> {
         let steps = self.parts.iter().filter_map(|part| match part {
             PartState::Optimizer(optimizer) => Some(optimizer.steps),

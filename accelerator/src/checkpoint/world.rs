@@ -12,23 +12,23 @@ pub struct WorldChange {
 }
 
 impl WorldChange {
-    /// How many ranks saved the checkpoint.
+    /// Returns the number of ranks that saved the checkpoint.
     pub fn before(&self) -> usize {
         self.before
     }
 
-    /// How many ranks there are here.
+    /// Returns the current number of ranks.
     pub fn now(&self) -> usize {
         self.now
     }
 
-    /// How many times as many ranks there are: less than 1 when the job shrank.
+    /// Returns the current number of ranks divided by the former one: less than 1 if the job shrank.
     pub fn ratio(&self) -> f64 {
         self.now as f64 / self.before as f64
     }
 
-    /// How many samples all ranks used together in a step, for each loader that was saved; one of
-    /// Burn's own, which does not tell, is left out.
+    /// Returns the number of samples that all ranks together used per step, for each loader that was saved; Burn's
+    /// own loaders, which do not tell, are left out.
     pub fn global_batches(&self) -> &[u64] {
         &self.global_batches
     }
@@ -52,9 +52,9 @@ pub struct Rescale {
 
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 enum BatchChange {
-    /// As many samples a step as before, by other batches.
+    /// Keeps the number of samples per step, by other batches.
     Global,
-    /// As many samples a step as before, by more or fewer micro-steps of the same batches.
+    /// Keeps the number of samples per step, by more or fewer micro-steps of the same batches.
     ByMicroSteps,
     PerRank,
 }
@@ -95,7 +95,7 @@ impl Rescale {
         }
     }
 
-    /// Whether a step uses as many samples as before.
+    /// Tells if a step uses as many samples as before.
     pub(super) fn keeps_samples_of_step(self) -> bool {
         match self.batch {
             BatchChange::Global | BatchChange::ByMicroSteps => true,

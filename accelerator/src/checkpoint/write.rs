@@ -24,14 +24,14 @@ use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
 use crate::tracking::Tracking;
 
-/// What the job is, at the time of a save.
+/// The state of the job at the time of a save.
 #[derive(Clone, Debug)]
 pub(super) struct JobInfo {
-    /// Of the rank that writes.
+    /// The activity of the rank that writes.
     pub(super) activity: Activity,
     pub(super) factor: f64,
     pub(super) mode: SnapshotMode,
-    /// Where its run is.
+    /// The place of its run.
     pub(super) run: Option<RunMark>,
     pub(super) seed: u64,
     pub(super) tracking: Arc<Tracking>,

@@ -209,7 +209,7 @@ impl AcceleratorBuilder {
     }
 }
 
-/// How gradients that are computed on that device get to the other ranks.
+/// Makes the reducer that sends the gradients of that device to the other ranks.
 fn device_reducer(settings: &Settings, kind: BackendKind, device: &Device) -> DeviceReducer {
     DeviceReducer::new(
         settings.reduce.reduction,

@@ -81,7 +81,7 @@ pub struct AcceleratorBuilder {
 #[derive(Clone, Copy, Debug)]
 struct GlobalBatch {
     samples: usize,
-    /// Of one rank in one micro-step.
+    /// The batch size of one rank in one micro-step.
     batch_size: usize,
 }
 
@@ -114,7 +114,7 @@ impl AcceleratorBuilder {
         }
     }
 
-    /// How many calls of [`Accelerator::backward`](crate::Accelerator::backward) make one optimizer step. The
+    /// Sets how many calls of [`Accelerator::backward`](crate::Accelerator::backward) make one optimizer step. The
     /// last window of an epoch may be shorter; its average is over the samples that it holds. An epoch that is left by
     /// a `break` does not end its window. End it with [`trigger_sync`](crate::Weight::trigger_sync) in its last call;
     /// otherwise its micro-steps go into the next epoch's first step. Default: `ACCEL_ACCUMULATION_STEPS`, else 1.
@@ -163,7 +163,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How long ranks wait for each other when they connect. Default: 60 s.
+    /// Sets how long ranks wait for each other when they connect. Default: 60 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_connect_timeout(timeout);
         self
@@ -231,7 +231,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How long a rank may be silent before the others give it up, as one that is stopped or cut
+    /// Sets how long a rank may be silent before the others treat it as lost, because it is stopped or cut
     /// off from the network. A rank that dies is noticed at once. Default:
     /// `ACCEL_LIVENESS_TIMEOUT` (seconds), else 5 s.
     pub fn liveness_timeout(mut self, timeout: Duration) -> Self {
@@ -239,7 +239,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How the loss is scaled with [`Precision::F16`]. Default: [`LossScale::new`].
+    /// Sets how the loss is scaled with [`Precision::F16`]. Default: [`LossScale::new`].
     pub fn loss_scale(mut self, rule: LossScale) -> Self {
         self.loss_scale = rule;
         self
@@ -268,7 +268,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How bytes travel between ranks. Default: `ACCEL_TRANSPORT`, else chosen for where the
+    /// Sets how bytes travel between ranks. Default: `ACCEL_TRANSPORT`, else chosen by where the
     /// ranks are.
     pub fn transport(mut self, transport: TransportKind) -> Self {
         self.transport = Some(transport);
@@ -282,7 +282,8 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// How gradients of a GPU get to the other ranks. Default: `ACCEL_REDUCTION`, else [`GradientReduction::Auto`].
+    /// Sets how gradients of a GPU get to the other ranks. Default: `ACCEL_REDUCTION`, else
+    /// [`GradientReduction::Auto`].
     ///
     /// Ranks that share a GPU use host memory by default, since NCCL refuses them; to set it:
     ///
@@ -407,8 +408,8 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Where runs go beside their journals, on rank 0: trackers that [`Accelerator::init_trackers`] feeds. What a second
-    /// call names is added.
+    /// Adds trackers that rank 0 feeds beside the journals of runs; see [`Accelerator::init_trackers`]. A second call
+    /// adds to the first.
     ///
     /// A tracker that is slow or gone never stops the training: threads feed it from the journal.
     ///
@@ -467,7 +468,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Whether gradients are sent while backward still runs. Results do not depend on it.
+    /// Sets if gradients are sent while backward still runs. Results do not depend on it.
     /// Default: `ACCEL_OVERLAP`, else [`Overlap::Auto`].
     pub fn overlap(mut self, overlap: Overlap) -> Self {
         self.overlap = Some(overlap);

@@ -10,7 +10,7 @@ use crate::core::generator::is_drawing;
 use crate::reduce::{Compression, GradientReduction, ReduceSettings};
 use crate::timeline::Recording;
 
-/// What the program and the variables say, once it is certain that they fit together.
+/// The settings of the program and the variables, once they are known to fit together.
 impl AcceleratorBuilder {
     pub(super) fn settings(&self) -> Result<Settings> {
         if is_drawing() {
@@ -93,7 +93,7 @@ impl AcceleratorBuilder {
         })
     }
 
-    /// How many micro-steps make a step on so many ranks, as the program and the variables say.
+    /// Returns the number of micro-steps per step on that many ranks, as the program and the variables set it.
     pub(super) fn steps(&self, world_size: usize) -> Result<NonZeroUsize> {
         let given = self.accumulation_steps.map(|steps| {
             NonZeroUsize::new(steps).ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! What all ranks must set alike.
+//! The settings that must be the same on all ranks.
 
 use accelerator_collective::Topology;
 
@@ -8,7 +8,7 @@ use crate::core::device::BackendKind;
 use crate::reduce::hook::HookFactory;
 use crate::reduce::{DeviceReducer, Overlap, OverlapSwitch};
 
-/// Whether gradients are sent during backward, on that topology and device.
+/// Decides if gradients are sent during backward, on that topology and device.
 pub(super) fn overlap_switch(
     topology: &Topology,
     settings: &Settings,
@@ -32,7 +32,7 @@ pub(super) fn overlap_switch(
     }
 }
 
-/// What all ranks must set alike.
+/// Collects the settings that must be the same on all ranks.
 pub(super) fn terms(
     settings: &Settings,
     switch: OverlapSwitch,
@@ -89,7 +89,7 @@ pub(super) fn hook_term(settings: &Settings) -> Term {
     Term::new("the communication hook", name).set_by("`communication_hook`")
 }
 
-/// What the setting came to, and why.
+/// Describes the effective setting, with the reason.
 fn explained(
     switch: OverlapSwitch,
     settings: &Settings,
