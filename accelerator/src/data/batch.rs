@@ -46,9 +46,9 @@ use crate::data::weight::Weight;
 pub struct Batch<O> {
     value: O,
     info: BatchInfo,
-    /// Where it ends; known when it is handed out.
+    /// The place at which it ends; known when it is handed out.
     ticket: Option<ConsumeTicket>,
-    /// Of one with padding, when it is handed out.
+    /// The watch of a batch with padding, when it is handed out.
     padding: Option<Arc<PaddingWatch>>,
 }
 
@@ -111,24 +111,24 @@ impl UncountedPadding {
 /// Everything about a batch but its value.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct BatchInfo {
-    /// How many samples of the epoch all ranks have used with this batch.
+    /// The number of samples of the epoch that all ranks have used with this batch.
     pub(crate) consumed: u64,
     pub(crate) epoch: u64,
     pub(crate) indices: Vec<u64>,
     pub(crate) is_last: bool,
-    /// How many samples there are, in the value and so in its loss.
+    /// The number of samples in the value, and so in its loss.
     pub(crate) len: usize,
-    /// How many of them, from the first, are seen for the first time in this epoch.
+    /// The number of them, from the first, that are seen for the first time in this epoch.
     pub(crate) real: usize,
     pub(crate) share: StepShare,
     pub(crate) step: u64,
     pub(crate) uneven: bool,
 }
 
-/// What a batch is to the others of its step.
+/// The part of a batch in its step.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum StepShare {
-    /// This rank had no sample left: the value is another batch again, and counts for nothing.
+    /// This rank had no sample left: the value is an earlier batch, and counts for nothing.
     Idle,
     Used,
 }
@@ -147,7 +147,7 @@ impl<O> Batch<O> {
         &self.info
     }
 
-    /// It is handed out, and ends there.
+    /// Notes that the batch is handed out, and the place at which it ends.
     pub(super) fn set_mark(&mut self, ticket: ConsumeTicket, uncounted: &UncountedPadding) {
         self.padding = (self.info.real < self.info.len).then(|| {
             Arc::new(PaddingWatch {
@@ -175,7 +175,7 @@ impl<O> Batch<O> {
         }
     }
 
-    /// How many samples it holds, duplicates included: the rows of its tensors.
+    /// Returns the number of samples, duplicates included: the rows of its tensors.
     pub fn num_samples(&self) -> usize {
         self.note_used();
         self.info.len
@@ -253,7 +253,7 @@ impl<O> Batch<O> {
         }
     }
 
-    /// Where its samples lie in the data set or stream; empty for a batch of one of Burn's own loaders,
+    /// Returns the places of its samples in the data set or stream; empty for a batch of one of Burn's own loaders,
     /// which do not tell, and of a stream that is read in parts.
     pub fn indices(&self) -> &[u64] {
         self.note_used();
@@ -292,26 +292,26 @@ impl<O> Batch<O> {
         self.info.step
     }
 
-    /// Whether it is the last of the epoch on this rank: Accelerate's `end_of_dataloader`. It is so on
-    /// the last batch of every kind of loader, and on no other; each loader knows for itself, also while
-    /// another one is read inside its loop.
+    /// Returns `true` for the last batch of the epoch on this rank: Accelerate's `end_of_dataloader`. This holds for
+    /// every kind of loader, and for no other batch; each loader knows for itself, also while another one is read
+    /// inside its loop.
     pub fn is_last(&self) -> bool {
         self.info.is_last
     }
 
-    /// Whether this rank had no sample left for the epoch's last step, so that the value is an
-    /// earlier batch again. Run it as any other: its gradient and metrics count for nothing.
+    /// Returns `true` if this rank had no sample left for the epoch's last step, so that the value is an
+    /// earlier batch again. Run it like any other: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
         self.note_counted();
         self.info.share == StepShare::Idle
     }
 
-    /// Whether other ranks may run another number of steps.
+    /// Tells if other ranks may run another number of steps.
     pub(crate) fn is_uneven(&self) -> bool {
         self.info.uneven
     }
 
-    /// How many samples of the epoch all ranks have used with it.
+    /// Returns the number of samples of the epoch that all ranks have used with it.
     #[cfg(feature = "burn-train")]
     pub(crate) fn consumed(&self) -> u64 {
         self.info.consumed
@@ -344,7 +344,7 @@ impl<O> Batch<O> {
 }
 
 impl<O> Batch<DeferredBatch<O>> {
-    /// With its value, for which what it draws is drawn from the seed.
+    /// Makes its value; everything that this draws is drawn from the seed.
     pub(super) fn resolve(self, seed: Option<u64>) -> Result<Batch<O>> {
         let Self {
             value,

@@ -5,7 +5,7 @@ use accelerator_plan::{BatchSize, Plan, PlanConfig, TailPolicy};
 use super::order::SampleOrder;
 use crate::core::error::Result;
 
-/// How samples are to be read, whatever they are.
+/// The way in which samples are read, whatever they are.
 #[derive(Clone, Debug)]
 pub(super) struct Spec {
     /// The global batch size of the checkpoint that training went on from, instead of `size`.
@@ -17,7 +17,7 @@ pub(super) struct Spec {
     pub(super) workers: usize,
 }
 
-/// As the user gave it.
+/// The batch size as the user set it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum BatchSizeSpec {
     Global(usize),
@@ -38,7 +38,7 @@ impl Default for Spec {
 }
 
 impl Spec {
-    /// Who gets which of `samples` samples, or of those that the order draws.
+    /// Plans which rank gets which of `samples` samples, or of those that the order draws.
     pub(super) fn plan(&self, samples: u64, world_size: usize) -> Result<Plan> {
         let size = match (self.agreed, self.size) {
             (Some(size), _) => BatchSize::global(usize::try_from(size).unwrap_or(usize::MAX))?,
@@ -53,7 +53,7 @@ impl Spec {
             .init()?)
     }
 
-    /// With that global batch size, whatever the user gave.
+    /// Sets that global batch size, whatever the user set.
     pub(super) fn agreed(self, global_batch: Option<u64>) -> Self {
         Self {
             agreed: global_batch,
@@ -85,7 +85,7 @@ impl Spec {
     }
 }
 
-/// What must be the same on every rank.
+/// The settings that must be the same on every rank.
 impl fmt::Display for Spec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (size, order, tail) = (self.size(), &self.order, self.tail);

@@ -14,7 +14,7 @@ use crate::core::error::{Error, Kind, Result};
 use crate::core::panic_text::caught;
 use crate::timeline::Timeline;
 
-/// Where the batches of an epoch come from, in order. Some are left to be made by who asks for them.
+/// The batches of an epoch, in order. Some are left to be made by the thread that asks for them.
 pub(super) type PrefetchedBatches<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
@@ -27,7 +27,7 @@ pub(super) struct RankBatches<O> {
     pub(super) rank: usize,
     pub(super) source: Arc<dyn ItemSource<O>>,
     pub(super) spec: Spec,
-    /// How many steps of the epoch were done where the plan starts.
+    /// The number of steps of the epoch done where the plan starts.
     pub(super) steps_before: u64,
     pub(super) timeline: Timeline,
 }
@@ -98,12 +98,12 @@ pub(super) struct Worker<T> {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What becomes of a worker that is dropped in the middle of its work.
+/// The fate of a worker that is dropped in the middle of its work.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum WorkerShutdown {
-    /// It is waited for: it ends with the batch that it is at.
+    /// The worker is waited for: it ends with its current batch.
     Awaited,
-    /// It may be waiting for the world, and ends when that answers.
+    /// The worker is left: it may be waiting for other ranks, and ends when they answer.
     Left,
 }
 
@@ -157,7 +157,7 @@ impl<T> Drop for Worker<T> {
     }
 }
 
-/// What is read in order, perhaps ahead.
+/// An iterator that is read in order, perhaps ahead.
 pub(super) type Ahead<T> = Box<dyn Iterator<Item = Result<T>> + Send>;
 
 /// Reads ahead on a thread, where there is to be one. A panic is an error in both cases.

@@ -85,7 +85,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         Self::new(FnBatcher(batch))
     }
 
-    /// How many samples each rank gets in a step. `W` ranks use `W` times as many together.
+    /// Sets how many samples each rank gets in a step. `W` ranks use `W` times as many together.
     pub fn batch_size(mut self, samples: usize) -> Self {
         self.spec.size = BatchSizeSpec::PerRank(samples);
         self
@@ -281,7 +281,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// How many batches each worker may be ahead, at least 1. Default: 2.
+    /// Sets how many batches each worker may be ahead, at least 1. Default: 2.
     pub fn prefetch(mut self, batches: usize) -> Self {
         self.spec.prefetch = batches.max(1);
         self
@@ -390,7 +390,7 @@ impl<I: Send + 'static, O: Send + 'static> BuildUncompared<I, O> for LoaderBuild
     }
 }
 
-/// Of no loader: its device is the accelerator's.
+/// A bound that no loader meets: its device is the accelerator's.
 #[doc(hidden)]
 #[diagnostic::on_unimplemented(
     message = "a loader is not told its device",

@@ -12,10 +12,10 @@ pub(crate) struct EpochPosition {
     pub(crate) epoch: u64,
     /// Samples, over all ranks.
     pub(crate) consumed: u64,
-    /// Of the order of the epoch, where the program gave it.
+    /// The digest of the order of the epoch, if the program gave it.
     #[serde(default)]
     pub(crate) digest: Option<u64>,
-    /// Whether the program saw the end of the epoch.
+    /// Set once the program has seen the end of the epoch.
     pub(crate) finished: bool,
     /// Batches a rank.
     pub(crate) step: u64,
@@ -44,7 +44,7 @@ impl EpochPosition {
     }
 }
 
-/// Where the program stands in a loader.
+/// The position of the program in a loader.
 ///
 /// Batches that went into a gradient are used when an optimizer has stepped with it, not before: what was
 /// read ahead, yielded, averaged, or added to a window that failed is not. In a loader whose batches never go
@@ -52,14 +52,14 @@ impl EpochPosition {
 #[derive(Debug, Default)]
 pub(super) struct Cursor(Mutex<CursorState>);
 
-/// Where another process stood.
+/// The position of another process.
 #[derive(Clone, Debug)]
 pub(super) struct Restored {
     pub(super) spot: Option<EpochPosition>,
     pub(super) steppers: Steppers,
-    /// Whether an optimizer has stepped with its batches.
+    /// Set if an optimizer has stepped with its batches.
     pub(super) trained: bool,
-    /// Whether an epoch that is not finished is continued.
+    /// Set if an epoch that is not finished is continued.
     pub(super) goes_on: bool,
     /// The epoch that `Position::epoch` gives for this loader, where this rank is to say that an earlier one is trained.
     pub(super) first_epoch: Option<u64>,
@@ -67,7 +67,7 @@ pub(super) struct Restored {
 
 #[derive(Debug, Default)]
 struct CursorState {
-    /// Whether gradients were made from batches, in this process or an earlier one.
+    /// Set once gradients were made from batches, in this process or an earlier one.
     begun: bool,
     /// The pass that was trained on last.
     current: Option<Arc<EpochPass>>,
@@ -75,18 +75,18 @@ struct CursorState {
     first_epoch: Option<u64>,
     /// The pass that was begun last.
     latest: Option<Arc<EpochPass>>,
-    /// Where the epoch of that number goes on. It holds until something of it was used, so that a
+    /// The place at which the epoch of that number continues. It holds until something of the epoch is used, so that a
     /// look at a first batch does not use it up.
     resume: Option<EpochPosition>,
-    /// Where an earlier process stood.
+    /// The position of an earlier process.
     restored: Option<EpochPosition>,
     /// The models that have stepped with its batches.
     steppers: Steppers,
-    /// Whether one of them has, in this process or an earlier one.
+    /// Set once one of them has, in this process or an earlier one.
     trained: bool,
-    /// That a batch with padding was dropped without a look at what it counts.
+    /// Warns once that a batch with padding was dropped without a look at the samples that count.
     padding_warned: Once,
-    /// That an epoch had no batches.
+    /// Warns once that an epoch had no batches.
     empty_warned: Once,
 }
 
@@ -124,7 +124,7 @@ impl Cursor {
         pass
     }
 
-    /// Where it stands; `None` if it was never read.
+    /// Returns the current position; `None` if the loader was never read.
     pub(super) fn spot(&self) -> Option<EpochPosition> {
         let state = self.lock();
         let latest = state.latest.as_ref().map(|pass| pass.progress());
@@ -148,19 +148,19 @@ impl Cursor {
         }
     }
 
-    /// Whether an optimizer has stepped with its batches.
+    /// Tells if an optimizer has stepped with its batches.
     pub(super) fn is_trained(&self) -> bool {
         self.lock().trained
     }
 
-    /// Whether gradients were made from a batch that is not used yet.
+    /// Tells if gradients were made from a batch that is not used yet.
     pub(super) fn waits(&self) -> bool {
         let state = self.lock();
         let mut passes = state.current.iter().chain(&state.latest);
         passes.any(|pass| pass.progress().waits())
     }
 
-    /// Whether the program takes its batches.
+    /// Tells if the program is taking its batches.
     pub(super) fn is_open(&self) -> bool {
         let state = self.lock();
         let latest = state.latest.as_ref();
@@ -187,28 +187,28 @@ pub(crate) struct EpochPass {
 
 #[derive(Clone, Copy, Debug)]
 struct Progress {
-    /// Whether its iterator lives.
+    /// Set while its iterator lives.
     is_open: bool,
-    /// What gradients were made from, whose step may be to come.
+    /// The end of the batches from which gradients were made, whose step may be to come.
     trained: EpochPosition,
     used: EpochPosition,
     yielded: EpochPosition,
 }
 
 impl Progress {
-    /// Whether gradients were made that no optimizer has stepped with yet.
+    /// Tells if gradients were made that no optimizer has stepped with yet.
     fn waits(&self) -> bool {
         self.used != self.trained
     }
 }
 
 impl EpochPass {
-    /// Where it began, and then what was yielded.
+    /// Returns where it began, and then the end of the batches that were yielded.
     pub(super) fn yielded(&self) -> EpochPosition {
         self.progress().yielded
     }
 
-    /// What was given for its epoch has that digest.
+    /// Records the digest of the samples that were given for its epoch.
     pub(super) fn deal(&self, digest: Option<u64>) {
         let mut progress = self.lock();
         progress.trained.digest = digest;
@@ -231,7 +231,7 @@ impl EpochPass {
         state.resume = state.resume.filter(|spot| spot.epoch != epoch);
     }
 
-    /// Its iterator is gone.
+    /// Notes that its iterator is gone.
     pub(super) fn close(&self) {
         self.lock().is_open = false;
     }
@@ -263,10 +263,10 @@ impl EpochPass {
     }
 }
 
-/// Where a batch lies and ends, and in which pass.
+/// The place and the end of a batch, with its pass.
 #[derive(Clone, Debug)]
 pub(crate) struct ConsumeTicket {
-    /// By its number among the loaders of the program.
+    /// Its number among the loaders of the program.
     pub(super) loader: u64,
     pub(super) pass: Arc<EpochPass>,
     pub(super) end: EpochPosition,
@@ -283,13 +283,13 @@ impl ConsumeTicket {
         }
     }
 
-    /// Whether it is of the same pass, so that the later one says all.
+    /// Tells if it is of the same pass, so that the later one says all.
     pub(crate) fn follows(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.pass, &other.pass)
     }
 
-    /// Whether the program left the epoch of an earlier ticket before its end, and went on with this one's over the same
-    /// loader. A second pass over one epoch goes on with it.
+    /// Tells if the program left the epoch of an earlier ticket before its end, and continued with this one's over the
+    /// same loader. A second pass over one epoch continues it.
     pub(crate) fn leaves(&self, earlier: &Self) -> bool {
         let of_one_loader = Weak::ptr_eq(&self.pass.cursor, &earlier.pass.cursor);
         let before = earlier.pass.progress();
@@ -321,7 +321,7 @@ impl ConsumeTicket {
         }
     }
 
-    /// Its batch, and all before it in the pass, went into a step of that model.
+    /// Notes that its batch, and all before it in the pass, went into a step of that model.
     pub(crate) fn commit(&self, model: u64) {
         let is_new = self.pass.lock().used.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
@@ -339,7 +339,7 @@ impl ConsumeTicket {
     }
 }
 
-/// Says that training went on from a checkpoint with an epoch that lies behind it.
+/// Warns that training continued from a checkpoint with an epoch that lies behind it.
 fn warn_of_repeated_epoch(epoch: u64, first: u64) {
     if epoch < first {
         user_message::warn(&format!(
@@ -429,7 +429,7 @@ mod tests {
         assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(3));
     }
 
-    /// As with two models, one of which steps with a window later.
+    /// Covers two models, one of which steps with a window later.
     #[test]
     fn a_step_with_earlier_batches_takes_nothing_back() {
         let cursor = Arc::new(Cursor::default());

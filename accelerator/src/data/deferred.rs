@@ -10,15 +10,15 @@ use crate::core::error::Result;
 use crate::core::generator::drawing;
 use crate::core::panic_text::caught;
 
-/// What a batcher made of samples, or what makes it.
+/// The result of a batcher, or the function that makes it.
 pub(super) enum DeferredBatch<O> {
     Ready(O),
-    /// To be called on the thread that asks for the batch, with the seed of what is drawn for it, where the
+    /// A function to call on the thread that asks for the batch, with the seed of its random numbers, if the
     /// generator is this rank's own.
     Deferred(Box<dyn FnOnce(Option<u64>) -> O + Send>),
 }
 
-/// On which thread the batches of a batcher are made.
+/// The thread that makes the batches of a batcher.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum BatcherThread {
     /// The one that asks for them, between the draws of two steps: a device has one generator, and dropout
@@ -74,7 +74,7 @@ impl<O> DeferredBatch<O> {
     }
 }
 
-/// Whether something was drawn since the generator was set from the seed. It tells nobody its state.
+/// Tells if something was drawn since the generator was set from the seed. It tells nobody its state.
 fn has_drawn(device: &Device, seed: u64) -> bool {
     let draw = || Tensor::<1>::random([8], Distribution::Default, device).into_data();
     let next = draw();

@@ -1,4 +1,4 @@
-//! Whether ranks read the same data set: a digest of some items, of whatever type.
+//! Compares the data sets of ranks, by a digest of some items, of whatever type.
 
 use core::fmt::{self, Write};
 
@@ -8,20 +8,20 @@ use burn::data::dataset::Dataset;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::panic_text::caught;
 
-/// How many items are compared.
+/// The number of items that are compared.
 const ITEMS: u64 = 8;
 
-/// How much of the text of an item is compared, in bytes.
+/// The number of bytes of an item's text that are compared.
 const LIMIT: usize = 64 << 10;
 
-/// Whether ranks compare items.
+/// The treatment of items: compared between ranks, or trusted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ItemCheck {
     Compared,
     Trusted,
 }
 
-/// What to do where an index gives another item each time.
+/// The hint for an index that gives another item each time.
 pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each read, also `with_seed`: give the \
                                      builder the data set beneath it, and draw with its `weighted` or `sampler`; leave \
                                      augmentation to `map_samples`; where items are meant to differ, say \
@@ -30,12 +30,12 @@ pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each
 /// Makes a number of an item, and a text.
 pub(super) type Digest<I> = fn(&I) -> ItemReading;
 
-/// What an item comes to.
+/// The digest of an item.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct ItemReading {
-    /// Of its words.
+    /// The sum of its words.
     sum: u64,
-    /// How its `Debug` text begins.
+    /// The beginning of its `Debug` text.
     start: String,
 }
 
@@ -77,12 +77,12 @@ pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Resul
 }
 
 impl ItemDigest {
-    /// Whether its index gives another item each time.
+    /// Tells if its index gives another item each time.
     pub(super) fn changes_between_reads(&self) -> bool {
         self.first.sum != self.again
     }
 
-    /// What ranks compare: where an item changes between reads, that alone.
+    /// Returns the text that ranks compare: for an item that changes between reads, that alone.
     pub(super) fn fingerprint(&self) -> String {
         match self.changes_between_reads() {
             true => "drawn".to_owned(),
@@ -91,7 +91,7 @@ impl ItemDigest {
     }
 }
 
-/// As errors show it.
+/// Formats the digest for errors.
 impl fmt::Display for ItemDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { index, first, .. } = self;
@@ -126,14 +126,14 @@ pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> ItemReading {
     }
 }
 
-/// How much of the text of an item errors show, in characters.
+/// The number of characters of an item's text that errors show.
 const SHOWN: usize = 120;
 
 /// Adds up words.
 #[derive(Debug, Default)]
 struct WordHasher {
     bytes: usize,
-    /// Whether there is a map or a set in it, so that words may come in any order.
+    /// Set if there is a map or a set in it, so that words may come in any order.
     has_map: bool,
     is_address: bool,
     /// The last byte that is not a space.
@@ -164,7 +164,7 @@ impl WordHasher {
 
 impl Write for WordHasher {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        /// Of FNV-1a.
+        /// The prime of FNV-1a.
         const PRIME: u64 = 0x0100_0000_01b3;
         if self.start.len() <= 4 * SHOWN {
             self.start.extend(text.chars().take(SHOWN + 1));

@@ -33,9 +33,9 @@ pub struct Epoch<O> {
 enum EpochState<O> {
     /// Nothing was asked for yet; so many of its batches are to be left out.
     Closed(Open<O>, u64),
-    /// After an error too: what follows it would depend on the number of workers.
+    /// The end, also after an error: what follows it would depend on the number of workers.
     Ended,
-    /// While batches were left out.
+    /// An error while batches were left out.
     Failed(Error),
     Open(PrefetchedBatches<O>),
 }
@@ -119,7 +119,7 @@ impl<O> Epoch<O> {
         NumberedBatches { epoch: self, next }
     }
 
-    /// How long `next` waited for batches so far. If it grows by much, add workers.
+    /// Returns how long `next` has waited for batches so far. If it grows by much, add workers.
     pub fn waited(&self) -> Duration {
         self.waited
     }

@@ -10,12 +10,12 @@ use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome::Failure;
 
-/// What a rank reads at the moment. It goes with everything that ranks tell each other about data, so that
-/// what belongs to one loader or epoch is never taken for a part of another.
+/// The position at which a rank reads. It goes with everything that ranks tell each other about data, so that
+/// nothing of one loader or epoch is taken for a part of another.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct ReadPosition {
     pub(super) epoch: u64,
-    /// By its number among the loaders of the program.
+    /// Its number among the loaders of the program.
     pub(super) loader: u64,
     pub(super) step: u64,
 }
@@ -75,8 +75,8 @@ pub(super) fn exchange_step<T: Serialize + DeserializeOwned>(
         .collect()
 }
 
-/// What ranks tell each other about data for, whatever they read: who reads other data than the others is named
-/// by [`ReadPosition`], and who reads none by this.
+/// The purpose of everything that ranks tell each other about data, whatever they read: [`ReadPosition`] names a
+/// rank that reads other data than the others, and this text one that reads none.
 pub(super) const PURPOSE: &str = "the next batch of a loader";
 
 fn same_place<T>(told: &[(ReadPosition, T)], own: Option<&Error>) -> Result<()> {

@@ -14,7 +14,7 @@ pub struct Loader<O> {
     pub(super) spec: Spec,
 }
 
-/// Where samples come from.
+/// The source of samples.
 pub(super) enum SampleSource<O> {
     Indexed(Arc<dyn ItemSource<O>>),
     Stream(Arc<dyn SharedStream<O>>),
@@ -40,7 +40,7 @@ impl<O> Loader<O> {
     }
 }
 
-/// Of no loader that was not prepared.
+/// A bound that no loader meets before it is prepared.
 #[doc(hidden)]
 #[diagnostic::on_unimplemented(
     message = "this loader was built and not prepared, so it has no epochs",

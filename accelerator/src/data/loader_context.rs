@@ -2,7 +2,7 @@ use accelerator_collective::TransportKind;
 
 use crate::context::Context;
 
-/// Whose share it is.
+/// The rank, the world and the loader of a share.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LoaderContext {
     pub(super) generator: Generator,
@@ -12,7 +12,7 @@ pub(super) struct LoaderContext {
     pub(super) world_size: usize,
 }
 
-/// Whether a rank draws from a generator of its own.
+/// The generator from which a rank draws: one of its own, or one that ranks share.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Generator {
     Own,

@@ -12,13 +12,13 @@ use super::steppers::Steppers;
 use super::stream::Sharing;
 use crate::core::error::{Error, Kind, Result};
 
-/// What a checkpoint keeps of a loader.
+/// The state of a loader that a checkpoint keeps.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct LoaderState {
     pub(crate) samples: u64,
-    /// In words.
+    /// The order in words.
     pub(crate) order: String,
-    /// In words.
+    /// The tail policy in words.
     pub(crate) tail: String,
     /// The batch size that the user gave, in words.
     pub(crate) size: String,
@@ -26,32 +26,32 @@ pub(crate) struct LoaderState {
     pub(crate) global_batch: Option<u64>,
     /// Its number among the loaders of the program, from which dropout is seeded.
     pub(crate) number: u64,
-    /// How often it was read as a Burn loader.
+    /// The number of times that it was read as a Burn loader.
     pub(crate) passes: u64,
-    /// Whether an optimizer has stepped with its batches.
+    /// Set if an optimizer has stepped with its batches.
     pub(crate) trained: bool,
     /// `None` if it was never read.
     pub(crate) spot: Option<EpochPosition>,
-    /// Whether the program was taking its batches.
+    /// Set while the program was taking its batches.
     #[serde(default)]
     pub(crate) is_open: bool,
     /// The models that have stepped with its batches.
     #[serde(default)]
     pub(crate) steppers: Steppers,
-    /// Whether gradients were made from a batch that is not used yet.
+    /// Set if gradients were made from a batch that is not used yet.
     #[serde(skip)]
     pub(crate) waits: bool,
 }
 
-/// How a loader is to go on.
+/// The way in which a loader continues.
 pub(crate) struct LoaderResume<'a> {
     /// The samples of a step over all ranks, where there were so many.
     pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
-    /// Whether an epoch that was not finished is continued.
+    /// Set if an epoch that was not finished is continued.
     pub(crate) goes_on: bool,
-    /// Whether `Position::epoch` is that of this loader.
+    /// Set if `Position::epoch` is that of this loader.
     pub(crate) leads: bool,
-    /// Whether there were as many ranks.
+    /// Set if there were as many ranks.
     pub(crate) same_world: bool,
 }
 
@@ -104,7 +104,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// Whether an index gives another item each time, where one process alone reads: several compare items in
+    /// Tells if an index gives another item each time, if one process alone reads: several compare items in
     /// `prepare`.
     pub(crate) fn draws_at_each_read(&self) -> bool {
         match &self.samples {
@@ -172,7 +172,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
 }
 
 impl LoaderState {
-    /// Whether positions mean the same.
+    /// Checks that positions mean the same.
     fn compare(&self, name: &str, mine: &Self) -> Result<()> {
         let differs = |what: &str, saved: &str, mine: &str| {
             Err(Error::new(
@@ -244,7 +244,7 @@ fn other_world(name: &str, what: &str, builder: &str) -> Error {
     )
 }
 
-/// What is known of a loader of Burn's.
+/// Returns the known properties of one of Burn's own loaders.
 fn opaque() -> (String, String, String, Option<u64>) {
     let own = || "that of one of Burn's own loaders".to_owned();
     (own(), own(), own(), None)

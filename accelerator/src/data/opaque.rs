@@ -57,7 +57,7 @@ impl<O> fmt::Debug for AssumeDeterministic<O> {
     }
 }
 
-/// How many batches are read ahead.
+/// The number of batches that are read ahead.
 const AHEAD: usize = 2;
 
 /// Shares out a loader that can only be read from its start: every rank reads all of it and

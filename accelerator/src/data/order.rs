@@ -11,7 +11,7 @@ use super::exchange_step::{ReadPosition, exchange_step};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};
 
-/// In which order an epoch goes through the samples.
+/// The order in which an epoch goes through the samples.
 #[derive(Clone, Default)]
 pub(super) enum SampleOrder {
     #[default]
@@ -19,20 +19,20 @@ pub(super) enum SampleOrder {
     Shuffled {
         seed: u64,
     },
-    /// As a function of the epoch says.
+    /// The order that a function of the epoch gives.
     Listed(Listed),
-    /// In batches that a function of the epoch gives.
+    /// The batches that a function of the epoch gives.
     Batched(Arc<dyn Fn(u64) -> Vec<Vec<u64>> + Send + Sync>),
 }
 
 #[derive(Clone)]
 pub(super) struct Listed {
-    /// How many samples it chooses from, where that is known.
+    /// The number of samples that it chooses from, if known.
     pub(super) choices: Option<u64>,
-    /// How many samples an epoch has, where that is known.
+    /// The number of samples per epoch, if known.
     pub(super) draws: Option<u64>,
     pub(super) list: Arc<dyn Fn(u64) -> Vec<u64> + Send + Sync>,
-    /// In words.
+    /// The name in words.
     pub(super) name: String,
 }
 
@@ -45,7 +45,7 @@ impl SampleOrder {
         }
     }
 
-    /// How many samples an epoch has, where it is not as many as the data set.
+    /// Returns the number of samples per epoch, if it differs from that of the data set.
     pub(super) fn draws(&self) -> Option<u64> {
         match self {
             Self::Listed(listed) => listed.draws,
@@ -67,7 +67,7 @@ impl SampleOrder {
         }
     }
 
-    /// Whether nothing but the epoch's own list says how many samples and steps it has.
+    /// Tells if only the epoch's own list determines its numbers of samples and steps.
     pub(super) fn varies(&self) -> bool {
         match self {
             Self::Sequential | Self::Shuffled { .. } => false,
@@ -76,7 +76,7 @@ impl SampleOrder {
         }
     }
 
-    /// Whether the program's own code gives it, so that ranks may differ.
+    /// Tells if the program's own code gives it, so that ranks may differ.
     pub(super) fn is_given(&self) -> bool {
         matches!(self, Self::Listed(_) | Self::Batched(_))
     }
@@ -99,14 +99,14 @@ impl fmt::Debug for SampleOrder {
     }
 }
 
-/// Who gets which sample in one epoch, and the number by which ranks compare what was given.
+/// The assignment of samples to ranks in one epoch, with the number by which ranks compare it.
 pub(super) struct EpochAssignment {
     pub(super) share: EpochShare,
-    /// Of the samples in their order, where the program gave it.
+    /// The digest of the samples in their order, if the program gave it.
     pub(super) digest: Option<u64>,
 }
 
-/// Who gets which sample in one epoch.
+/// The assignment of samples to ranks in one epoch.
 #[derive(Clone, Debug)]
 pub(super) enum EpochShare {
     Batches(BatchPlan),
@@ -172,7 +172,7 @@ impl EpochAssignment {
         ))
     }
 
-    /// Whether an epoch of which so much was used goes on in the order that it began in.
+    /// Checks that an epoch of which a part was used continues in the order in which it began.
     pub(super) fn goes_on_from(&self, start: EpochPosition) -> Result<()> {
         match (start.digest, self.digest) {
             (Some(saved), Some(mine)) if saved != mine && start.step > 0 => Err(Error::new(
@@ -212,7 +212,7 @@ impl EpochShare {
         }
     }
 
-    /// How many samples this rank sees for the first time.
+    /// Returns the number of samples that this rank sees for the first time.
     pub(super) fn real(&self, rank: usize) -> usize {
         let real = |step| self.batch(rank, step).map_or(0, |batch| batch.real);
         match (self, self.steps(rank)) {

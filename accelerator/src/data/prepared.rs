@@ -40,10 +40,10 @@ use crate::timeline::Timeline;
 pub struct PreparedLoader<O> {
     pub(super) cursor: Arc<Cursor>,
     pub(super) device: Device,
-    /// How often it was read as a Burn loader.
+    /// The number of times that it was read as a Burn loader.
     pub(super) passes: AtomicU64,
     pub(super) place: LoaderContext,
-    /// Whether a plan of the training was made of it.
+    /// Set once a plan of the training was made of it.
     is_planned: AtomicBool,
     pub(super) samples: Samples<O>,
     timeline: Timeline,
@@ -61,7 +61,7 @@ pub(super) enum Samples<O> {
     },
     Stream {
         group: ProcessGroup,
-        /// Of full steps; its number of samples means nothing.
+        /// A plan of full steps; its number of samples means nothing.
         plan: Plan,
         spec: Spec,
         stream: Arc<dyn SharedStream<O>>,
@@ -206,7 +206,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// Its number among the loaders of the program.
+    /// Returns its number among the loaders of the program.
     pub(crate) fn number(&self) -> u64 {
         self.place.number
     }
@@ -221,15 +221,15 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.is_planned.store(true, Ordering::Relaxed);
     }
 
-    /// What a plan was told, where one was made.
+    /// Returns the global batch that a plan used, if one was made.
     pub(crate) fn planned_batch(&self) -> Option<u64> {
         let is_planned = self.is_planned.load(Ordering::Relaxed);
         self.global_batch().filter(|_| is_planned)
     }
 
-    /// This rank's batches of that epoch. Shuffled orders differ from epoch to epoch, and are
+    /// Returns this rank's batches of that epoch. Shuffled orders differ from epoch to epoch, and are
     /// the same each time one epoch is asked for. A loader of Burn's own keeps its own order
-    /// instead, which goes on with each pass.
+    /// instead, which continues with each pass.
     ///
     /// After [`resume`](crate::Accelerator::resume), the epoch in which the checkpoint was saved
     /// begins with the first batch that was not used yet; any other one is whole. Batches keep their numbers:
@@ -263,7 +263,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         Epoch::new(open, pass, reseed, steps, timeline, uncounted)
     }
 
-    /// This rank's batches of one pass, to evaluate: each sample once, in the same order each time.
+    /// Returns this rank's batches of one pass, to evaluate: each sample once, in the same order each time.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -291,7 +291,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.epoch(0)
     }
 
-    /// How an epoch is read from there on.
+    /// Opens an epoch at a position.
     fn open(
         &self,
         epoch: u64,
@@ -364,11 +364,11 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// How many steps this rank runs in a whole epoch; `None` for streams and Burn's own loaders, which do
-    /// not tell, and where a sampler of the program's own says it anew for each epoch.
+    /// Returns the number of steps of this rank in a whole epoch; `None` for streams and Burn's own loaders, which do
+    /// not tell, and if a sampler of the program's own sets it anew for each epoch.
     ///
-    /// [`resume`](crate::Accelerator::resume) on another number of ranks may change it: ask behind it, or behind
-    /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns where it was asked before.
+    /// [`resume`](crate::Accelerator::resume) on another number of ranks may change it: ask after it, or after
+    /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns if it was asked before.
     pub fn steps(&self) -> Option<u64> {
         self.note_planned();
         match &self.samples {
@@ -379,7 +379,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// How many samples the whole data set has, over all ranks; 0 for a stream, which does not tell.
+    /// Returns the number of samples of the whole data set, over all ranks; 0 for a stream, which does not tell.
     pub fn samples(&self) -> u64 {
         self.known_samples().unwrap_or(0)
     }
@@ -447,7 +447,7 @@ fn item_term(item: &ItemDigest) -> Term {
         .with_hint(ITEM_HINT)
 }
 
-/// What to do where a data set is not the same on every rank.
+/// The hint for a data set that is not the same on every rank.
 const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the order to `shuffle`, `sampler` or \
                          `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
                          differ, say `without_item_check`)";
@@ -493,7 +493,7 @@ fn no_samples() -> Error {
     )
 }
 
-/// Whether the settings fit a stream.
+/// Checks that the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
     if !matches!(spec.order(), SampleOrder::Sequential) {
         return Err(Error::config(format!(

@@ -24,8 +24,8 @@ impl SamplePlace {
         self.epoch
     }
 
-    /// Where the sample lies in the data set or stream; of a stream that is read in parts, its place in
-    /// the part times the number of parts, and the part's own number.
+    /// Returns the place of the sample in the data set or stream; in a stream that is read in parts, its place in
+    /// the part times the number of parts, plus the part's own number.
     pub fn index(&self) -> u64 {
         self.index
     }
@@ -43,23 +43,23 @@ pub(super) trait ItemSource<O>: Send + Sync {
 
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>>;
 
-    /// Of some items, where they are compared between ranks.
+    /// Returns the digests of some items, if items are compared between ranks.
     fn digests(&self) -> Option<Result<Vec<ItemDigest>>>;
 }
 
-/// What makes a batch of items.
+/// The functions that make a batch of items.
 pub(super) struct Batching<I, O> {
     pub(super) batcher: Arc<dyn Batcher<I, O>>,
-    /// Who calls the batcher: found out with the first batch.
+    /// The thread that calls the batcher: found out with the first batch.
     pub(super) maker: Arc<OnceLock<BatcherThread>>,
     pub(super) map: Option<Arc<Map<I>>>,
 }
 
-/// What is done to each item before.
+/// A function that is applied to each item before.
 pub(super) type Map<I> = dyn Fn(I, SamplePlace) -> I + Send + Sync;
 
 impl<I: Send + 'static, O: 'static> Batching<I, O> {
-    /// For so many workers.
+    /// Sets the thread that makes batches, for that many workers.
     pub(super) fn with_workers(self, workers: usize) -> Self {
         if workers == 0 {
             self.maker.get_or_init(|| BatcherThread::Caller);
@@ -101,7 +101,7 @@ impl<I, O> Clone for Batching<I, O> {
 pub(super) struct Batched<I, O> {
     pub(super) batching: Batching<I, O>,
     pub(super) dataset: Arc<dyn Dataset<I>>,
-    /// Where items are compared between ranks.
+    /// The digest, if items are compared between ranks.
     pub(super) digest: Option<Digest<I>>,
 }
 

@@ -1,15 +1,15 @@
 use serde::{Deserialize, Serialize};
 
-/// Which models step with the batches of a loader, and how often: between the steps of two models with one batch there
-/// is no place in the data from which both go on.
+/// The models that step with the batches of a loader, and how often: between the steps of two models with one batch,
+/// there is no place in the data from which both continue.
 ///
 /// Windows are counted, not batches: a place that the first of them moves on to is one.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct Steppers {
-    /// Of the last place.
+    /// The epoch of the last place.
     epoch: u64,
     models: Vec<Stepper>,
-    /// How many places there were.
+    /// The number of places so far.
     places: u64,
 }
 
@@ -22,20 +22,20 @@ struct Stepper {
     model: u64,
 }
 
-/// With how many places a model steps once.
+/// The number of places per step of a model.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum Interval {
     Steady(u64),
-    /// It has stepped once.
+    /// The model has stepped once.
     Unknown,
     Varying,
 }
 
-/// Whether a step moves the place in the data on.
+/// The effect of a step on the place in the data.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum AdvancesCursor {
     No,
-    /// To one in that epoch.
+    /// The place moves to one in that epoch.
     To(u64),
 }
 
@@ -84,7 +84,7 @@ impl Stepper {
         };
     }
 
-    /// One that steps now and then may count its batches from the start of each epoch.
+    /// Begins an epoch: a model that steps now and then may count its batches from the start of each.
     fn begin_epoch(&mut self) {
         if !matches!(self.interval, Interval::Steady(1) | Interval::Unknown) {
             self.last = None;

@@ -1,7 +1,7 @@
 use crate::core::error::{Error, Result};
 use crate::data::{Batch, ConsumeTicket};
 
-/// How much one call of [`Accelerator::backward`](crate::Accelerator::backward) counts in the
+/// The weight of one call of [`Accelerator::backward`](crate::Accelerator::backward) in the
 /// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
 /// [`trigger_sync`](Self::trigger_sync).
 ///
@@ -35,9 +35,9 @@ pub struct Weight {
     pub(crate) count: f64,
     pub(crate) ends_epoch: bool,
     pub(crate) epoch: Option<u64>,
-    /// Where its batch ends in its loader.
+    /// The place in its loader at which its batch ends.
     pub(crate) ticket: Option<ConsumeTicket>,
-    /// Whether the program itself says what becomes of the window.
+    /// The rule by which its window ends.
     pub(crate) closing: Closing,
     /// The batch is from a loader whose ranks may run different numbers of steps.
     pub(crate) uneven: bool,
@@ -48,14 +48,14 @@ pub struct Weight {
 const MOST: f64 = (1_u64 << 40) as f64;
 const LEAST: f64 = 1.0 / MOST;
 
-/// When an accumulation window ends.
+/// The rule by which an accumulation window ends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Closing {
-    /// When it is full, and with the epoch.
+    /// Ends when it is full, and with the epoch.
     AsSet,
-    /// Not with this call.
+    /// Does not end with this call.
     KeepOpen,
-    /// With this call.
+    /// Ends with this call.
     Now,
 }
 
@@ -116,7 +116,7 @@ impl Weight {
         )))
     }
 
-    /// Whether the window ends, which holds so many calls with this one and is full with `full`.
+    /// Tells if a window with that many `calls`, this one included, ends; `full` calls fill it.
     pub(crate) fn ends_window(&self, calls: usize, full: usize) -> bool {
         match self.closing {
             Closing::AsSet => calls >= full || self.ends_epoch,

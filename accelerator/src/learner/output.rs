@@ -7,8 +7,8 @@ use burn_train::{
 
 use crate::accelerator::Tensors;
 
-/// What a model answers in validation, whose rows those of the other ranks are joined to, for metrics that see all
-/// samples. The outputs of burn-train are ones; another one names its tensors:
+/// The output of a model in validation, joined with the rows of the other ranks for metrics that see all
+/// samples. The outputs of burn-train implement it; a custom one names its tensors:
 ///
 /// ```
 /// use accelerator::learner::ValidationOutput;
@@ -36,7 +36,7 @@ use crate::accelerator::Tensors;
 /// Tensors are joined along the first dimension, in which one has a row for each sample, or is about the batch, as a
 /// loss of one element. The other dimensions are the same on all ranks: sequences are padded to one length.
 pub trait ValidationOutput: Sized {
-    /// Its tensors, all of them.
+    /// The type of all its tensors together.
     type Tensors: Tensors;
 
     /// Takes it apart.

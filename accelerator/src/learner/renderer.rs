@@ -1,4 +1,4 @@
-//! What ranks other than 0 show: nothing.
+//! Shows nothing, on ranks other than 0.
 
 use core::error::Error;
 

@@ -197,7 +197,7 @@ where
         Ok(())
     }
 
-    /// Whether training goes on, as the first rank says that has a word to say.
+    /// Decides if training continues: the first rank with a reason to stop decides.
     fn agree(&self, mine: Verdict, interrupter: &Interrupter) -> Result<Verdict> {
         let all = self.accelerator.gather_object(&mine)?;
         let mut stops = (0..).zip(all).filter(|(_, verdict)| verdict.is_stop());
@@ -218,12 +218,12 @@ where
     }
 }
 
-/// What a rank says of going on.
+/// The opinion of a rank on continuing.
 #[derive(Deserialize, Eq, PartialEq, Serialize)]
 enum Verdict {
     Continue,
     EarlyStopped,
-    /// With the reason, if the program gave one.
+    /// Interrupted, with the reason if the program gave one.
     Interrupted(Option<String>),
     Failed(String),
 }
@@ -264,7 +264,7 @@ impl<M: LearnerModel> EventSink<'_, M> {
         }
     }
 
-    /// What this rank's interrupter says.
+    /// Returns the verdict of this rank's interrupter.
     fn verdict(&self) -> Verdict {
         match (self.interrupter.error(), self.interrupter.interruption()) {
             (Some(error), _) => Verdict::Failed(error.to_string()),
@@ -281,7 +281,7 @@ fn start<T>(epoch_number: usize, total_items: usize) -> LearnerEvent<T> {
     }
 }
 
-/// Of all ranks.
+/// Makes the progress of all ranks.
 fn progress(consumed: u64, total: usize) -> Progress {
     Progress::new(consumed as usize, total, Some("items".to_owned()))
 }

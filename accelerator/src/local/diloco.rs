@@ -47,13 +47,13 @@ impl DiLoCoConfig {
         Self { momentum, ..self }
     }
 
-    /// What ranks count in an average: [`Weighting::Samples`] by default.
+    /// Sets the weight of ranks in an average: [`Weighting::Samples`] by default.
     #[must_use]
     pub fn with_weighting(self, weighting: Weighting) -> Self {
         Self { weighting, ..self }
     }
 
-    /// For a prepared model, whose parameters are the first outer ones: after any warm-up with
+    /// Starts DiLoCo on a prepared model, whose parameters are the first outer ones: after any warm-up with
     /// [`Accelerator::backward`]. Every rank calls it with the same settings.
     ///
     /// # Errors
@@ -141,7 +141,7 @@ pub struct DiLoCo<M> {
     velocity: M,
 }
 
-/// What is no state of it.
+/// The settings and counters that are not saved as models.
 pub(crate) struct OuterRule {
     momentum: f64,
     rate: f64,
@@ -182,12 +182,12 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
 }
 
 impl<M: Module> DiLoCo<M> {
-    /// What a checkpoint keeps.
+    /// Returns the models that a checkpoint keeps.
     pub(crate) fn states(&self) -> [&M; 2] {
         [&self.outer, &self.velocity]
     }
 
-    /// What a checkpoint keeps, in the order of [`states`](Self::states), and the rest.
+    /// Returns the models that a checkpoint keeps, in the order of [`states`](Self::states), and the rest.
     pub(crate) fn into_parts(self) -> (OuterRule, [M; 2]) {
         (self.rule, [self.outer, self.velocity])
     }

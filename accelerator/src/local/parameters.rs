@@ -32,7 +32,7 @@ pub(super) fn zeros<M: Module>(model: &M) -> M {
     model.valid().map(&mut ZeroParameters)
 }
 
-/// Whether gradients of a model are recorded.
+/// The form of a model: with gradients recorded or not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum GradientForm {
     Plain,
@@ -83,7 +83,7 @@ impl ModuleMapper for ZeroParameters {
 struct LocalWriter<'a> {
     model_state: &'a ModelState,
     form: GradientForm,
-    /// Those that have no place yet.
+    /// The values that have no place yet.
     values: Vec<Option<DispatchTensor>>,
 }
 

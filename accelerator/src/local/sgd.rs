@@ -26,13 +26,13 @@ impl LocalSgdConfig {
         }
     }
 
-    /// What ranks count in an average: [`Weighting::Samples`] by default.
+    /// Sets the weight of ranks in an average: [`Weighting::Samples`] by default.
     #[must_use]
     pub fn with_weighting(self, weighting: Weighting) -> Self {
         Self { weighting, ..self }
     }
 
-    /// For a prepared model. Every rank calls it with the same settings.
+    /// Starts local SGD on a prepared model. Every rank calls it with the same settings.
     ///
     /// # Errors
     ///

@@ -12,7 +12,7 @@ use crate::data::weight::Weight;
 use crate::reduce::{AveragedGradients, MeanWeight, MicroStep, ModelState, ReduceScope};
 use crate::reduce::{LocalRound, OpenRoundConcern, sharded};
 
-/// When ranks meet, and what each of them counts: what local training of both kinds has in common.
+/// The schedule of averages, and the weight of each rank in them: the part that both kinds of local training share.
 #[derive(Debug)]
 pub struct SyncRounds {
     pub(super) accelerator: Accelerator,
@@ -23,7 +23,7 @@ pub struct SyncRounds {
     weighting: Weighting,
 }
 
-/// What goes on in rounds.
+/// A local training, which runs in rounds.
 pub trait InRounds {
     #[doc(hidden)]
     fn rounds(&self) -> &SyncRounds;
@@ -91,7 +91,7 @@ impl SyncRounds {
         Ok(gradients.held_by(&self.handed))
     }
 
-    /// Whether it is time to average.
+    /// Tells if it is time to average.
     pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
         let model_state = self.model_state(model)?;
         let mut round = model_state.round();
@@ -107,7 +107,7 @@ impl SyncRounds {
         self.accelerator.shared.reduction.models.find(model)
     }
 
-    /// What this rank counts in the average that comes next; `None` where no rank took a step.
+    /// Returns the weight of this rank in the next average; `None` if no rank took a step.
     #[track_caller]
     pub(super) fn share(&self, model_state: &ModelState) -> Result<Option<MeanWeight>> {
         let round: LocalRound = *model_state.round();
@@ -156,7 +156,7 @@ impl SyncRounds {
         Ok(Some(self.weighting.share(&samples, group.rank())))
     }
 
-    /// Why this rank cannot average. All ranks hear of it, since they wait for it.
+    /// Returns why this rank cannot average. All ranks learn of it, since they wait for it.
     fn obstacle(&self, model_state: &ModelState) -> Option<Error> {
         if let Err(error) = model_state.round().check_whole() {
             return Some(error);

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::{Metric, Sums};
 use crate::core::error::{Error, Result};
 
-/// Which classes are taken for which: how often, for each pair of a sample's class and the model's
-/// answer. From it come accuracy, precision, recall and F1.
+/// A confusion matrix: the count of each pair of a sample's class and the model's answer. It gives accuracy,
+/// precision, recall and F1.
 ///
 /// A figure of a class of which there is nothing to tell (a recall of a class without samples, a
 /// precision of one that was never the answer) is 0, as in scikit-learn; averages over classes count
@@ -29,7 +29,7 @@ use crate::core::error::{Error, Result};
 #[serde(try_from = "Counts")]
 pub struct Confusion {
     classes: usize,
-    /// By class of the sample, and within it by answer.
+    /// The counts by class of the sample, and within it by answer.
     counts: Vec<f64>,
 }
 
@@ -91,17 +91,17 @@ impl Confusion {
         Ok(())
     }
 
-    /// How many classes there are.
+    /// Returns the number of classes.
     pub fn classes(&self) -> usize {
         self.classes
     }
 
-    /// How many samples of class `target` got `answer`; 0 where there is no such class.
+    /// Returns how many samples of class `target` got `answer`; 0 if there is no such class.
     pub fn of(&self, target: usize, answer: usize) -> u64 {
         self.entry(target, answer) as u64
     }
 
-    /// How many samples were counted.
+    /// Returns the number of samples counted.
     pub fn samples(&self) -> u64 {
         self.counts.iter().sum::<f64>() as u64
     }
@@ -111,12 +111,12 @@ impl Confusion {
         self.each(|class| self.entry(class, class)) / self.counts.iter().sum::<f64>()
     }
 
-    /// Of the samples that got this answer, the share for which it was right.
+    /// Returns the share of the samples with this answer for which it was right.
     pub fn precision(&self, class: usize) -> f64 {
         share(self.entry(class, class), self.predicted(class))
     }
 
-    /// Of the samples of this class, the share that got the right answer.
+    /// Returns the share of the samples of this class that got the right answer.
     pub fn recall(&self, class: usize) -> f64 {
         share(self.entry(class, class), self.actual(class))
     }
@@ -163,12 +163,12 @@ impl Confusion {
         self.counts[target * self.classes + answer]
     }
 
-    /// How many samples there are of a class.
+    /// Returns the number of samples of a class.
     fn actual(&self, class: usize) -> f64 {
         self.each(|answer| self.entry(class, answer))
     }
 
-    /// How many samples were predicted to be of a class.
+    /// Returns the number of samples predicted to be of a class.
     fn predicted(&self, class: usize) -> f64 {
         self.each(|target| self.entry(target, class))
     }
@@ -214,7 +214,7 @@ impl Metric for Confusion {
     }
 }
 
-/// What was written of one, which is not one yet.
+/// The serialized form, before it is checked.
 #[derive(Deserialize)]
 struct Counts {
     classes: usize,

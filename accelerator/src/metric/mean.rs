@@ -27,7 +27,7 @@ impl Mean {
         Self::weighted(value, samples as f64)
     }
 
-    /// What counts for nothing may be NaN.
+    /// Makes a weighted mean. A value that counts for nothing may be NaN.
     pub(crate) fn weighted(value: f64, samples: f64) -> Self {
         let sum = if samples > 0.0 { value * samples } else { 0.0 };
         Self { sum, samples }

@@ -104,7 +104,7 @@ pub trait Metric {
     /// Shows its sums: first they are read, then overwritten with those of all ranks.
     fn sums(&mut self, sums: &mut Sums<'_>);
 
-    /// What it is, so that ranks which reduce different metrics with as many sums are found out: the name
+    /// Returns a name by which ranks that reduce different metrics with as many sums are found out: that
     /// of the type, unless it says more.
     ///
     /// ```

@@ -75,7 +75,7 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
 
 const HEAD: usize = 2;
 
-/// How many sums were shown at a time.
+/// The numbers of sums that were shown at a time.
 #[derive(Debug, Default)]
 struct Shape {
     lengths: Vec<usize>,
@@ -127,7 +127,7 @@ mod tests {
         }
     }
 
-    /// In other words, of the same number of sums in all.
+    /// Both orders have the same number of sums in all.
     #[test]
     fn sums_in_another_order_are_refused_on_every_rank() {
         let errors = crate::launch(3, |accelerator| {
@@ -154,7 +154,7 @@ mod tests {
         }
     }
 
-    /// Of the same size, and in pieces of the same lengths.
+    /// The metrics have the same size, and pieces of the same lengths.
     #[test]
     fn another_kind_of_metric_is_refused_on_every_rank() {
         let errors = crate::launch(2, |accelerator| {

@@ -76,7 +76,7 @@ impl TopK {
         self.hits.value()
     }
 
-    /// How many of the highest logits count.
+    /// Returns how many of the highest logits count.
     pub fn k(&self) -> usize {
         self.k
     }

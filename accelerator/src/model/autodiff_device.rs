@@ -1,4 +1,4 @@
-//! Whether a model lies on a device that records gradients.
+//! Checks if a model lies on a device that records gradients.
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
@@ -32,7 +32,7 @@ struct PlainDeviceFinder {
     path: ModulePath,
     /// Among the floats of the model.
     place: usize,
-    /// What lies on a plain device, by place.
+    /// The parameters on a plain device, by place.
     plain: Vec<(usize, String)>,
 }
 

@@ -95,7 +95,7 @@ pub(crate) fn settle_statistics<M: Module>(model: &M) {
     drop(model.valid());
 }
 
-/// Where the running states are among the floats of a model, whose statistics are brought up to date.
+/// Returns the places, among the floats of a model, of the running states whose statistics are brought up to date.
 pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
     // Its running states are its own, unlike a clone's.
     let model = model.valid();
@@ -109,7 +109,7 @@ pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
         .collect()
 }
 
-/// What is added up over the ranks: of a variance whose mean is known, the second moment.
+/// Returns the values that are added up over the ranks: the second moment for a variance whose mean is known.
 fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
     let mut values = buffer.values()?;
     if let Some(mean) = mean {

@@ -3,7 +3,7 @@
 use burn::tensor::{BoolStore, DType};
 use safetensors::Dtype;
 
-/// What safetensors calls a type; `None` for what it has no name for, as quantised tensors.
+/// Returns the type of safetensors; `None` for one without a name there, such as quantised tensors.
 pub(super) fn to_file(dtype: DType) -> Option<Dtype> {
     Some(match dtype {
         DType::F64 => Dtype::F64,
@@ -23,7 +23,7 @@ pub(super) fn to_file(dtype: DType) -> Option<Dtype> {
     })
 }
 
-/// What Burn calls a type; `None` for what it has not, as f8.
+/// Returns the type of Burn; `None` for one that Burn does not have, such as f8.
 pub(super) fn from_file(dtype: Dtype) -> Option<DType> {
     Some(match dtype {
         Dtype::F64 => DType::F64,

@@ -42,8 +42,8 @@ fn write(
     staged.publish().map_err(failed)
 }
 
-/// Where the file goes. A symbolic link stays and its target is replaced, but not where there may
-/// be several files, whose index is looked for beside the link. What is not a regular file is
+/// Returns the path to write to. A symbolic link stays and its target is replaced, but not if there may
+/// be several files, whose index is looked for beside the link. Anything that is not a regular file is
 /// refused.
 fn target(path: &Path, options: &SaveOptions) -> io::Result<PathBuf> {
     match std::fs::metadata(path) {

@@ -13,15 +13,15 @@ use serde::{Deserialize, Serialize};
 /// [`LoadOptions::with_layout`](super::LoadOptions::with_layout) says otherwise.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub enum FileLayout {
-    /// As in the module, for Burn programs.
+    /// The layout of the module, for Burn programs.
     #[default]
     Burn,
-    /// As in `torch.nn`, for Python programs: `load_state_dict` takes it.
+    /// The layout of `torch.nn`, for Python programs: `load_state_dict` takes it.
     PyTorch,
 }
 
 impl FileLayout {
-    /// As files say it.
+    /// Returns its name in files.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Burn => "burn",
@@ -45,11 +45,11 @@ impl FileLayout {
     }
 }
 
-/// Where a visitor or mapper of a module is.
+/// The current place of a visitor or mapper in a module.
 #[derive(Debug, Default)]
 pub(super) struct FilePath {
     names: Vec<String>,
-    /// Of which kind of container each name is a part: `Struct:Linear`, `Vec`, `Enum:Norm`.
+    /// The kind of container to which each name belongs: `Struct:Linear`, `Vec`, `Enum:Norm`.
     containers: Vec<String>,
 }
 
@@ -72,7 +72,7 @@ impl FilePath {
         }
     }
 
-    /// Whether the parameter here is one that PyTorch has the other way round.
+    /// Tells if the parameter here is one that PyTorch transposes.
     pub(super) fn is_linear_weight(&self) -> bool {
         self.owner() == Some("Struct:Linear") && self.names.last().is_some_and(|n| n == "weight")
     }

@@ -39,7 +39,7 @@ pub(crate) enum Float {
 }
 
 impl Float {
-    /// What Burn calls it.
+    /// Returns the type of Burn.
     pub(crate) fn dtype(self) -> DType {
         match self {
             Self::Bf16 => DType::BF16,
@@ -84,7 +84,7 @@ impl Layout {
         Some(&entries.find(|entry| entry.id == id)?.path)
     }
 
-    /// For the manifest of a checkpoint.
+    /// Returns the parameters for the manifest of a checkpoint.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> {
         self.0.iter().map(|entry| Parameter {
             path: entry.path.clone(),
@@ -94,7 +94,7 @@ impl Layout {
         })
     }
 
-    /// By entry: the first one with its id, which is another one where a parameter is tied.
+    /// Returns, for each entry, the first one with its id: another one if a parameter is tied.
     fn first_places(&self) -> Vec<usize> {
         let mut first = HashMap::new();
         let places = self.0.iter().enumerate();
@@ -216,7 +216,7 @@ impl Layout {
         Ok(())
     }
 
-    /// What is said of an entry whose id others may have.
+    /// Describes an entry whose id others may have.
     fn tie(&self, at: usize, first_places: &[usize]) -> String {
         match first_places[at] {
             first if first == at => "a parameter of its own".to_owned(),

@@ -1,4 +1,4 @@
-//! What makes a prepared model another one than its clones from before, which have the same ids on some ranks.
+//! Tells a prepared model from its earlier clones, which have the same ids on some ranks.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;

@@ -120,7 +120,7 @@ fn unfit(file: &ModelFile, report: &LoadReport) -> Error {
     )
 }
 
-/// Where the value of each parameter comes from, in the order of visits.
+/// The source of each parameter's value, in the order of visits.
 struct Matched<'a> {
     sources: Vec<Option<ValueSource<'a>>>,
     report: LoadReport,
@@ -131,7 +131,7 @@ struct ValueSource<'a> {
     turned: Transposed,
 }
 
-/// Whether a file has a matrix the other way round.
+/// The orientation of a matrix in a file.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Transposed {
     No,

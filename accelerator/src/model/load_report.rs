@@ -2,7 +2,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How many names of a kind are shown.
+/// The largest number of names of a kind that are shown.
 const SHOWN: usize = 10;
 
 /// The parts of a model that were in a file, and those that were not. Its `Display` form lists the first ten of
@@ -12,13 +12,13 @@ const SHOWN: usize = 10;
 pub struct LoadReport {
     /// The parameters and buffers that have the file's values, by their names in the model.
     pub loaded: Vec<String>,
-    /// Those that the file has not; they keep their values.
+    /// The parameters that the file does not have; they keep their values.
     pub missing: Vec<String>,
-    /// What the file has and the model has not, by the file's names.
+    /// The names in the file that the model does not have.
     pub unexpected: Vec<String>,
-    /// Those that the file has in another shape; they keep their values.
+    /// The parameters that the file has in another shape; they keep their values.
     pub misshapen: Vec<Misshapen>,
-    /// Those that the file has in another element type; they keep their values.
+    /// The parameters that the file has in another element type; they keep their values.
     pub mistyped: Vec<Mistyped>,
 }
 
@@ -66,7 +66,7 @@ pub struct Mistyped {
 }
 
 impl LoadReport {
-    /// Whether the file had every parameter as the model needs it, and nothing else.
+    /// Returns `true` if the file had every parameter as the model needs it, and nothing else.
     pub fn is_complete(&self) -> bool {
         self.missing.is_empty()
             && self.unexpected.is_empty()
@@ -74,12 +74,12 @@ impl LoadReport {
             && self.mistyped.is_empty()
     }
 
-    /// How many parameters and buffers the model has.
+    /// Returns the number of parameters and buffers of the model.
     fn parameters(&self) -> usize {
         self.loaded.len() + self.missing.len() + self.misshapen.len() + self.mistyped.len()
     }
 
-    /// What may be wrong with the options, where the names say so.
+    /// Returns a hint at wrong options, if the names give one.
     pub(super) fn hint(&self) -> Option<String> {
         self.prefix_hint().or_else(|| self.layout_hint())
     }

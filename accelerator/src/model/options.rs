@@ -14,12 +14,12 @@ pub struct SaveOptions {
 }
 
 impl SaveOptions {
-    /// One file, in Burn's layout.
+    /// Saves into one file, in Burn's layout.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How parameters are named and shaped. Default: [`FileLayout::Burn`].
+    /// Sets how parameters are named and shaped. Default: [`FileLayout::Burn`].
     pub fn with_layout(mut self, layout: FileLayout) -> Self {
         self.layout = layout;
         self
@@ -35,8 +35,8 @@ impl SaveOptions {
     }
 }
 
-/// How [`Accelerator::load_model_with`](crate::Accelerator::load_model_with) reads a model, and
-/// what it puts up with.
+/// Settings of [`Accelerator::load_model_with`](crate::Accelerator::load_model_with): how to read a model, and
+/// which differences to accept.
 ///
 /// Names of the file are changed first, in the order in which the changes were asked for, and
 /// then looked for in the model.
@@ -62,7 +62,7 @@ pub struct LoadOptions {
     renames: Vec<Rename>,
 }
 
-/// What becomes of a file that does not fit the model.
+/// The treatment of a file that does not fit the model.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) enum MismatchMode {
     #[default]
@@ -70,7 +70,7 @@ pub(super) enum MismatchMode {
     Partial,
 }
 
-/// What becomes of values in another float type than the model's.
+/// The treatment of values in another float type than the model's.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) enum Casts {
     #[default]
@@ -92,8 +92,8 @@ impl LoadOptions {
         Self::default()
     }
 
-    /// How the file names and shapes parameters. Default: what the file says, and
-    /// [`FileLayout::Burn`] where it says nothing. One that contradicts the file is an error.
+    /// Sets how the file names and shapes parameters. Default: the layout that the file names, else
+    /// [`FileLayout::Burn`]. One that contradicts the file is an error.
     ///
     /// With [`FileLayout::PyTorch`], `num_batches_tracked` of batch norms, which Burn has not, is
     /// left out without a word.
@@ -144,7 +144,7 @@ impl LoadOptions {
         self
     }
 
-    /// What `name`, of the file, is called in the model.
+    /// Returns the name in the model of `name` in the file.
     pub(super) fn renamed(&self, name: &str) -> String {
         let mut name = name.to_owned();
         for rename in &self.renames {

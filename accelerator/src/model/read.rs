@@ -41,7 +41,7 @@ pub(super) struct StoredTensor {
     bytes: usize,
 }
 
-/// Where the bytes of a file lie.
+/// The storage of a file's bytes.
 #[derive(Debug)]
 enum FileBytes {
     Disk(File),

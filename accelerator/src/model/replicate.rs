@@ -5,7 +5,7 @@ use burn::tensor::{Bool, Int, Tensor, TensorData};
 use super::layout::Layout;
 use crate::core::error::Result;
 
-/// How many bytes of parameters travel in one broadcast.
+/// The number of bytes of parameters per broadcast.
 const CHUNK: usize = 64 << 20;
 
 /// Gives every rank rank 0's values and parameter ids. The layouts were compared before.

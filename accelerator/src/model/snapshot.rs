@@ -22,7 +22,7 @@ pub(super) struct SnapshotEntry {
     path: String,
     /// The path under PyTorch's conventions.
     pytorch_name: String,
-    /// As Burn saves it, which is as the module holds it but for column-major linear layers.
+    /// The shape that Burn saves, which is that of the module except for column-major linear layers.
     shape: Vec<usize>,
     pytorch_shape: Vec<usize>,
     value: Box<dyn Fn(FileLayout) -> TensorData + Send>,

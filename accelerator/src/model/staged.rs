@@ -19,7 +19,7 @@ pub(super) struct Staged {
     folder: PathBuf,
     names: FileNames,
     hidden: StagedFolder,
-    /// Those that are still staged.
+    /// The files that are still staged.
     files: Vec<String>,
     /// Told of each piece that is written.
     activity: Activity,

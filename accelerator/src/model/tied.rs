@@ -61,7 +61,7 @@ pub fn retie_parameters<M: Module>(model: M) -> M {
     TiedParameters::of(&model).retie(model)
 }
 
-/// Which places of a model hold the same parameter. Places are counted over its floats, in the order of visits.
+/// The places of a model that hold the same parameter. Places are counted over its floats, in the order of visits.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TiedParameters(HashMap<usize, TieRole>);
 
@@ -69,12 +69,12 @@ pub(crate) struct TiedParameters(HashMap<usize, TieRole>);
 enum TieRole {
     /// Others have what is in this place.
     First,
-    /// It has what is in that place.
+    /// The place has the parameter of that place.
     Later(usize),
 }
 
 impl TiedParameters {
-    /// Those that take a gradient.
+    /// Returns the tied parameters that take a gradient.
     pub(crate) fn of<M: Module>(model: &M) -> Self {
         TieFinder::search(model).tied
     }
@@ -189,7 +189,7 @@ struct TieFinder {
     half_frozen: Option<[String; 2]>,
     path: ModulePath,
     tied: TiedParameters,
-    /// By place: whether it takes a gradient.
+    /// Set for each place that takes a gradient.
     trained: Vec<bool>,
 }
 
@@ -246,7 +246,7 @@ impl ModuleVisitor for TieFinder {
 }
 
 struct Retier<'a> {
-    /// By place.
+    /// The first tensors, by place.
     first: HashMap<usize, DispatchTensor>,
     place: usize,
     tied: &'a TiedParameters,

@@ -13,7 +13,7 @@ use crate::core::error::{Error, Kind, Result};
 pub(crate) type Sink<'a> =
     dyn FnMut(&str, &mut dyn FnMut(&mut dyn Write) -> io::Result<()>) -> Result<()> + 'a;
 
-/// What the files of a model are called.
+/// The file names of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct FileNames {
     /// The name when there is one file.
@@ -22,7 +22,7 @@ pub(crate) struct FileNames {
 }
 
 impl FileNames {
-    /// For `model.safetensors`: that, `model-00001-of-00002.safetensors`, …, and
+    /// Makes the names of `model.safetensors`: itself, `model-00001-of-00002.safetensors`, …, and
     /// `model.safetensors.index.json`.
     pub(crate) fn new(single: &str) -> Self {
         Self {
@@ -42,12 +42,12 @@ impl FileNames {
         format!("{}-{number:05}-of-{count:05}.safetensors", self.stem)
     }
 
-    /// Whether a file has one of the names.
+    /// Tells if a file has one of the names.
     pub(super) fn has(&self, name: &str) -> bool {
         name == self.single || name == self.index() || self.is_shard(name)
     }
 
-    /// Whether a file has the name of a shard of this model.
+    /// Tells if a file has the name of a shard of this model.
     pub(super) fn is_shard(&self, name: &str) -> bool {
         let numbers = name
             .strip_prefix(&self.stem)
@@ -111,7 +111,7 @@ impl ModelSnapshot {
         Ok(written)
     }
 
-    /// What is written, and which names are other names of it.
+    /// Returns the records to write, and the names that are aliases of others.
     fn records(&self, layout: FileLayout) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
         let mut records: Vec<Record<'_>> = Vec::new();
         let mut aliases = BTreeMap::new();

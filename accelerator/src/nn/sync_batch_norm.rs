@@ -18,18 +18,18 @@ use crate::data::weight::Weight;
 pub struct SyncBatchNormConfig(BatchNormConfig);
 
 impl SyncBatchNormConfig {
-    /// For so many features, with Burn's defaults: an epsilon of 1e-5, a momentum of 0.1.
+    /// Makes a layer of that many features, with Burn's defaults: an epsilon of 1e-5, a momentum of 0.1.
     pub fn new(num_features: usize) -> Self {
         Self(BatchNormConfig::new(num_features))
     }
 
-    /// What is added to the variance. Finite and positive.
+    /// Sets the number added to the variance. Finite and positive.
     #[must_use]
     pub fn with_epsilon(self, epsilon: f64) -> Self {
         Self(self.0.with_epsilon(epsilon))
     }
 
-    /// How much of the running statistics each step replaces, from 0 to 1.
+    /// Sets how much of the running statistics each step replaces, from 0 to 1.
     #[must_use]
     pub fn with_momentum(self, momentum: f64) -> Self {
         Self(self.0.with_momentum(momentum))
@@ -83,15 +83,15 @@ pub struct SyncBatchNorm {
     pub gamma: Param<Tensor<1>>,
     /// The learnable bias beta.
     pub beta: Param<Tensor<1>>,
-    /// Whether training behaviour is enabled for this layer.
+    /// The flag that enables training behaviour for this layer.
     pub training: Param<Flag>,
     /// The running mean.
     pub running_mean: RunningState<Tensor<1>>,
     /// The running variance.
     pub running_var: RunningState<Tensor<1>>,
-    /// How much of the running statistics each step replaces.
+    /// The share of the running statistics that each step replaces.
     pub momentum: f64,
-    /// What is added to the variance.
+    /// The number added to the variance.
     pub epsilon: f64,
     #[module(skip)]
     ranks: NormGroup,
@@ -264,15 +264,15 @@ impl fmt::Debug for NormGroup {
     }
 }
 
-/// What this rank's batch is to the global one.
+/// The share of this rank's batch in the global one.
 #[derive(Clone, Debug)]
 struct BatchShare {
-    /// Of the forward, for errors: the backward runs within Burn's.
+    /// The caller of the forward pass, for errors: the backward runs within Burn's.
     caller: &'static Location<'static>,
     group: ProcessGroup,
-    /// Where what goes wrong is kept.
+    /// The ranks; their context keeps an error.
     ranks: NormGroup,
-    /// What its gradient will be multiplied by.
+    /// The factor by which its gradient will be multiplied.
     weight: f64,
 }
 
@@ -290,7 +290,7 @@ impl BatchShare {
         self.weight <= 0.0
     }
 
-    /// How many values all ranks have for each feature; `None` where that cannot be known.
+    /// Returns how many values all ranks have for each feature; `None` if that cannot be known.
     fn count(&self, own: f64) -> Option<f64> {
         let mut total = [if self.is_idle() { 0.0 } else { own }];
         self.add_up(&mut total)?;

@@ -15,23 +15,23 @@ use crate::data::exchange_step::{PURPOSE, ReadPosition, exchange_step};
 
 /// This rank's batches of a stream that rank 0 reads for all.
 pub(super) struct DispatchedBatches<S: SampleStream, O> {
-    /// What rank 0 reads, ahead of the training.
+    /// The steps that rank 0 reads, ahead of the training.
     ahead: Option<Ahead<Dispatch<O>>>,
     has_ended: bool,
     pass: StreamPass,
-    /// That of the next batch.
+    /// The step of the next batch.
     step: u64,
     streamed: Streamed<S, O>,
 }
 
-/// What rank 0 has for one step.
+/// The batches of rank 0 for one step.
 struct Dispatch<O> {
     own: Batch<DeferredBatch<O>>,
-    /// For each rank; rank 0's own is not used.
+    /// One message per rank; rank 0's own is not used.
     messages: Vec<DispatchMessage>,
 }
 
-/// What rank 0 tells another one.
+/// The message of rank 0 to another rank.
 #[derive(Deserialize, Serialize)]
 enum DispatchMessage {
     Batch(BatchInfo, Bytes),
@@ -62,7 +62,7 @@ where
         }
     }
 
-    /// What rank 0 has for this one, made on every rank or on none.
+    /// Reads rank 0's batch for this rank, made on every rank or on none.
     fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let ahead = self.ahead.as_mut().map(Iterator::next);
         if self.pass.world_size() == 1 {

@@ -7,7 +7,7 @@ use crate::data::deferred::DeferredBatch;
 /// This rank's batches of a stream that every rank reads as a whole.
 pub(super) struct InterleavedBatches<S: SampleStream, O> {
     pass: StreamPass,
-    /// From the first batch on.
+    /// The rounds; `None` before the first batch.
     rounds: Option<StreamRounds<S::Item>>,
     streamed: Streamed<S, O>,
 }

@@ -32,11 +32,11 @@ use crate::timeline::Timeline;
 pub(super) trait SharedStream<O>: Send + Sync {
     fn sharing(&self) -> Sharing;
 
-    /// This rank's batches of one pass.
+    /// Returns this rank's batches of one pass.
     fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O>;
 }
 
-/// How ranks share a stream.
+/// The way in which ranks share a stream.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Sharing {
     /// Rank 0 reads, and sends each rank its samples.
@@ -60,15 +60,15 @@ impl fmt::Display for Sharing {
 /// One pass of one rank over a stream.
 #[derive(Clone)]
 pub(super) struct StreamPass {
-    /// Who asked for it.
+    /// The place in the program that asked for it.
     pub(super) caller: &'static Location<'static>,
     pub(super) device: Device,
     pub(super) epoch: u64,
     pub(super) group: ProcessGroup,
     pub(super) place: LoaderContext,
-    /// Of full steps; its number of samples means nothing.
+    /// A plan of full steps; its number of samples means nothing.
     pub(super) plan: Plan,
-    /// How many batches are left out behind the start.
+    /// The number of batches that are left out after the start.
     pub(super) skip: u64,
     pub(super) spec: Spec,
     pub(super) start: EpochPosition,
@@ -76,7 +76,7 @@ pub(super) struct StreamPass {
 }
 
 impl StreamPass {
-    /// How so many samples are divided among the ranks, of which so many were used before.
+    /// Divides that many samples among the ranks, of which `used` were used before.
     fn divide(&self, samples: usize, used: usize) -> Result<EpochPlan> {
         let plan = self.spec.plan(samples as u64, self.place.world_size)?;
         Ok(plan.epoch(self.epoch).starting_at(used as u64)?)

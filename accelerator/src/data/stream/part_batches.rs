@@ -12,10 +12,10 @@ use crate::data::exchange_step::exchange_step;
 /// This rank's batches of a stream of which each rank reads a part of its own.
 ///
 /// Parts may end at different places, so ranks tell each other in every step how many samples they
-/// have and whether there are more: the epoch ends where no rank has any.
+/// have and whether there are more: the epoch ends when no rank has any.
 pub(super) struct PartBatches<O> {
     ahead: Ahead<OwnStep<O>>,
-    /// Of all ranks, at the start of the pass.
+    /// The samples of all ranks at the start of the pass.
     before: u64,
     has_ended: bool,
     pass: StreamPass,
@@ -24,7 +24,7 @@ pub(super) struct PartBatches<O> {
 
 /// A step of this rank's own part.
 struct OwnStep<O> {
-    /// How many of its samples were used in this pass, those that were left out included.
+    /// The number of its samples used in this pass, those that were left out included.
     done: u64,
     has_more: bool,
     /// `None` where the part has nothing for a step: it is empty, or too short.
@@ -38,13 +38,13 @@ struct OwnBatch<O> {
     value: DeferredBatch<O>,
 }
 
-/// What a rank tells of its step.
+/// The report of a rank on its step.
 #[derive(Deserialize, Serialize)]
 struct StepReport {
     done: u64,
     has_batch: bool,
     has_more: bool,
-    /// Whether it has samples that were not used before.
+    /// Set if it has samples that were not used before.
     has_new: bool,
 }
 
@@ -139,7 +139,7 @@ impl<O: Send + 'static> Iterator for PartBatches<O> {
 }
 
 impl<O> OwnStep<O> {
-    /// With its batch made.
+    /// Makes the batch.
     fn resolved(self, seed: Option<u64>) -> Result<Self> {
         let finish = |batch: OwnBatch<O>| -> Result<_> {
             let value = DeferredBatch::Ready(batch.value.resolve(seed)?);
@@ -179,10 +179,10 @@ fn empty(words: &[StepReport]) -> Error {
 /// Reads a part batch by batch, and goes on with batches that do not count when it has ended.
 struct OwnPart<S: SampleStream, O> {
     done: u64,
-    /// What short batches are filled up with, or what an idle rank runs.
+    /// The items that fill short batches, or that an idle rank runs.
     first: Vec<S::Item>,
     pass: StreamPass,
-    /// From the first batch on.
+    /// The reader; `None` before the first batch.
     reader: Option<PartReader<S::Item>>,
     streamed: Streamed<S, O>,
 }
@@ -273,7 +273,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
         Ok(reader)
     }
 
-    /// Where the next sample lies in the part.
+    /// Returns the place of the next sample in the part.
     fn place(&self) -> u64 {
         self.pass.start.step.saturating_mul(self.size() as u64) + self.done
     }

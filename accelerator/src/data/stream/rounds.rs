@@ -7,24 +7,24 @@ use crate::data::batch::{BatchInfo, StepShare};
 
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
 pub(super) struct StreamRounds<I> {
-    /// How many samples were used before the next round.
+    /// The number of samples used before the next round.
     before: u64,
     /// The first samples of the stream, where the last round is filled up with them.
     first: Vec<I>,
     has_ended: bool,
     pass: StreamPass,
     reader: PartReader<I>,
-    /// Of the next round.
+    /// The step of the next round.
     step: u64,
 }
 
-/// What all ranks use in one step.
+/// The samples that all ranks use in one step.
 pub(super) struct StreamRound<I> {
     pub(super) items: Vec<I>,
     division: EpochPlan,
-    /// That of the samples that tell of the next round; `None` where it cannot be read.
+    /// The division of the samples that show if there is a next round; `None` if it cannot be read.
     next: Option<EpochPlan>,
-    /// Where the first of the items that are not padding lies in the stream.
+    /// The place in the stream of the first of the items that are not padding.
     offset: u64,
     padding: usize,
     step: u64,
@@ -104,7 +104,7 @@ impl<I: Clone> StreamRounds<I> {
         }))
     }
 
-    /// How many samples of the next round tell whether this rank has a batch in it.
+    /// Returns how many samples of the next round show if this rank has a batch in it.
     fn lookahead(&self) -> usize {
         match self.pass.spec.tail() {
             TailPolicy::Exact | TailPolicy::Pad => 1,
@@ -121,15 +121,15 @@ impl<I: Clone> StreamRounds<I> {
     }
 }
 
-/// What one rank gets of a round.
+/// The batch of one rank in a round.
 pub(super) struct RankBatch {
     pub(super) info: BatchInfo,
-    /// By their numbers among the items.
+    /// The numbers of its samples among the items.
     chosen: Vec<usize>,
 }
 
 impl<I: Clone> StreamRound<I> {
-    /// What a rank gets; `None` where it has nothing to do any more.
+    /// Returns the batch of a rank; `None` if it has nothing to do any more.
     pub(super) fn hand(&self, rank: usize, pass: &StreamPass) -> Option<RankBatch> {
         let planned = self.division.batch(rank, 0)?;
         let new = (self.items.len() - self.padding) as u64;
@@ -160,7 +160,7 @@ impl<I: Clone> StreamRound<I> {
         hand.chosen.iter().map(|&i| self.items[i].clone()).collect()
     }
 
-    /// As [`items`](Self::items), where they are needed for nothing else.
+    /// Returns [`items`](Self::items) by value, if they are needed for nothing else.
     pub(super) fn into_items(mut self, hand: &RankBatch) -> Vec<I> {
         let is_run = hand.chosen.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         match (hand.chosen.first(), hand.chosen.last()) {

@@ -119,7 +119,7 @@ impl StreamPart {
         self.index
     }
 
-    /// How many parts there are: as many as ranks where each rank reads its own, otherwise 1.
+    /// Returns the number of parts: as many as ranks if each rank reads its own, otherwise 1.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -132,9 +132,9 @@ impl StreamPart {
 
 /// A part that is being read.
 pub(super) struct PartReader<I> {
-    /// What was read, and is not taken yet.
+    /// The items that were read, and are not taken yet.
     ahead: Vec<I>,
-    /// What went wrong behind it.
+    /// The error after them.
     failed: Option<Error>,
     items: Fuse<StreamItems<I>>,
 }
@@ -163,7 +163,7 @@ impl<I> PartReader<I> {
         })
     }
 
-    /// As many as there are, up to `count`.
+    /// Takes up to `count` items.
     pub(super) fn take(&mut self, count: usize) -> Result<Vec<I>> {
         self.read(count);
         if self.ahead.len() < count
@@ -177,8 +177,8 @@ impl<I> PartReader<I> {
         })
     }
 
-    /// How many samples come next, of which no more than `count` are looked for; `None` where they cannot be
-    /// read, which is told to who takes them.
+    /// Returns how many samples come next, up to `count`; `None` if they cannot be read: [`take`](Self::take)
+    /// returns the error.
     pub(super) fn peek(&mut self, count: usize) -> Option<usize> {
         self.read(count);
         let found = self.ahead.len().min(count);
