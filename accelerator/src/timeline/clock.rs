@@ -5,34 +5,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::error::Result;
 
-/// What ranks exchange values for here.
+/// The purpose of the exchanges between ranks here.
 pub(super) const PURPOSE: &str = "the trace of all ranks";
 
-/// How this rank's time compared with rank 0's at one moment, in nanoseconds.
+/// The offset of this rank's clock from that of rank 0 at one moment, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(super) struct ClockSync {
-    /// When, in this rank's time.
+    /// The moment, in this rank's time.
     pub(super) at: u64,
-    /// What is added to this rank's time to get rank 0's.
+    /// The number to add to this rank's time to get rank 0's.
     pub(super) offset: i64,
-    /// By how much the offset may be wrong.
+    /// The largest error of the offset.
     pub(super) error: u64,
 }
 
-/// What a rank says about its clock.
+/// The report of a rank on its clock.
 #[derive(Debug, Deserialize, Serialize)]
 struct ClockReading {
     /// Differs between any two boots of any two machines.
     boot: String,
     /// Wall time minus this rank's time.
     wall: i64,
-    /// By how much that may be wrong.
+    /// The largest error of that.
     error: u64,
-    /// When each round ended.
+    /// The end of each round.
     ends: Vec<u64>,
 }
 
-/// How often the ranks exchange their times: the luckiest rounds decide.
+/// The number of times that the ranks exchange their times: the luckiest rounds decide.
 const ROUNDS: usize = 16;
 
 impl ClockSync {

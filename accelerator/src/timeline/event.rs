@@ -3,7 +3,7 @@ use core::fmt;
 use accelerator_collective::OpKind;
 use serde::{Deserialize, Serialize};
 
-/// What the thread that trains is doing.
+/// The activity of the thread that trains.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Phase {
     /// Burn's backward pass.
@@ -18,7 +18,7 @@ pub(crate) enum Phase {
     },
 }
 
-/// What an event is about.
+/// The subject of an event.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum EventSubject {
     /// Everything.
@@ -33,7 +33,7 @@ pub(crate) enum EventSubject {
     Operation(u64),
 }
 
-/// What happened, in a trace.
+/// The kind of an event in a trace.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum EventKind {
     Backward,
@@ -48,7 +48,7 @@ pub(super) enum EventKind {
 }
 
 impl EventKind {
-    /// Those that share out the time of the main thread.
+    /// The kinds that share out the time of the main thread.
     pub(super) const PHASES: [Self; 6] = [
         Self::Data,
         Self::Forward,
@@ -112,7 +112,7 @@ pub(super) struct Event {
     pub(super) part: EventSubject,
 }
 
-/// What else there is to say about an event.
+/// The details of an event.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Detail {
     pub(super) bytes: u64,
@@ -145,7 +145,7 @@ impl fmt::Display for EventSubject {
 }
 
 impl Phase {
-    /// What it is about, and how many bytes that has where they travel.
+    /// Returns its subject, and the number of bytes of it that travel.
     pub(super) fn detail(self) -> Detail {
         let (part, bytes) = match self {
             Self::Backward | Self::Optimizer => (EventSubject::Whole, 0),

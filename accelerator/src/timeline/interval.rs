@@ -20,12 +20,12 @@ impl Intervals {
         self.0.clear();
     }
 
-    /// How long they are together.
+    /// Returns their total length.
     pub(super) fn length(&self) -> u64 {
         self.0.iter().map(|(start, end)| end - start).sum()
     }
 
-    /// For how long both go on.
+    /// Returns how long both are under way together.
     pub(super) fn common(&self, other: &Self) -> u64 {
         let (mut mine, mut theirs) = (self.0.iter().peekable(), other.0.iter().peekable());
         let mut sum = 0;

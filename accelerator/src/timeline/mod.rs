@@ -1,4 +1,4 @@
-//! Where the time of a step goes.
+//! The time of a step, by its parts.
 //!
 //! Ask for it when the accelerator is built, and read the [`StepSummary`]; or write a
 //! [trace](crate::AcceleratorBuilder::trace) of all ranks and look at it. Of a long training, record
@@ -44,28 +44,28 @@ use self::trace::RankTrace;
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 
-/// What one rank notes about its steps: a handle, clones of which note in one place.
+/// The notes of one rank about its steps: a handle, clones of which note in one place.
 ///
-/// Where nothing is recorded, each method is one branch, and no clock is read.
+/// If nothing is recorded, each method is one branch, and no clock is read.
 #[derive(Clone)]
 pub(crate) struct Timeline(Arc<TimelineState>);
 
 struct TimelineState {
-    /// What runs by a schedule.
+    /// The state of a schedule.
     profiling: Profiling,
     rank: usize,
     /// Made when something is recorded for the first time.
     recorder: OnceLock<Arc<Recorder>>,
-    /// What the builder asked for.
+    /// The recording that the builder asked for.
     recording: Recording,
-    /// How many optimizer steps this process did.
+    /// The number of optimizer steps that this process did.
     steps: AtomicU64,
-    /// Whether the trace was written.
+    /// Set once the trace was written.
     written: AtomicBool,
 }
 
 impl Timeline {
-    /// For a rank of that group, whose operations it will see.
+    /// Makes the timeline of a rank of that group, whose operations it will see.
     #[track_caller]
     pub(crate) fn new(group: &ProcessGroup, recording: Recording) -> Result<Self> {
         let timeline = Self(Arc::new(TimelineState {
@@ -117,7 +117,7 @@ impl Timeline {
         }
     }
 
-    /// What was begun since the last step will not become one.
+    /// Notes that nothing begun since the last step will become one.
     pub(crate) fn step_failed(&self) {
         if let Some(recorder) = self.recorder() {
             recorder.step_failed();
@@ -134,7 +134,7 @@ impl Timeline {
         self.advance(step + 1);
     }
 
-    /// What the steps so far came to.
+    /// Summarizes the steps so far.
     pub(crate) fn summary(&self) -> Option<StepSummary> {
         self.recorder()?.summary()
     }
@@ -200,7 +200,7 @@ impl Timeline {
         Ok(())
     }
 
-    /// What notes, where anything is to be noted.
+    /// Returns the recorder, if there is anything to note.
     fn recorder(&self) -> Option<&Recorder> {
         let recorder = self.0.recorder.get()?;
         recorder.is_on().then_some(recorder)

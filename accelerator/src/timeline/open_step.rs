@@ -2,21 +2,21 @@ use super::event::{EventKind, Thread};
 use super::interval::Intervals;
 use super::step_stats::StepTimes;
 
-/// Where [`EventKind::Reduce`] lies among the phases.
+/// The place of [`EventKind::Reduce`] among the phases.
 const WAITING: usize = 4;
 
 /// The step that is under way: what it comes to so far. Times are nanoseconds since the recorder's beginning.
 #[derive(Default)]
 pub(super) struct OpenStep {
-    /// When it began; unknown until its first batch is asked for.
+    /// The time at which it began; unknown until its first batch is asked for.
     begun: Option<u64>,
-    /// Since when the forward pass runs.
+    /// The time at which the forward pass began.
     ticket: u64,
     state: OpenStepState,
     /// The phases that the main thread is in, the innermost last.
     within: Vec<OpenPhase>,
     times: StepTimes,
-    /// When operations of the communication thread were under way, and when the main thread waited
+    /// The times in which operations of the communication thread were under way, and in which the main thread waited
     /// for them: since `backward` was called.
     operations: Intervals,
     waits: Intervals,
@@ -41,7 +41,7 @@ enum OpenStepState {
 }
 
 impl OpenStep {
-    /// With memory for what it notes.
+    /// Makes a step with memory for its notes.
     pub(super) fn new() -> Self {
         Self {
             within: Vec::with_capacity(8),
@@ -90,7 +90,7 @@ impl OpenStep {
         self.waits.clear();
     }
 
-    /// When it began, and what it came to. The next step may begin.
+    /// Ends the step, and returns when it began and its times. The next step may begin.
     pub(super) fn ends(&mut self, now: u64) -> (u64, StepTimes) {
         let begun = self.begun.unwrap_or(self.ticket).min(now);
         let mut times = self.times;

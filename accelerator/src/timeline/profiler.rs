@@ -49,7 +49,7 @@ pub struct Profiler {
 }
 
 impl Profiler {
-    /// How many cycles are complete, or were cut off in the end.
+    /// Returns the number of cycles that are complete, or were cut off in the end.
     pub fn cycles(&self) -> u64 {
         let state = self.timeline.profiling().state();
         match &state.current {
@@ -82,32 +82,32 @@ impl fmt::Debug for Profiler {
 pub struct Cycle {
     /// The number of the cycle, from 0.
     pub number: u64,
-    /// How many optimizer steps this process had done before the first that is kept.
+    /// The number of optimizer steps that this process had done before the first that is kept.
     pub first_step: u64,
-    /// What they came to. Where recording was ended, they may be less than the schedule's.
+    /// The summary of the kept steps. If recording was ended early, they may be fewer than the schedule's.
     pub summary: StepSummary,
 }
 
-/// Where cycles go.
+/// The destination of cycles.
 pub(crate) enum Output {
     Call(Box<dyn FnMut(&Cycle) + Send>),
     /// Beside this file.
     Trace(PathBuf),
 }
 
-/// When a cycle that is not complete is worth keeping.
+/// The condition under which a cycle that is not complete is worth keeping.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum CycleValue {
-    /// With any event, where each rank writes its own.
+    /// Any event will do, since each rank writes its own.
     Events,
-    /// With a step, which all ranks have done alike.
+    /// A step is needed, which all ranks have done alike.
     Steps,
 }
 
 /// The schedule that runs, and what it has left to write.
 #[derive(Default)]
 pub(super) struct Profiling {
-    /// Whether a schedule runs, and whether a trace waits: looked at in every step, without a lock.
+    /// Set while a schedule runs, or while a trace waits: looked at in every step, without a lock.
     runs: AtomicBool,
     waits: AtomicBool,
     state: Mutex<ProfilerState>,
@@ -119,17 +119,17 @@ struct ProfilerState {
     current: Option<Profile>,
     /// The number of the profile that ended last, and its cycles.
     last: Option<(u64, u64)>,
-    /// When the clocks were compared last.
+    /// The last comparison of the clocks.
     met: ClockSync,
     ready: Vec<FinishedCycle>,
 }
 
 struct Profile {
-    /// How many cycles there were.
+    /// The number of cycles so far.
     cycles: u64,
     /// The optimizer steps before it.
     first: u64,
-    /// Those before the steps that are kept.
+    /// The optimizer steps before those that are kept.
     kept_from: u64,
     number: u64,
     output: Output,

@@ -3,7 +3,7 @@ use core::str::FromStr;
 
 use crate::core::error::{Error, Result};
 
-/// Which steps are recorded, in cycles: some wait, some warm up, and some are kept.
+/// The steps that are recorded, in cycles: some wait, some warm up, and some are kept.
 ///
 /// The steps are the optimizer's, counted from where recording is asked for. The first
 /// [`skip_first`](Self::with_skip_first) are let go by, once; then each cycle has
@@ -35,11 +35,11 @@ pub struct ProfilerSchedule {
 /// The phase of a step in a [`ProfilerSchedule`].
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum SchedulePhase {
-    /// It is not looked at. Torch calls it `NONE`.
+    /// The step is not looked at. Torch calls it `NONE`.
     Idle,
-    /// It is recorded, and thrown away: what is slow the first time is slow here. `WARMUP`.
+    /// The step is recorded, and thrown away: what is slow the first time is slow here. `WARMUP`.
     WarmUp,
-    /// It is recorded and kept. `RECORD`.
+    /// The step is recorded and kept. `RECORD`.
     Active,
     /// The last of the active ones: the cycle is complete when it ends. `RECORD_AND_SAVE`.
     Last,
@@ -58,27 +58,27 @@ impl ProfilerSchedule {
         }
     }
 
-    /// How many cycles there are; 0, the default, is without end.
+    /// Sets the number of cycles; 0, the default, is without end.
     pub fn with_repeat(self, repeat: u64) -> Self {
         Self { repeat, ..self }
     }
 
-    /// How many steps go before the first cycle. Default: 0.
+    /// Sets how many steps go before the first cycle. Default: 0.
     pub fn with_skip_first(self, skip_first: u64) -> Self {
         Self { skip_first, ..self }
     }
 
-    /// With how many idle steps each cycle begins. Default: 0.
+    /// Sets how many idle steps begin each cycle. Default: 0.
     pub fn with_wait(self, wait: u64) -> Self {
         Self { wait, ..self }
     }
 
-    /// How many steps of each cycle are recorded and thrown away. Default: 0.
+    /// Sets how many steps of each cycle are recorded and thrown away. Default: 0.
     pub fn with_warm_up(self, warm_up: u64) -> Self {
         Self { warm_up, ..self }
     }
 
-    /// What the step is that comes after `step` others.
+    /// Returns the phase of the step that comes after `step` others.
     pub fn phase(&self, step: u64) -> SchedulePhase {
         let Some(step) = step.checked_sub(self.skip_first) else {
             return SchedulePhase::Idle;
@@ -107,7 +107,7 @@ impl ProfilerSchedule {
         }
     }
 
-    /// Whether nothing comes any more after so many steps.
+    /// Tells if nothing comes any more after that many steps.
     pub(super) fn is_over(&self, steps: u64) -> bool {
         self.repeat > 0 && self.cycles(steps) == self.repeat
     }
@@ -201,7 +201,7 @@ mod tests {
         (0..steps).map(letter).collect()
     }
 
-    /// What `torch.profiler.schedule` answers, worked out from its rules by hand.
+    /// Compares with the answers of `torch.profiler.schedule`, worked out from its rules by hand.
     #[test]
     fn c24_phases_are_those_of_torch() {
         let all = |active, wait, warm_up, repeat, skip_first| {

@@ -12,17 +12,17 @@ use super::ring::RingBuffer;
 use super::step_stats::{StepStats, StepTimes};
 use super::summary::StepSummary;
 
-/// How many events a trace holds, for each rank: thousands of steps, in some megabytes.
+/// The number of events that a trace holds per rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;
 
-/// What is recorded.
+/// The things that are recorded.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) enum Recording {
     /// Steps, and everything that a trace shows.
     Events,
     #[default]
     Nothing,
-    /// What steps come to.
+    /// The times of steps.
     Steps,
 }
 
@@ -36,7 +36,7 @@ impl fmt::Display for Recording {
     }
 }
 
-/// What becomes of events while a schedule runs.
+/// The treatment of events while a schedule runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RecordMode {
     /// They are kept, from here on.
@@ -51,7 +51,7 @@ pub(super) enum RecordMode {
 pub(super) struct Recorder {
     anchor: Instant,
     notes: Mutex<RecorderNotes>,
-    /// Whether anything is noted.
+    /// Set while anything is noted.
     on: AtomicBool,
 }
 
@@ -60,14 +60,14 @@ struct RecorderNotes {
     /// The steps of the cycle under way, where a schedule keeps them.
     cycle: Option<StepStats>,
     events: RingBuffer<Event>,
-    /// Whether events are noted.
+    /// Set while events are noted.
     noting: bool,
     open: OpenStep,
-    /// How many steps were done before.
+    /// The number of steps done before.
     step: u64,
     /// All steps, where they are to be added up.
     whole: Option<StepStats>,
-    /// When the last operation of each runner ended: a trace shows one after the other.
+    /// The end of the last operation of each runner: a trace shows one after the other.
     last_operation: [u64; 2],
 }
 
@@ -94,12 +94,12 @@ impl Recorder {
         }
     }
 
-    /// When all times begin.
+    /// Returns the moment from which all times count.
     pub(super) fn anchor(&self) -> Instant {
         self.anchor
     }
 
-    /// Whether there is anything to note.
+    /// Tells if there is anything to note.
     pub(super) fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
@@ -118,7 +118,7 @@ impl Recorder {
         self.on.store(notes.whole.is_some(), Ordering::Relaxed);
     }
 
-    /// What holds from the next step on, before which `step` steps were done.
+    /// Switches the mode from the next step on, before which `step` steps were done.
     pub(super) fn switch(&self, mode: RecordMode, step: u64) {
         let now = self.at(Instant::now());
         let mut notes = self.notes();
@@ -137,12 +137,12 @@ impl Recorder {
         self.on.store(on, Ordering::Relaxed);
     }
 
-    /// What the steps of this cycle came to; `None` where none are kept, or none was done.
+    /// Summarizes the steps of this cycle; `None` if none are kept, or none was done.
     pub(super) fn cycle(&self) -> Option<StepSummary> {
         self.notes().cycle.as_ref()?.summary()
     }
 
-    /// Whether a schedule keeps events here, and there are some.
+    /// Tells if a schedule keeps events here, and there are some.
     pub(super) fn keeps_some(&self) -> bool {
         let notes = self.notes();
         notes.cycle.is_some() && !notes.events.items().is_empty()

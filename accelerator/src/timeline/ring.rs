@@ -3,7 +3,7 @@
 pub(super) struct RingBuffer<T> {
     capacity: usize,
     items: Vec<T>,
-    /// How many were put in.
+    /// The number of items put in.
     count: u64,
 }
 
@@ -32,12 +32,12 @@ impl<T: Copy> RingBuffer<T> {
         self.count = 0;
     }
 
-    /// How many are gone.
+    /// Returns the number of items that are gone.
     pub(super) fn dropped(&self) -> u64 {
         self.count - self.items.len() as u64
     }
 
-    /// What is there, in no particular order.
+    /// Returns the items that are there, in no particular order.
     pub(super) fn items(&self) -> &[T] {
         &self.items
     }

@@ -7,7 +7,7 @@ use super::summary::StepSummary;
 /// Over how many of the newest steps medians are taken.
 const STEPS: usize = 1 << 12;
 
-/// What steps came to together.
+/// The statistics of several steps.
 #[derive(Debug)]
 pub(super) struct StepStats {
     steps: RingBuffer<StepTimes>,
@@ -42,16 +42,16 @@ impl StepStats {
     }
 }
 
-/// What a step came to, in nanoseconds.
+/// The times of a step, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct StepTimes {
-    /// From its first batch to the end of its optimizer.
+    /// The time from its first batch to the end of its optimizer.
     pub(super) total: u64,
-    /// As [`EventKind::PHASES`]; they share out a part of the total.
+    /// The times of [`EventKind::PHASES`]; they share out a part of the total.
     pub(super) phases: [u64; EventKind::PHASES.len()],
-    /// How long operations were under way, on whichever thread.
+    /// The time for which operations were under way, on whichever thread.
     pub(super) communicating: u64,
-    /// How much of that the main thread stood still for.
+    /// The part of that for which the main thread stood still.
     pub(super) exposed: u64,
     pub(super) bytes: u64,
 }

@@ -18,13 +18,13 @@ use super::step_stats::StepTimes;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepSummary {
-    /// How many steps there were. Means are over all of them, medians over the newest 4096.
+    /// The number of steps. Means are over all of them, medians over the newest 4096.
     pub steps: u64,
-    /// From first to last.
+    /// The time of a whole step.
     pub step: Figure,
     /// Waiting for batches, or making them where the loader has no workers.
     pub data: Figure,
-    /// From a batch's arrival to the call of `backward`.
+    /// The time from a batch's arrival to the call of `backward`.
     pub forward: Figure,
     /// Burn's backward pass.
     pub backward: Figure,
@@ -37,12 +37,12 @@ pub struct StepSummary {
     pub optimizer: Figure,
     /// Everything else, from the schedule to what the loop itself does.
     pub other: Figure,
-    /// How long collectives of `backward` were under way, hidden or not: each from its start to its
+    /// The time for which collectives of `backward` were under way, hidden or not: each from its start to its
     /// end, with waiting for ranks that come late. Several at once count once.
     pub communicating: Figure,
     /// The part of `communicating` that nothing hid: the thread that trains stood still meanwhile.
     pub exposed: Figure,
-    /// How many bytes this rank gave to the collectives of `backward`: all buckets, as they travel,
+    /// The number of bytes that this rank gave to the collectives of `backward`: all buckets, as they travel,
     /// and the few numbers that go with them.
     pub bytes: Figure,
 }
@@ -162,7 +162,7 @@ impl fmt::Display for StepSummary {
     }
 }
 
-/// Of an even number, the mean of the two in the middle.
+/// Returns the median; of an even number, the mean of the two in the middle.
 fn median(values: &mut [u64]) -> f64 {
     values.sort_unstable();
     let middle = values.len() / 2;

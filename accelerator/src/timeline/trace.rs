@@ -10,13 +10,13 @@ use super::event::{Event, EventKind, EventSubject, Thread};
 use super::recorder::Recorder;
 use super::trace_file::TraceFile;
 
-/// What one rank has to show.
+/// The part of one rank in a trace.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct RankTrace {
     pub(super) rank: usize,
     host: String,
     process: u32,
-    /// How many older events are gone.
+    /// The number of older events that are gone.
     dropped: u64,
     pub(super) clocks: Vec<ClockSync>,
     events: Vec<Row>,
@@ -51,7 +51,7 @@ impl RankTrace {
         }
     }
 
-    /// When the first event began, in rank 0's time.
+    /// Returns when the first event began, in rank 0's time.
     fn beginning(&self) -> Option<i64> {
         let (_, _, start, ..) = self.events.first()?;
         Some(ClockSync::translate(&self.clocks, *start))

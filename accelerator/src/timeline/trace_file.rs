@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
-/// Where a trace goes: a regular file, or one that is not there, in a folder that takes files.
+/// The file of a trace: a regular file, or one that is not there, in a folder that takes files.
 #[derive(Clone, Debug)]
 pub(crate) struct TraceFile(PathBuf);
 
@@ -62,7 +62,7 @@ impl TraceFile {
     }
 }
 
-/// Where a rank puts its own part when it cannot give it to rank 0.
+/// Returns the file in which a rank puts its own part when it cannot give it to rank 0.
 pub(super) fn of_rank(path: &Path, rank: usize) -> PathBuf {
     path.with_extension(format!("rank{rank}.json"))
 }
@@ -112,7 +112,7 @@ fn remove(path: &Path, is_old: impl Fn(&str) -> bool) {
     }
 }
 
-/// Whether it is `what` with a number.
+/// Tells if the text is `what` with a number.
 fn is_numbered(text: &str, what: &str) -> bool {
     let number = text.strip_prefix(what).unwrap_or_default();
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())

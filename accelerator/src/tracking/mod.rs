@@ -14,7 +14,7 @@ use crate::core::user_message;
 
 mod tracker;
 
-/// What a rank knows of the run. Rank 0 writes it; the others know which one it is.
+/// The knowledge of a rank about the run. Rank 0 writes it; the others know which one it is.
 #[derive(Debug)]
 pub(crate) struct Tracking {
     rank: usize,
@@ -26,26 +26,26 @@ pub(crate) struct Tracking {
 #[derive(Debug, Default)]
 struct TrackingState {
     place: Option<RunPlace>,
-    /// On rank 0.
+    /// The run, on rank 0.
     run: Option<Run>,
     sampler: Option<SystemSampler>,
     /// The mark of the checkpoint that was resumed before there was a run.
     resumed: Option<RunMark>,
 }
 
-/// Which run it is, as rank 0 tells the others.
+/// The folder and the mark of a run, as rank 0 tells the others.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct RunPlace {
     folder: PathBuf,
     mark: RunMark,
 }
 
-/// How a training leaves its run.
+/// The way in which a training leaves its run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum RunEnding {
     Finished,
     Preempted,
-    /// It goes on in the next group.
+    /// The run continues in the next group.
     Regrouped,
 }
 
@@ -124,7 +124,7 @@ impl Tracking {
             .fetch_max(step.saturating_add(1), Ordering::Relaxed);
     }
 
-    /// Whether this rank writes a run.
+    /// Tells if this rank writes a run.
     pub(crate) fn writes(&self) -> bool {
         self.read().run.is_some()
     }
@@ -135,7 +135,8 @@ impl Tracking {
         self.with(|run| run.log_weights(digest, step));
     }
 
-    /// Where the run is, for a checkpoint that is saved now. A rank that does not write the run knows the steps alone.
+    /// Returns the place of the run, for a checkpoint that is saved now. A rank that does not write it knows only the
+    /// steps.
     pub(crate) fn mark(&self) -> Option<RunMark> {
         let state = self.read();
         if let Some(run) = &state.run {
@@ -153,7 +154,7 @@ impl Tracking {
         })
     }
 
-    /// Says in the run that the checkpoint with that mark is on the disk.
+    /// Records in the run that the checkpoint with that mark is on the disk.
     pub(crate) fn checkpoint_saved(&self, mark: &RunMark) {
         self.with(|run| run.checkpoint_saved(mark));
     }
@@ -217,7 +218,7 @@ impl Tracking {
 }
 
 thread_local! {
-    /// How many calls of [`Tracking::with`] this thread is in.
+    /// The number of calls of [`Tracking::with`] that this thread is in.
     static INSIDE: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -237,7 +238,7 @@ impl Drop for Inside {
 }
 
 impl RunPlace {
-    /// None where the disk does not take the run now.
+    /// Returns the place of a run; `None` if its state cannot be saved now.
     fn of(run: &Run) -> Option<Self> {
         let folder = run.folder();
         Some(Self {
@@ -247,7 +248,7 @@ impl RunPlace {
     }
 }
 
-/// Says that the training goes on without a run.
+/// Warns that the training continues without a run.
 pub(crate) fn untracked(error: &accelerator_track::Error) {
     user_message::warn(&format!("the training goes on and is not tracked: {error}"));
 }
@@ -263,10 +264,10 @@ fn finish(
     }
 }
 
-/// What the builder was told of runs.
+/// The settings of the builder for runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TrackerSettings {
-    /// Of data, whose digests runs record.
+    /// The folders of data whose digests runs record.
     pub(crate) data_folders: Vec<PathBuf>,
     pub(crate) runs_folder: Option<PathBuf>,
     pub(crate) trackers: Vec<Tracker>,

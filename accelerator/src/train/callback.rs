@@ -1,4 +1,4 @@
-//! What a program does beside the loop.
+//! Callbacks: code of the program that runs beside the loop.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -30,7 +30,7 @@ use crate::core::error::{Error, Result};
 /// ```
 #[expect(unused_variables, reason = "most callbacks use some of it")]
 pub trait TrainerCallback<M> {
-    /// Before the first update, and before the first one after a resume.
+    /// Called before the first update, and before the first one after a resume.
     fn on_train_begin(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -39,7 +39,7 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// Before the first batch of an epoch, or the first one after a resume.
+    /// Called before the first batch of an epoch, or the first one after a resume.
     fn on_epoch_begin(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -48,7 +48,7 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After an update, before what is due is logged, evaluated and saved.
+    /// Called after an update, before what is due is logged, evaluated and saved.
     fn on_step_end(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -57,7 +57,7 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After the last batch of an epoch.
+    /// Called after the last batch of an epoch.
     fn on_epoch_end(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -66,7 +66,7 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After something was logged.
+    /// Called after something was logged.
     fn on_log(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -87,7 +87,7 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After a checkpoint was saved.
+    /// Called after a checkpoint was saved.
     fn on_save(
         &mut self,
         at: &CallbackContext<'_, M>,
@@ -97,12 +97,12 @@ pub trait TrainerCallback<M> {
         Ok(())
     }
 
-    /// After the last update.
+    /// Called after the last update.
     fn on_train_end(&mut self, at: &CallbackContext<'_, M>) -> Result<()> {
         Ok(())
     }
 
-    /// What it has to remember, with a name that no other callback has: it is saved in checkpoints.
+    /// Returns the state to save in checkpoints, with a name that no other callback has.
     fn state(&self) -> Option<(String, Value)> {
         None
     }
@@ -121,7 +121,7 @@ pub struct CallbackContext<'a, M> {
     pub accelerator: &'a Accelerator,
     /// The arguments of the training.
     pub arguments: &'a TrainingArguments,
-    /// Where it stands.
+    /// The state of the training.
     pub state: &'a TrainerState,
     /// The model.
     pub model: &'a M,
@@ -144,7 +144,7 @@ pub struct TrainerControl {
 }
 
 impl TrainerControl {
-    /// What one of both asks for.
+    /// Joins the requests of both.
     pub(super) fn or(self, other: Self) -> Self {
         Self {
             should_training_stop: self.should_training_stop || other.should_training_stop,
@@ -155,7 +155,7 @@ impl TrainerControl {
         }
     }
 
-    /// What some rank asks for, on every rank.
+    /// Joins the requests of all ranks, on every rank.
     pub(super) fn agreed(self, accelerator: &Accelerator) -> Result<Self> {
         if accelerator.world_size() == 1 {
             return Ok(self);
@@ -196,7 +196,7 @@ impl EarlyStopping {
         }
     }
 
-    /// Whether the training is to stop after an evaluation with that value.
+    /// Records the value of an evaluation, and tells if the training is to stop.
     fn note(&mut self, value: f64) -> bool {
         let Self {
             metric, threshold, ..

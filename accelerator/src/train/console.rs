@@ -1,4 +1,4 @@
-//! What rank 0 prints: the banner, a table as training goes on, and a bar on a terminal.
+//! The output of rank 0: the banner, a table while training runs, and a bar on a terminal.
 
 use core::fmt::Write;
 
@@ -18,7 +18,7 @@ pub(super) struct Console {
     columns: Vec<String>,
 }
 
-/// What the rows of the table are.
+/// The kind of rows in the table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum TableRows {
     /// Evaluations after epochs.
@@ -35,7 +35,7 @@ pub(super) struct Banner {
     pub(super) samples: u64,
     pub(super) epochs: u64,
     pub(super) batch: u64,
-    /// Of an update, over all ranks.
+    /// The samples of an update, over all ranks.
     pub(super) total_batch: u64,
     pub(super) accumulation: usize,
     pub(super) updates: u64,
@@ -190,7 +190,7 @@ impl Console {
     }
 }
 
-/// What every evaluation has beside its metrics.
+/// The numbers that every evaluation has beside its metrics.
 const SPEEDS: [&str; 3] = ["runtime", "samples_per_second", "steps_per_second"];
 
 fn six_digits(value: Option<f64>) -> String {

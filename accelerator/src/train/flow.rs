@@ -1,4 +1,4 @@
-//! What a training does at which update, as a pure function: the same on every rank.
+//! The schedule of a training as a pure function of the update: the same on every rank.
 
 use core::num::NonZeroU64;
 
@@ -6,7 +6,7 @@ use super::arguments::{IntervalStrategy, SaveStrategy, TrainingArguments};
 use super::console::TableRows;
 use super::rates::LrSchedule;
 
-/// How many updates there are, the rate of each, and after which of them something is logged, evaluated and saved.
+/// The number of updates, the rate of each, and after which of them something is logged, evaluated and saved.
 #[derive(Clone, Debug)]
 pub(super) struct Flow {
     /// Batches of a rank in an epoch.
@@ -19,7 +19,7 @@ pub(super) struct Flow {
     logging: Every,
     logs_first: bool,
     evaluation: Every,
-    /// In updates or epochs, as the interval is.
+    /// The delay in updates or epochs, like the interval.
     eval_delay: f64,
     saving: Every,
 }
@@ -31,7 +31,7 @@ enum Every {
     Updates(NonZeroU64),
 }
 
-/// What is done after an update, or at the end of an epoch: in that order.
+/// The things to do after an update, or at the end of an epoch: in that order.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Due {
     pub(super) log: bool,
@@ -40,7 +40,7 @@ pub(super) struct Due {
 }
 
 impl Flow {
-    /// That of arguments without contradictions, for so many batches of each rank in an epoch, at least 1.
+    /// Makes the flow of arguments without contradictions, for that many batches of each rank per epoch, at least 1.
     pub(super) fn new(arguments: &TrainingArguments, batches: u64) -> Self {
         let accumulation = arguments.gradient_accumulation_steps.max(1) as u64;
         let updates_per_epoch = batches.div_ceil(accumulation).max(1);
@@ -84,7 +84,7 @@ impl Flow {
         }
     }
 
-    /// After that update, counted from 1.
+    /// Returns what is due after that update, counted from 1.
     pub(super) fn after_update(&self, update: u64) -> Due {
         let is_last = update >= self.updates;
         let is_due = |interval: Every| match interval {
@@ -100,7 +100,7 @@ impl Flow {
         }
     }
 
-    /// At the end of an epoch, when so many of them were trained, perhaps not the whole of the last one.
+    /// Returns what is due at the end of an epoch, given the epochs trained, perhaps not the whole of the last one.
     pub(super) fn after_epoch(&self, epochs: f64) -> Due {
         Due {
             log: self.logging == Every::Epoch,
@@ -109,13 +109,13 @@ impl Flow {
         }
     }
 
-    /// Whether that update may be the last before a log.
+    /// Tells if that update may be the last before a log.
     pub(super) fn may_log(&self, update: u64, ends_epoch: bool) -> bool {
         let ends_epoch = ends_epoch || update >= self.updates;
         self.after_update(update).log || (ends_epoch && self.logging == Every::Epoch)
     }
 
-    /// What the table of a training shows.
+    /// Returns the kind of rows in the table of a training.
     pub(super) fn rows(&self) -> TableRows {
         match self.evaluation {
             Every::Never => TableRows::Logs,

@@ -8,7 +8,7 @@ use crate::local::{LocalSgd, LocalSgdConfig};
 use crate::metric::Mean;
 use crate::reduce::AveragedGradients;
 
-/// What a rank does by itself between two averages of the weights.
+/// The training of a rank by itself between two averages of the weights.
 pub(super) struct LocalRounds {
     pub(super) sgd: LocalSgd,
     /// The losses of this rank that were not shared yet, and how many updates they are of.

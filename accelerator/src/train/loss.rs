@@ -1,4 +1,4 @@
-//! What a program says of a batch: its loss, and what metrics are made of.
+//! The output of a program for a batch: its loss, and the inputs of metrics.
 
 use core::ops::Deref;
 
@@ -17,12 +17,12 @@ pub struct Inputs<'a, O> {
 }
 
 impl<O> Inputs<'_, O> {
-    /// In the type in which the model computes: with `bf16` and `fp16`, what goes into the model must be in it.
+    /// Converts a tensor to the type in which the model computes: with `bf16` and `fp16`, its inputs must be in it.
     pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         self.accelerator.to_working(tensor)
     }
 
-    /// In the type of the weights: what comes out of the model, before the loss.
+    /// Converts a tensor to the type of the weights: the outputs of the model, before the loss.
     pub fn to_full<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         self.accelerator.to_full(tensor)
     }
@@ -89,7 +89,7 @@ impl<P> LossOutput<P> {
         }
     }
 
-    /// What metrics are made of, with a row for each sample: logits and labels, usually.
+    /// Adds the inputs of metrics, with a row for each sample: logits and labels, usually.
     pub fn with_outputs<Q>(self, outputs: Q) -> LossOutput<Q> {
         LossOutput {
             loss: self.loss,
@@ -107,7 +107,7 @@ impl<P> LossOutput<P> {
         }
     }
 
-    /// What the batch counts in the average of gradients.
+    /// Returns the weight of the batch in the average of gradients.
     pub(super) fn weight<O>(&self, batch: &Batch<O>) -> Weight {
         match self.num_items {
             Some(items) => batch.with_weight(items as f64),
@@ -118,7 +118,7 @@ impl<P> LossOutput<P> {
 
 /// A value that a function of losses may return: a loss, a loss with outputs, or a [`LossOutput`].
 pub trait IntoLossOutput {
-    /// What metrics are made of.
+    /// The inputs of metrics.
     type Outputs: Tensors + Clone + 'static;
 
     /// The same, in full.

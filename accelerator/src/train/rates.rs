@@ -124,9 +124,9 @@ pub(super) struct LrSchedule {
 }
 
 impl LrSchedule {
-    /// That of update `k`, from 0.
+    /// Returns the rate of update `k`, from 0.
     ///
-    /// `optimization.py` of transformers 5.23, whose functions these are.
+    /// The functions are those of `optimization.py` in transformers 5.23.
     pub(super) fn rate(&self, k: u64) -> f64 {
         self.rate * self.factor(k)
     }
@@ -231,7 +231,7 @@ mod tests {
         }
     }
 
-    /// As transformers 5.23 computes them, for 8 updates with 2 of warm-up.
+    /// Compares with the rates of transformers 5.23, for 8 updates with 2 of warm-up.
     #[test]
     #[expect(
         clippy::approx_constant,

@@ -1,4 +1,4 @@
-//! Where a training stands, and what it has logged.
+//! The state of a training, and its log.
 
 use core::fmt;
 use std::collections::BTreeMap;
@@ -74,7 +74,7 @@ impl<N: Into<String>> FromIterator<(N, f64)> for Metrics {
     }
 }
 
-/// As Hugging Face prints them: four digits each.
+/// Prints them like Hugging Face: four digits each.
 impl fmt::Display for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("{")?;
@@ -118,7 +118,7 @@ pub struct TrainerState {
     pub global_step: u64,
     /// The epochs so far, with their fraction.
     pub epoch: f64,
-    /// What was logged and evaluated so far.
+    /// The entries logged and evaluated so far.
     pub log_history: Vec<LogEntry>,
     /// The best value of the metric of `metric_for_best_model` so far. Unless `save_strategy` is `no`, an evaluation counts
     /// once there is a checkpoint of its update.
@@ -130,10 +130,10 @@ pub struct TrainerState {
     /// True if `best_model_checkpoint` is beside the checkpoint that contains this state, even after both are moved.
     #[serde(default)]
     pub(super) best_is_beside: bool,
-    /// Of the last update, where it was computed: the norm of its gradients before clipping, and its learning rate.
+    /// The norm of the gradients of the last update before clipping, if computed; the next field is its learning rate.
     pub(super) grad_norm: Option<f64>,
     pub(super) learning_rate: Option<f64>,
-    /// How many epochs have been ended, with their logs and evaluations.
+    /// The number of epochs that have been ended, with their logs and evaluations.
     pub(super) ended_epochs: u64,
     pub(super) window: LossMean,
     pub(super) whole: LossMean,

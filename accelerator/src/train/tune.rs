@@ -102,12 +102,12 @@ impl<T: TrainingOperator> Trainable for OperatorTrainable<T> {
 #[derive(Debug)]
 pub struct TuneCallback {
     session: TrialSession,
-    /// Of an evaluation that is to be reported once its checkpoint is saved.
+    /// The metrics of an evaluation that is to be reported once its checkpoint is saved.
     evaluated: Option<accelerator_tune::Metrics>,
 }
 
 impl TuneCallback {
-    /// For the trial of a session.
+    /// Makes a callback for the trial of a session.
     pub fn new(session: &TrialSession) -> Self {
         Self {
             session: session.clone(),
@@ -115,7 +115,7 @@ impl TuneCallback {
         }
     }
 
-    /// What the trainer's `resume_from_checkpoint` is to be.
+    /// Returns the value for the trainer's `resume_from_checkpoint`.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! What arguments contradict, said before the first step.
+//! Finds contradictions between arguments before the first step.
 
 use super::{
     IntervalStrategy, OptimizerName, ReportTo, SaveStrategy, TrainSamplingStrategy,
@@ -9,7 +9,7 @@ use crate::reduce::Compression;
 use crate::train::rates::LrSchedulerType;
 use accelerator_plan::TailPolicy;
 
-/// Whether there is something to evaluate on.
+/// The presence of data to evaluate on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::train) enum EvalData {
     Absent,

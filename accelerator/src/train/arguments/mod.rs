@@ -155,7 +155,7 @@ arguments! {
 }
 
 words! {
-    /// When something is done.
+    /// The interval at which something is done.
     pub enum IntervalStrategy: "strategy" {
         No = "no",
         Steps = "steps",
@@ -164,7 +164,7 @@ words! {
 }
 
 words! {
-    /// When a checkpoint is saved.
+    /// The moments at which checkpoints are saved.
     pub enum SaveStrategy: "save_strategy" {
         No = "no",
         Steps = "steps",
@@ -192,7 +192,7 @@ words! {
 }
 
 words! {
-    /// Where a training is recorded. Each begins a run in the folder `runs`.
+    /// The destination to which a training is recorded. Each begins a run in the folder `runs`.
     pub enum ReportTo: "report_to" {
         None = "none",
         Run = "run",
@@ -207,14 +207,14 @@ words! {
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "ResumeWord", into = "ResumeWord")]
 pub enum ResumeFrom {
-    /// It begins anew.
+    /// Begins anew.
     #[default]
     No,
-    /// From the newest good checkpoint of `output_dir`, if there is one: for a job that an engine starts again.
+    /// Continues from the newest good checkpoint of `output_dir`, if there is one: for a job that an engine restarts.
     Auto,
-    /// From the newest good checkpoint of `output_dir`, which must be there.
+    /// Continues from the newest good checkpoint of `output_dir`, which must be there.
     Newest,
-    /// From that checkpoint, or the newest one of that folder.
+    /// Continues from that checkpoint, or the newest one of that folder.
     Path(PathBuf),
 }
 
@@ -279,7 +279,7 @@ impl TrainingArguments {
         }
     }
 
-    /// By which metric checkpoints are compared, where they are.
+    /// Returns the metric by which checkpoints are compared, if they are.
     pub(super) fn best_metric(&self) -> Option<BestMetric> {
         let is_asked = self.load_best_model_at_end
             || self.save_strategy == SaveStrategy::Best
@@ -305,7 +305,7 @@ pub(super) struct BestMetric {
 }
 
 impl BestMetric {
-    /// Whether `value` is better than `best` by more than `threshold`.
+    /// Tells if `value` is better than `best` by more than `threshold`.
     pub(super) fn improves(&self, value: f64, best: f64, threshold: f64) -> bool {
         match self.greater {
             true => value > best + threshold,
@@ -315,7 +315,7 @@ impl BestMetric {
 }
 
 impl ReportTo {
-    /// What a run is delivered to; the run itself is always there.
+    /// Returns the tracker to which a run is delivered; the run itself is always there.
     pub(super) fn tracker(self) -> Option<crate::Tracker> {
         match self {
             Self::None | Self::Run => None,

@@ -4,7 +4,7 @@
 #[derive(Debug)]
 pub(super) struct Argument {
     pub(super) name: &'static str,
-    /// What it is, in the words of its field.
+    /// Its description, in the words of its field.
     #[cfg_attr(not(feature = "clap"), allow(dead_code, reason = "flags show it"))]
     pub(super) help: &'static str,
 }

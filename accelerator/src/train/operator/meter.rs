@@ -61,7 +61,7 @@ impl Meter {
         }
     }
 
-    /// How many batches were added.
+    /// Returns the number of batches added.
     pub fn batches(&self) -> u64 {
         self.batches
     }

@@ -20,7 +20,7 @@ use crate::accelerator::Accelerator;
 use crate::core::error::Result;
 use crate::data::{Batch, Epoch};
 
-/// What is trained, and how, as a type: Ray SGD's `TrainingOperator`. An [`OperatorTrainer`] makes one on each rank.
+/// A type that says what to train, and how: Ray SGD's `TrainingOperator`. An [`OperatorTrainer`] makes one per rank.
 ///
 /// [`setup`](Self::setup) makes and registers models, optimizers, criteria and data; the other methods have defaults. They
 /// train a model by its criterion. Where several models are registered, [`train_batch`](Self::train_batch) and
@@ -121,7 +121,7 @@ use crate::data::{Batch, Epoch};
 /// ```
 #[expect(unused_variables, reason = "defaults ignore what they need not know")]
 pub trait TrainingOperator: Sized + 'static {
-    /// What [`setup`](Self::setup) is told. It travels to the workers.
+    /// The configuration that [`setup`](Self::setup) gets. It travels to the workers.
     type Config: DeserializeOwned + Serialize + 'static;
 
     /// A [`RegisteredModel`], or a tuple of them.
@@ -221,7 +221,7 @@ pub trait TrainingOperator: Sized + 'static {
         worker.models.validate_batch(&worker.accelerator, batch)
     }
 
-    /// What the program itself has to save beside models, optimizers and the place in the data: that of rank 0 is saved.
+    /// Returns the state to save beside models, optimizers and the place in the data: that of rank 0 is saved.
     ///
     /// # Errors
     ///
@@ -240,7 +240,7 @@ pub trait TrainingOperator: Sized + 'static {
     }
 }
 
-/// What the loaders of an operator make of samples.
+/// The batch that the loaders of an operator make of samples.
 pub type BatchOf<T> = <<T as TrainingOperator>::Models as RegisteredModels>::Batch;
 
 /// The rank on which an operator trains.
@@ -249,9 +249,9 @@ pub type BatchOf<T> = <<T as TrainingOperator>::Models as RegisteredModels>::Bat
 pub struct OperatorWorker<T: TrainingOperator> {
     /// The ranks.
     pub accelerator: Accelerator,
-    /// What [`setup`](TrainingOperator::setup) was told.
+    /// The configuration that [`setup`](TrainingOperator::setup) got.
     pub config: T::Config,
-    /// What was registered.
+    /// The registered models.
     pub models: T::Models,
 }
 
@@ -262,7 +262,7 @@ impl<T: TrainingOperator> OperatorWorker<T> {
     }
 }
 
-/// Where [`train_epoch`](TrainingOperator::train_epoch) begins.
+/// The position at which [`train_epoch`](TrainingOperator::train_epoch) begins.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct EpochInfo {
@@ -270,11 +270,11 @@ pub struct EpochInfo {
     pub epoch_idx: u64,
     /// The batches that a rank has trained on before.
     pub global_step: u64,
-    /// How many batches are asked for; `None` for the rest of the epoch.
+    /// The number of batches to train on; `None` for the rest of the epoch.
     pub num_steps: Option<u64>,
 }
 
-/// Where [`train_batch`](TrainingOperator::train_batch) is.
+/// The position of [`train_batch`](TrainingOperator::train_batch).
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct StepInfo {

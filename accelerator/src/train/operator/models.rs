@@ -1,4 +1,4 @@
-//! What each model of an operator can do by itself.
+//! The training of each model of an operator by itself.
 
 use core::fmt;
 
@@ -15,9 +15,9 @@ use crate::train::loss::LossOutput;
 use crate::train::model_cell::ModelCell;
 use crate::train::state::Metrics;
 
-/// What an operator trains: a [`RegisteredModel`], or a tuple of up to four.
+/// The models that an operator trains: a [`RegisteredModel`], or a tuple of up to four.
 pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static {
-    /// What its loaders make of samples.
+    /// The batch that its loaders make of samples.
     type Batch: Send + 'static;
 
     #[doc(hidden)]
@@ -33,15 +33,15 @@ pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static 
         Err(several("validate"))
     }
 
-    /// Before validation.
+    /// Prepares for validation.
     #[doc(hidden)]
     fn eval(&mut self, accelerator: &Accelerator) -> Result<()>;
 
-    /// After validation.
+    /// Returns to training after validation.
     #[doc(hidden)]
     fn train(&mut self);
 
-    /// What `Resume` takes back.
+    /// Returns the parts that `Resume` takes back.
     #[doc(hidden)]
     fn parts(&self) -> impl Save<Self::Kinds>;
 }

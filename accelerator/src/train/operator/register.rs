@@ -1,4 +1,4 @@
-//! What an operator registers.
+//! The registration of an operator's models and data.
 
 use core::fmt;
 use core::marker::PhantomData;
@@ -15,7 +15,7 @@ use crate::reduce::AveragedGradients;
 use crate::train::loss::{Inputs, IntoLossOutput, LossOutput};
 use crate::train::model_cell::ModelCell;
 
-/// What [`TrainingOperator::setup`] registers with.
+/// The registry that [`TrainingOperator::setup`] gets.
 #[derive(Debug)]
 pub struct Setup<T> {
     accelerator: Accelerator,
@@ -83,7 +83,7 @@ impl<T: TrainingOperator> Setup<T> {
     }
 }
 
-/// What [`TrainingOperator::setup`] has registered.
+/// The result of [`TrainingOperator::setup`]: everything that it registered.
 #[derive(Debug)]
 pub struct Registered<T: TrainingOperator> {
     pub(super) operator: T,
@@ -102,7 +102,7 @@ impl<T: TrainingOperator> Registered<T> {
     }
 }
 
-/// What is trained and validated on; of [`Setup::register_data`].
+/// The data to train and validate on; made by [`Setup::register_data`].
 pub struct RegisteredData<O> {
     pub(super) train: PreparedLoader<O>,
     pub(super) validation: Option<PreparedLoader<O>>,
@@ -119,14 +119,14 @@ pub struct RegisteredModel<M, O> {
     pub(super) criterion: Option<Box<Criterion<M, O>>>,
     pub(super) model: ModelCell<M>,
     pub(super) optimizer: PreparedOptimizer<Scheduled>,
-    /// While it is validated.
+    /// The model that is validated, meanwhile.
     pub(super) valid: Option<M>,
 }
 
 pub(super) type Criterion<M, O> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<Option<Classes>>;
 pub(super) type Classes = (Tensor<2>, Tensor<1, Int>);
 
-/// What a criterion gives beside its loss: nothing, or logits `[samples, classes]` with targets `[samples]`, for
+/// The outputs of a criterion beside its loss: nothing, or logits `[samples, classes]` with targets `[samples]`, for
 /// `val_accuracy`.
 pub trait CriterionOutputs {
     #[doc(hidden)]

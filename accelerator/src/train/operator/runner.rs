@@ -1,4 +1,4 @@
-//! What a rank does with its operator.
+//! The work of a rank with its operator.
 
 use core::fmt;
 use std::path::{Path, PathBuf};
@@ -21,24 +21,24 @@ pub(super) struct Runner<T: TrainingOperator> {
     pub(super) worker: OperatorWorker<T>,
 }
 
-/// Where the training stands in its data.
+/// The position of the training in its data.
 struct EpochCursor<O> {
     epoch: u64,
     global_step: u64,
     /// The epoch that is read.
     open: Option<Epoch<O>>,
-    /// Whether its last batch was taken.
+    /// Set once its last batch was taken.
     is_at_end: bool,
 }
 
-/// What is saved beside models, optimizers and loader.
+/// The state that is saved beside models, optimizers and loader.
 #[derive(Debug, Default, Deserialize, Serialize)]
 struct OperatorProgress {
     global_step: u64,
     state_dict: serde_json::Value,
 }
 
-/// What a trainer tells its ranks to do.
+/// The commands of a trainer to its ranks.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Command {
     /// The type of the operator, and its configuration.
@@ -50,7 +50,7 @@ pub(super) enum Command {
     Shutdown,
 }
 
-/// What they answer.
+/// The answers of the ranks.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Answer {
     Done,
@@ -59,7 +59,7 @@ pub(super) enum Answer {
 }
 
 impl Command {
-    /// In the words of an error: what failed.
+    /// Names the action that failed, in the words of an error.
     pub(super) fn action(&self) -> &'static str {
         match self {
             Self::Setup(..) => "set up",
@@ -71,7 +71,7 @@ impl Command {
         }
     }
 
-    /// Whether ranks that fail to do it all return the error, and are as they were.
+    /// Tells if ranks that fail to do it all return the error, and are as they were.
     pub(super) fn is_recoverable(&self) -> bool {
         matches!(self, Self::Save(_))
     }
@@ -227,7 +227,7 @@ impl<O> EpochCursor<O> {
 /// as were asked for, of as many epochs as that needs.
 pub struct TrainBatches<'a, O> {
     has_ended: bool,
-    /// That of the last batch.
+    /// The epoch of the last batch.
     last_epoch: u64,
     loader: &'a PreparedLoader<O>,
     cursor: &'a mut EpochCursor<O>,

@@ -43,13 +43,13 @@ use crate::train::state::Metrics;
 pub struct OperatorTrainer<T: TrainingOperator>(TrainerRanks<T>);
 
 enum TrainerRanks<T: TrainingOperator> {
-    /// This process is one; `None` when it is lost.
+    /// This process is a rank; `None` when it is lost.
     Here(Box<Option<Runner<T>>>, FinishedBy),
     /// They are workers of this process; `None` when they have ended.
     OfProcesses(Option<WorkerProcesses>),
 }
 
-/// Who finishes the accelerator.
+/// The one who finishes the accelerator.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum FinishedBy {
     Program,
@@ -90,7 +90,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// On ranks that there are: each of them calls this, and then the methods of the trainer. The accelerator stays the
+    /// Runs on existing ranks: each of them calls this, and then the methods of the trainer. The accelerator stays the
     /// program's, which finishes it, and may make several trainers with clones of it.
     ///
     /// # Errors

@@ -20,14 +20,14 @@ pub(super) const JOB: &str = "operator_trainer";
 /// The workers of a trainer, which runs beside them.
 pub(super) struct WorkerProcesses {
     events: Receiver<(usize, WorkerEvent)>,
-    /// Whether all answer.
+    /// Set while all workers answer.
     is_usable: bool,
     processes: RankProcesses,
 }
 
 enum WorkerEvent {
     Answered(WorkerAnswer),
-    /// It has ended, or is about to.
+    /// The worker has ended, or is about to.
     Closed,
 }
 
@@ -70,7 +70,7 @@ impl WorkerProcesses {
         answer
     }
 
-    /// Whether they can be called again.
+    /// Tells if they can be called again.
     pub(super) fn is_usable(&self) -> bool {
         self.is_usable
     }
@@ -144,7 +144,7 @@ pub(super) fn serve<T: TrainingOperator>(builder: AcceleratorBuilder) -> ! {
     std::process::exit(i32::from(served.is_err()))
 }
 
-/// Until it is told to end, or has failed, which it has answered then.
+/// Serves commands until one shuts it down, or until one fails, after the answer that says so.
 fn serve_commands<T: TrainingOperator>(
     builder: AcceleratorBuilder,
     commands: &Receiver<Command>,

@@ -116,13 +116,13 @@ where
         }
     }
 
-    /// What to train on.
+    /// Sets the data to train on.
     pub fn train_dataset(mut self, dataset: impl Dataset<I> + 'static) -> Self {
         self.train = Some(Arc::new(dataset));
         self
     }
 
-    /// What to evaluate on.
+    /// Sets the data to evaluate on.
     pub fn eval_dataset(mut self, dataset: impl Dataset<I> + 'static) -> Self {
         self.eval = Some(Arc::new(dataset));
         self
@@ -346,7 +346,7 @@ fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -
     }
 }
 
-/// Where the checkpoint is looked for that the arguments or a restart ask for.
+/// Returns the folder that is searched for the checkpoint that the arguments or a restart ask for.
 fn resume_folder(arguments: &TrainingArguments, accelerator: &Accelerator) -> Option<PathBuf> {
     match &arguments.resume_from_checkpoint {
         ResumeFrom::Path(path) => Some(path.clone()),
@@ -355,8 +355,8 @@ fn resume_folder(arguments: &TrainingArguments, accelerator: &Accelerator) -> Op
     }
 }
 
-/// Whether checkpoints can be written there: said before the first update, and not at the first save. A training that
-/// begins finds none, which a restart would go on from.
+/// Checks before the first update, not at the first save, that checkpoints can be written there. A training that
+/// begins must find none, since a restart would continue from it.
 fn check_folder(folder: &Path, resumes: bool) -> Result<()> {
     let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
     probe.map_err(|error| Error::io("write checkpoints to output_dir", folder, error))?;

@@ -78,7 +78,7 @@ where
         Ok(trainer)
     }
 
-    /// What the checkpoint did not know of itself, and what callbacks remember.
+    /// Restores the state that the checkpoint did not know of itself, and that of callbacks.
     fn restore_state(&mut self, folder: &Path, position: &Position) -> Result<()> {
         let state = &mut self.state;
         let best = state.best_model_checkpoint.as_deref();

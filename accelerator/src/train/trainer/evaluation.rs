@@ -13,7 +13,7 @@ use crate::metric::Mean;
 use crate::train::loss::{Inputs, LossOutput};
 use crate::train::state::{LogEntry, Metrics};
 
-/// Whether outputs are gathered, for the program rather than for its metrics.
+/// The treatment of outputs: gathered for the program, or used for its metrics only.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Predictions {
     Dropped,
@@ -165,7 +165,7 @@ fn prefixed(kind: &str, name: &str) -> String {
 /// Outputs of one batch after the other, which are joined by rows; in memory, since those of a data set may be more than
 /// a device holds beside a training.
 struct OutputRows<P> {
-    /// Those of the first batch, for their structure.
+    /// The outputs of the first batch, for their structure.
     first: Option<P>,
     /// The rows of each of its tensors.
     columns: Vec<Column>,

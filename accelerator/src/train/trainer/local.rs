@@ -1,4 +1,4 @@
-//! What ranks share that step by themselves.
+//! The exchange of ranks that step by themselves.
 
 use core::fmt;
 

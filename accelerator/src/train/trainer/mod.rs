@@ -106,11 +106,11 @@ pub struct Trainer<M, I, O, P> {
     state: TrainerState,
     train: Option<TrainData<O>>,
     was_preempted: bool,
-    /// Whether notices to leave are watched for.
+    /// Set if the training watches for notices to leave.
     watches: bool,
 }
 
-/// What is trained on, and how.
+/// The data to train on, and how.
 struct TrainData<O> {
     flow: Flow,
     loader: PreparedLoader<O>,
@@ -204,7 +204,7 @@ where
         self.ema.as_ref().map(Ema::model)
     }
 
-    /// Where the training stands.
+    /// Returns the state of the training.
     pub fn state(&self) -> &TrainerState {
         &self.state
     }
@@ -221,7 +221,8 @@ where
         Ok(self.evaluate_and_log()?.metrics)
     }
 
-    /// What the model says of each sample of a data set. Every rank calls it, with the same data, and gets the same.
+    /// Returns the output of the model for each sample of a data set. Every rank calls it with the same
+    /// data, and gets the same.
     ///
     /// # Errors
     ///

@@ -43,7 +43,8 @@ fn penalty(decay: f32) -> Option<WeightDecayConfig> {
     (decay > 0.0).then(|| WeightDecayConfig::new(decay))
 }
 
-/// One optimizer with the decay, and one without it for what Hugging Face's `get_decay_parameter_names` leaves out.
+/// Builds one optimizer with the decay, and one without it for the parameters that Hugging Face's
+/// `get_decay_parameter_names` leaves out.
 fn decaying<O: Optimizer>(decay: f32, build: impl Fn(f32) -> O) -> ModuleOptimizer {
     let all = ModuleOptimizer::from(build(decay));
     match ParamGroup::from_regex(UNDECAYED) {
@@ -52,5 +53,5 @@ fn decaying<O: Optimizer>(decay: f32, build: impl Fn(f32) -> O) -> ModuleOptimiz
     }
 }
 
-/// As Burn's layers name them.
+/// The parameters without decay, by their names in Burn's layers.
 const UNDECAYED: &str = r"(^|\.)(bias|beta|gamma)$";
