@@ -31,7 +31,7 @@ pub(crate) struct Context {
 /// The size of an accumulation window: as much as an optimizer step takes.
 #[derive(Debug)]
 pub(crate) struct Accumulation {
-    /// Micro-steps.
+    /// The number of micro-steps.
     steps: AtomicUsize,
     pub(crate) window: WindowSize,
 }
@@ -79,7 +79,7 @@ impl Context {
     }
 
     /// Does `work` on rank 0 alone, and tells every rank how it went: what it comes to, on rank 0. Work that lasts shows
-    /// that it goes on.
+    /// that it is alive.
     #[track_caller]
     pub(crate) fn on_main<T>(
         &self,

@@ -114,7 +114,7 @@ impl<S> Filter<S> for RankFilter {
     }
 }
 
-/// Puts `rank=N` in front of what another format writes, where there are several ranks.
+/// Puts `rank=N` in front of what another format writes, if there are several ranks.
 #[derive(Clone, Debug)]
 pub struct RankFormat<F = Format<Full>> {
     inner: F,

@@ -21,7 +21,7 @@ const SHOWN: usize = 3;
 /// The parameters that are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ComparedParameters {
-    /// Frozen ones, too.
+    /// All parameters, frozen ones too.
     All,
     Trainable,
 }
@@ -143,7 +143,7 @@ fn compare(context: &ReduceContext, action: &str, mine: &ReplicaDigest) -> Resul
 struct ReplicaDigest {
     /// The digest of all of them.
     digest: blake3::Hash,
-    /// Eight bytes for each.
+    /// Eight bytes of the digest of each.
     parameters: Vec<u64>,
     paths: Vec<String>,
 }
@@ -185,7 +185,7 @@ enum ReplicaSelection {
 
 struct ReplicaReader {
     chosen: ReplicaSelection,
-    /// Among the floats of the model.
+    /// The current place among the floats of the model.
     place: usize,
     path: ModulePath,
     all: blake3::Hasher,

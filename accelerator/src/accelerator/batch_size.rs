@@ -57,7 +57,7 @@ trait Trained {
     fn forget_graphs(&self);
 }
 
-/// Memory as steps of a model hold it.
+/// The memory that the steps of a model hold.
 struct Step {
     gradients: Reserved,
     _state: Option<ModuleOptimizer>,
@@ -111,7 +111,7 @@ impl<'a> BatchSizeFinder<'a> {
         self
     }
 
-    /// Searches; see [`Accelerator::find_executable_batch_size`].
+    /// Runs the search; see [`Accelerator::find_executable_batch_size`].
     ///
     /// # Errors
     ///
@@ -292,7 +292,7 @@ impl Accelerator {
     ///
     /// An attempt computes forward and backward on a batch of that size, with the prepared model, and by
     /// itself: a collective inside it, [`backward`](Self::backward) among them, is
-    /// an error where there are several ranks, since one that runs out of memory would never come to
+    /// an error if there are several ranks, since one that runs out of memory would never come to
     /// it. Burn's own `loss.backward()` takes its place. After each attempt ranks compare; if one ran out of memory,
     /// all try the smallest of what ranks would try next.
     ///

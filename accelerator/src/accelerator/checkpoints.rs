@@ -5,8 +5,8 @@ use crate::checkpoint::{
 use crate::core::error::Result;
 use crate::data::PreparedLoader;
 
-/// Saving everything, and going on from there.
-/// Checkpoints. Only rank 0 writes and reads files, so no common file system is needed; every rank
+/// Saves everything that training depends on, and resumes from it.
+/// Only rank 0 writes and reads files, so no common file system is needed; every rank
 /// must call the same method, except [`save_emergency`](Self::save_emergency).
 impl Accelerator {
     /// Saves a checkpoint: model, optimizer with its schedule, the positions of the loaders, and values of the
@@ -25,9 +25,9 @@ impl Accelerator {
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) between the micro-steps
     /// of a window, or between the steps of two models with one batch, for a model that was not prepared, an
-    /// optimizer without its model, or ranks that save different things; [`Error::is_config`](crate::Error::is_config) where ranks are given different
-    /// folders, which it shows; [`Error::is_drift`](crate::Error::is_drift) where the parameters of a model are no
-    /// longer [the same](Self::check_replicas) on all ranks;
+    /// optimizer without its model, or ranks that save different things; [`Error::is_config`](crate::Error::is_config)
+    /// if ranks are given different folders, which it shows; [`Error::is_drift`](crate::Error::is_drift) if the
+    /// parameters of a model are no longer [the same](Self::check_replicas) on all ranks;
     /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot write;
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) when a hook fails. The outcome of an
     /// earlier [`save_state_async`](Self::save_state_async) that nobody waited for is told here,
@@ -50,7 +50,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`save_state`](Self::save_state), for what is found before the writing begins. What goes
+    /// The errors of [`save_state`](Self::save_state), for what is found before the writing begins. What goes
     /// wrong later is told on every rank by [`Saving::wait`], the next save, or
     /// [`finish`](Self::finish).
     #[track_caller]
@@ -110,17 +110,17 @@ impl Accelerator {
 
     /// Loads the newest good checkpoint of the folder into prepared parts, and returns the position to continue from.
     /// Without any checkpoint, parts are returned as they are, and [`Position::is_start`] is true. In a group that was
-    /// joined by [`regroup`](Self::regroup), the first call goes on from the state of the group before instead.
+    /// joined by [`regroup`](Self::regroup), the first call continues from the state of the group before instead.
     ///
     /// Pass the parts that were saved, in the same order, the values of your own as they are at the
     /// start. `checkpoints` may also be the path of one checkpoint.
     ///
     /// - Models get values and parameter ids; optimizers their state, with schedule and count.
-    /// - Loaders: the epoch that was not finished goes on after the last sample that was used, with
+    /// - Loaders: the epoch that was not finished continues after the last sample that was used, with
     ///   the same order of samples; every other epoch is whole. Loaders that no gradients were made
     ///   from begin anew, as validation does. So does one that is read beside another (`labelled.zip(unlabelled)`) where
     ///   `backward` gets the batch of that other alone: give it each batch with its own loss, in one window
-    ///   ([`no_sync`](crate::Weight::no_sync) for the first), and both go on; or save at the ends of epochs.
+    ///   ([`no_sync`](crate::Weight::no_sync) for the first), and both continue; or save at the ends of epochs.
     ///   Pass every loader of the training: one that was not saved begins anew.
     /// - [`AssumeDeterministic`](crate::data::AssumeDeterministic) loaders of Burn's own skip what was used by reading and
     ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
@@ -156,7 +156,7 @@ impl Accelerator {
     /// - the path of a checkpoint that has lost its manifest, or does not exist.
     ///
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout.
-    /// [`Error::is_config`](crate::Error::is_config) where batches cannot be divided over the ranks, or ranks are
+    /// [`Error::is_config`](crate::Error::is_config) if batches cannot be divided over the ranks, or ranks are
     /// given different folders or parts. [`Error::is_misuse`](crate::Error::is_misuse) for the folder of a tracked run.
     /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read.
     #[track_caller]
@@ -171,7 +171,7 @@ impl Accelerator {
     }
 
     /// Gives a loader alone what [`resume`](Self::resume) will give it, before there is an optimizer: so that a
-    /// [plan](Self::plan), and a schedule over its steps, count the batches with which training goes on at
+    /// [plan](Self::plan), and a schedule over its steps, count the batches with which training continues at
     /// another number of ranks. Pass all parts to `resume` afterwards. Without any checkpoint, the loader comes
     /// back as it is.
     ///
@@ -207,7 +207,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// The same on every rank: those of [`resume`](Self::resume) that are about loaders and folders, and
-    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) where no loader of that number was saved.
+    /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) if no loader of that number was saved.
     #[track_caller]
     pub fn resume_loader<O: Send + 'static>(
         &self,
@@ -252,7 +252,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// Those of both.
+    /// The errors of both.
     #[track_caller]
     pub fn resume_loader_with<O: Send + 'static>(
         &self,
@@ -291,7 +291,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`resume`](Self::resume), and [`Error::is_config`](crate::Error::is_config) for a factor
+    /// The errors of [`resume`](Self::resume), and [`Error::is_config`](crate::Error::is_config) for a factor
     /// that is not a positive number.
     #[track_caller]
     pub fn resume_with<K, P: Resume<K>>(

@@ -93,7 +93,7 @@ impl Accelerator {
         })
     }
 
-    /// Gathers, as [`gather`](Self::gather) does, the rows of `tensors` that belong to samples: padding and
+    /// Gathers, like [`gather`](Self::gather), the rows of `tensors` that belong to samples: padding and
     /// idle batches are left out, so that over an epoch each sample comes exactly once.
     ///
     /// ```
@@ -122,7 +122,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`gather`](Self::gather), and [`Error::is_misuse`] on every rank when some rank's `tensor` does
+    /// The errors of [`gather`](Self::gather), and [`Error::is_misuse`] on every rank when some rank's `tensor` does
     /// not have a row for each sample of its batch, or the batch is of a loader with
     /// [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), under which other ranks may have had
     /// their last batch: keep rows of such a loader until its end, and gather once then.
@@ -269,7 +269,7 @@ impl Accelerator {
         Ok(group.all_gather_object(value)?)
     }
 
-    /// Rank `root`'s value, on every rank.
+    /// Returns the value of rank `root` on every rank.
     ///
     /// # Errors
     ///

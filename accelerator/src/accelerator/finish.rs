@@ -12,13 +12,13 @@ impl Accelerator {
     /// stepped with. Micro-steps of an open window are lost, with a warning of rank 0. The [run](Self::init_trackers), if
     /// there is one, ends, too.
     ///
-    /// How often the ranks have updated each model, with which learning rates and clips, is compared: some 60 bytes a
-    /// a model travel. The values of parameters are not compared, so another kind of optimizer on some rank is not
+    /// The number of updates of each model, and their learning rates and clips, are compared: some 60 bytes per
+    /// model travel. The values of parameters are not compared, so another kind of optimizer on some rank is not
     /// detected here; [`check_replicas`](Self::check_replicas) detects it.
     ///
     /// # Errors
     ///
-    /// [`Error::is_drift`](crate::Error::is_drift) on every rank where one has updated a model otherwise than the
+    /// [`Error::is_drift`](crate::Error::is_drift) on every rank if one has updated a model otherwise than the
     /// others, which [`backward`](Self::backward) tells of all updates but the last; the group is left all the same;
     /// [`Error::is_collective`](crate::Error::is_collective) when a rank does not come;
     /// [`Error::is_misuse`](crate::Error::is_misuse), and nothing happens, where only some ranks are. The error

@@ -46,7 +46,7 @@ const JOB: &str = "launch_processes";
 ///
 /// # Errors
 ///
-/// [`Error::is_config`] for 0 ranks; [`Error::is_io`] where the program cannot be started again;
+/// [`Error::is_config`] for 0 ranks; [`Error::is_io`] if the program cannot be started again;
 /// [`Error::is_other`] with the rank that failed first, or where `body` ended since ranks were
 /// [preempted](Accelerator::preempted). Each rank prints its own error.
 pub fn launch_processes(

@@ -43,7 +43,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_io`] on every rank when rank 0 could not write; [`Error::is_model`] for a
-    /// parameter that such files cannot hold; [`Error::is_drift`] on every rank where the parameters of a prepared
+    /// parameter that such files cannot hold; [`Error::is_drift`] on every rank if the parameters of a prepared
     /// model are no longer [the same](Self::check_replicas) on all of them; [`Error::is_misuse`] in the middle of
     /// [local steps](crate::local), where each rank has another model; [`Error::is_collective`] when
     /// another rank is lost.
@@ -82,7 +82,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`save_model`](Self::save_model).
+    /// The errors of [`save_model`](Self::save_model).
     #[track_caller]
     pub fn save_model_with<M: Module>(
         &self,
@@ -149,7 +149,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`load_model`](Self::load_model); what `options` allow is none.
+    /// The errors of [`load_model`](Self::load_model); what `options` allow is none.
     /// [`Error::is_config`] when renaming gives two tensors one name.
     #[track_caller]
     pub fn load_model_with<M: Module>(

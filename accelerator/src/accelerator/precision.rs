@@ -9,7 +9,7 @@ use crate::core::error::Result;
 use crate::core::panic_text::panic_text;
 use crate::reduce::working_copy;
 
-/// Computing in half precision.
+/// Computes in half precision.
 impl Accelerator {
     /// Runs the forward pass on a [working copy](Self::working_copy) of the model, or on the model
     /// itself with [`Precision::No`](crate::precision::Precision::No). See the [module](crate::precision) for the whole loop.
@@ -29,7 +29,7 @@ impl Accelerator {
             return forward(model);
         }
         let copy = self.working_copy(model);
-        // Nothing is used again after a panic, which goes on.
+        // Nothing is used again after a panic, which continues.
         match catch_unwind(AssertUnwindSafe(|| forward(&copy))) {
             Ok(output) => output,
             Err(panic) => self.explain(panic),

@@ -73,14 +73,14 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`](crate::Error::is_io) where the system refuses a handler.
+    /// [`Error::is_io`](crate::Error::is_io) if the system refuses a handler.
     pub fn on_preemption(&self, preemption: Preemption) -> Result<()> {
         self.shared.reduction.trigger.watch_preemption(preemption)
     }
 
     /// Returns true if some rank has been told to leave: the same answer on every rank, which stays. Every rank must
     /// call it, in the same places. It is true, too, if the launcher changes the number of ranks: a program that
-    /// does not go on [live](Self::regroup) saves and ends, and is started again with that number.
+    /// does not continue [live](Self::regroup) saves and ends, and is started again with that number.
     ///
     /// It is false when no checkpoint can be saved: while an accumulation window is open, and while
     /// [local training](crate::local) has replicas that differ. Elsewhere it costs what
@@ -88,7 +88,7 @@ impl Accelerator {
     /// along, else an all-reduce of one number.
     ///
     /// After each optimizer step is the place for it. A notice that comes during an evaluation is told by the step after
-    /// it; where there is none, or evaluations take longer than the time that is left to save, ask in them, too.
+    /// it; if there is none, or evaluations take longer than the time that is left to save, ask in them, too.
     ///
     /// # Errors
     ///
@@ -114,7 +114,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// Those of [`finish`](Self::finish): the job has failed then, and must not end with this code.
+    /// The errors of [`finish`](Self::finish): the job has failed then, and must not end with this code.
     #[track_caller]
     pub fn finish_preempted(&self) -> Result<ExitCode> {
         self.leave(RunEnding::Preempted)?;

@@ -144,7 +144,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`profile`](Self::profile).
+    /// The errors of [`profile`](Self::profile).
     #[track_caller]
     pub fn profile_with(
         &self,

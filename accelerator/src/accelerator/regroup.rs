@@ -29,23 +29,23 @@ impl Accelerator {
     }
 
     /// Ends this group as [`finish`](Self::finish) does, and takes this rank's place in the next one, of another size, in
-    /// the same process: after [`regroup_pending`](Self::regroup_pending) has said so, on every rank. `None` where this
+    /// the same process: after [`regroup_pending`](Self::regroup_pending) has said so, on every rank. `None` if this
     /// process has no place there: the program ends then, with success.
     ///
     /// `parts` are those of [`save_state`](Self::save_state). They go into the memory of rank 0, which stays rank 0, and
     /// nothing is written. The new accelerator has the settings of the builder of this one, and what it
-    /// [watches](Self::on_preemption). With it, the program prepares its parts anew, and [`resume`](Self::resume) goes on
-    /// from that state, once, in place of the newest checkpoint, on the ranks that have just been started, too: they run
-    /// the program from its beginning. A program that does not resume starts afresh. The launcher's part is in
-    /// `docs/elastic.md`.
+    /// [watches](Self::on_preemption). With it, the program prepares its parts anew, and [`resume`](Self::resume)
+    /// continues from that state, once, in place of the newest checkpoint, on the ranks that have just been started,
+    /// too: they run the program from its beginning. A program that does not resume starts afresh. The launcher's part
+    /// is in `docs/elastic.md`.
     ///
     /// - It is a resume at [another number of ranks](Self::resume): a step uses as many samples as before, and the epoch
-    ///   goes on where it stands, with each sample once.
+    ///   continues where it stands, with each sample once.
     /// - [`PerRank`](crate::checkpoint::PerRank) values go to the ranks of the same numbers. Where there is no such rank any
     ///   more, the value is lost; a new rank keeps what it passes.
     /// - Hooks of [`Checkpoints`](crate::checkpoint::Checkpoints) do not run, neither here nor when it is resumed. The
     ///   accumulation steps are the builder's again. A trace is that of the last group.
-    /// - The [run](Self::init_trackers) goes on, with the new number of ranks as its tag `world`.
+    /// - The [run](Self::init_trackers) continues, with the new number of ranks as its tag `world`.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -118,8 +118,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`](crate::Error::is_misuse) where [`regroup_pending`](Self::regroup_pending) has not said so. Those of
-    /// [`save_state`](Self::save_state) but for files, of [`finish`](Self::finish) and of
+    /// [`Error::is_misuse`](crate::Error::is_misuse) if [`regroup_pending`](Self::regroup_pending) has not said so.
+    /// Those of [`save_state`](Self::save_state) but for files, of [`finish`](Self::finish) and of
     /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build). [`Error::is_collective`](crate::Error::is_collective)
     /// where the launcher tells no place within a minute, or rank 0 another one than rank 0.
     #[track_caller]

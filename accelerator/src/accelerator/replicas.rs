@@ -47,7 +47,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_drift`](crate::Error::is_drift) on every rank, naming the ranks that differ from the majority, or all
-    /// of them where there is none, and the first path that differs; [`Error::is_misuse`](crate::Error::is_misuse) for a
+    /// of them if there is none, and the first path that differs; [`Error::is_misuse`](crate::Error::is_misuse) for a
     /// model that was not prepared; [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
@@ -98,10 +98,11 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// As [`sync_buffers`](Self::sync_buffers); [`Error::is_drift`](crate::Error::is_drift) on every rank where the parameters are no longer
-    /// the same on all of them; [`Error::is_misuse`](crate::Error::is_misuse) on every rank in the middle of a round of
-    /// [local training](crate::local), where each rank has a model of its own, and what they measure together is
-    /// that of none: evaluate when it was averaged, or this rank's replica with Burn's `model.valid()`.
+    /// The errors of [`sync_buffers`](Self::sync_buffers); [`Error::is_drift`](crate::Error::is_drift) on every rank if
+    /// the parameters are no longer the same on all of them; [`Error::is_misuse`](crate::Error::is_misuse) on every
+    /// rank in the middle of a round of [local training](crate::local), where each rank has a model of its own, and
+    /// what they measure together is that of none: evaluate when it was averaged, or this rank's replica with Burn's
+    /// `model.valid()`.
     #[track_caller]
     pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
         let (reduction, tracking) = (&self.shared.reduction, &self.shared.tracking);

@@ -21,7 +21,7 @@ impl<T> PaddedShare<T> {
     }
 }
 
-/// Work that is shared out without a loader: prompts, files, folds.
+/// Shares out work without a loader: prompts, files, folds.
 impl Accelerator {
     /// Returns this rank's contiguous share of `count` items; the first ranks get one more if it
     /// does not divide evenly. Nothing is communicated.

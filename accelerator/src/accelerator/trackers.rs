@@ -21,10 +21,10 @@ impl Accelerator {
     /// [`log_with`](crate::AcceleratorBuilder::log_with) says; each rank whose host sees the folder adds what it uses of
     /// the system, every ten seconds. Without this call, [`log`](Self::log) does nothing, and nothing is written.
     ///
-    /// It is one run through kills and restarts: a checkpoint knows its run, and [`resume`](Self::resume) goes on with
-    /// it, before or after this call, from where it was; a job that the launcher restarts without a checkpoint starts its
-    /// run over. Elsewhere, a name that is there already gets a number. A second call ends the run before, unless it has
-    /// that name.
+    /// It is one run through kills and restarts: a checkpoint knows its run, and [`resume`](Self::resume) continues
+    /// with it, before or after this call, from where it was; a job that the launcher restarts without a checkpoint
+    /// starts its run over. Elsewhere, a name that is there already gets a number. A second call ends the run before,
+    /// unless it has that name.
     ///
     /// With the feature `kubeflow`, a run in a pod of a TrainJob tells Kubeflow Trainer how far it is, where the pod has
     /// `KUBEFLOW_TRAINER_SERVER_URL`.
@@ -56,7 +56,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// The same on every rank: [`Error::is_misuse`](crate::Error::is_misuse) for a name that is empty, or hyperparameters
-    /// that are no map of JSON; [`Error::is_io`](crate::Error::is_io) where another process writes the run at the start
+    /// that are no map of JSON; [`Error::is_io`](crate::Error::is_io) if another process writes the run at the start
     /// of a job; [`Error::is_collective`](crate::Error::is_collective) when a rank is lost.
     #[track_caller]
     pub fn init_trackers(&self, name: &str, hyperparameters: &impl Serialize) -> Result<()> {

@@ -32,7 +32,7 @@ impl Accelerator {
     /// was made before is another model, which is not prepared, on one process too: clone afterwards.
     ///
     /// A model that was prepared before is prepared again when other parts of it are to be trained: see
-    /// [freezing](crate::optim#freezing-and-unfreezing-on-the-way). Its training goes on: the count of its steps,
+    /// [freezing](crate::optim#freezing-and-unfreezing-on-the-way). Its training continues: the count of its steps,
     /// and the scale of its losses. So a training from the start begins with a model that is built anew, and not
     /// with a clone.
     ///
@@ -77,7 +77,7 @@ impl Accelerator {
     /// [`Error::is_misuse`](crate::Error::is_misuse) when ranks prepare different things, or in another order,
     /// for a model of which a parameter lies on a device that records no gradients, as `Device::default()`,
     /// and for a model that is prepared again in the middle of an accumulation window or of
-    /// [local training](crate::local), which go on as if it had not been;
+    /// [local training](crate::local), which continue as if it had not been;
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) for an optimizer with state that was loaded in another
     /// float type than that of its parameter, of a model that was prepared before;
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
@@ -132,7 +132,7 @@ impl Accelerator {
     /// Nothing is communicated before the window ends. The result goes to
     /// [`PreparedOptimizer::step`], which leaves the model alone until then.
     ///
-    /// Ranks pair gradients by the order of calls: where there are several, each calls it from one
+    /// Ranks pair gradients by the order of calls: if there are several, each calls it from one
     /// thread at a time. Burn 0.22.1 itself may lock up where one thread is in a backward pass while
     /// another computes with the same parameters.
     ///
@@ -170,7 +170,7 @@ impl Accelerator {
     /// batch of a loader with [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven), a call where the ranks are
     /// not together, as in [`on_main_process`](Self::on_main_process), which leaves the window as it is, or after
     /// a [`SyncBatchNorm`](crate::nn::SyncBatchNorm) was used there, a call after one that failed on some ranks
-    /// alone and that their programs went on from, which all ranks are told until the next
+    /// alone and that their programs continued from, which all ranks are told until the next
     /// [`prepare`](Self::prepare) or [`resume`](Self::resume) of a model, a window whose batches are of other
     /// loaders, epochs or steps than those of another rank, which all ranks are told, or a call while another
     /// thread reduces gradients of the same model, or of one whose window is being reduced, which ends
@@ -229,7 +229,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward) that are not about a loss, and
+    /// The errors of [`backward`](Self::backward) that are not about a loss, and
     /// [`Error::is_misuse`](crate::Error::is_misuse) in [`Precision::F16`](crate::precision::Precision::F16), where
     /// losses are scaled before their backward pass.
     #[track_caller]

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The position from which training continues; from [`Accelerator::resume`](crate::Accelerator::resume).
 ///
-/// Loops start at [`epoch`](Self::epoch); the loader goes on in mid-epoch by itself.
+/// Loops start at [`epoch`](Self::epoch); the loader continues in mid-epoch by itself.
 ///
 /// ```
 /// use accelerator::prelude::*;
@@ -57,7 +57,7 @@ impl Position {
         }
     }
 
-    /// The epoch to go on with: the one in which the checkpoint was saved, or the next one if the
+    /// The epoch to continue with: the one in which the checkpoint was saved, or the next one if the
     /// loop had seen its end. It is that of the loader whose batches went to `backward` (the first
     /// of them in the tuple; the first that was read, where none did), and 0 without a loader.
     /// Rank 0 warns once where that loader's first batch in `backward` is of an earlier epoch.
@@ -82,7 +82,7 @@ impl Position {
         self.origin == Origin::Start
     }
 
-    /// The number of the checkpoint; `None` at the start, and where training goes on from the
+    /// The number of the checkpoint; `None` at the start, and where training continues from the
     /// [group before](crate::Accelerator::regroup).
     pub fn checkpoint(&self) -> Option<u64> {
         match self.origin {

@@ -92,7 +92,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
         })?;
         Ok(context.tracking.resume(found.state.run.clone()))
     })?;
-    // What comes from the group before is in its run, which goes on.
+    // What comes from the group before is in its run, which continues.
     if is_checkpoint {
         context.tracking.join(run);
     }
@@ -391,7 +391,7 @@ impl FoundCheckpoint {
         })
     }
 
-    /// The loader that was saved at that place goes on.
+    /// The loader that was saved at that place continues.
     fn resume_loader<O: Send + 'static>(
         &self,
         world_size: usize,
@@ -575,7 +575,7 @@ impl<'a> Restorer<'a> {
     }
 
     /// Refuses another rate where nothing but the number of ranks is known to have changed; elsewhere, and where the
-    /// steps were planned with the batches that training goes on with, a program may have meant it. Behind all parts,
+    /// steps were planned with the batches that training continues with, a program may have meant it. Behind all parts,
     /// since a loader may stand behind its optimizer.
     fn check_rates(&self) -> Result<()> {
         let (before, now) = (self.found.world_size, self.context.world_size());

@@ -126,7 +126,7 @@ fn prepare_draft<K>(
 }
 
 /// Phase 1: every rank takes its snapshot, and says whether it is ready, and with what. Only if all
-/// are, and agree, does anyone go on: what lies on several ranks is brought together, and rank 0 has
+/// are, and agree, does anyone continue: what lies on several ranks is brought together, and rank 0 has
 /// begun.
 #[track_caller]
 fn prepare<K, T>(
@@ -173,7 +173,7 @@ enum Vote {
     Ready(SnapshotReport),
 }
 
-/// Every rank's report, if all are ready and agree. All ranks see the same votes, so all come to
+/// Returns every rank's report, if all are ready and agree. All ranks see the same votes, so all come to
 /// the same.
 fn count(votes: Vec<Vote>) -> Result<Vec<SnapshotReport>> {
     let mut reports: Vec<SnapshotReport> = Vec::with_capacity(votes.len());

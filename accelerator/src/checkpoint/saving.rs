@@ -46,7 +46,7 @@ impl Saving {
     ///
     /// # Errors
     ///
-    /// Those of [`save_state`](crate::Accelerator::save_state), on every rank.
+    /// The errors of [`save_state`](crate::Accelerator::save_state), on every rank.
     #[track_caller]
     pub fn wait(self) -> Result<Saved> {
         let outcome = self.work.settle(&self.context);

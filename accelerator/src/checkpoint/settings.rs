@@ -24,7 +24,7 @@ pub struct Checkpoints {
 
 type Callback<T> = dyn Fn(&T) -> Result<(), CallbackError> + Send + Sync;
 
-/// Whatever a callback fails with.
+/// The error of a callback.
 type CallbackError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A checkpoint that is about to be complete; for [`Checkpoints::before_save`].
@@ -35,7 +35,7 @@ pub struct Draft {
     pub(super) step: u64,
 }
 
-/// A checkpoint that training goes on from; for [`Checkpoints::after_resume`].
+/// A checkpoint that training continues from; for [`Checkpoints::after_resume`].
 #[derive(Clone, Debug)]
 pub struct Resumed {
     pub(super) number: u64,
@@ -175,7 +175,7 @@ impl Checkpoints {
         &self.path
     }
 
-    /// Checks, before a save begins, that it can honor the settings.
+    /// Checks before a save begins that it can honor the settings.
     pub(super) fn check(&self) -> Result<()> {
         self.limit()?;
         for path in &self.protected {

@@ -132,7 +132,7 @@ impl<'a> Snapshot<'a> {
     }
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
-    /// What its training goes on from is saved with the model itself. `what` it is, errors say.
+    /// What its training continues from is saved with the model itself. `what` it is, errors say.
     pub(crate) fn add_companion<M: Module>(&mut self, what: &str, companion: &M) -> Result<()> {
         if let Err(error) = self.context.models.find(companion) {
             let message = format!(
@@ -275,7 +275,7 @@ impl<'a> SnapshotExchange<'a> {
 
 impl TakenSnapshot {
     /// Refuses a moment at which some models have stepped with a batch, and others will: from no place in the data do
-    /// all of them go on.
+    /// all of them continue.
     pub(super) fn check_between_steps(&self) -> Result<()> {
         let loaders = || {
             let parts = self.parts.iter().enumerate();

@@ -87,7 +87,7 @@ pub(super) fn write(
         Ok(())
     })?;
     {
-        // Neither the program's hook nor the one flush of what it wrote shows that it goes on.
+        // Neither the program's hook nor the one flush of what it wrote shows that it is alive.
         let _busy = job.activity.busy();
         settings.run_before_save(&Draft {
             number: draft.number(),
@@ -100,7 +100,7 @@ pub(super) fn write(
     if let Some(mark) = &job.run {
         job.tracking.checkpoint_saved(mark);
     }
-    // It may lack parts, so that training goes on from one before.
+    // It may lack parts, so that training continues from one before.
     if job.mode == SnapshotMode::Regular
         && let Some(limit) = settings.limit()?
     {

@@ -79,12 +79,12 @@ pub(crate) struct UncountedPadding(Arc<Mutex<Option<LastPadding>>>);
 type LastPadding = (Arc<EpochPass>, StepShare);
 
 impl UncountedPadding {
-    /// Another pass begins, of which something else may be counted.
+    /// Forgets what was counted: another pass begins.
     pub(super) fn forget(&self) {
         *self.lock() = None;
     }
 
-    /// Something was counted: says once a loader that padding is in it.
+    /// Notes that something was counted; warns once per loader that it includes padding.
     pub(crate) fn warn(&self) {
         let Some((pass, share)) = self.lock().take() else {
             return;
@@ -267,7 +267,7 @@ impl<O> Batch<O> {
     }
 
     /// The rows of a tensor that belong to samples of this rank, where it has a row for each one of the batch: padding
-    /// and idle batches are left out. `None` where there is none, since Burn has no tensor without rows.
+    /// and idle batches are left out. `None` if there is none, since Burn has no tensor without rows.
     ///
     /// What is made of it counts each sample once over all ranks, as
     /// [`gather_for_metrics`](crate::Accelerator::gather_for_metrics) does.

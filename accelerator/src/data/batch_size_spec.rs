@@ -8,7 +8,7 @@ use crate::core::error::Result;
 /// The way in which samples are read, whatever they are.
 #[derive(Clone, Debug)]
 pub(super) struct Spec {
-    /// The global batch size of the checkpoint that training went on from, instead of `size`.
+    /// The global batch size of the checkpoint that training continued from, instead of `size`.
     agreed: Option<u64>,
     pub(super) order: SampleOrder,
     pub(super) prefetch: usize,

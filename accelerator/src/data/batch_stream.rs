@@ -160,7 +160,7 @@ impl<T> Drop for Worker<T> {
 /// An iterator that is read in order, perhaps ahead.
 pub(super) type Ahead<T> = Box<dyn Iterator<Item = Result<T>> + Send>;
 
-/// Reads ahead on a thread, where there is to be one. A panic is an error in both cases.
+/// Reads ahead on a thread, if there is to be one. A panic is an error in both cases.
 pub(super) fn read_ahead<T: Send + 'static>(
     spec: &Spec,
     timeline: Timeline,
@@ -207,7 +207,7 @@ struct Workers<T> {
 
 impl<T> Drop for Workers<T> {
     fn drop(&mut self) {
-        // All of them before one is waited for, or each would go on until its turn has come.
+        // All of them before one is waited for, or each would continue until its turn has come.
         self.workers.iter_mut().for_each(Worker::stop);
     }
 }

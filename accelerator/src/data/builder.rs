@@ -115,7 +115,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Shuffles, in another order each epoch.
+    /// Shuffles in another order each epoch.
     pub fn shuffle(mut self, seed: u64) -> Self {
         self.spec.order = SampleOrder::Shuffled { seed };
         self
@@ -125,7 +125,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// data set. Samples may be left out, or come more than once.
     ///
     /// It must depend on the epoch alone. Ranks compare what they got when an epoch's first batch is
-    /// asked for, which all of them must do together, and fail alike where it differs. An epoch that goes on
+    /// asked for, which all of them must do together, and fail alike where it differs. An epoch that continues
     /// from a checkpoint is compared with what was given when it began.
     ///
     /// ```
@@ -217,7 +217,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::is_config`](crate::Error::is_config) where fewer samples can be drawn.
+    /// [`Error::is_config`](crate::Error::is_config) if fewer samples can be drawn.
     pub fn weighted_without_replacement(
         mut self,
         sampler: WeightedSampler,

@@ -21,7 +21,7 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
         })
     }
 
-    /// 0 for a stream, which does not tell; where batches are given, those of epoch 0.
+    /// Counts the items: 0 for a stream, which does not tell; those of epoch 0 if batches are given.
     fn num_items(&self) -> usize {
         match &self.samples {
             Samples::Opaque(loader) => loader.num_items().div_ceil(self.place.world_size),

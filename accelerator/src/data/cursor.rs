@@ -10,7 +10,7 @@ use crate::core::user_message::{self, Once};
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct EpochPosition {
     pub(crate) epoch: u64,
-    /// Samples, over all ranks.
+    /// The samples used, over all ranks.
     pub(crate) consumed: u64,
     /// The digest of the order of the epoch, if the program gave it.
     #[serde(default)]
@@ -38,7 +38,7 @@ impl EpochPosition {
         is_new
     }
 
-    /// The epoch with which a program goes on.
+    /// The epoch with which a program continues.
     pub(crate) fn next_epoch(self) -> u64 {
         self.epoch + u64::from(self.finished)
     }
@@ -180,7 +180,7 @@ impl Cursor {
 /// One pass over an epoch.
 #[derive(Debug)]
 pub(crate) struct EpochPass {
-    /// Gone with the loader, which its iterators may outlive.
+    /// The cursor, gone with the loader, which its iterators may outlive.
     cursor: Weak<Cursor>,
     progress: Mutex<Progress>,
 }
@@ -242,7 +242,7 @@ impl EpochPass {
         cursor.is_some_and(|cursor| cursor.lock().padding_warned.first())
     }
 
-    /// No batch came of it. Says so once a loader, where it was not begun at its end.
+    /// Warns once per loader that the pass had no batch, unless it began at its end.
     pub(super) fn warn_empty(&self) {
         let EpochPosition { epoch, step, .. } = self.yielded();
         let cursor = self.cursor.upgrade().filter(|_| step == 0);

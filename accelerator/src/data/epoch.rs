@@ -66,8 +66,8 @@ impl<O> Epoch<O> {
     /// Leaves out the next so many batches: of this rank, and so, where every rank says the same, so
     /// many steps. What a data set would have loaded for them is not loaded; a stream is asked to skip
     /// it, and one of Burn's own loaders reads it for nothing. Batches keep their numbers, weights and
-    /// ends. An epoch that goes on after [`resume`](crate::Accelerator::resume) leaves out by itself what was used; what
-    /// is left out beyond it is told.
+    /// ends. An epoch that continues after [`resume`](crate::Accelerator::resume) leaves out by itself what was used;
+    /// what is left out beyond it is told.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -111,7 +111,7 @@ impl<O> Epoch<O> {
     }
 
     /// The batches with their numbers in the epoch, which are those of [`Batch::step`]: what a program does by
-    /// the number goes on where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
+    /// the number continues where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
     /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. Adapters in between
     /// count from 0: behind `take` or `zip`, use [`Batch::step`].
     pub fn enumerate(self) -> NumberedBatches<O> {
@@ -251,7 +251,7 @@ impl Reseed {
         }
     }
 
-    /// An epoch that goes on from there is to leave out so many more.
+    /// An epoch that continues from there is to leave out so many more.
     fn warn_left_out(&self, start: EpochPosition, batches: u64) {
         if start.step > 0 && batches > 0 && self.place.rank == 0 {
             user_message::warn(&format!(
@@ -270,7 +270,7 @@ impl Reseed {
         self.device.seed(mix(&[seed, rank, number, epoch, step]));
     }
 
-    /// The seed of what is drawn for the batch of that step; `None` where other ranks draw from the same
+    /// The seed of what is drawn for the batch of that step; `None` if other ranks draw from the same
     /// generator, so that it would mean nothing.
     pub(super) fn batch_seed(&self, step: u64) -> Option<u64> {
         const BATCH: u64 = 1;

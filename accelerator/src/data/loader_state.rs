@@ -45,7 +45,7 @@ pub(crate) struct LoaderState {
 
 /// The way in which a loader continues.
 pub(crate) struct LoaderResume<'a> {
-    /// The samples of a step over all ranks, where there were so many.
+    /// Returns the samples of a step over all ranks, given their former number.
     pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
     /// Set if an epoch that was not finished is continued.
     pub(crate) goes_on: bool,

@@ -64,7 +64,7 @@
 //! | the model in a step: dropout | the device | the same |
 //!
 //! A device has one generator, from which the model draws while workers load. So a batcher that draws from the
-//! device is called on the thread that asks for the batch, before the step begins; workers go on to load its
+//! device is called on the thread that asks for the batch, before the step begins; workers continue to load its
 //! samples. Its first batch shows whether it draws. Where a batcher draws in some batches only, the first may not
 //! show it: build its loader with [`num_workers(0)`](LoaderBuilder::num_workers). Data sets, streams and
 //! `map_samples` always run on workers, and must not draw from the device.

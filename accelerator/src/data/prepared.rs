@@ -236,8 +236,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// [`Batch::step`](super::Batch::step), and those of [`enumerate`](Epoch::enumerate).
     ///
     /// An epoch whose end the program has not seen is not finished: where it is cut short by `take(n)`, a checkpoint that
-    /// is saved behind the loop goes on with the rest of it, of which `take` gives `n` more. Cut it by the number instead:
-    /// `if batch.step() == n { break }`, which holds after `resume` too.
+    /// is saved behind the loop continues with the rest of it, of which `take` gives `n` more. Cut it by the number
+    /// instead: `if batch.step() == n { break }`, which holds after `resume` too.
     ///
     /// While batches are taken, the device's random generator is set from the seed, the rank, the
     /// loader, the epoch and the step: dropout is reproducible, and another one on each rank. So is what a

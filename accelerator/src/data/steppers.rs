@@ -16,7 +16,7 @@ pub(crate) struct Steppers {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 struct Stepper {
     interval: Interval,
-    /// The number of the place at which it stepped last; `None` where it says nothing of when it steps next.
+    /// The number of the place at which it stepped last; `None` if it says nothing of when it steps next.
     last: Option<u64>,
     /// The first id of all that it holds.
     model: u64,
@@ -106,7 +106,7 @@ mod tests {
     const FIRST: u64 = 11;
     const SECOND: u64 = 22;
 
-    /// Both step at a place in that epoch, or the first alone.
+    /// Steps both at a place in that epoch, or the first alone.
     fn place(steppers: &mut Steppers, epoch: u64, with_second: bool) -> bool {
         steppers.step(FIRST, AdvancesCursor::To(epoch));
         let is_missing = steppers.missing() == Some(SECOND);

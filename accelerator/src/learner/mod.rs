@@ -97,7 +97,7 @@
 //!   `.gradient_checkpointing()` is not passed on by burn-train, and does nothing.
 //! - The learner has the optimizer, so it is neither [`Sharded`](crate::optim::Sharded), nor can gradients be clipped
 //!   by one norm over all parameters; precision is that of the model.
-//! - Training goes on from the end of an epoch, as in burn-train, and with the same batch size at another number of
+//! - Training continues from the end of an epoch, as in burn-train, and with the same batch size at another number of
 //!   ranks.
 
 mod output;
@@ -152,7 +152,7 @@ impl Accelerator {
 /// # Errors
 ///
 /// What [`LearningResult::error`] tells: an error of this crate as it was, with its predicates
-/// ([`Error::is_peer_lost`] where a rank was lost), and any other one as [`Error::other`] makes it.
+/// ([`Error::is_peer_lost`] if a rank was lost), and any other one as [`Error::other`] makes it.
 pub fn into_result<M>(result: LearningResult<M>) -> Result<LearningResult<M>> {
     match &result.error {
         None => Ok(result),

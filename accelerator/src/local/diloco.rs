@@ -61,7 +61,7 @@ impl DiLoCoConfig {
     /// [`Error::is_config`](crate::Error::is_config) for a period of 0, a rate that is not positive, a
     /// momentum out of 0 to 1, or settings that differ between ranks;
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or is in the middle of
-    /// other local training, and where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
+    /// other local training, and if there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {

@@ -65,7 +65,7 @@
 //! [`Sharded`](crate::optim::Sharded) optimizer is refused: before the first step where the accelerator has
 //! prepared no other one, and otherwise behind the step that it was to take. Checkpoints hold those of rank 0, which every
 //! rank gets: training that is resumed has the same bits as one that was not interrupted where the
-//! optimizer keeps no state (SGD without momentum), and otherwise goes on with rank 0's moments on all ranks.
+//! optimizer keeps no state (SGD without momentum), and otherwise continues with rank 0's moments on all ranks.
 //!
 //! [`Accelerator::backward`]: crate::Accelerator::backward
 //! [`AveragedGradients::loss`]: crate::AveragedGradients::loss
@@ -96,9 +96,9 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     ///
     /// # Errors
     ///
-    /// As [`Accelerator::backward`](crate::Accelerator::backward), but for those of communication, and of a step
-    /// without samples; [`Error::is_misuse`](crate::Error::is_misuse) where an average is due that was not made,
-    /// where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm), and where all optimizers that the
+    /// The errors of [`Accelerator::backward`](crate::Accelerator::backward), but for those of communication, and of a
+    /// step without samples; [`Error::is_misuse`](crate::Error::is_misuse) if an average is due that was not made,
+    /// if there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm), and if all optimizers that the
     /// accelerator has prepared are [`Sharded`](crate::optim::Sharded), or one of them was to step.
     /// The model is untouched in each case.
     #[track_caller]
@@ -115,7 +115,7 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     ///
     /// # Errors
     ///
-    /// As [`average`](Self::average); [`Error::is_misuse`](crate::Error::is_misuse) where a
+    /// The errors of [`average`](Self::average); [`Error::is_misuse`](crate::Error::is_misuse) if a
     /// [`Sharded`](crate::optim::Sharded) optimizer was to step.
     #[track_caller]
     fn step(&mut self, model: &mut M) -> Result<LocalOutcome> {
@@ -136,10 +136,10 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     /// # Errors
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost;
-    /// [`Error::is_misuse`](crate::Error::is_misuse) on every rank where they took different numbers of steps,
+    /// [`Error::is_misuse`](crate::Error::is_misuse) on every rank if they took different numbers of steps,
     /// within an accumulation window, while gradients of a backward pass are not used, where a
     /// [`Sharded`](crate::optim::Sharded) optimizer was to step, and for a model that [`DiLoCo`] was not made
-    /// for; [`Error::is_not_finite`](crate::Error::is_not_finite) on every rank where a parameter of one that
+    /// for; [`Error::is_not_finite`](crate::Error::is_not_finite) on every rank if a parameter of one that
     /// counts is NaN or an infinity, which it names, or a sum over the ranks is. Model and outer optimizer are
     /// as they were in each case.
     #[track_caller]
@@ -149,7 +149,7 @@ pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
     ///
     /// # Errors
     ///
-    /// As [`average`](Self::average).
+    /// The errors of [`average`](Self::average).
     #[track_caller]
     fn finish(mut self, model: &mut M) -> Result<()> {
         self.average(model)
@@ -174,6 +174,6 @@ pub enum Weighting {
 pub enum LocalOutcome {
     /// Replicas are the same on every rank: it is the moment to evaluate or to save.
     Averaged,
-    /// The round goes on, and each rank has a model of its own.
+    /// The round continues, and each rank has a model of its own.
     Local,
 }

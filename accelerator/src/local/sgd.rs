@@ -38,7 +38,7 @@ impl LocalSgdConfig {
     ///
     /// [`Error::is_config`](crate::Error::is_config) for a period of 0, or settings that differ between ranks;
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or is in the middle of
-    /// other local training, and where there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
+    /// other local training, and if there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
     pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<LocalSgd> {

@@ -34,7 +34,7 @@ pub struct Confusion {
 }
 
 impl Confusion {
-    /// Nothing yet of so many classes.
+    /// Makes an empty matrix of that many classes.
     pub fn new(classes: usize) -> Self {
         Self {
             classes,
@@ -48,7 +48,7 @@ impl Confusion {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] where a target is no class; nothing is counted then.
+    /// [`Error::is_misuse`] if a target is no class; nothing is counted then.
     pub fn update(
         &mut self,
         logits: Tensor<2>,
@@ -67,7 +67,7 @@ impl Confusion {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`] where there are more of the one than of the other, or one is no class;
+    /// [`Error::is_misuse`] if there are more of the one than of the other, or one is no class;
     /// nothing is counted then.
     pub fn count(&mut self, targets: &[i64], answers: &[i64]) -> Result<()> {
         if targets.len() != answers.len() {

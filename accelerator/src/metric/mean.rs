@@ -56,7 +56,7 @@ impl Mean {
         self.sum / self.samples
     }
 
-    /// Over how many samples.
+    /// Returns the number of samples.
     pub fn samples(&self) -> f64 {
         self.samples
     }

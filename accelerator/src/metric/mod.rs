@@ -31,9 +31,9 @@
 //! A figure that is built over an epoch is a part of the training, where that is saved in mid-epoch. What
 //! is the same on every rank, as a mean of [`AveragedGradients::loss`](crate::AveragedGradients::loss), goes into the checkpoint
 //! as an [`Object`](crate::checkpoint::Object). What each rank has counted by itself goes there as a
-//! [`PerRank`](crate::checkpoint::PerRank) value, as long as there are as many ranks: rank `r` goes on with
-//! what rank `r` had. That of a rank which is no longer there would be lost; so where training may go on at
-//! another number of ranks, save the figure of all of them, and let rank 0 alone go on with it: the sums
+//! [`PerRank`](crate::checkpoint::PerRank) value, as long as there are as many ranks: rank `r` continues with
+//! what rank `r` had. That of a rank which is no longer there would be lost; so where training may continue at
+//! another number of ranks, save the figure of all of them, and let rank 0 alone continue with it: the sums
 //! of all ranks are the same.
 //!
 //! ```

@@ -29,7 +29,7 @@ pub struct TopK {
 }
 
 impl TopK {
-    /// Over nothing yet. With a `k` of 0 nothing is ever right.
+    /// Makes an empty count. With a `k` of 0 nothing is ever right.
     pub fn new(k: usize) -> Self {
         Self {
             hits: Mean::new(),

@@ -30,7 +30,7 @@ pub(crate) fn check_autodiff<M: Module>(model: &M) -> Result<()> {
 #[derive(Default)]
 struct PlainDeviceFinder {
     path: ModulePath,
-    /// Among the floats of the model.
+    /// The current place among the floats of the model.
     place: usize,
     /// The parameters on a plain device, by place.
     plain: Vec<(usize, String)>,

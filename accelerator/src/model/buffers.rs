@@ -124,7 +124,7 @@ fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
 struct Buffer {
     data: TensorData,
     path: String,
-    /// Among the floats of the model.
+    /// The place among the floats of the model.
     place: usize,
 }
 

@@ -62,7 +62,7 @@ pub(crate) fn restore_values<M: Module>(
     Ok(model)
 }
 
-/// Gives the model the file's values, and `ids` where there are some, one for each parameter and
+/// Gives the model the file's values, and `ids` if there are some, one for each parameter and
 /// buffer in order. The values are the file's bit for bit, unless they are cast.
 pub(super) fn load<M: Module>(
     model: M,

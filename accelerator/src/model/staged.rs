@@ -21,7 +21,7 @@ pub(super) struct Staged {
     hidden: StagedFolder,
     /// The files that are still staged.
     files: Vec<String>,
-    /// Told of each piece that is written.
+    /// The activity that is told of each piece that is written.
     activity: Activity,
 }
 
@@ -92,7 +92,7 @@ impl Staged {
     }
 }
 
-/// A file that shows, while it is written, that this goes on.
+/// A file that shows, while it is written, that the save is alive.
 struct ProgressFile<'a> {
     file: File,
     activity: &'a Activity,

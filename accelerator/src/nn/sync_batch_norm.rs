@@ -98,7 +98,7 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// A layer that Burn made, over all ranks. It goes on with the running statistics that it has.
+    /// A layer that Burn made, over all ranks. It continues with the running statistics that it has.
     ///
     /// ```
     /// use accelerator::nn::SyncBatchNorm;
@@ -297,7 +297,7 @@ impl BatchShare {
         Some(total[0])
     }
 
-    /// The sum over all ranks, in rank order and in double precision; `None` where there is none.
+    /// The sum over all ranks, in rank order and in double precision; `None` if there is none.
     fn sum(&self, own: Tensor<1>) -> Option<Tensor<1>> {
         let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 })?;
         let values = Tensor::from_inner(values);
@@ -342,7 +342,7 @@ impl BatchShare {
     }
 }
 
-/// NaN in place of each value, so that nobody takes them for a result.
+/// Puts NaN in place of each value, so that nobody takes them for a result.
 fn useless<const D: usize>(values: Tensor<D>) -> Tensor<D> {
     values * f64::NAN
 }

@@ -11,7 +11,7 @@ pub(crate) enum Phase {
     /// Gradients into buckets, or out of them.
     Copy(EventSubject),
     Optimizer,
-    /// Waiting for what was sent, or reducing it.
+    /// The wait for what was sent, or its reduction.
     Reduce {
         part: EventSubject,
         bytes: usize,

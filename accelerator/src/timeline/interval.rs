@@ -1,4 +1,4 @@
-/// Times in which something went on, none of which overlap, in their order.
+/// Times in which something was under way, without overlaps, in order.
 #[derive(Debug, Default)]
 pub(super) struct Intervals(Vec<(u64, u64)>);
 

@@ -54,7 +54,7 @@ struct TimelineState {
     /// The state of a schedule.
     profiling: Profiling,
     rank: usize,
-    /// Made when something is recorded for the first time.
+    /// The recorder, made when something is recorded for the first time.
     recorder: OnceLock<Arc<Recorder>>,
     /// The recording that the builder asked for.
     recording: Recording,
@@ -175,7 +175,7 @@ impl Timeline {
     }
 
     /// Writes what this rank alone noted, where nothing was written before: beside the trace that it
-    /// would have been a part of, or as the trace where there is no other rank. Waits for nobody.
+    /// would have been a part of, or as the trace if there is no other rank. Waits for nobody.
     pub(crate) fn write_own(&self, world_size: usize, path: &Path) -> Result<()> {
         let Some(recorder) = self.recorder() else {
             return Ok(());
@@ -206,7 +206,7 @@ impl Timeline {
         recorder.is_on().then_some(recorder)
     }
 
-    /// The recorder; made for `recording` where there is none, and told of the group's operations.
+    /// The recorder; made for `recording` if there is none, and told of the group's operations.
     #[track_caller]
     fn recorder_of(&self, group: &ProcessGroup, recording: Recording) -> Result<&Recorder> {
         if self.0.recorder.get().is_none() {

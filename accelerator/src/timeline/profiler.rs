@@ -15,7 +15,8 @@ use super::{Timeline, TraceFile, put};
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 
-/// Recording by a [`ProfilerSchedule`], for as long as this lives; see [`Accelerator::profile`](crate::Accelerator::profile).
+/// Records by a [`ProfilerSchedule`] for as long as it lives; see
+/// [`Accelerator::profile`](crate::Accelerator::profile).
 ///
 /// ```
 /// use accelerator::prelude::*;
@@ -91,7 +92,7 @@ pub struct Cycle {
 /// The destination of cycles.
 pub(crate) enum Output {
     Call(Box<dyn FnMut(&Cycle) + Send>),
-    /// Beside this file.
+    /// Writes each cycle beside this file.
     Trace(PathBuf),
 }
 
@@ -396,7 +397,7 @@ impl Profile {
         let mode = match self.schedule.phase(done.saturating_sub(self.first)) {
             SchedulePhase::Idle => RecordMode::Off,
             SchedulePhase::WarmUp => RecordMode::Discarded,
-            // The cycle goes on.
+            // The cycle continues.
             SchedulePhase::Active | SchedulePhase::Last if before == SchedulePhase::Active => {
                 return;
             }

@@ -39,11 +39,11 @@ impl fmt::Display for Recording {
 /// The treatment of events while a schedule runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RecordMode {
-    /// They are kept, from here on.
+    /// Keeps them from here on.
     Kept,
-    /// They are not noted.
+    /// Does not note them.
     Off,
-    /// They are noted, at the price that this has, and thrown away.
+    /// Notes them, at the usual price, and throws them away.
     Discarded,
 }
 
@@ -65,7 +65,7 @@ struct RecorderNotes {
     open: OpenStep,
     /// The number of steps done before.
     step: u64,
-    /// All steps, where they are to be added up.
+    /// The sums of all steps, if asked for.
     whole: Option<StepStats>,
     /// The end of the last operation of each runner: a trace shows one after the other.
     last_operation: [u64; 2],

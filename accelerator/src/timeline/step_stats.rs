@@ -4,14 +4,14 @@ use super::event::EventKind;
 use super::ring::RingBuffer;
 use super::summary::StepSummary;
 
-/// Over how many of the newest steps medians are taken.
+/// The number of the newest steps over which medians are taken.
 const STEPS: usize = 1 << 12;
 
 /// The statistics of several steps.
 #[derive(Debug)]
 pub(super) struct StepStats {
     steps: RingBuffer<StepTimes>,
-    /// Over all steps.
+    /// The sums over all steps.
     sums: StepTimes,
     count: u64,
 }

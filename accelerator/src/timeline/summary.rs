@@ -22,7 +22,7 @@ pub struct StepSummary {
     pub steps: u64,
     /// The time of a whole step.
     pub step: Figure,
-    /// Waiting for batches, or making them where the loader has no workers.
+    /// The wait for batches, or their making if the loader has no workers.
     pub data: Figure,
     /// The time from a batch's arrival to the call of `backward`.
     pub forward: Figure,
@@ -30,7 +30,7 @@ pub struct StepSummary {
     pub backward: Figure,
     /// Moving gradients into buckets and out of them.
     pub copying: Figure,
-    /// Standing still until the gradients of all ranks are there. That is more than `exposed` by what it
+    /// The wait until the gradients of all ranks are there. That is more than `exposed` by what it
     /// takes until another thread begins to communicate, and until this one wakes.
     pub waiting: Figure,
     /// Burn's optimizer.

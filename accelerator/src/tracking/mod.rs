@@ -58,13 +58,13 @@ impl Tracking {
         }
     }
 
-    /// The mark from which a run is to go on that is begun now.
+    /// The mark from which a run is to continue that is begun now.
     pub(crate) fn resumed(&self) -> Option<RunMark> {
         self.read().resumed.clone()
     }
 
     /// The run that rank 0 writes, in place of the one before; gives what the others must know. One of the same name
-    /// goes on.
+    /// continues.
     pub(crate) fn begin<E>(
         &self,
         name: &str,
@@ -178,7 +178,7 @@ impl Tracking {
         state.run.as_ref().and_then(RunPlace::of)
     }
 
-    /// Ends the run, as one that failed where there is a failure.
+    /// Ends the run, as one that failed if there is a failure.
     pub(crate) fn end(&self, ending: RunEnding, failure: Option<&str>) {
         let Some(mut state) = self.write() else {
             return;
@@ -193,7 +193,7 @@ impl Tracking {
         state.place = None;
     }
 
-    /// Lets a run that was [left](RunEnding::Regrouped) go on in another group.
+    /// Lets a run that was [left](RunEnding::Regrouped) continue in another group.
     pub(crate) fn hand_over_to(&self, next: &Self) {
         if let (Some(mut next), Some(mut state)) = (next.write(), self.write()) {
             next.run = state.run.take();

@@ -107,7 +107,7 @@ pub trait TrainerCallback<M> {
         None
     }
 
-    /// Takes back what it remembered in the checkpoint that training goes on from.
+    /// Takes back what it remembered in the checkpoint that training continues from.
     fn restore(&mut self, state: &Value) -> Result<()> {
         Ok(())
     }

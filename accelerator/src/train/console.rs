@@ -53,7 +53,7 @@ impl Console {
         }
     }
 
-    /// The lines that Hugging Face prints when training begins or goes on.
+    /// The lines that Hugging Face prints when training begins or continues.
     pub(super) fn on_train_begin(
         &mut self,
         accelerator: &Accelerator,

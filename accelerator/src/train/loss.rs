@@ -98,7 +98,7 @@ impl<P> LossOutput<P> {
         }
     }
 
-    /// Over how many of this rank's items the loss is the mean; none of an idle batch.
+    /// Returns over how many of this rank's items the loss is the mean; 0 for an idle batch.
     pub(super) fn count<O>(&self, batch: &Batch<O>) -> usize {
         match self.num_items {
             Some(items) if !batch.is_idle() => items,

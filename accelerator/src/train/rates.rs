@@ -53,13 +53,13 @@ pub struct LrSchedulerKwargs {
     /// Waves of the cosine: 0.5; of the one with restarts, 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_cycles: Option<f64>,
-    /// Over how many of the last updates `warmup_stable_decay` decays.
+    /// The number of the last updates over which `warmup_stable_decay` decays.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_decay_steps: Option<u64>,
     /// The exponent of `polynomial`; 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power: Option<f64>,
-    /// Over how many updates `inverse_sqrt` falls.
+    /// The number of updates over which `inverse_sqrt` falls.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timescale: Option<u64>,
 }

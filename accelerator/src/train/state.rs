@@ -23,7 +23,7 @@ impl Metrics {
         found.map(|(_, value)| *value)
     }
 
-    /// All of them.
+    /// Returns all of them.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         let values = self.values.iter();
         values.map(|(name, value)| (name.as_str(), *value))
@@ -86,7 +86,7 @@ impl fmt::Display for Metrics {
     }
 }
 
-/// C's `%.4g`, as far as metrics of a training need it.
+/// Formats like C's `%.4g`, as far as metrics of a training need it.
 fn four_digits(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return value.to_string();
@@ -127,7 +127,7 @@ pub struct TrainerState {
     pub best_global_step: Option<u64>,
     /// The checkpoint of that update; known to rank 0 alone.
     pub best_model_checkpoint: Option<PathBuf>,
-    /// True if `best_model_checkpoint` is beside the checkpoint that contains this state, even after both are moved.
+    /// Set if `best_model_checkpoint` is beside the checkpoint that contains this state, even after both are moved.
     #[serde(default)]
     pub(super) best_is_beside: bool,
     /// The norm of the gradients of the last update before clipping, if computed; the next field is its learning rate.

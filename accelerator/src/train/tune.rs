@@ -119,7 +119,7 @@ impl TuneCallback {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] where the trial's checkpoint cannot be read.
+    /// [`Error::is_io`] if the trial's checkpoint cannot be read.
     pub fn resume_from(&self) -> Result<ResumeFrom> {
         let Some(folder) = self.session.checkpoint() else {
             return Ok(ResumeFrom::No);

@@ -199,7 +199,7 @@ impl AcceleratorBuilder {
     /// rank's batches have `batch_size`: `samples / (world size · batch_size)`, so that a program does the
     /// same steps on any number of ranks.
     ///
-    /// [`build`](Self::build) fails with [`Error::is_config`](crate::Error::is_config) where that is no whole
+    /// [`build`](Self::build) fails with [`Error::is_config`](crate::Error::is_config) if that is no whole
     /// number, and names the nearest sizes that are reached; another batch would be another training.
     ///
     /// ```
@@ -307,7 +307,7 @@ impl AcceleratorBuilder {
     /// ready one. Every rank uses a hook of the same name, or none. Default: an exact all-reduce.
     ///
     /// Nothing is sent while backward runs, and there is no [`Compression`] beside it: [`build`](Self::build)
-    /// fails with [`Error::is_config`](crate::Error::is_config) where both are asked for.
+    /// fails with [`Error::is_config`](crate::Error::is_config) if both are asked for.
     pub fn communication_hook<H: CommunicationHook + 'static>(
         mut self,
         make: impl Fn() -> H + Send + Sync + 'static,
@@ -327,7 +327,7 @@ impl AcceleratorBuilder {
     /// Lets [`backward`](crate::Accelerator::backward) fail on every rank, with
     /// [`Error::is_not_finite`](crate::Error::is_not_finite), where the loss of a window is NaN or infinite on some
     /// rank. The model is as it was before that step. Default: the rank whose loss it is says so once a model, with
-    /// the step, and training goes on.
+    /// the step, and training continues.
     ///
     /// In [local training](crate::local), ranks do not communicate between averages, and this rank alone gets the
     /// error: end the program with it.

@@ -16,7 +16,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// It must give the same samples in the same order on every rank, which cannot be checked.
     ///
     /// Of a stream, tail policies do what they do of a data set. Its place is a number of samples: a resumed
-    /// epoch goes on behind those that were used, at any world size.
+    /// epoch continues behind those that were used, at any world size.
     ///
     /// A batch is given out when it is known whether it [is the last](crate::data::Batch::is_last): when one sample
     /// more has been read, or it is clear that there is none. Under

@@ -27,7 +27,7 @@ struct OwnStep<O> {
     /// The number of its samples used in this pass, those that were left out included.
     done: u64,
     has_more: bool,
-    /// `None` where the part has nothing for a step: it is empty, or too short.
+    /// `None` if the part has nothing for a step: it is empty, or too short.
     batch: Option<OwnBatch<O>>,
 }
 
@@ -176,7 +176,7 @@ fn empty(words: &[StepReport]) -> Error {
     )
 }
 
-/// Reads a part batch by batch, and goes on with batches that do not count when it has ended.
+/// Reads a part batch by batch, and continues with batches that do not count when it has ended.
 struct OwnPart<S: SampleStream, O> {
     done: u64,
     /// The items that fill short batches, or that an idle rank runs.

@@ -13,7 +13,7 @@ impl TrainingArguments {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] where the file cannot be read; [`Error::is_config`] for an unknown key, with the nearest one, and
+    /// [`Error::is_io`] if the file cannot be read; [`Error::is_config`] for an unknown key, with the nearest one, and
     /// for a value of another type.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
@@ -76,7 +76,7 @@ impl TrainingArguments {
         outcome
     }
 
-    /// All of them, by name.
+    /// Returns all of them, by name.
     pub(crate) fn to_map(&self) -> Result<Map<String, Value>> {
         match serde_json::to_value(self).map_err(Error::other)? {
             Value::Object(map) => Ok(map),

@@ -40,7 +40,7 @@ struct MeterEntry {
 }
 
 impl Meter {
-    /// Nothing yet.
+    /// Makes an empty meter.
     pub fn new() -> Self {
         Self::default()
     }

@@ -131,7 +131,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// Those of the program, and of [`Setup`].
+    /// The errors of the program, and of [`Setup`].
     fn setup(setup: &Setup<Self>, config: &Self::Config) -> Result<Registered<Self>>;
 
     /// Trains on those batches, and returns the metrics of all ranks: by default with
@@ -139,7 +139,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// Those of [`train_batch`](Self::train_batch) and of the data.
+    /// The errors of [`train_batch`](Self::train_batch) and of the data.
     fn train_epoch(
         &mut self,
         worker: &mut OperatorWorker<Self>,
@@ -169,7 +169,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`](crate::Error::is_misuse), before anything is trained, where there are several models or no
+    /// [`Error::is_misuse`](crate::Error::is_misuse), before anything is trained, if there are several models or no
     /// criterion; those of [`Accelerator::backward`].
     fn train_batch(
         &mut self,
@@ -186,7 +186,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// As [`train_epoch`](Self::train_epoch).
+    /// The errors of [`train_epoch`](Self::train_epoch).
     fn validate(
         &mut self,
         worker: &mut OperatorWorker<Self>,
@@ -211,7 +211,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// [`Error::is_misuse`](crate::Error::is_misuse) where there are several models or no criterion.
+    /// [`Error::is_misuse`](crate::Error::is_misuse) if there are several models or no criterion.
     fn validate_batch(
         &mut self,
         worker: &mut OperatorWorker<Self>,
@@ -225,7 +225,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// Those of the program, the same on every rank.
+    /// The errors of the program, the same on every rank.
     fn state_dict(&self) -> Result<serde_json::Value> {
         Ok(serde_json::Value::Null)
     }
@@ -234,7 +234,7 @@ pub trait TrainingOperator: Sized + 'static {
     ///
     /// # Errors
     ///
-    /// Those of the program.
+    /// The errors of the program.
     fn load_state_dict(&mut self, state: serde_json::Value) -> Result<()> {
         Ok(())
     }

@@ -41,7 +41,7 @@ impl<T: TrainingOperator> Setup<T> {
     ///
     /// # Errors
     ///
-    /// Those of [`prepare`](Accelerator::prepare).
+    /// The errors of [`prepare`](Accelerator::prepare).
     #[track_caller]
     pub fn register<M, K, P>(
         &self,
@@ -66,7 +66,7 @@ impl<T: TrainingOperator> Setup<T> {
     ///
     /// # Errors
     ///
-    /// Those of [`prepare`](Accelerator::prepare).
+    /// The errors of [`prepare`](Accelerator::prepare).
     #[track_caller]
     pub fn register_data(
         &self,

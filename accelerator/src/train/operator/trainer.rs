@@ -24,7 +24,7 @@ use crate::train::state::Metrics;
 /// runs the whole program and gets the same metrics; [`print`](Self::print) prints once.
 ///
 /// Where a worker fails or dies, the call returns an error that names its rank, the others are ended, and the trainer is of
-/// no more use: a program goes on with another one that [loads](Self::load) a checkpoint.
+/// no more use: a program continues with another one that [loads](Self::load) a checkpoint.
 ///
 /// ```no_run
 /// # use accelerator::prelude::*;
@@ -45,7 +45,7 @@ pub struct OperatorTrainer<T: TrainingOperator>(TrainerRanks<T>);
 enum TrainerRanks<T: TrainingOperator> {
     /// This process is a rank; `None` when it is lost.
     Here(Box<Option<Runner<T>>>, FinishedBy),
-    /// They are workers of this process; `None` when they have ended.
+    /// The ranks are workers of this process; `None` when they have ended.
     OfProcesses(Option<WorkerProcesses>),
 }
 
@@ -95,13 +95,13 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// # Errors
     ///
-    /// Those of [`setup`](TrainingOperator::setup).
+    /// The errors of [`setup`](TrainingOperator::setup).
     pub fn on(accelerator: Accelerator, config: T::Config) -> Result<Self> {
         Self::here(accelerator, config, FinishedBy::Program)
     }
 
-    /// Trains on the rest of the epoch (`None`), or on so many batches of each worker, which go on where the last call
-    /// ended, in the next epoch where one ends.
+    /// Trains on the rest of the epoch (`None`), or on so many batches of each worker, which continue where the last
+    /// call ended, in the next epoch where one ends.
     ///
     /// The metrics are those of [`train_epoch`](TrainingOperator::train_epoch): by default `batch_count`, `num_samples`,
     /// `train_loss` and `last_train_loss`, over all workers, with `epoch`, that of the last batch, from 1.
@@ -135,7 +135,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::save_state`], as in the middle of an accumulation window; the trainer can go on.
+    /// The errors of [`Accelerator::save_state`], as in the middle of an accumulation window; the trainer can continue.
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<PathBuf> {
         match self.run(&Command::Save(absolute(path.as_ref())?))? {
             Answer::Saved(path) => Ok(path),
@@ -148,7 +148,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::is_config`] where there is none; those of [`Accelerator::resume`]. The trainer is of no more use.
+    /// [`Error::is_config`] if there is none; those of [`Accelerator::resume`]. The trainer is of no more use.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         self.run(&Command::Load(absolute(path.as_ref())?)).map(drop)
     }
@@ -158,7 +158,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::finish`]; one that names the rank where a worker failed to end.
+    /// The errors of [`Accelerator::finish`]; one that names the rank where a worker failed to end.
     pub fn shutdown(mut self) -> Result<()> {
         match &mut self.0 {
             TrainerRanks::OfProcesses(workers) => {
@@ -169,7 +169,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// The rank that this process, or thread, is: `None` where it has workers.
+    /// The rank that this process, or thread, is: `None` if it has workers.
     pub fn worker(&self) -> Option<&OperatorWorker<T>> {
         match &self.0 {
             TrainerRanks::Here(runner, _) => Some(&Option::as_ref(runner)?.worker),

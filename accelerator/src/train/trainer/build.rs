@@ -146,7 +146,7 @@ where
         self
     }
 
-    /// Another optimizer than that of the arguments, which then say its rates alone.
+    /// Sets another optimizer than that of the arguments, which then set only its rates.
     pub fn optimizer(mut self, optimizer: impl Into<ModuleOptimizer>) -> Self {
         self.optimizer = Some(optimizer.into());
         self
@@ -159,14 +159,14 @@ where
         self
     }
 
-    /// Checks the arguments, makes the model, prepares everything, and goes on from a checkpoint where the arguments
+    /// Checks the arguments, makes the model, prepares everything, and continues from a checkpoint where the arguments
     /// say so, or the job was restarted. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// The same on every rank: [`Error::is_config`] for arguments that contradict, all at once, a checkpoint to go on from
-    /// that is not there, or an `output_dir` with checkpoints of another training; [`Error::is_io`] where it cannot be
-    /// written; [`Error::is_misuse`] where ranks have other arguments; those of
+    /// The same on every rank: [`Error::is_config`] for arguments that contradict, all at once, a checkpoint to
+    /// continue from that is not there, or an `output_dir` with checkpoints of another training; [`Error::is_io`] if it
+    /// cannot be written; [`Error::is_misuse`] if ranks have other arguments; those of
     /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build), [`Accelerator::prepare`] and
     /// [`Accelerator::resume`].
     pub fn build(self) -> Result<Trainer<M, I, O, P>> {

@@ -88,7 +88,7 @@ where
         })
     }
 
-    /// Fails where there is no metric of the name by which checkpoints are compared: a batch is evaluated to know them.
+    /// Fails if there is no metric of the name by which checkpoints are compared: a batch is evaluated to know them.
     pub(super) fn check_metric(&self) -> Result<()> {
         let (Some(best), Some(loader)) = (self.arguments.best_metric(), &self.eval) else {
             return Ok(());
@@ -138,7 +138,7 @@ where
         }
     }
 
-    /// Rank 0's, on every rank.
+    /// Computes the program's metrics on rank 0, for every rank.
     fn program_metrics(&self, outputs: &P) -> Result<Metrics> {
         let Some(compute) = &self.compute_metrics else {
             return Ok(Metrics::default());

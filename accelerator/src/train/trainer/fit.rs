@@ -17,7 +17,7 @@ use crate::train::state::{LogEntry, Metrics};
 /// The ways in which an epoch ends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
-    /// Another one may follow.
+    /// Another epoch may follow.
     Complete,
     /// The training stops at the end of the epoch.
     LastOfTraining,
@@ -136,7 +136,7 @@ where
         Ok(end)
     }
 
-    /// Forward and backward of a batch, and the optimizer's step at the end of a window.
+    /// Runs forward and backward of a batch, and the optimizer's step at the end of a window.
     fn micro_step(&mut self, data: &TrainData<O>, batch: &Batch<O>) -> Result<()> {
         let output = self.compute_loss(self.model.get(), batch);
         let Self {
@@ -231,7 +231,7 @@ where
         self.hook(|callback, at, control| callback.on_log(at, &entry, control))
     }
 
-    /// Evaluates, and finds whether it is the best so far.
+    /// Evaluates, and finds if it is the best so far.
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
         let entry = self.evaluate_and_log()?;
         let metrics = &entry.metrics;

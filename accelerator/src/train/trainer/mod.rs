@@ -226,7 +226,7 @@ where
     ///
     /// # Errors
     ///
-    /// Those of the program's metrics and its data; [`Error::is_collective`] when a rank is lost.
+    /// The errors of the program's metrics and its data; [`Error::is_collective`] when a rank is lost.
     pub fn predict(&self, dataset: impl Dataset<I> + 'static) -> Result<PredictionOutput<P>> {
         let loader = self.accelerator.prepare(self.eval_loader(dataset))?;
         self.evaluation(&loader, "test", evaluation::Predictions::Kept)
@@ -236,7 +236,7 @@ where
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::save_model`].
+    /// The errors of [`Accelerator::save_model`].
     pub fn save_model(&self, path: impl AsRef<Path>) -> Result<()> {
         let model = self.averaged_model().unwrap_or(self.model());
         self.accelerator.save_model(model, path)
@@ -247,7 +247,7 @@ where
     ///
     /// # Errors
     ///
-    /// Those of [`save_model`](Self::save_model); [`Error::is_io`] where rank 0 cannot write.
+    /// The errors of [`save_model`](Self::save_model); [`Error::is_io`] if rank 0 cannot write.
     pub fn push(&self, folder: impl AsRef<Path>) -> Result<()> {
         let folder = folder.as_ref();
         let context = &self.accelerator.shared.context;
@@ -267,7 +267,7 @@ where
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::finish`].
+    /// The errors of [`Accelerator::finish`].
     pub fn finish(self) -> Result<ExitCode> {
         match self.was_preempted {
             true => self.accelerator.finish_preempted(),
@@ -312,7 +312,7 @@ where
         batch * self.arguments.gradient_accumulation_steps as u64
     }
 
-    /// Begins the run that the arguments ask for, or goes on with it.
+    /// Begins the run that the arguments ask for, or continues with it.
     fn begin_run(&self) -> Result<()> {
         let arguments = &self.arguments;
         if arguments
