@@ -78,7 +78,7 @@ impl Context {
         work()
     }
 
-    /// Does `work` on rank 0 alone, and tells every rank how it went: what it comes to, on rank 0. Work that lasts shows
+    /// Does `work` on rank 0 alone, and tells every rank if it failed; returns its result on rank 0. Long work shows
     /// that it is alive.
     #[track_caller]
     pub(crate) fn on_main<T>(

@@ -115,7 +115,7 @@ impl<'a> BatchSizeFinder<'a> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// The same as there.
     #[track_caller]
     pub fn find<T, E>(
         &self,
@@ -343,7 +343,7 @@ impl Accelerator {
     ///
     /// # Panics
     ///
-    /// With the attempt's own panic, when that is not for want of memory.
+    /// Panics with the attempt's own panic, if that is not for lack of memory.
     #[track_caller]
     pub fn find_executable_batch_size<M: Module, S, T, E>(
         &self,

@@ -67,7 +67,7 @@ impl Accelerator {
     /// Ranks do not communicate here: each uses the failures that were reported to it, waits up to a second for more,
     /// and derives the same [list of lost ranks](crate::collective::ProcessGroup::lost). The lowest rank that is not
     /// on it writes, on its own host, and gets `Some`; the others check once more that it is alive, and do nothing.
-    /// Where the network splits, each side considers the other lost and writes a checkpoint: a folder that both see
+    /// If the network splits, each side considers the other lost and writes a checkpoint: a folder that both see
     /// has two, of the same step. A writer that dies while it writes leaves none, which the others may not detect.
     ///
     /// The checkpoint is that of the last complete step: a window that failed, or is open, is not in

@@ -26,8 +26,9 @@ const JOB: &str = "launch_processes";
 /// once, in the process that the user has started. Ranks write to its standard output and error. They end when it
 /// ends, however that is.
 ///
-/// In a program that `accel-launch`, torchrun, `mpirun`, `srun` or a cluster has started as one of several ranks, it starts
-/// nothing, and runs `body` as that rank, whatever `world_size` says. A step of one task (`srun -n1`) starts ranks.
+/// If `accel-launch`, torchrun, `mpirun`, `srun` or a cluster has started the program as one of several ranks, it
+/// starts nothing, and runs `body` as that rank, whatever `world_size` says. A step of one task (`srun -n1`) starts
+/// ranks.
 ///
 /// Settings go through [`Accelerator::builder`], whose
 /// [`launch_processes`](AcceleratorBuilder::launch_processes) is the same.

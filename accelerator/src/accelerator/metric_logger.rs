@@ -12,9 +12,9 @@ use super::Accelerator;
 /// A metric logger for burn-train's `Learner`, which logs to the run that [`Accelerator::init_trackers`] has begun, and
 /// hands everything on to another logger.
 ///
-/// What each batch of the training gives is `train/Loss` by iteration, what the epoch comes to is `train-epoch/Loss`. Of a
+/// The value of each training batch is `train/Loss` by iteration, that of the epoch is `train-epoch/Loss`. Of a
 /// validation or a test, the figures of the whole split count: `valid/Loss`, at the iteration of the training at which it
-/// was done. What has no number is left to the other logger.
+/// was done. Anything without a number is left to the other logger.
 ///
 /// A logger that is registered takes the place of burn-train's own files, from which its summary, early stopping and
 /// checkpoints by metric read; so this one needs the logger that keeps them:

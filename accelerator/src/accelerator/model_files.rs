@@ -54,7 +54,7 @@ impl Accelerator {
 
     /// Saves a model like [`save_model`](Self::save_model), in the layout and the sizes of `options`.
     ///
-    /// Where the model does not fit in one file, `path` names the whole: for
+    /// If the model does not fit in one file, `path` names the whole: for
     /// `models/model.safetensors` there are `models/model-00001-of-00003.safetensors`, …, and
     /// `models/model.safetensors.index.json`. All files are written under other names first; the
     /// index takes its place last. Files of an older save under the same name are then removed. With

@@ -53,7 +53,7 @@ impl Accelerator {
 
     /// A learning rate that was found on one process, for this many.
     ///
-    /// With batches of the same size on each rank, a step sees as many times the samples. Where the global
+    /// With batches of the same size on each rank, a step sees as many times the samples. If the global
     /// batch stays as it was, so does the rate.
     ///
     /// ```

@@ -14,14 +14,14 @@ impl Accelerator {
     /// Runs the forward pass on a [working copy](Self::working_copy) of the model, or on the model
     /// itself with [`Precision::No`](crate::precision::Precision::No). See the [module](crate::precision) for the whole loop.
     ///
-    /// What goes into the model must be in that precision too: pass the inputs through
+    /// The inputs of the model must be in that precision too: pass the inputs through
     /// [`to_working`](Self::to_working) before, and the output through [`to_full`](Self::to_full) before the
     /// loss. State that the model makes itself is made in the type of what came in
     /// (`LstmState::new(Tensor::zeros(shape, (&device, input.dtype())), …)`, not `LstmState::initial`).
     ///
     /// # Panics
     ///
-    /// With what `forward` panics. Where Burn says that two types do not fit together, the panic says first
+    /// Panics if `forward` does. If Burn says that two types do not fit together, the panic says first
     /// which calls are missing.
     #[track_caller]
     pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {

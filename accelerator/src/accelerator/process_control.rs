@@ -166,7 +166,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// What `work` returned on this rank. When it failed on rank 0, or panicked, every other rank gets an
+    /// The error of `work` on this rank. If it failed on rank 0, or panicked, every other rank gets an
     /// error of the same kind with that message, and does not run it.
     #[track_caller]
     pub fn main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
@@ -185,7 +185,7 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// What `work` returned on this rank. When it failed on the first rank of a host, every other rank
+    /// The error of `work` on this rank. If it failed on the first rank of a host, every other rank
     /// of every host gets an error of the same kind with that message, and those that are not the first
     /// of theirs do not run it.
     #[track_caller]
@@ -205,7 +205,7 @@ impl Accelerator {
     /// [progress timeout](crate::AcceleratorBuilder::progress_timeout) after the last such call. It sends
     /// nothing by itself, costs next to nothing, and may be called by any thread.
     ///
-    /// What the library writes, reads and hashes itself calls it for each piece. A closure that runs on some
+    /// The library calls it for each piece that it writes, reads or hashes itself. A closure that runs on some
     /// ranks only, as that of [`on_main_process`](Self::on_main_process) or
     /// [`main_process_first`](Self::main_process_first), need not: its rank counts as one that works, for at
     /// most the [busy timeout](crate::AcceleratorBuilder::busy_timeout) after the closure's beginning or its

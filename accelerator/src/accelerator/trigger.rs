@@ -20,7 +20,7 @@ impl Accelerator {
     ///   sent with the next window, or by the next check without one.
     /// - Otherwise the check is an all-reduce of one number, also right after another check.
     ///
-    /// Which of the two it is depends on the calls of `backward` and `check_trigger` alone, and so is
+    /// The choice between the two depends on the calls of `backward` and `check_trigger` alone, and so is
     /// the same on every rank, and at every world size.
     ///
     /// ```

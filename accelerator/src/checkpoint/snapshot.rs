@@ -132,7 +132,7 @@ impl<'a> Snapshot<'a> {
     }
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
-    /// What its training continues from is saved with the model itself. `what` it is, errors say.
+    /// The training state is saved with the model itself. Errors call it `what`.
     pub(crate) fn add_companion<M: Module>(&mut self, what: &str, companion: &M) -> Result<()> {
         if let Err(error) = self.context.models.find(companion) {
             let message = format!(

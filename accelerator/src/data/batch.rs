@@ -269,7 +269,7 @@ impl<O> Batch<O> {
     /// The rows of a tensor that belong to samples of this rank, where it has a row for each one of the batch: padding
     /// and idle batches are left out. `None` if there is none, since Burn has no tensor without rows.
     ///
-    /// What is made of it counts each sample once over all ranks, as
+    /// A figure made of it counts each sample once over all ranks, as
     /// [`gather_for_metrics`](crate::Accelerator::gather_for_metrics) does.
     pub fn real_rows<const D: usize, K: Basic>(
         &self,

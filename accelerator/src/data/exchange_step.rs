@@ -39,7 +39,7 @@ impl fmt::Display for ReadPosition {
 
 /// Sends this rank's step to all ranks, and receives theirs, in rank order.
 ///
-/// Where a rank has failed to do `action`, all fail: this one with its own error, if it has one. Where ranks
+/// If a rank has failed to do `action`, all fail: this one with its own error, if it has one. If ranks
 /// are at different places, all fail alike. Errors of the communication name the line of `caller`.
 pub(super) fn exchange_step<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,

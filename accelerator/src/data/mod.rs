@@ -3,9 +3,9 @@
 //! [`LoaderBuilder`] has the vocabulary of Burn's own. What it builds becomes this rank's
 //! share by [`Accelerator::prepare`](crate::Accelerator::prepare).
 //!
-//! Who gets which sample is a pure function of the loader's settings, the world size, the epoch
+//! The assignment of samples to ranks is a pure function of the loader's settings, the world size, the epoch
 //! and the position in it ([`plan`](crate::plan)). By default ([`TailPolicy::Exact`]) every
-//! sample is used exactly once an epoch, every rank runs the same number of steps, and the
+//! sample is used exactly once per epoch, every rank runs the same number of steps, and the
 //! samples of a step do not depend on the world size: two ranks with batches of 32 do what one
 //! does with batches of 64.
 //!
@@ -37,10 +37,10 @@
 //! each process has for itself, such as a path in a folder of its own, an `Instant` or a `ThreadId`. The error shows how
 //! the first item begins that differs.
 //!
-//! What the texts lack is not compared: the values of tensors, which Burn does not print, the order of words, and
-//! text that looks like an address (`0x…`). An item whose text is longer than 64 KiB and holds a map or a set in that
-//! part is not compared, since the order of a `HashMap` is another one in each process. A stream has to give the same
-//! samples in the same order on every rank: where it does not, some are used twice and others never, without a
+//! Content that the texts lack is not compared: the values of tensors, which Burn does not print, the order of words,
+//! and text that looks like an address (`0x…`). An item whose text is longer than 64 KiB and holds a map or a set in
+//! that part is not compared, since the order of a `HashMap` is another one in each process. A stream has to give the
+//! same samples in the same order on every rank: where it does not, some are used twice and others never, without a
 //! warning. A job of one rank reads the items when it resumes, and warns where the two reads differ, since the resumed
 //! training is then another one.
 //!
@@ -98,7 +98,7 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Where ranks are threads of one process ([`launch`](crate::launch())) they share the device's generator: what a
+//! If ranks are threads of one process ([`launch`](crate::launch())), they share the device's generator: what a
 //! batcher draws, and dropout, are not reproducible there. The same holds for other threads of the program that
 //! draw from the device during the training, and for a batcher of one of Burn's own loaders ([`AssumeDeterministic`]), which
 //! runs on a worker always.

@@ -63,7 +63,7 @@ const AHEAD: usize = 2;
 /// Shares out a loader that can only be read from its start: every rank reads all of it and
 /// keeps each `W`-th batch. What a batch counts is what the loader's progress says it holds.
 ///
-/// Where an epoch continues, what was used before is read and dropped.
+/// If an epoch is continued, the batches used before are read and dropped.
 ///
 /// The last round may not have a batch for every rank. The others are idle then: they get the
 /// round's first batch, which counts for nothing.

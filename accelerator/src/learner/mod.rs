@@ -151,7 +151,7 @@ impl Accelerator {
 ///
 /// # Errors
 ///
-/// What [`LearningResult::error`] tells: an error of this crate as it was, with its predicates
+/// The error in [`LearningResult::error`]: an error of this crate as it was, with its predicates
 /// ([`Error::is_peer_lost`] if a rank was lost), and any other one as [`Error::other`] makes it.
 pub fn into_result<M>(result: LearningResult<M>) -> Result<LearningResult<M>> {
     match &result.error {

@@ -52,7 +52,7 @@
 //! `save_model` refuse the model, on all ranks, with a typed error. Burn's `model.valid()` evaluates this rank's
 //! replica.
 //!
-//! Where a parameter of a rank is not finite, the average fails on all ranks before any model is changed, and
+//! If a parameter of a rank is not finite, the average fails on all ranks before any model is changed, and
 //! [`Error::is_not_finite`](crate::Error::is_not_finite) names rank and parameter.
 //!
 //! Layers that normalise over all ranks ([`SyncBatchNorm`](crate::nn::SyncBatchNorm)) are refused: Burn's

@@ -7,7 +7,7 @@ use super::{Metric, Sums};
 
 /// A weighted mean, of a loss for example. Its value over no samples is NaN.
 ///
-/// What each rank has added of its own, as in an evaluation, becomes the mean of all by
+/// The means of all ranks, each over its own values, as in an evaluation, are combined by
 /// [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric). The training loss of
 /// [`AveragedGradients::loss`](crate::AveragedGradients::loss) is that of all ranks already: it only needs to be added up.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]

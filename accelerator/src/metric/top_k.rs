@@ -8,7 +8,7 @@ use super::{Mean, Metric, Sums};
 /// The share of samples whose target is among the `k` highest logits. Its value over no samples is
 /// NaN.
 ///
-/// Of equal logits the one of the lower class counts as higher, as in [`Accuracy`](super::Accuracy),
+/// Among equal logits, that of the lower class counts as higher, as in [`Accuracy`](super::Accuracy),
 /// which is the case of `k` = 1: a model that says the same of every class is not right by that.
 ///
 /// ```

@@ -95,7 +95,7 @@ impl LoadOptions {
     /// Sets how the file names and shapes parameters. Default: the layout that the file names, else
     /// [`FileLayout::Burn`]. One that contradicts the file is an error.
     ///
-    /// With [`FileLayout::PyTorch`], `num_batches_tracked` of batch norms, which Burn has not, is
+    /// With [`FileLayout::PyTorch`], `num_batches_tracked` of batch norms, which Burn does not have, is
     /// left out without a word.
     pub fn with_layout(mut self, layout: FileLayout) -> Self {
         self.layout = Some(layout);

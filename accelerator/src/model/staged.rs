@@ -56,7 +56,7 @@ impl Staged {
     }
 
     /// Puts every file in its place, the index last, and removes what older saves under this name have left.
-    /// Where shards of an older save are replaced, its index goes first: none may ever speak of files of two
+    /// If shards of an older save are replaced, its index goes first: none may ever speak of files of two
     /// saves.
     pub(super) fn publish(self) -> io::Result<()> {
         let _turn = PublishLock::take(&self.folder);

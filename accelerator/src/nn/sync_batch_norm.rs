@@ -39,7 +39,7 @@ impl SyncBatchNormConfig {
     ///
     /// # Panics
     ///
-    /// As Burn's: without a feature, and for an epsilon or a momentum out of their ranges.
+    /// Panics like Burn's: without a feature, and for an epsilon or a momentum out of their ranges.
     pub fn init(&self, accelerator: &Accelerator) -> SyncBatchNorm {
         SyncBatchNorm::of(self.0.init(&accelerator.device()), accelerator)
     }
@@ -140,7 +140,7 @@ impl SyncBatchNorm {
     ///
     /// # Panics
     ///
-    /// Where the input has less than two dimensions, or another number of features.
+    /// Panics if the input has less than two dimensions, or another number of features.
     #[track_caller]
     pub fn forward<const D: usize>(
         &self,

@@ -15,7 +15,7 @@ impl TraceFile {
     ///
     /// # Errors
     ///
-    /// What stands in the way.
+    /// The obstacle.
     pub(crate) fn find(path: &Path) -> io::Result<Self> {
         let path = match fs::metadata(path) {
             Ok(found) if found.is_dir() => {

@@ -34,7 +34,7 @@ impl Tracker {
     ///
     /// # Errors
     ///
-    /// Where variables that it needs are not set.
+    /// Fails if variables that it needs are not set.
     pub(crate) fn attach(&self, run: RunBuilder) -> accelerator_track::Result<RunBuilder> {
         Ok(match self {
             Self::Csv => run.sink(CsvFile::in_run()),

@@ -65,8 +65,8 @@
 //! 1        | No log        | 103.291534      | 8.613415
 //! ```
 //!
-//! What differs from Hugging Face's, on purpose, is in `docs/trainer.md`: evaluations and losses on several processes are
-//! exact, and arguments that contradict are an error before the first step.
+//! The intended differences from Hugging Face's are in `docs/trainer.md`: evaluations and losses on several processes
+//! are exact, and arguments that contradict are an error before the first step.
 //!
 //! # Operators
 //!

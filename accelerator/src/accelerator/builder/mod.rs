@@ -31,7 +31,7 @@ use crate::tracking::{Tracker, TrackerSettings};
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 ///
-/// What computes and what travels, for ranks on several hosts:
+/// The device and the transport, for ranks on several hosts:
 ///
 /// ```
 /// use accelerator::collective::TransportKind;
@@ -377,13 +377,13 @@ impl AcceleratorBuilder {
     /// The file is complete or not there; what is no regular file is never replaced. A trace that cannot be
     /// written in the end is lost with a warning, and costs nothing else.
     ///
-    /// Where other ranks are lost, each writes its own part instead, as `….rank3.json`. So does a rank
+    /// If other ranks are lost, each writes its own part instead, as `….rank3.json`. So does a rank
     /// that ends without `finish`, since an error has left its loop by `?`, for example: when the last
     /// handle of its accelerator is dropped. A process that is killed, or ends by
     /// [`std::process::exit`], writes nothing. Such parts of an earlier run are removed at the start, but
     /// not in a restart of the job by the launcher, and where a whole trace is written.
     ///
-    /// Of a long training, record some steps: [`trace_schedule`](Self::trace_schedule).
+    /// To record some steps of a long training, see [`trace_schedule`](Self::trace_schedule).
     ///
     /// ```
     /// # let folder = tempfile::tempdir().unwrap();

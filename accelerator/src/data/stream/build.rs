@@ -15,7 +15,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///
     /// It must give the same samples in the same order on every rank, which cannot be checked.
     ///
-    /// Of a stream, tail policies do what they do of a data set. Its place is a number of samples: a resumed
+    /// Tail policies do the same for a stream as for a data set. Its place is a number of samples: a resumed
     /// epoch continues behind those that were used, at any world size.
     ///
     /// A batch is given out when it is known whether it [is the last](crate::data::Batch::is_last): when one sample

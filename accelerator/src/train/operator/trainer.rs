@@ -23,8 +23,8 @@ use crate::train::state::Metrics;
 /// started the program as a rank: there it trains on the ranks that are there, whatever `num_workers` says. Each rank
 /// runs the whole program and gets the same metrics; [`print`](Self::print) prints once.
 ///
-/// Where a worker fails or dies, the call returns an error that names its rank, the others are ended, and the trainer is of
-/// no more use: a program continues with another one that [loads](Self::load) a checkpoint.
+/// If a worker fails or dies, the call returns an error that names its rank, the others are ended, and the trainer is
+/// of no more use: a program continues with another one that [loads](Self::load) a checkpoint.
 ///
 /// ```no_run
 /// # use accelerator::prelude::*;
