@@ -88,7 +88,7 @@ pub fn is_own_address(ip: IpAddr) -> bool {
     ip.is_loopback() || is_listed() || way_to(ip) == Some(ip)
 }
 
-/// Where this host reaches its own listener, which may listen at all its addresses.
+/// The address by which this host reaches its own listener, which may listen on all addresses.
 pub(crate) fn reachable(mut listener: SocketAddr) -> SocketAddr {
     if listener.ip().is_unspecified() {
         // `::` includes the addresses of IPv4, and the loopback interface may have no IPv6.
@@ -108,7 +108,7 @@ pub(super) fn any_like(other: SocketAddr) -> IpAddr {
 /// The addresses of this host in the network, all of one family: where the way out begins, and then the others. That
 /// of the loopback interface, where there is no other.
 pub(super) fn own_addresses() -> Vec<IpAddr> {
-    /// How many are worth a try.
+    /// The most addresses that are worth a try.
     const MOST: usize = 8;
     let listed = all_addresses().unwrap_or_default();
     let listed = listed.into_iter().map(|address| address.ip);

@@ -74,7 +74,7 @@ pub(super) fn address_like(names: &str, other: IpAddr) -> Result<IpAddr> {
     })
 }
 
-/// Whether an address holds on one link only.
+/// Checks if an address is valid on one link only.
 pub(super) fn is_of_link(ip: &IpAddr) -> bool {
     match ip {
         IpAddr::V4(ip) => ip.is_link_local(),
@@ -151,7 +151,7 @@ fn netlink_request() -> [u8; 24] {
     request
 }
 
-/// Whether there is more to read.
+/// The state of an address dump: `More` if there is more to read.
 #[cfg(target_os = "linux")]
 #[derive(Debug, Eq, PartialEq)]
 enum AddressDump {
@@ -181,7 +181,7 @@ fn read_answer(mut bytes: &[u8], found: &mut Vec<InterfaceAddress>) -> Option<Ad
 /// The address of an `ifaddrmsg` with its attributes.
 #[cfg(target_os = "linux")]
 fn read_address(message: &[u8]) -> Option<InterfaceAddress> {
-    /// On a link between two hosts this is the other one's, where there is an [`OWN`].
+    /// The address, or on a link between two hosts that of the other one, if there is an [`OWN`].
     const ADDRESS: u16 = 1;
     const OWN: u16 = 2;
     let interface = u32::from_ne_bytes(*message.get(4..)?.first_chunk()?);

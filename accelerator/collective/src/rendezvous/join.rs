@@ -1,4 +1,4 @@
-//! One rank's attempt to the store, until it has the table of all ranks.
+//! The attempt of one rank to join through the store, until it has the table of all ranks.
 
 use std::{
     cell::OnceCell,
@@ -30,14 +30,14 @@ use crate::{
     },
 };
 
-/// One rank's attempt to the store.
+/// The attempt of one rank to join through the store.
 pub(super) struct JoinAttempt<'a> {
     pub(super) rendezvous: &'a Rendezvous,
     pub(super) topology: &'a Topology,
     pub(super) key: Option<Key>,
     pub(super) deadline: Instant,
     pub(super) connect_timeout: Duration,
-    /// After how long without a heartbeat somebody is lost.
+    /// The time without a heartbeat after which a rank or the store counts as lost.
     pub(super) liveness: Duration,
     /// The transport that this rank was asked to use.
     pub(super) transport: TransportKind,
@@ -49,13 +49,13 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) store_process: OnceCell<(String, u32)>,
 }
 
-/// What a attempt brings home.
+/// The result of an attempt that succeeded.
 pub(super) struct Joined {
     /// All ranks, in rank order.
     pub(super) ranks: Vec<Registration>,
-    /// What the key of the job is made from.
+    /// The secret from which the key of the job is derived.
     pub(super) secret: Nonce,
-    /// Where this rank listens for the others.
+    /// The socket on which this rank listens for the others.
     pub(super) listener: TcpListener,
     /// The connection to the store.
     pub(super) stream: TcpStream,
@@ -234,7 +234,7 @@ impl JoinAttempt<'_> {
         stderr_fallback(&text);
     }
 
-    /// Says that the store is not there yet, now and then.
+    /// Warns that the store has not been reached yet.
     fn warn_of_absence(&self, waited: Duration, failure: &str) {
         let text = format!(
             "rank {} has not reached the store at {} in {}: {failure}; it gives up after {}",
@@ -253,7 +253,7 @@ impl JoinAttempt<'_> {
             .error(format_args!("is gone before the ranks had met: {failure}"))
     }
 
-    /// Where the store is, and who hosts it, as far as it is known.
+    /// The address of the store and its host, as far as they are known.
     pub(super) fn store(&self) -> Store {
         Store {
             address: self.rendezvous.to_string(),
@@ -317,7 +317,7 @@ impl JoinAttempt<'_> {
         stream.local_addr().and_then(bind).map_err(refused)
     }
 
-    /// Without a token, only a store of this user on this host is trusted.
+    /// Checks that the store belongs to this user on this host; with a token, any store passes.
     fn check_origin(&self, stream: &TcpStream, until: Instant) -> Result<(), JoinError> {
         if self.key.is_some() {
             return Ok(());
@@ -482,7 +482,7 @@ impl JoinAttempt<'_> {
     }
 }
 
-/// Why a attempt ended without a table.
+/// The reason why an attempt ended without a table.
 enum JoinError {
     /// Another try may succeed.
     Again(String),
@@ -494,16 +494,16 @@ enum JoinError {
 }
 
 pub(super) const RETRY: Duration = Duration::from_millis(50);
-/// How long a store may take to accept a connection.
+/// The longest time that a store may take to accept a connection.
 const ACCEPTANCE: Duration = Duration::from_secs(1);
-/// How long a store may take to answer who it is.
+/// The longest time that a store may take to identify itself.
 const ANSWER: Duration = Duration::from_secs(10);
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
-/// What to look at where nobody listens.
+/// The advice if nobody listens.
 const WHERE_IT_IS: &str =
     "is rank 0 or the launcher running, and do MASTER_ADDR and the port name it?";
-/// What to look at where somebody listens.
+/// The advice if another program seems to listen.
 const ANOTHER_PROGRAM: &str = "does another program use this port? Then end it, or give the job \
      another port (MASTER_PORT)";
-/// How long a store may be away before anybody is told; each time twice as long.
+/// The time after which the first warning about an absent store is logged; it doubles with each warning.
 const WARN_AFTER: Duration = Duration::from_secs(3);

@@ -1,4 +1,4 @@
-//! Which ranks run on one host, and their local ranks.
+//! The assignment of ranks to hosts, and their local ranks.
 
 use std::{
     collections::{BTreeMap, HashMap},

@@ -26,14 +26,14 @@ use crate::{
     wire::message::Registration,
 };
 
-/// What a rank knows when all have met.
+/// The knowledge of a rank once all have met.
 #[derive(Debug)]
 pub(crate) struct Meeting {
     /// All ranks, in rank order.
     pub(crate) ranks: Vec<Registration>,
-    /// Where this rank listens for the others.
+    /// The socket on which this rank listens for the others.
     pub(crate) listener: TcpListener,
-    /// By what the ranks of this job know one another.
+    /// The key by which the ranks of this job recognize one another.
     pub(crate) key: Key,
     /// The open connection to the store, to be kept as long as the group lives.
     pub(crate) store: Option<StoreClient>,

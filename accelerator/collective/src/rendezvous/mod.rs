@@ -1,4 +1,4 @@
-//! How ranks find one another.
+//! The rendezvous, by which ranks find one another.
 //!
 //! A small store listens at one address. Every rank registers there, and when all have come each
 //! gets the table of all.
@@ -93,7 +93,7 @@ impl Rendezvous {
         }
     }
 
-    /// Says who hosts the store.
+    /// Sets who hosts the store.
     pub fn with_store(self, store: StoreHost) -> Self {
         Self { store, ..self }
     }
@@ -165,7 +165,7 @@ impl Rendezvous {
         self.port
     }
 
-    /// Who hosts the store.
+    /// The host of the store: the launcher or rank 0.
     pub fn store(&self) -> StoreHost {
         self.store
     }
@@ -175,7 +175,7 @@ impl Rendezvous {
         self.network_interface.as_deref()
     }
 
-    /// Whether the address is on the loopback interface, going by its text alone.
+    /// Checks if the address is on the loopback interface, going by its text alone.
     pub(crate) fn is_loopback(&self) -> bool {
         self.host == "localhost" || self.host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
     }
@@ -199,22 +199,22 @@ pub(crate) fn without_brackets(host: &str) -> &str {
     inner.filter(|inner| inner.contains(':')).unwrap_or(host)
 }
 
-/// Where a store that rank 0 hosts listens.
+/// The addresses on which a store that rank 0 hosts listens.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Interfaces {
-    /// At the addresses of the store's host.
+    /// The addresses of the store's host.
     OfHost,
-    /// At all addresses that rank 0's host has.
+    /// All addresses of rank 0's host.
     All,
 }
 
-/// Who hosts the store.
+/// The process that hosts the store.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum StoreHost {
     /// The launcher, so that the store outlives every rank.
     Launcher,
-    /// Rank 0, where no launcher does.
+    /// Rank 0, if no launcher does.
     Rank0,
 }
 
@@ -237,7 +237,7 @@ pub(crate) enum TokenSource {
 /// The choice whether ranks of other hosts need a token to join.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Security {
-    /// Without a token, only processes of the same user on the same host may join.
+    /// Only processes of the same user on the same host may join without a token.
     #[default]
     Required,
     /// Whoever reaches the port may join.

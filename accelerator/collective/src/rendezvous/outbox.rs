@@ -1,4 +1,4 @@
-//! What the store says to one rank.
+//! The messages of the store to one rank.
 
 use std::{
     io::{self, Write},
@@ -139,7 +139,7 @@ struct Backlog {
     writer: Writer,
 }
 
-/// Whether a thread writes.
+/// The state of the thread that writes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 enum Writer {
     Busy,
@@ -147,7 +147,7 @@ enum Writer {
     Idle,
 }
 
-/// Until when whoever is spoken to last may take it.
+/// The deadline for ranks to take the store's last messages.
 pub(super) fn last_call() -> Instant {
     Instant::now() + SHORT_SEND_TIMEOUT
 }

@@ -11,17 +11,17 @@ use crate::sync::Mutex;
 #[cfg(target_os = "linux")]
 use std::{thread, time::Instant};
 
-/// Where the other end of a connection is.
+/// The origin of a connection: the host and user of its other end.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum PeerOrigin {
-    /// On another host.
+    /// A process on another host.
     Remote,
-    /// On this host, and a process of this user.
+    /// A process of this user on this host.
     SameUser,
-    /// On this host, but a process of another user.
+    /// A process of another user on this host.
     OtherUser { user: u32 },
-    /// On this host, and the system does not tell whose process it is: it has closed its end, or
-    /// not accepted the connection yet.
+    /// A process on this host whose user the system does not tell: it has closed its end, or not
+    /// accepted the connection yet.
     Unknown,
 }
 

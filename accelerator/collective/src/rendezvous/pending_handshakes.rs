@@ -46,7 +46,7 @@ pub struct PendingHandshakes {
 }
 
 impl PendingHandshakes {
-    /// How long a handshake may take to say who it is.
+    /// The longest time that a handshake may take to identify itself.
     pub const TIMEOUT: Duration = Duration::from_secs(10);
 
     /// Admits `limit` connections at a time, at least one. Calls `tell` with a line of text when it evicts connections,

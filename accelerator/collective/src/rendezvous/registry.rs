@@ -18,7 +18,7 @@ use crate::wire::message::{Message, Nonce};
 pub(super) struct Registry {
     pub(super) state: StoreState,
     pub(super) connections: HashMap<Connection, RankConnection>,
-    /// To the observer.
+    /// The channel to the observer.
     pub(super) reports: Option<mpsc::Sender<Report>>,
 }
 
@@ -30,8 +30,7 @@ pub(super) struct RankConnection {
 }
 
 impl Registry {
-    /// Whether bytes wait to be read. The end of a connection does too, and is told by its
-    /// thread.
+    /// Checks if bytes wait to be read. The end of a connection counts too; its thread reports it.
     pub(super) fn has_unread(&self, connection: Connection) -> bool {
         let Some(rank) = self.connections.get(&connection) else {
             return false;

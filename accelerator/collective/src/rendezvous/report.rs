@@ -1,4 +1,4 @@
-//! What a store tells the process that hosts it.
+//! The reports of a store to the process that hosts it.
 
 use crate::error::Error;
 
@@ -14,7 +14,7 @@ pub enum Report {
         rank: usize,
         /// The host where it runs.
         host: String,
-        /// Its process id there.
+        /// The process id on that host.
         pid: u32,
     },
     /// All ranks have come; each gets the table of all.
@@ -30,7 +30,7 @@ pub enum Report {
     /// Somebody was turned away.
     #[non_exhaustive]
     Rejected {
-        /// Who, and why.
+        /// The address that was turned away, and the reason.
         note: String,
     },
 }
@@ -43,7 +43,7 @@ pub struct FailureReport {
     pub rank: usize,
     /// The ranks that it holds to be lost, missing or at fault; itself where it panicked.
     pub blamed: Vec<usize>,
-    /// Its error in full.
+    /// The full text of the rank's error.
     pub text: String,
     error: Error,
 }
@@ -58,7 +58,7 @@ impl FailureReport {
         }
     }
 
-    /// Whether the rank speaks of itself, as one does that panicked.
+    /// Returns `true` if the rank blames itself alone, as one that panicked does.
     pub fn is_self_reported(&self) -> bool {
         self.blamed == [self.rank]
     }

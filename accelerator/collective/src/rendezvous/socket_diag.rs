@@ -7,10 +7,10 @@ use rustix::net::{
     socket_with,
 };
 
-/// To whom a socket belongs.
+/// The owner of a socket.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum SocketOwner {
-    /// It belongs to no process: nobody has accepted it yet, or its process has closed it.
+    /// No process owns it: nobody has accepted it yet, or its process has closed it.
     Nobody,
     User(u32),
 }
@@ -105,7 +105,7 @@ mod tests {
 
     use super::*;
 
-    /// Where the kernel answers, what it says of a connection is what its table says.
+    /// If the kernel answers, its answer about a connection agrees with its table.
     #[test]
     fn a_connection_has_an_owner_when_it_is_accepted_and_until_it_is_closed() {
         for loopback in ["127.0.0.1", "::1"] {

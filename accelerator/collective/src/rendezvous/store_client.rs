@@ -66,8 +66,7 @@ impl StoreClient {
         })))
     }
 
-    /// What the store knows about the end of a rank, waiting a moment for it. The text goes on
-    /// from "rank 2 is lost: ".
+    /// Waits up to `timeout` for what the store knows about the end of a rank. The text continues "rank 2 is lost: ".
     pub(crate) fn exit_notice(&self, rank: usize, timeout: Duration) -> Option<String> {
         let connection = &self.0.connection;
         // Rank 0 sees connections end as every rank does; a launcher sees how processes end.
@@ -110,7 +109,7 @@ impl StoreClient {
         self.0.connection.known().unread_notices.pop_front()
     }
 
-    /// Whether the store has told the place of this rank in the next group.
+    /// Returns `true` if the store has told this rank's place in the next group.
     pub(crate) fn has_next_place(&self) -> bool {
         self.0.connection.known().next_place.is_some()
     }
@@ -147,7 +146,7 @@ impl StoreClient {
         self.send(RankMessage::Connected, &Message::Connected);
     }
 
-    /// Why the ranks cannot become connected, as far as the store knows.
+    /// The reason why the ranks cannot become connected, as far as the store knows.
     pub(crate) fn connect_failure(&self) -> Option<Error> {
         self.0.connection.known().connect_failure.clone()
     }
@@ -176,7 +175,7 @@ impl fmt::Debug for StoreClient {
     }
 }
 
-/// Where a store is, and who hosts it.
+/// The address of a store and its host.
 #[derive(Debug)]
 pub(super) struct Store {
     /// `host:port`.
@@ -228,7 +227,7 @@ pub(super) struct HeartbeatTimer {
     liveness: Duration,
     heard: Instant,
     beat: Instant,
-    /// When this side was to look again.
+    /// The time at which this side was to look again.
     expected: Instant,
 }
 
@@ -243,7 +242,7 @@ impl HeartbeatTimer {
         }
     }
 
-    /// How long to wait at most.
+    /// The longest wait before the next look.
     pub(super) fn pause(&mut self) -> Duration {
         let now = Instant::now();
         self.expected = self.next();
@@ -255,7 +254,7 @@ impl HeartbeatTimer {
         self.heard = Instant::now();
     }
 
-    /// Whether a heartbeat is due, which is then taken to be sent.
+    /// Checks if a heartbeat is due, which then counts as sent.
     pub(super) fn is_due(&mut self) -> bool {
         let now = Instant::now();
         if suspended_for(Some(self.expected), now, self.liveness).is_some() {
@@ -268,7 +267,7 @@ impl HeartbeatTimer {
         due
     }
 
-    /// For how long nothing has come, where that is too long.
+    /// The time for which nothing has come, if that is too long.
     pub(super) fn silence(&self) -> Option<Duration> {
         let silence = self.heard.elapsed();
         (silence > self.liveness).then_some(silence)
@@ -279,7 +278,7 @@ impl HeartbeatTimer {
     }
 }
 
-/// What all clones of a client share; dropped, it ends the connection.
+/// The state that all clones of a client share; dropping it ends the connection.
 struct ClientHandle {
     rank: usize,
     connection: Arc<StoreConnection>,
@@ -306,7 +305,7 @@ struct StoreConnection {
 
 type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Whether the last message went out whole, without which nothing can follow.
+/// The state of the sending side: after a message that did not go out whole, nothing can follow.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ConnectionWriter {
     Torn,
@@ -446,5 +445,5 @@ impl ClientState {
     }
 }
 
-/// How long the rest of a message may take.
+/// The longest time that the rest of a message may take.
 const REST_OF_MESSAGE: Duration = Duration::from_secs(10);

@@ -1,10 +1,10 @@
-//! What a store is told about its job.
+//! The settings of a store for its job.
 
 use std::{fmt, sync::Arc};
 
 use super::{Report, Security, Token};
 
-/// What a store expects of the ranks.
+/// The expectations of a store about the ranks.
 ///
 /// A launcher that hosts the store, and hears of everything:
 ///
@@ -92,12 +92,12 @@ impl StoreOptions {
         }
     }
 
-    /// Says whether ranks of other hosts need a token.
+    /// Sets whether ranks of other hosts need a token.
     pub fn with_security(self, security: Security) -> Self {
         Self { security, ..self }
     }
 
-    /// Called on a thread of the store, in order, for everything that the store learns. It
+    /// Calls `observer` on a thread of the store, in order, for everything that the store learns. It
     /// should return soon.
     pub fn with_observer(self, observer: impl Fn(Report) + Send + Sync + 'static) -> Self {
         Self {

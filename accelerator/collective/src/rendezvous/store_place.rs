@@ -1,4 +1,4 @@
-//! Where one rank finds, or hosts, the store.
+//! The place where a rank finds or hosts the store.
 
 use std::{
     io,
@@ -12,18 +12,18 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// Where one rank finds, or hosts, the store.
+/// The place where a rank finds or hosts the store.
 pub(crate) struct StorePlace {
-    /// At least one; they are tried in turn.
+    /// The addresses to try in turn, at least one.
     pub(super) addresses: Vec<SocketAddr>,
-    /// Where the store listens already.
+    /// The socket on which the store already listens.
     pub(super) listener: Option<TcpListener>,
     /// True if the addresses are loopback ones, by which other hosts cannot reach this one.
     pub(super) is_shadowed: bool,
 }
 
 impl StorePlace {
-    /// At these addresses, of which there is at least one.
+    /// A place at these addresses, of which there must be at least one.
     pub(crate) fn at(addresses: impl IntoIterator<Item = SocketAddr>) -> Self {
         Self {
             addresses: addresses.into_iter().collect(),

@@ -96,7 +96,7 @@ impl Ranks {
 struct Odd {
     stream: TcpStream,
     beating: Arc<AtomicBool>,
-    /// It listens, and accepts nobody.
+    /// A socket that listens, and whose connections nobody accepts.
     listener: TcpListener,
 }
 

@@ -166,7 +166,7 @@ impl Token {
         self.key().prove(role, parts)
     }
 
-    /// Whether `proof` is that of a holder of this token, for these parts in this role; takes the same time for every
+    /// Checks if `proof` is that of a holder of this token, for these parts in this role; takes equally long for every
     /// proof.
     pub fn accepts(&self, role: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
         self.key().accepts(role, parts, proof)
@@ -279,7 +279,7 @@ fn read_all(file: fs::File) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// What is written to a pipe until it is closed there, or a line ends.
+/// Reads from a pipe until it is closed or a line ends.
 fn read_pipe(mut pipe: fs::File, limit: Duration) -> io::Result<Vec<u8>> {
     let deadline = Instant::now() + limit;
     let mut text = Vec::new();
@@ -322,7 +322,7 @@ fn check_privacy(file: &fs::File) -> io::Result<()> {
     )))
 }
 
-/// Whether a file lies on a `tmpfs`, as the secrets do that an engine mounts.
+/// Checks if a file is on a `tmpfs`, as secrets that an engine mounts are.
 fn is_in_memory(file: &fs::File) -> bool {
     #[cfg(target_os = "linux")]
     {
@@ -341,13 +341,13 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What keys are derived for: BLAKE3's context strings.
+/// BLAKE3's context strings, one per kind of key.
 const TOKEN_KEY: &str = "accelerator-collective 2026 key of a token";
 const JOB_KEY: &str = "accelerator-collective 2026 key of a job";
 
 const MIN_TOKEN_BYTES: usize = 16;
 const MAX_TOKEN_BYTES: usize = 4096;
-/// How long a token may take through a pipe.
+/// The longest time that a token may take through a pipe.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -481,7 +481,7 @@ mod tests {
         assert!(error.is_unauthorized(), "{error}");
     }
 
-    /// What Kubernetes mounts with `fsGroup`; elsewhere a group that can read it is a leak.
+    /// Kubernetes mounts secrets so with `fsGroup`; elsewhere a group that can read one is a leak.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_secret_that_an_engine_mounts_may_be_readable_by_its_group() {

@@ -109,7 +109,7 @@ impl ServerState {
         self.step(StoreInput::Gone { connection });
     }
 
-    /// What a rank says, until it or the store ends.
+    /// Handles the messages of a rank until the rank or the store ends.
     fn listen(&self, stream: &TcpStream, rank: usize) {
         while let Ok(true) = Message::arrives(stream, None) {
             let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
@@ -199,7 +199,7 @@ impl ServerState {
         Ok((registration, [nonce, own]))
     }
 
-    /// Without a token: who may join. With one, where somebody comes from does not matter.
+    /// Checks if a process of this origin may join. With a token (`None`), the origin does not matter.
     fn check_origin(&self, origin: Option<PeerOrigin>) -> Result<()> {
         let Some(origin) = origin else {
             return Ok(());
@@ -229,8 +229,8 @@ impl ServerState {
     }
 }
 
-/// How long the owner of a connection that has come is looked for.
+/// The longest search for the owner of an incoming connection.
 const ORIGIN_LOOKUP_TIME: Duration = Duration::from_millis(100);
 
-/// How many rejected connections are answered and noted.
+/// The most rejected connections that are noted; the others are only answered.
 const MAX_REJECTION_NOTES: usize = 64;

@@ -168,12 +168,12 @@ impl StoreServer {
         self.shared.step(StoreInput::NextPlace { rank, place });
     }
 
-    /// Where the store listens.
+    /// The address on which the store listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// What the rank that hosts the store says, which needs no connection.
+    /// Handles a message of the rank that hosts the store, which needs no connection.
     pub(super) fn said(&self, rank: usize, said: RankMessage) {
         self.shared.step(StoreInput::Said { rank, said });
     }
@@ -263,17 +263,17 @@ pub(super) fn not_listening(address: impl fmt::Debug, error: io::Error) -> Error
 
 struct ServerState {
     options: StoreOptions,
-    /// What the key of the job is made from.
+    /// The secret from which the key of the job is derived.
     secret: Nonce,
     host_name: String,
     registry: Mutex<Registry>,
     /// The deadline has changed, or the store stops.
     changed: Condvar,
-    /// Who has not registered yet.
+    /// The connections that have not registered yet.
     pending: Arc<PendingHandshakes>,
-    /// Who may not join, and is told so.
+    /// The connections that may not join, while they are told so.
     rejected_handshakes: Arc<PendingHandshakes>,
-    /// How many connections were rejected.
+    /// The number of connections that were rejected.
     rejected_count: AtomicUsize,
     stopped: AtomicBool,
 }

@@ -1,4 +1,4 @@
-//! What time does to a rendezvous.
+//! The events of a rendezvous that time brings about.
 
 use std::time::Instant;
 
@@ -84,7 +84,7 @@ impl StoreState {
         Vec::new()
     }
 
-    /// When a rank counts as lost, should nothing happen.
+    /// The time at which a rank counts as lost if nothing happens before.
     pub(super) fn loss_at(&self, participant: &Participant) -> Option<Instant> {
         if !self.is_meeting() || participant.stage != JoinStage::Waiting {
             return None;

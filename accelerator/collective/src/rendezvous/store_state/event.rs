@@ -1,4 +1,4 @@
-//! What happens to a store, and what it does about it.
+//! The inputs of a store's state machine, and the actions that follow from them.
 
 use crate::{error::Error, rendezvous::Report, wire::message::Registration};
 
@@ -22,7 +22,7 @@ pub(crate) enum StoreInput {
     Rejected { note: String },
     /// The process that hosts the store saw a rank end.
     ExitNotice { rank: usize, text: String },
-    /// It tells a rank its place in the next group.
+    /// The process that hosts the store tells a rank its place in the next group.
     NextPlace {
         rank: usize,
         place: NextPlaceVariables,
@@ -31,23 +31,23 @@ pub(crate) enum StoreInput {
     Tick,
 }
 
-/// What registered ranks say.
+/// A message of a registered rank.
 #[derive(Debug)]
 pub(crate) enum RankMessage {
-    /// Its group failed with this error.
+    /// The group of the rank failed with this error.
     ReportFailure(Error),
-    /// It is connected to all others.
+    /// The rank is connected to all others.
     Connected,
-    /// It leaves in good order.
+    /// The rank leaves in good order.
     Leave,
-    /// It lives.
+    /// The rank is alive.
     Heartbeat,
 }
 
-/// What the store does.
+/// An action of the store.
 #[derive(Debug)]
 pub(crate) enum StoreAction {
-    /// Says that the store closes in good order.
+    /// Tells the ranks that the store closes in good order.
     CloseStore { connections: Vec<Connection> },
     /// Sends a heartbeat.
     Heartbeat { connections: Vec<Connection> },
@@ -84,7 +84,7 @@ pub(crate) enum StoreAction {
 /// The variables of a place, by name; none where there is none.
 pub(crate) type NextPlaceVariables = Vec<(String, String)>;
 
-/// What an exit notice is worth.
+/// The weight of an exit notice.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Severity {
     /// The rank is lost.

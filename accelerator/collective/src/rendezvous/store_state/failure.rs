@@ -1,4 +1,4 @@
-//! What is said when the ranks cannot meet.
+//! The errors and notices for ranks that cannot meet.
 
 use std::time::{Duration, Instant};
 
@@ -50,8 +50,8 @@ impl StoreState {
         }
     }
 
-    /// What the ranks that have the table hear of one that is lost. Those that this store takes
-    /// to be waiting may be connected already, or become so.
+    /// Tells the ranks that have the table that one is lost. Ranks that are still waiting as far as the
+    /// store knows may be connected already, or become so.
     pub(super) fn report_exit(&self, rank: usize, text: String) -> Vec<StoreAction> {
         if !self.complete {
             return Vec::new();
@@ -65,7 +65,7 @@ impl StoreState {
         }]
     }
 
-    /// How others ended meanwhile, which decides nothing any more.
+    /// Tells the ranks how others ended meanwhile, which no longer decides anything.
     pub(super) fn report_ends(&mut self) -> Vec<StoreAction> {
         let ranks = self.ranks.iter_mut();
         let ends =
@@ -141,7 +141,7 @@ pub(super) fn differing_transports(one: &Registration, two: &Registration) -> Er
     Error::about(Kind::Rendezvous, vec![low.rank, high.rank], message)
 }
 
-/// Whether these came from one process.
+/// Checks if both registrations came from one process.
 pub(super) fn is_one_process(one: &Registration, two: &Registration) -> bool {
     (one.pid, &one.host, &one.boot) == (two.pid, &two.host, &two.boot)
 }

@@ -23,7 +23,7 @@ pub(crate) use event::{
 use failure::{differing_transports, is_one_process, joined_already, name};
 use participant::{JoinStage, Participant};
 
-/// Who has come to a rendezvous, what became of them, and what follows from it.
+/// The ranks that have come to a rendezvous, their states, and the actions that follow from them.
 ///
 /// ```text
 /// gathering ── the last rank comes ──► connecting ── all are connected ──► together
@@ -39,15 +39,15 @@ use participant::{JoinStage, Participant};
 pub(crate) struct StoreState {
     world_size: usize,
     ranks: BTreeMap<usize, Participant>,
-    /// When the first rank came.
+    /// The time at which the first rank came.
     started: Option<Instant>,
-    /// When the next heartbeat to the ranks is due.
+    /// The time at which the next heartbeat to the ranks is due.
     heartbeat_at: Instant,
-    /// What else happened, told when the rendezvous fails.
+    /// Other events, which the error lists if the rendezvous fails.
     notes: Vec<String>,
     /// The places in the next group of ranks that are not connected yet.
     next_places: BTreeMap<usize, NextPlaceVariables>,
-    /// Whether the ranks got the table.
+    /// Set once the ranks have the table.
     complete: bool,
     phase: Phase,
 }
@@ -66,7 +66,7 @@ impl StoreState {
         }
     }
 
-    /// What to do about an event.
+    /// Handles an event and returns the actions that follow from it.
     pub(crate) fn step(&mut self, event: StoreInput, now: Instant) -> Vec<StoreAction> {
         match event {
             StoreInput::Closing { host } => self.closing(host),
@@ -87,7 +87,7 @@ impl StoreState {
         }
     }
 
-    /// When the next [`StoreInput::Tick`] is due.
+    /// The time at which the next [`StoreInput::Tick`] is due.
     pub(crate) fn due(&self) -> Option<Instant> {
         if !self.is_meeting() {
             return None;
@@ -104,7 +104,7 @@ impl StoreState {
         each.chain([beat]).flatten().min()
     }
 
-    /// Whether [`StoreInput::Tick`], which was `due`, comes so late that [`StoreInput::Suspended`] must precede it.
+    /// Checks if [`StoreInput::Tick`], which was `due`, comes so late that [`StoreInput::Suspended`] must precede it.
     pub(crate) fn was_suspended(&self, due: Option<Instant>, now: Instant) -> bool {
         let judging = self.is_meeting() && !self.ranks.is_empty();
         judging && suspended_for(due, now, self.liveness()).is_some()
@@ -119,7 +119,7 @@ impl StoreState {
         ranks.collect()
     }
 
-    /// Whether this is the connection of a rank, and not of one that was refused.
+    /// Checks if this is the connection of a rank that was not refused.
     pub(crate) fn knows(&self, connection: Connection) -> bool {
         let mut ranks = self.ranks.values();
         ranks.any(|participant| participant.connection == Some(connection))
@@ -466,20 +466,20 @@ enum Phase {
 /// The longest wait that is computed with, so that adding it to a point in time cannot overflow.
 pub(crate) const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// How long a rank whose connection ended may take to come again.
+/// The time within which a rank whose connection ended may come again.
 pub(crate) const RECONNECT_TIME: Duration = Duration::from_millis(500);
 
-/// How long the launcher may take to say how a process ended whose connection did.
+/// The time within which the launcher may report how a process ended after its connection did.
 const EXIT_NOTICE: Duration = Duration::from_millis(250);
 
-/// How long the final message of a process may take, once the launcher says that it ended.
+/// The time within which a process's final message may arrive after the launcher reported its end.
 const FINAL_MESSAGE_WAIT: Duration = Duration::from_millis(500);
 
-/// When a rank that waits is told whom for, and when again.
+/// The times after which a waiting rank is told whom it waits for: at first, and from then on.
 const TELL_AFTER: Duration = Duration::from_secs(5);
 const TELL_AGAIN: Duration = Duration::from_secs(30);
 
-/// How many notes are kept.
+/// The most notes that are kept.
 const MAX_NOTES: usize = 8;
 
 #[cfg(test)]

@@ -10,15 +10,15 @@ pub(super) struct Participant {
     /// The connection, while it lasts.
     pub(super) connection: Option<Connection>,
     pub(super) registration: Registration,
-    /// When it gives up waiting for the others.
+    /// The time at which the rank gives up waiting for the others.
     pub(super) deadline: Instant,
-    /// When it was last heard.
+    /// The time at which the rank was last heard.
     pub(super) heard: Instant,
-    /// Since when the connection is gone.
+    /// The time at which the connection ended.
     pub(super) gone: Option<Instant>,
-    /// How its process ended, and when that was told, as long as its own words may yet come.
+    /// How its process ended and when the store was told; kept while the rank's own message may still arrive.
     pub(super) ended: Option<(String, Instant)>,
-    /// When it is next told whom it is waiting for.
+    /// The time at which the rank is next told whom it is waiting for.
     pub(super) tell_at: Instant,
     pub(super) stage: JoinStage,
 }
@@ -29,12 +29,12 @@ impl Participant {
     }
 }
 
-/// How far a rank has come.
+/// The stage of a rank on its way into the group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum JoinStage {
-    /// For the table, or for its connections.
+    /// The rank waits for the table or for its connections.
     Waiting,
     Connected,
-    /// It has left in good order.
+    /// The rank has left in good order.
     Closed,
 }

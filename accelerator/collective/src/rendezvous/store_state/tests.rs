@@ -52,7 +52,7 @@ fn exit_notice(rank: usize, text: &str) -> StoreInput {
     }
 }
 
-/// Who is refused, and why.
+/// The connections that are refused, with the errors.
 fn refusals(actions: &[StoreAction]) -> Vec<(Connection, Error)> {
     let refusals = actions.iter().filter_map(|action| match action {
         StoreAction::Refuse { connection, error } => Some((*connection, error.clone())),
