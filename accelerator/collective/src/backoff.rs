@@ -1,4 +1,4 @@
-//! How long a connection waits before it sends again what the network has lost.
+//! The longest pause before a connection sends again what the network has lost.
 
 #![cfg_attr(
     target_os = "linux",

@@ -37,7 +37,7 @@ pub struct Buffer {
     dtype: DType,
     len: usize,
     memory: Memory,
-    /// Where its memory is counted while it lives.
+    /// The meter that counts its memory while it lives.
     meter: Option<Meter>,
 }
 
@@ -117,7 +117,7 @@ impl Buffer {
         self.len
     }
 
-    /// Whether the buffer has no elements.
+    /// Returns `true` if the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -208,7 +208,7 @@ pub(crate) struct Loan<'a> {
 }
 
 impl Loan<'_> {
-    /// Where the buffer lies in this rank's arena.
+    /// The offset of the buffer in this rank's arena.
     pub(crate) fn offset(&self) -> usize {
         self.offset
     }

@@ -15,7 +15,7 @@ use crate::{
 pub struct BufferSlice {
     /// The number of the buffer.
     pub buffer: usize,
-    /// Which of its bytes.
+    /// The range of its bytes.
     pub bytes: Range<usize>,
 }
 
@@ -78,7 +78,7 @@ impl<'a> GatherLayout<'a> {
         &self.shares[rank]
     }
 
-    /// How many bytes a rank gives.
+    /// The number of bytes that a rank gives.
     pub(crate) fn len(&self, rank: usize) -> usize {
         self.of(rank).iter().map(|part| part.bytes.len()).sum()
     }
@@ -89,7 +89,7 @@ impl<'a> GatherLayout<'a> {
         lens.max().unwrap_or(0)
     }
 
-    /// What a rank gives, one part after the other.
+    /// Copies the bytes that a rank gives, one part after the other.
     pub(crate) fn collect(&self, rank: usize, buffers: &[&mut Buffer]) -> Vec<u8> {
         let mut all = Vec::with_capacity(self.len(rank));
         for BufferSlice { buffer, bytes } in self.of(rank) {

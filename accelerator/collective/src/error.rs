@@ -236,7 +236,7 @@ pub struct Culprit {
 }
 
 impl Culprit {
-    /// Its number in the job.
+    /// The rank's number in the job.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -246,20 +246,19 @@ impl Culprit {
         &self.host
     }
 
-    /// Its process id on that host; `None` for a thread.
+    /// The process id on that host; `None` for a thread.
     pub fn pid(&self) -> Option<u32> {
         self.pid
     }
 
-    /// What is known about why, for people: "it panicked: index out of bounds (at
-    /// src/main.rs:7)", "it has been silent for 5.0 s: stopped, swapped out, or cut off from the
-    /// network".
+    /// The known cause, for people: "it panicked: index out of bounds (at src/main.rs:7)", "it has been silent for
+    /// 5.0 s: stopped, swapped out, or cut off from the network".
     pub fn cause(&self) -> &str {
         &self.cause
     }
 }
 
-/// Whether the store could say more about a cause; the numbers are those of the wire.
+/// The certainty of a cause, which tells if the store could say more; the numbers are those of the wire.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(into = "u8", try_from = "u8")]
 pub(crate) enum Certainty {
@@ -380,7 +379,7 @@ impl fmt::Display for Seconds {
     }
 }
 
-/// How many ranks a message lists one by one.
+/// The most ranks that a message lists one by one.
 const MAX_LISTED_RANKS: usize = 8;
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::{
     reduce_op::ReduceOp,
 };
 
-/// What one rank calls: the operation, its arguments and the call site.
+/// The call of one rank: the operation, its arguments and the call site.
 ///
 /// A rank sends it in the header of an operation to every other rank. Each rank compares the
 /// fingerprints of all ranks before it uses any data.
@@ -66,7 +66,7 @@ impl CollectiveFingerprint {
         Self { purpose, ..self }
     }
 
-    /// Whether two ranks mean the same operation. Call sites may differ.
+    /// Checks if two ranks mean the same operation. Call sites may differ.
     pub(crate) fn agrees_with(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.op == other.op
@@ -253,7 +253,7 @@ impl OpKind {
         }
     }
 
-    /// Whether all ranks must declare the same length.
+    /// Returns `true` if all ranks must declare the same length.
     pub(crate) fn fixes_len(self) -> bool {
         match self {
             Self::AllGather
@@ -282,7 +282,7 @@ impl OpKind {
     }
 }
 
-/// Where an operation was called: file and line, the file cut at the front to a bound.
+/// The place where an operation was called: file and line, the file cut at the front to a bound.
 #[derive(Clone, Copy)]
 pub(crate) struct CallSite {
     file: [u8; Self::BOUND],

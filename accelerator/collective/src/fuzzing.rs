@@ -75,8 +75,8 @@ pub fn messages(bytes: &[u8]) {
     let _ = message::from_bytes::<RankTable>(bytes);
 }
 
-/// One operation that is one frame, one with a part for each rank, and one whose parts are cut. Then
-/// as many of which each rank keeps every other block.
+/// The lengths of an operation that is one frame, one with a part for each rank, and one whose parts are cut. As many
+/// operations follow in which each rank keeps every other block.
 const LENGTHS: [usize; 3] = [3, 5000, 140_000];
 
 fn values(rank: usize, len: usize) -> Vec<f32> {
@@ -129,7 +129,7 @@ fn kept(rank: usize, values: &[f32]) -> Vec<f32> {
 
 const RUN_LEN: usize = 1000;
 
-/// What rank 0 makes of a stream from rank 1.
+/// The results of rank 0 for a stream from rank 1.
 fn receive(stream: impl Read + Send) -> Vec<Result<Vec<f32>>> {
     let (wire, _) = FuzzWire::new(0);
     let (inbox, peer) = (Arc::clone(&wire.inbox), wire.peers[1].clone());

@@ -7,8 +7,8 @@
 
 use std::time::{Duration, Instant};
 
-/// How often a rank and the store send each other a heartbeat while the ranks meet: four times in a liveness timeout, and
-/// four times a second at least.
+/// The interval at which a rank and the store send each other a heartbeat while the ranks meet: a quarter of the
+/// liveness timeout, and at most 250 ms.
 pub(crate) fn store_interval(timeout: Duration) -> Duration {
     (timeout / 4).min(Duration::from_millis(250))
 }
@@ -19,13 +19,13 @@ pub(crate) fn mesh_interval(timeout: Duration) -> Duration {
     (timeout / 4).clamp(Duration::from_millis(50), Duration::from_secs(1)) / 2
 }
 
-/// How long a peer was silent that is suspected when the group fails: half the liveness timeout.
+/// The silence after which a peer is suspected when the group fails: half the liveness timeout.
 pub(crate) fn suspect_after(timeout: Duration) -> Duration {
     timeout / 2
 }
 
-/// How late a loop runs that wanted to run when it was `due`, where that is so late that the process was suspended:
-/// stopped, or kept from running. It then blames no peer for the silence of that time.
+/// The delay of a loop that wanted to run when it was `due`, if it is so long that the process was suspended: stopped,
+/// or kept from running. The loop then blames no peer for the silence of that time.
 pub(crate) fn suspended_for(
     due: Option<Instant>,
     now: Instant,
@@ -43,8 +43,8 @@ pub(crate) fn bounded(timeout: Duration) -> Duration {
 /// The liveness timeout where neither the program nor the launch sets one.
 pub(crate) use accelerator_env::DEFAULT_LIVENESS as DEFAULT_TIMEOUT;
 
-/// With a shorter timeout the scheduler would decide which ranks are lost. The grammar of `ACCEL_LIVENESS_TIMEOUT` has the
-/// same bound.
+/// The shortest timeout: with less, the scheduler would decide which ranks are lost. The grammar of
+/// `ACCEL_LIVENESS_TIMEOUT` has the same bound.
 pub(crate) use accelerator_env::SHORTEST_LIVENESS as MIN_TIMEOUT;
 
 pub(crate) const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);

@@ -1,4 +1,4 @@
-//! Who owns which part of a buffer.
+//! The partition of a buffer into parts, one per rank.
 
 use std::ops::Range;
 
@@ -50,8 +50,8 @@ impl Partition {
     }
 }
 
-/// One of the chunks of `size` into which `len` is cut; the last one may be shorter, and what is
-/// behind it is empty.
+/// The range of one of the chunks of `size` into which `len` is cut; the last one may be shorter, and
+/// those behind it are empty.
 pub(crate) fn chunk(len: usize, index: usize, size: usize) -> Range<usize> {
     let start = len.min(index * size);
     start..len.min(start + size)

@@ -1,4 +1,4 @@
-//! What an operation is for, in words of the program that calls it.
+//! The purpose of an operation, in words of the program that calls it.
 
 use std::fmt;
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// How the values of all ranks become one.
+/// The operation that combines the values of all ranks into one.
 ///
 /// Values are combined in rank order, so a result has the same bits on every rank, run after run
 /// and over every transport that groups the ranks alike: the

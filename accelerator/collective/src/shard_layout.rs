@@ -75,7 +75,7 @@ impl ShardLayout {
         self.len
     }
 
-    /// Whether the buffer has no elements.
+    /// Returns `true` if the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -90,7 +90,7 @@ impl ShardLayout {
         self.largest
     }
 
-    /// Where the elements lie that a rank keeps, of which there are so many before `packed` begins;
+    /// The places of the elements that a rank keeps, from number `packed.start` to `packed.end` of them;
     /// none behind the last one.
     pub(crate) fn runs(&self, rank: usize, packed: Range<usize>) -> Runs<'_> {
         match self.parts.get(rank) {
@@ -106,11 +106,11 @@ impl ShardLayout {
     }
 }
 
-/// What one rank keeps: ranges in order, of which no two touch.
+/// The elements that one rank keeps: ranges in order, of which no two touch.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 struct RankShard {
     ranges: Vec<Range<usize>>,
-    /// How many elements each range has, with those before it.
+    /// The number of elements up to the end of each range.
     ends: Vec<usize>,
 }
 

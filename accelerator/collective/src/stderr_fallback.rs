@@ -1,4 +1,4 @@
-//! What must not go unnoticed and is no error.
+//! The output of warnings that must not go unnoticed.
 
 use std::io::Write;
 

@@ -11,7 +11,7 @@ use std::{
 
 pub(crate) use sync::MutexGuard;
 
-/// As [`std::sync::Mutex`].
+/// A [`std::sync::Mutex`] that ignores poisoning.
 #[derive(Debug, Default)]
 pub(crate) struct Mutex<T>(sync::Mutex<T>);
 
@@ -35,7 +35,7 @@ impl<T> Mutex<T> {
     }
 }
 
-/// As [`std::sync::Condvar`]; whether a wait timed out shows in the data.
+/// A [`std::sync::Condvar`]; whether a wait timed out shows in the data.
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(sync::Condvar);
 

@@ -5,7 +5,7 @@ use std::hint::black_box;
 /// Begins the list of features in a program's file. A new line ends it.
 const BEGIN: &[u8] = b"accelerate target features:";
 
-/// As long as the mark of a program with all features.
+/// The length of a mark, which has room for all features.
 const MARK_BYTES: usize = 512;
 
 /// Features of the processor that a program was compiled for (`-C target-cpu`, `-C target-feature`), beyond those that
@@ -28,14 +28,14 @@ const MARK_BYTES: usize = 512;
 pub struct TargetFeatures(Vec<String>);
 
 impl TargetFeatures {
-    /// Those that this program was compiled for.
+    /// The features that this program was compiled for.
     pub fn of_this_program() -> Self {
         let compiled = KNOWN.iter().filter(|(_, is_compiled)| *is_compiled);
         Self(compiled.map(|(name, _)| (*name).to_owned()).collect())
     }
 
-    /// Those that a program was compiled for, by its file; `None` where it does not link this library. `file` may be the
-    /// part of the file in which constants are.
+    /// The features that a program was compiled for, read from its file; `None` if it does not link this library. `file`
+    /// may be the part of the file in which constants are.
     pub fn of_program(file: &[u8]) -> Option<Self> {
         let begins = (0..file.len()).filter(|&at| file[at] == BEGIN[0]);
         begins
@@ -55,7 +55,7 @@ impl TargetFeatures {
         self.0.iter().map(String::as_str).collect()
     }
 
-    /// Those that the processor of this host lacks. What this library does not know counts as present.
+    /// The features that the processor of this host lacks. A feature unknown to this library counts as present.
     pub fn missing(&self) -> Vec<&str> {
         let names = self.0.iter().map(String::as_str);
         names.filter(|name| !is_present(name)).collect()

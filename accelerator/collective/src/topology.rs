@@ -1,4 +1,4 @@
-//! Where a rank stands in its world.
+//! The place of a rank in its world.
 
 use std::fmt;
 
@@ -156,17 +156,17 @@ impl Topology {
         self.is_local_known
     }
 
-    /// Whether this is rank 0 of the job.
+    /// Returns `true` if this is rank 0 of the job.
     pub fn is_main(&self) -> bool {
         self.rank == 0
     }
 
-    /// Whether this is the first rank of its host.
+    /// Returns `true` if this is the first rank of its host.
     pub fn is_local_main(&self) -> bool {
         self.local_rank == 0
     }
 
-    /// Whether this is the highest rank of the job.
+    /// Returns `true` if this is the highest rank of the job.
     pub fn is_last(&self) -> bool {
         self.rank + 1 == self.world_size
     }

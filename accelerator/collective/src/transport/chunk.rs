@@ -5,7 +5,7 @@ use crate::{
     wire::frame::{FrameKind, Head},
 };
 
-/// One chunk on its way: at most [`CHUNK`](crate::wire::frame::CHUNK) bytes, and where it belongs.
+/// One outgoing chunk: at most [`CHUNK`](crate::wire::frame::CHUNK) bytes, and the part that they belong to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutgoingChunk<'a> {
     pub(crate) tag: Tag,
@@ -31,7 +31,7 @@ impl OutgoingChunk<'_> {
     }
 }
 
-/// Where a part belongs.
+/// The position of a part: its operation, phase and chunk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Tag {
     /// The number of the operation.

@@ -13,17 +13,17 @@ use crate::{
     stderr_fallback::stderr_fallback,
 };
 
-/// How long an operation waits.
+/// The timeouts of an operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpTimeouts {
-    /// After this time the operation fails.
+    /// The time after which the operation fails.
     pub(crate) timeout: Duration,
     /// The time after which the first warning is logged; later ones follow until the wait ends.
     pub(crate) warn_after: Duration,
     pub(crate) limit: TimeoutKind,
 }
 
-/// Which of the group's timeouts bounds an operation.
+/// The timeout of the group that bounds an operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum TimeoutKind {
     /// The connect timeout, which goes on whatever happens.
@@ -45,7 +45,7 @@ pub(crate) struct OpDeadline {
     since: Instant,
     /// The number of warnings of this wait that were due.
     warnings: u32,
-    /// Whether this operation can only fail.
+    /// Set once this operation can only fail.
     shortened: bool,
 }
 
@@ -78,12 +78,12 @@ impl OpDeadline {
         }
     }
 
-    /// As [`on_progress`](Self::on_progress), at this moment.
+    /// Notes progress at this moment, like [`on_progress`](Self::on_progress).
     pub(crate) fn restart(&mut self) {
         self.on_progress(Instant::now());
     }
 
-    /// When the clock began.
+    /// The time at which the clock began.
     pub(crate) fn since(&self) -> Instant {
         self.since
     }

@@ -1,4 +1,4 @@
-//! How data get from one rank to another, and how ranks learn who is gone.
+//! The transport of a group, by which ranks exchange data and learn who is gone.
 
 mod chunk;
 mod deadline;
@@ -36,7 +36,7 @@ use crate::{
     shm::{Hosts, ShmPeers},
 };
 
-/// How a group exchanges data and learns who is gone: a control plane, and the path that data take.
+/// The transport of a group, which exchanges data and learns who is gone: a control plane, and a data path.
 ///
 /// Processes connect a TCP mesh, which is their control plane and moves chunks as well. Over it they agree on
 /// the path of data (`group/data_path.rs`), which may be shared memory or another data plane.
@@ -44,7 +44,7 @@ pub(crate) struct Transport {
     peers: Arc<[Peer]>,
     inbox: Arc<Inbox>,
     control: Arc<dyn ControlPlane>,
-    /// What moves chunks until the ranks have agreed on a path; threads have none.
+    /// The data plane until the ranks have agreed on a path; threads have none.
     bootstrap: Option<Arc<dyn DataPlane>>,
     path: OnceLock<DataPath>,
 }
@@ -65,7 +65,7 @@ pub(crate) trait DataPlane: fmt::Debug + Send + Sync {
     /// may return earlier.
     fn wait_for_arrival(&self, version: u64, due: Instant);
 
-    /// How many operations may be under way at once. More than one only where chunks arrive in the inbox.
+    /// The number of operations that may be under way at once. More than one requires that chunks arrive in the inbox.
     fn max_in_flight(&self) -> usize {
         1
     }
@@ -83,7 +83,7 @@ pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
     /// afterwards.
     fn leave(&self, message: &FinalMessage);
 
-    /// When a peer showed last that it works outside of operations.
+    /// The time at which a peer last showed that it works outside of operations.
     fn last_activity(&self, rank: usize) -> Option<Instant>;
 
     /// Sends heartbeats, and reports peers to the inbox that were silent for the `liveness` timeout. Says
@@ -163,12 +163,12 @@ impl Transport {
         }
     }
 
-    /// Who the ranks are, in rank order.
+    /// The identities of the ranks, in rank order.
     pub(crate) fn peers(&self) -> &[Peer] {
         &self.peers
     }
 
-    /// Where chunks for this rank arrive, and what is known of its peers.
+    /// The inbox, which holds the chunks that arrive for this rank and the state of its peers.
     pub(crate) fn inbox(&self) -> &Inbox {
         &self.inbox
     }
@@ -177,7 +177,7 @@ impl Transport {
         &*self.control
     }
 
-    /// What moves chunks until the ranks have agreed on a path.
+    /// The data plane until the ranks have agreed on a path.
     pub(crate) fn bootstrap(&self) -> Option<&Arc<dyn DataPlane>> {
         self.bootstrap.as_ref()
     }

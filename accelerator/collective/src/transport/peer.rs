@@ -1,4 +1,4 @@
-//! Who the other ranks are.
+//! The identities of the other ranks.
 
 use std::{fmt, time::Instant};
 
@@ -7,14 +7,14 @@ use crate::{
     fingerprint::CollectiveFingerprint,
 };
 
-/// Who a rank is, for messages.
+/// The identity of a rank, for messages.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Peer {
     pub(crate) rank: usize,
     pub(crate) location: PeerLocation,
 }
 
-/// Where a rank runs.
+/// The place where a rank runs.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum PeerLocation {
     Process { host: String, pid: u32 },
@@ -68,11 +68,11 @@ impl fmt::Display for LastOp {
     }
 }
 
-/// How a rank leaves that has not failed.
+/// The way in which a rank leaves that has not failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum LeaveKind {
-    /// In good order.
+    /// The rank left in good order.
     Closed,
-    /// Its last handle was dropped, and nobody said why.
+    /// The last handle of the rank was dropped, and nobody said why.
     Dropped,
 }

@@ -75,7 +75,7 @@ impl Drop for PooledBuffer {
     }
 }
 
-/// How many chunks are kept: with the largest parts, 16 MiB.
+/// The most chunks that are kept: with the largest parts, 16 MiB.
 const MAX_FREE_CHUNKS: usize = 64;
 
 #[cfg(test)]

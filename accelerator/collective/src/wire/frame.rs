@@ -120,7 +120,7 @@ impl Head {
     pub(crate) const LEN: usize = 36;
 }
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum FrameKind {
     /// The rank gives up; the preamble says why.
@@ -153,7 +153,7 @@ impl FrameKind {
     }
 }
 
-/// What a heartbeat says in the place of the operation's number.
+/// The content of a heartbeat, in the place of the operation's number.
 ///
 /// | bits | content |
 /// |---|---|
@@ -163,7 +163,7 @@ impl FrameKind {
 pub(crate) struct Heartbeat {
     /// The rank for which the sender waits.
     pub(crate) awaited: Option<usize>,
-    /// How long ago the sender showed last that it works outside of operations.
+    /// The time since the sender last showed that it works outside of operations.
     pub(crate) active: Option<Duration>,
 }
 
@@ -186,7 +186,7 @@ impl Heartbeat {
     }
 }
 
-/// Why bytes are no frame.
+/// The reason why bytes are no frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum FrameError {
     Bounds { preamble: usize, payload: usize },
@@ -219,7 +219,7 @@ impl fmt::Display for FrameError {
 
 impl std::error::Error for FrameError {}
 
-/// Why a rank gave up, and in which operation.
+/// The error with which a rank gave up, and the operation.
 #[derive(Clone, Debug)]
 pub(crate) struct Abort {
     pub(crate) sequence: u64,

@@ -186,7 +186,7 @@ impl Message {
     }
 }
 
-/// Whether a rank can prove a token.
+/// The token that a rank can prove, if any.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum Proves {
     Nothing,
@@ -201,21 +201,21 @@ pub(crate) struct Registration {
     #[serde(deserialize_with = "read_printable")]
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// Where it listens for the other ranks.
+    /// The address on which the rank listens for the others.
     pub(crate) address: SocketAddr,
-    /// How long it will wait for the others.
+    /// The time for which the rank will wait for the others.
     // Its name on the wire.
     #[serde(rename = "patience")]
     pub(crate) connect_timeout: Duration,
-    /// After how long without a heartbeat it takes others for lost.
+    /// The time without a heartbeat after which the rank takes others for lost.
     pub(crate) liveness: Duration,
     /// The transport that it was asked to use.
     #[serde(with = "name")]
     pub(crate) transport: TransportKind,
-    /// Since which start of its kernel its host runs, where the system tells.
+    /// The boot of its host's kernel, if the system tells.
     #[serde(default)]
     pub(crate) boot: Option<String>,
-    /// Its place on its host, where it was told.
+    /// The rank's place on its host, if it was told.
     #[serde(default)]
     pub(crate) local: Option<LocalPlace>,
 }
@@ -259,7 +259,7 @@ mod name {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct RankTable {
     pub(crate) ranks: Vec<Registration>,
-    /// What the key of the job is made from.
+    /// The secret from which the key of the job is derived.
     pub(crate) secret: Nonce,
 }
 
@@ -287,7 +287,7 @@ pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadErr
     })
 }
 
-/// How long somebody may take to make room for a few bytes.
+/// The longest time that a receiver may take to make room for a few bytes.
 pub(crate) const SHORT_SEND_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The most bytes of a message that somebody unknown may send.
@@ -369,7 +369,7 @@ mod tests {
 
     #[test]
     fn a_registration_of_an_older_version_is_read() {
-        /// What the protocol began with.
+        /// The registration with which the protocol began.
         #[derive(Deserialize, Serialize)]
         struct Older {
             rank: usize,

@@ -1,4 +1,4 @@
-//! What goes over connections: frames between ranks, messages while they meet.
+//! The formats on connections: frames between ranks, and messages while they meet.
 
 pub(crate) mod frame;
 pub(crate) mod message;

@@ -50,7 +50,7 @@ pub(crate) fn fill(from: &mut impl Read, buffer: &mut [u8]) -> Result<(), ReadEr
     Ok(())
 }
 
-/// Why nothing could be read.
+/// The reason why nothing could be read.
 #[derive(Debug)]
 pub(crate) enum ReadError {
     /// The connection ended between two frames.

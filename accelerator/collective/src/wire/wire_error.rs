@@ -18,7 +18,7 @@ impl WireError {
         Self::bounded(error, usize::MAX, usize::MAX)
     }
 
-    /// One whose text has at most `text` bytes, and its list at most `ranks` ranks.
+    /// An error whose text has at most `text` bytes, and whose list has at most `ranks` ranks.
     pub(crate) fn bounded(error: &Error, text: usize, ranks: usize) -> Self {
         let culprit = error.culprit().map(|culprit| Culprit {
             host: prefix(&culprit.host, MAX_HOST_BYTES).to_owned(),

@@ -1,19 +1,19 @@
-//! Whether a rank works while it is in no collective.
+//! The signs of work that a rank shows while it is in no collective.
 
 use std::time::{Duration, Instant};
 
 use crate::sync::{Mutex, MutexGuard};
 
-/// When one rank last showed that it works, which ranks that wait for it count as progress.
+/// The last sign of work of one rank, which ranks that wait for it count as progress.
 #[derive(Debug, Default)]
 pub(crate) struct ActivityClock(Mutex<ActivityState>);
 
 #[derive(Debug, Default)]
 struct ActivityState {
     last: Option<Instant>,
-    /// How many pieces of work are under way that cannot show activity themselves.
+    /// The number of pieces of work under way that cannot show activity themselves.
     busy: usize,
-    /// For how long each of them counts as a sign after the last one.
+    /// The time for which each of them counts as a sign after the last one.
     limit: Duration,
 }
 
@@ -39,7 +39,7 @@ impl ActivityClock {
         state.busy -= 1;
     }
 
-    /// When this rank worked last.
+    /// The time of this rank's last sign of work.
     pub(crate) fn last(&self) -> Option<Instant> {
         self.lock().seen(Instant::now())
     }

@@ -1,4 +1,4 @@
-//! Why ranks failed, as far as this one knows, and what follows for an operation. Nothing here changes the state.
+//! The known failures of ranks, and their consequences for an operation. Nothing here changes the state.
 
 use std::time::{Duration, Instant};
 
@@ -54,7 +54,7 @@ impl InboxState {
             .or(self.failures().first())
     }
 
-    /// Why a rank is lost, from those who know best.
+    /// The cause of a rank's loss, from those who know best.
     pub(super) fn settled(&self, rank: usize) -> Option<&Culprit> {
         let mut told = self
             .failures()
@@ -181,7 +181,7 @@ pub(super) struct ObservedFailure {
 }
 
 impl ObservedFailure {
-    /// Whether nobody has said it: a connection ended.
+    /// Returns `true` if nobody has reported the failure: a connection ended.
     fn is_guessed(&self) -> bool {
         matches!(self.cause, FailureCause::Lost(_, _, Certainty::Guessed))
     }
@@ -193,7 +193,7 @@ pub(super) enum FailureCause {
     BrokeProtocol(usize, String),
     /// This rank is gone, by its own word or without one.
     Lost(usize, String, Certainty),
-    /// This rank itself cannot go on.
+    /// This rank itself cannot continue.
     OwnFailure(String),
     /// This process did not run for so long, and then found that this rank was gone.
     Suspended(Duration, usize, String),

@@ -42,11 +42,11 @@ pub(crate) struct Inbox {
     pool: Arc<Pool>,
     /// Wakes an engine that sleeps on connections.
     waker: Option<Waker>,
-    /// Whether there is anything that could end an operation whose data are here.
+    /// Set once anything is known that could end an operation whose data are here.
     has_failures: AtomicBool,
     /// The rank for which this one waits, and one; zero while it waits for nobody.
     awaited: AtomicUsize,
-    /// What this rank shows of its work outside of operations.
+    /// The signs of this rank's work outside of operations.
     activity: Arc<ActivityClock>,
 }
 
@@ -55,7 +55,7 @@ impl Inbox {
         Self::with(world_size, None)
     }
 
-    /// One whose engine may sleep elsewhere, on the waker; see [`before_poll`](Self::before_poll).
+    /// An inbox whose engine may sleep elsewhere, on the waker; see [`before_poll`](Self::before_poll).
     pub(crate) fn with_waker(world_size: usize, waker: Waker) -> Self {
         Self::with(world_size, Some(waker))
     }
@@ -152,7 +152,7 @@ impl Inbox {
         self.awaited.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// What this rank shows of its work outside of operations.
+    /// The signs of this rank's work outside of operations.
     pub(crate) fn activity(&self) -> &Arc<ActivityClock> {
         &self.activity
     }
@@ -163,7 +163,7 @@ impl Inbox {
         self.lock().on_activity(rank, at);
     }
 
-    /// When a peer showed last that it works.
+    /// The time at which a peer last showed that it works.
     pub(crate) fn active(&self, rank: usize) -> Option<Instant> {
         self.lock().active(rank)
     }
@@ -178,20 +178,20 @@ impl Inbox {
         self.lock().on_waiting(rank, awaited);
     }
 
-    /// Those for whom `missing` wait in the end, and who wait for nobody themselves.
+    /// The ranks at the ends of the chains of waiting that begin at `missing`, which wait for nobody themselves.
     ///
-    /// What a rank said before the clock of this wait began does not count: it may have got what
-    /// it waited for, and says so with its next heartbeat only.
+    /// A rank's report from before the clock of this wait began does not count: the rank may have got what
+    /// it waited for, and reports that only with its next heartbeat.
     pub(crate) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
         self.lock().roots(missing, deadline)
     }
 
-    /// Whether a peer has neither sent a final message nor been given up.
+    /// Returns `true` if a peer has neither sent a final message nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
         self.lock().queues()[rank].state == PeerState::Present
     }
 
-    /// Whether a peer runs, as far as this rank knows, and has not sent a final message.
+    /// Returns `true` if a peer runs, as far as this rank knows, and has not sent a final message.
     pub(crate) fn can_receive(&self, rank: usize) -> bool {
         let state = self.lock().queues()[rank].state;
         matches!(state, PeerState::Broken | PeerState::Present)
@@ -217,7 +217,7 @@ impl Inbox {
         }
     }
 
-    /// What will make an operation fail, unless that is a guess of a moment ago.
+    /// The failure that will end an operation, unless it is a guess of a moment ago.
     pub(crate) fn failure_text(&self, me: usize, peers: &[Peer]) -> Option<String> {
         let state = self.lock();
         if let Some(blame) = state.cause(me) {

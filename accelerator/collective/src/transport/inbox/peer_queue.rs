@@ -8,7 +8,7 @@ use crate::{
     transport::{CHUNK, LastOp, Tag, pool::PooledBuffer},
 };
 
-/// Where an operation stands among those of its rank that are under way.
+/// The position of an operation among those of its rank that are under way.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OpPosition {
     /// All before it are done.
@@ -25,7 +25,7 @@ pub(crate) struct RecvChunk {
 }
 
 impl RecvChunk {
-    /// How much of its queue it takes: its content, and what it costs to keep it. A peer that
+    /// The room that it takes in its queue: its content, and the overhead of keeping it. A peer that
     /// sends parts without content fills its queue too.
     pub(super) fn weight(&self) -> usize {
         const CHUNK_OVERHEAD: usize = 512;
@@ -33,7 +33,7 @@ impl RecvChunk {
     }
 }
 
-/// In a reduction, what has arrived from each rank; nothing for the rank itself.
+/// The parts that have arrived from each rank, as inputs of a reduction; `None` for the rank itself.
 impl ReduceInput for Option<RecvChunk> {
     fn bytes(&self) -> Option<&[u8]> {
         self.as_ref().map(|chunk| chunk.payload.bytes())
@@ -45,13 +45,13 @@ pub(super) struct PeerQueue {
     pub(super) chunks: VecDeque<RecvChunk>,
     pub(super) bytes: usize,
     pub(super) state: PeerState,
-    /// For whom this rank waits, as it said last, and when that came.
+    /// The rank that this one last said it waits for, and the time of that.
     pub(super) awaited: Option<(usize, Instant)>,
     /// The latest operation that the peer has begun, as far as the parts that arrived show.
     pub(super) last: Option<LastOp>,
-    /// When this rank showed last that it works outside of operations.
+    /// The time at which this rank last showed that it works outside of operations.
     pub(super) active: Option<Instant>,
-    /// Whether another rank says that this one is to blame.
+    /// Set once another rank blames this one.
     pub(super) blamed: bool,
 }
 
@@ -90,10 +90,10 @@ impl PeerQueue {
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) enum PeerState {
-    /// It sent what the protocol does not allow, and runs.
+    /// The peer sent what the protocol does not allow, and still runs.
     Broken,
     Dropped,
-    /// It said that its group failed, and not by its own fault: it may still run.
+    /// The group of the peer failed, and not by its own fault: it may still run.
     Aborted,
     Left,
     Lost,
@@ -101,11 +101,10 @@ pub(super) enum PeerState {
     Present,
 }
 
-/// How many operations of one rank are under way at most.
+/// The most operations of one rank that are under way.
 pub(crate) const MAX_IN_FLIGHT: usize = 4;
 
-/// At this many bytes the queue of one sender is full. The parts of a reduction that a peer sends
-/// before this rank has taken them are at most 16 chunks, for each operation under way, so only a
-/// broadcast to a slow rank ever gets there: a part that is needed never waits behind a full queue
-/// of parts that are not.
+/// The bytes at which the queue of one sender is full. A peer sends at most 16 chunks of a reduction
+/// ahead of this rank, for each operation under way, so only a broadcast to a slow rank ever gets
+/// there: a part that is needed never waits behind a full queue of parts that are not.
 pub(super) const QUEUE_BYTES: usize = 128 * CHUNK;

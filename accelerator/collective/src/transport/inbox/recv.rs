@@ -1,4 +1,4 @@
-//! What an engine asks of its inbox: chunks, events, and whether to go on.
+//! The questions of an engine to its inbox: chunks, events, and whether to continue.
 
 use std::{
     ops::Range,
@@ -78,14 +78,14 @@ impl Inbox {
         }
     }
 
-    /// Says that the engine is about to sleep until its waker wakes it, unless there was an event
-    /// after `version`; gives the waker if it may. [`after_poll`](Self::after_poll) follows.
+    /// Announces that the engine is about to sleep until its waker wakes it, and returns the waker; `None` if
+    /// there was an event after `version`. [`after_poll`](Self::after_poll) follows.
     pub(crate) fn before_poll(&self, version: u64) -> Option<&Waker> {
         let waker = self.waker.as_ref()?;
         self.lock().begin_poll(version).then_some(waker)
     }
 
-    /// Says that the engine does not sleep any more.
+    /// Announces that the engine no longer sleeps.
     pub(crate) fn after_poll(&self) {
         let mut state = self.lock();
         // Whoever woke it has noted the end.
@@ -136,12 +136,12 @@ impl Inbox {
         deadline.on_progress(Instant::now());
     }
 
-    /// Whether a sender should go on: `Ok` while nothing speaks against it.
+    /// Checks if a sender should continue: `Ok` while nothing speaks against it.
     pub(crate) fn check(&self, to: usize, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
         self.lock().check(to, peers, deadline)
     }
 
-    /// Whether nothing is known that could end an operation whose data are here.
+    /// Returns `true` if nothing is known that could end an operation whose data are here.
     pub(crate) fn has_no_failures(&self) -> bool {
         !self.has_failures.load(Ordering::Acquire)
     }
@@ -170,5 +170,5 @@ impl Inbox {
     }
 }
 
-/// How long a rank whose connection broke waits for the reason.
+/// The time for which a rank whose connection broke waits for the reason.
 const CAUSE_WAIT: Duration = Duration::from_millis(500);

@@ -1,4 +1,4 @@
-//! What an inbox holds and knows. Every change of it is a method of this file.
+//! The contents and knowledge of an inbox. Every change of them is a method of this file.
 
 use std::{
     mem::take,
@@ -20,21 +20,21 @@ pub(super) struct InboxState {
     /// The failures that became known, in that order: the later ones are mostly collateral of
     /// the first.
     failures: Vec<ObservedFailure>,
-    /// Who dropped its group without a word of why, and when.
+    /// The rank that first dropped its group without a word of why, and the time of it.
     dropped: Option<(usize, Instant)>,
     closed: bool,
     /// Counts events: everything that happens.
     version: u64,
-    /// How many threads wait for an event.
+    /// The number of threads that wait for an event.
     sleepers: usize,
-    /// How many threads wait for room.
+    /// The number of threads that wait for room.
     blocked: usize,
-    /// Whether the engine sleeps until its waker wakes it.
+    /// Set while the engine sleeps until its waker wakes it.
     polling: bool,
-    /// When this process last said that it runs, and after how long without that the others may
-    /// give it up.
+    /// The last time at which this process said that it runs, and the silence after which the others
+    /// may give it up.
     last_run: Option<(Instant, Duration)>,
-    /// When it ran again after it had not for too long, and for how long.
+    /// The time at which this process ran again after too long a pause, and the length of the pause.
     suspended: Option<(Instant, Duration)>,
 }
 
@@ -64,7 +64,7 @@ impl InboxState {
         &self.failures
     }
 
-    /// Who dropped its group without a word of why, and when.
+    /// The rank that first dropped its group without a word of why, and the time of it.
     pub(super) fn dropped(&self) -> Option<(usize, Instant)> {
         self.dropped
     }
@@ -73,22 +73,22 @@ impl InboxState {
         self.closed
     }
 
-    /// How many events there were.
+    /// The number of events so far.
     pub(super) fn version(&self) -> u64 {
         self.version
     }
 
-    /// Whether a thread waits for an event.
+    /// Returns `true` if a thread waits for an event.
     pub(super) fn has_sleepers(&self) -> bool {
         self.sleepers > 0
     }
 
-    /// Whether a thread waits for room.
+    /// Returns `true` if a thread waits for room.
     pub(super) fn has_blocked(&self) -> bool {
         self.blocked > 0
     }
 
-    /// Whether the queue of a sender is full; it never is after [`close`](Self::close).
+    /// Checks if the queue of a sender is full; it never is after [`close`](Self::close).
     pub(super) fn is_full(&self, from: usize) -> bool {
         !self.closed && self.queues[from].bytes >= QUEUE_BYTES
     }
@@ -194,12 +194,12 @@ impl InboxState {
         self.record_failure(Some(0), FailureCause::BrokeProtocol(rank, what));
     }
 
-    /// This rank cannot go on.
+    /// Records that this rank cannot continue.
     pub(super) fn on_own_failure(&mut self, why: &str) {
         self.record_failure(Some(0), FailureCause::OwnFailure(why.to_owned()));
     }
 
-    /// A peer has given up.
+    /// Records that a peer has given up.
     pub(super) fn on_aborted(&mut self, rank: usize, abort: Abort) {
         let cause = match abort.error.culprit() {
             // It reports its own end; the receiver adds the operation.
@@ -219,20 +219,20 @@ impl InboxState {
         self.record_failure(Some(abort.sequence), cause);
     }
 
-    /// A peer showed at this moment that it works.
+    /// Records that a peer showed at this moment that it works.
     pub(super) fn on_activity(&mut self, rank: usize, at: Option<Instant>) {
         let active = &mut self.queues[rank].active;
         *active = at.max(*active);
     }
 
-    /// A peer says for which rank it waits; a number that is no rank is for none.
+    /// Records for which rank a peer waits; a number that is no rank counts as none.
     pub(super) fn on_waiting(&mut self, rank: usize, awaited: Option<usize>) {
         let world_size = self.queues.len();
         let awaited = awaited.filter(|rank| *rank < world_size);
         self.queues[rank].awaited = awaited.map(|rank| (rank, Instant::now()));
     }
 
-    /// This process runs, and says so again within `limit`.
+    /// Records that this process runs, and will say so again within `limit`.
     pub(super) fn on_running(&mut self, limit: Duration) {
         let now = Instant::now();
         self.detect_suspension(now);
@@ -269,9 +269,9 @@ impl InboxState {
     }
 }
 
-/// How many failures are kept.
+/// The most failures that are kept.
 const MAX_FAILURES: usize = 64;
 
-/// How long after this process ran again the end of a connection is taken for the answer to its
-/// silence.
+/// The time after this process ran again for which the end of a connection counts as the answer to
+/// its own silence.
 const SUSPENSION_GRACE: Duration = Duration::from_secs(2);

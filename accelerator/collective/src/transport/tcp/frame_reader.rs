@@ -1,4 +1,4 @@
-//! What comes from one peer, taken as far as it has come.
+//! Reads the frames of one peer, as far as they have arrived.
 
 use std::{
     io::{self, IoSliceMut, Read},
@@ -22,7 +22,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct FrameReader<S> {
     source: S,
-    /// Who sends.
+    /// The sending rank.
     rank: usize,
     inbox: Arc<Inbox>,
     liveness: Arc<PeerLiveness>,
@@ -39,7 +39,7 @@ pub(super) struct FrameReader<S> {
     has_ended: bool,
 }
 
-/// What a reader found.
+/// The outcome of one call to the reader.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ReadOutcome {
     /// Frames were delivered; there may be more.
@@ -68,7 +68,7 @@ pub(super) fn read_frames<S: Read>(reader: &Mutex<FrameReader<S>>) -> ReadOutcom
     }
 }
 
-/// Whether bytes can be read by a reader that several threads share.
+/// Returns `true` if bytes can be read by a reader that several threads share.
 pub(super) fn is_open<S>(reader: &Mutex<FrameReader<S>>) -> bool {
     let reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
     !reader.is_full && !reader.has_ended
@@ -219,7 +219,7 @@ impl<S: Read> FrameReader<S> {
         staged.first_chunk().map(Head::decode)
     }
 
-    /// Whether a whole frame, or one that is none, is waiting in memory.
+    /// Returns `true` if a whole frame, or an invalid one, is waiting in memory.
     fn has_whole(&self) -> bool {
         match self.head() {
             Some(Ok(head)) => self.to - self.from >= Head::LEN + head.preamble + head.payload,
@@ -350,7 +350,7 @@ const ENDED: &str = "its connection ended: the process died or lost the network"
 const STAGING_BYTES: usize = 24 * 1024;
 const _: () = assert!(Head::LEN + MAX_PREAMBLE <= STAGING_BYTES);
 
-/// So many times what the stage holds is taken in one go from a peer that is not listened to.
+/// The most reads in one go from a peer whose bytes are discarded.
 const READS: usize = 16;
 
 #[cfg(test)]
@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(reader.read_frames(), ReadOutcome::Nothing);
     }
 
-    /// Until it ends, so that whoever sends it can read what it is told.
+    /// The reader drains the connection until it ends, so that the sender can read what it is told.
     #[test]
     fn what_follows_garbage_is_taken_and_dropped() {
         let mut reader = reader();

@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Tcp {
-    /// One round: a heartbeat on every idle link, then a check of every silent one.
+    /// Runs one round: a heartbeat on every idle link, then a check of every silent one.
     ///
     /// A process that was suspended receives nothing meanwhile. A round that comes later than it was `due` does not
     /// count that time, and after more than a whole period finds nobody silent before another one has passed; and

@@ -30,16 +30,16 @@ pub(super) struct Link {
     writer: Mutex<TcpStream>,
     /// The same connection, for what must not wait for the writer.
     control: TcpStream,
-    /// Whether the peer is on this host.
+    /// `true` if the peer is on this host.
     is_local: bool,
     /// Whoever reads holds it, for a few frames.
     pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
-    /// What comes in shows here.
+    /// The record of when bytes came in.
     pub(super) liveness: Arc<PeerLiveness>,
-    /// Whether a frame was left unfinished or the final message is sent, after which nothing can be
+    /// Set once a frame was left unfinished or the final message was sent, after which nothing can be
     /// sent any more.
     torn: AtomicBool,
-    /// Whether something was sent since [`heartbeat`](Self::heartbeat) asked last.
+    /// Set if something was sent since [`heartbeat`](Self::heartbeat) last asked.
     used: AtomicBool,
 }
 
@@ -80,7 +80,7 @@ impl Link {
         &self.control
     }
 
-    /// Whether the peer is on this host, so that what was sent to it has arrived.
+    /// Returns `true` if the peer is on this host, so that everything sent to it has arrived.
     pub(super) fn is_local(&self) -> bool {
         self.is_local
     }
@@ -123,7 +123,7 @@ impl Link {
         }
     }
 
-    /// Whether bytes, or the end of the connection, wait to be read.
+    /// Checks if bytes, or the end of the connection, wait to be read.
     pub(super) fn has_unread(&self) -> bool {
         is_ready(&self.control, PollFlags::IN)
     }
@@ -150,8 +150,8 @@ impl Link {
         self.hang_up();
     }
 
-    /// Whether something that was written would be lost if this process ended and the peer then sent something: it
-    /// waits here for the peer to take what came before, or is on its way over a network, which may lose it.
+    /// Checks if written data would be lost if this process ended and the peer then sent something: it waits here for
+    /// the peer to take what came before, or is on its way over a network, which may lose it.
     pub(super) fn has_unsent(&self) -> bool {
         let mut fds = [PollFd::new(&self.control, PollFlags::empty())];
         let over = PollFlags::ERR | PollFlags::HUP;
@@ -230,7 +230,7 @@ fn set_local_congestion_control(stream: &TcpStream) {
     let _ = stream;
 }
 
-/// Whether both ends of a connection have one address.
+/// Checks if both ends of a connection have the same address.
 fn is_local(stream: &TcpStream) -> bool {
     match (stream.local_addr(), stream.peer_addr()) {
         (Ok(here), Ok(there)) => here.ip() == there.ip(),
@@ -238,7 +238,7 @@ fn is_local(stream: &TcpStream) -> bool {
     }
 }
 
-/// Whether a connection is ready at this moment; an error or an end counts as being so.
+/// Checks if a connection is ready at this moment; an error or an end counts as being so.
 fn is_ready(stream: &TcpStream, flags: PollFlags) -> bool {
     await_ready(stream, flags, Duration::ZERO)
 }
@@ -257,5 +257,5 @@ pub(super) fn timespec(pause: Duration) -> Timespec {
     }
 }
 
-/// How often a writer that waits asks whether to go on.
+/// The interval at which a waiting writer checks if it should continue.
 pub(super) const WRITER_CHECK_INTERVAL: Duration = Duration::from_millis(100);

@@ -400,7 +400,7 @@ impl InboundHandshake {
     }
 }
 
-/// What both sides of a handshake prove: who speaks with whom, and the nonces of both.
+/// The bytes that both sides of a handshake prove: who speaks with whom, and the nonces of both.
 fn transcript(from: usize, to: usize, nonce: &Nonce, own: &Nonce) -> Vec<u8> {
     let mut said = Vec::with_capacity(80);
     said.extend_from_slice(&(from as u64).to_le_bytes());
@@ -410,15 +410,15 @@ fn transcript(from: usize, to: usize, nonce: &Nonce, own: &Nonce) -> Vec<u8> {
     said
 }
 
-/// How long a peer whose listener is gone may take to be found dead by the store.
+/// The time within which the store must find a peer dead whose listener is gone.
 const REFUSED: Duration = Duration::from_secs(1);
 
-/// How often a caller looks whether anybody waits for it.
+/// The interval at which a caller checks if anybody waits for it.
 const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long to wait before calling again, from the first time to the last.
+/// The delays between attempts: the first one, and the longest.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
 const MAX_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// By how much the report of the connecting thread may come after the deadline.
+/// The time after the deadline within which the connecting thread may still report.
 const RESULT_GRACE: Duration = Duration::from_millis(250);

@@ -30,8 +30,8 @@ use reader_handoff::ReaderHandoff;
 #[cfg(feature = "fuzzing")]
 pub(crate) use reader_thread::feed;
 
-/// One rank in a mesh of connections. Operations that wait read what comes; where there is none, a
-/// thread for each peer does, so a peer that sends never waits for this rank's engine for long.
+/// One rank in a mesh of connections. Waiting operations read incoming data; while none waits, one
+/// thread per peer does, so a peer that sends never waits for this rank's engine for long.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     rank: usize,
@@ -39,12 +39,12 @@ pub(crate) struct Tcp {
     links: Vec<Option<Link>>,
     inbox: Arc<Inbox>,
     handoff: Arc<ReaderHandoff>,
-    /// How long an operation that waits keeps its core.
+    /// The time for which a waiting operation keeps its core.
     busy: Duration,
-    /// How long the others may take to complete their connections.
+    /// The time within which the others must complete their connections.
     connect_timeout: Duration,
     round_due: Mutex<Option<Instant>>,
-    /// Whether the next chunk is to be corrupted, as a fault.
+    /// Set to corrupt the next chunk, as a fault.
     corrupt_next: AtomicBool,
 }
 
@@ -102,7 +102,7 @@ impl Tcp {
         })
     }
 
-    /// As both planes of a group.
+    /// Makes this mesh both planes of a group.
     pub(crate) fn into_transport(self) -> Transport {
         let (peers, inbox) = (Arc::clone(&self.peers), Arc::clone(&self.inbox));
         let mesh = Arc::new(self);
@@ -127,7 +127,7 @@ impl Drop for Tcp {
     }
 }
 
-/// How long an operation may keep its core while it waits: not at all where the ranks of this host
+/// The time for which a waiting operation may keep its core: zero if the ranks of this host
 /// outnumber the cores, since the one that is waited for may need it.
 fn busy(peers: &[Peer], rank: usize) -> Duration {
     let here = |peer: &Peer| match (&peer.location, &peers[rank].location) {
@@ -149,7 +149,7 @@ fn busy(peers: &[Peer], rank: usize) -> Duration {
 /// Longer than two switches to and from sleep.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// How long the final messages take at most, to all peers together.
+/// The longest time that the final messages may take, to all peers together.
 const FINAL_MESSAGES_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

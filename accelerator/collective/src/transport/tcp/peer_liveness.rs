@@ -1,21 +1,21 @@
-//! When a peer was heard, and when it is silent.
+//! The record of when a peer was heard, from which its silence is measured.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
-/// What the reader of a connection notes for the one who judges silence.
+/// Notes of a connection's reader for the thread that judges silence.
 #[derive(Debug)]
 pub(super) struct PeerLiveness {
     since: Instant,
-    /// When bytes were read last, in milliseconds after `since`.
+    /// The time at which bytes were last read, in milliseconds after `since`.
     heard: AtomicU64,
-    /// Whether anything was read at all.
+    /// Set once anything was read.
     spoken: AtomicBool,
-    /// Whether nobody is reading, since there is no room.
+    /// Set while reading is stopped for want of room.
     paused: AtomicBool,
-    /// After how many milliseconds of silence the peer gives others up; 0 while unknown.
+    /// The milliseconds of silence after which the peer gives others up; 0 while unknown.
     peer_limit_ms: AtomicU32,
 }
 
@@ -64,7 +64,7 @@ impl PeerLiveness {
         self.paused.load(Ordering::Acquire)
     }
 
-    /// Whether the peer has said anything since the connection was made.
+    /// Returns `true` if the peer has said anything since the connection was made.
     pub(super) fn has_spoken(&self) -> bool {
         self.spoken.load(Ordering::Relaxed)
     }
@@ -74,7 +74,7 @@ impl PeerLiveness {
         self.peer_limit_ms.store(milliseconds, Ordering::Relaxed);
     }
 
-    /// After how long a silence the peer gives others up, where it has said so.
+    /// The length of silence after which the peer gives others up, once it has told.
     pub(super) fn peer_limit(&self) -> Option<Duration> {
         match self.peer_limit_ms.load(Ordering::Relaxed) {
             0 => None,
@@ -82,7 +82,7 @@ impl PeerLiveness {
         }
     }
 
-    /// For how long nothing came; nothing where nobody was listening.
+    /// The time for which nothing came; zero while nobody is reading.
     pub(super) fn silence(&self, now: Instant) -> Duration {
         if self.is_paused() {
             return Duration::ZERO;

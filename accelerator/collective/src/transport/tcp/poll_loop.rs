@@ -118,8 +118,8 @@ impl Tcp {
     }
 }
 
-/// How often to look whether the final message has left.
+/// The interval at which to check if the final message has left.
 const SEND_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
-/// So many connections need no memory to be polled.
+/// The most connections that are polled without allocating memory.
 const MAX_STACK_FDS: usize = 64;

@@ -1,4 +1,4 @@
-//! Who reads: the operation that waits, or the reading threads. See the README.
+//! The handoff of reading between the waiting operation and the reading threads. See the README.
 
 use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -7,13 +7,13 @@ use std::{
 
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// Whether an operation of this rank reads the connections, or did a moment ago.
+/// Tracks if an operation of this rank reads the connections, or did a moment ago.
 #[derive(Debug)]
 pub(super) struct ReaderHandoff {
     since: Instant,
-    /// How many threads tend the connections.
+    /// The number of threads that read for operations.
     inside: AtomicUsize,
-    /// When the last one left, in milliseconds after `since`, and one; zero before the first.
+    /// The time at which the last one left, in milliseconds after `since`, plus one; zero before the first.
     left: AtomicU64,
     queue: Mutex<WaitingReaders>,
     /// The reading threads may read.
@@ -23,9 +23,9 @@ pub(super) struct ReaderHandoff {
 /// The reading threads that wait for their turn.
 #[derive(Debug, Default)]
 struct WaitingReaders {
-    /// Whether one of them looks when it comes, for all.
+    /// Set while one of them checks from time to time on behalf of all.
     watched: bool,
-    /// Whether no operation will read any more.
+    /// Set once no operation will read any more.
     is_over: bool,
 }
 
@@ -77,7 +77,7 @@ impl ReaderHandoff {
         }
     }
 
-    /// How long the reading threads leave the connections alone, before one asks again.
+    /// The time for which the reading threads leave the connections alone before one of them checks again.
     pub(super) fn nap(&self) -> Option<Duration> {
         if self.inside.load(Ordering::Relaxed) > 0 {
             return Some(NAP);
@@ -105,8 +105,8 @@ impl Drop for PollingGuard<'_> {
     }
 }
 
-/// For so long after an operation has read last, reading threads take it to come again. A peer
-/// whose socket is full waits so much longer at most.
+/// The time after an operation's last read for which reading threads expect the next one. A peer
+/// whose socket is full waits at most this much longer.
 const NAP: Duration = Duration::from_millis(20);
 
 #[cfg(test)]

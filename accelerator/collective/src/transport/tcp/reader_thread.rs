@@ -98,8 +98,8 @@ impl ReaderThread {
     }
 }
 
-/// How often a reader that waits looks whether the inbox is closed.
+/// The interval at which a waiting reader checks if the inbox is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How long a closed inbox lets the peer finish.
+/// The time that a closed inbox leaves the peer to finish.
 const DRAIN: Duration = Duration::from_secs(2);

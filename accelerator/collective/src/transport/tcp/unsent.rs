@@ -1,4 +1,4 @@
-//! How much of what was written to a connection has not left this host, or has not arrived.
+//! The amount of data written to a connection that has not left this host, or has not arrived.
 
 #![cfg_attr(
     target_os = "linux",
@@ -7,8 +7,8 @@
 
 use std::net::TcpStream;
 
-/// How many bytes, and ends, of a connection the system has not sent, for want of room at the peer or on the way.
-/// What was sent over loopback has arrived. Where the system cannot tell, as outside of Linux: none.
+/// The number of bytes and ends of a connection that the system has not sent, for want of room at the peer or on the
+/// way. Data sent over loopback has arrived. Returns 0 if the system cannot tell, as outside of Linux.
 pub(super) fn unsent(stream: &TcpStream) -> usize {
     #[cfg(target_os = "linux")]
     return ask::<SIOCOUTQNSD>(stream);

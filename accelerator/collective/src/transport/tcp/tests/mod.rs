@@ -152,7 +152,7 @@ fn pair() -> (Tcp, TcpStream) {
     (tcp, other.join().unwrap())
 }
 
-/// What two ranks know that have met.
+/// The meetings of two ranks that have met.
 fn meetings(job: u8) -> Vec<Meeting> {
     let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
     let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());

@@ -80,7 +80,7 @@ fn silence_is_named_in_every_operation() {
     });
 }
 
-/// It is noted while nobody calls anything, so the next call need not wait for it.
+/// The silence is noted while nobody calls anything, so the next call need not wait for it.
 #[test]
 fn silence_between_operations_is_noted() {
     let (release, held) = mpsc::channel::<()>();
@@ -109,7 +109,7 @@ fn silence_between_operations_is_noted() {
     );
 }
 
-/// Who is given up is told so, with the reason, and can read it when it runs again.
+/// A rank that is given up is told so, with the reason, and can read it when it runs again.
 #[test]
 fn a_rank_that_is_given_up_is_told() {
     let (sender, words) = mpsc::channel();
@@ -172,7 +172,7 @@ fn a_full_queue_is_no_silence() {
     assert_eq!(whole, [true]);
 }
 
-/// Who did not run for a while blames nobody of the silence that it slept through.
+/// A rank that did not run for a while blames nobody for the silence that it slept through.
 #[test]
 fn who_was_stopped_blames_nobody() {
     let liveness = Duration::from_millis(800);
@@ -223,7 +223,7 @@ fn who_was_stopped_and_given_up_knows_it() {
     );
 }
 
-/// So that those who wait for it blame the one that takes nothing.
+/// The ranks that wait for this one then blame the peer that takes nothing.
 #[test]
 fn who_cannot_send_says_whom_it_waits_for() {
     let (tcp, other) = pair();

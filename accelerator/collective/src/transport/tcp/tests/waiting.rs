@@ -1,4 +1,4 @@
-//! What a rank does while it waits for a connection, and when it leaves.
+//! The behavior of a rank that waits for a connection, and of one that leaves.
 
 use std::{
     io::{Read, Write},
@@ -145,7 +145,7 @@ fn trouble_wakes_who_waits_for_room() {
     }
 }
 
-/// What a thread has taken that panicked cannot be trusted.
+/// The data that a thread has read cannot be trusted after it panicked.
 #[test]
 fn a_panic_of_a_thread_that_reads_ends_the_group() {
     let (tcp, _other) = pair();
@@ -169,7 +169,7 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
     );
 }
 
-/// So that the end of the program cuts nothing off, which this rank cannot know to have been read.
+/// The end of the program then cuts nothing off that the peer may not have read.
 #[test]
 fn last_words_have_left_when_a_rank_has_said_them() {
     let (tcp, mut other) = pair();
