@@ -18,7 +18,7 @@
 //! # }
 //! ```
 //!
-//! What holds for every operation:
+//! Every operation is:
 //!
 //! - **Deterministic.** Values are combined in rank order; all ranks get the same bits, run after
 //!   run and over every transport that groups the ranks alike.

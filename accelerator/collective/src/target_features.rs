@@ -34,8 +34,8 @@ impl TargetFeatures {
         Self(compiled.map(|(name, _)| (*name).to_owned()).collect())
     }
 
-    /// The features that a program was compiled for, read from its file; `None` if it does not link this library. `file`
-    /// may be the part of the file in which constants are.
+    /// The features that a program was compiled for, read from its file; `None` if it does not link this library.
+    /// `file` may be the part of the file in which constants are.
     pub fn of_program(file: &[u8]) -> Option<Self> {
         let begins = (0..file.len()).filter(|&at| file[at] == BEGIN[0]);
         begins

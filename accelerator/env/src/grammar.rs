@@ -25,14 +25,14 @@ pub enum Grammar {
     ExistingFile,
     /// The path of a file in a folder that exists.
     NewFile,
-    /// Which steps a trace records: `active=3,wait=1,…`.
+    /// The steps that a trace records: `active=3,wait=1,…`.
     TraceSchedule,
     /// Any text, which this describes; the reader of the variable checks it.
     Text(&'static str),
 }
 
 impl Grammar {
-    /// Whether `value` is one of them.
+    /// Checks if `value` is one of these values.
     pub fn accepts(&self, value: &OsStr) -> bool {
         let text = value.to_str();
         match self {

@@ -6,22 +6,22 @@ use crate::grammar::Grammar;
 /// An environment variable.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Variable {
-    /// Its name.
+    /// The name of the variable.
     pub name: &'static str,
-    /// What it sets, in a few words.
+    /// The meaning of the variable, in a few words.
     pub meaning: &'static str,
     /// The values that it may have.
     pub grammar: Grammar,
-    /// What holds where it is not set.
+    /// The default if the variable is not set.
     pub default: &'static str,
     /// The method that sets the same in code, or nothing.
     pub code: &'static str,
-    /// Who reads it.
+    /// The programs that read the variable.
     pub reader: Reader,
 }
 
 impl Variable {
-    /// Whether it may have this value.
+    /// Checks if the variable may have this value.
     pub fn accepts(&self, value: &OsStr) -> bool {
         self.grammar.accepts(value)
     }

@@ -1,4 +1,4 @@
-//! Fault plans: which fault, on which rank, at which point.
+//! Fault plans: the faults of a job, each on one rank at one point.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 /// Faults of one job, each of which is triggered once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultPlan {
-    /// In no particular order.
+    /// The faults, in no particular order.
     pub faults: Vec<Fault>,
 }
 
@@ -15,41 +15,39 @@ pub struct FaultPlan {
 pub struct Fault {
     /// The rank on which it happens.
     pub rank: usize,
-    /// In which attempt of the job: 0 before any restart.
+    /// The attempt of the job in which it happens: 0 before any restart.
     pub restart: u64,
-    /// When.
+    /// The point at which it happens.
     pub point: Point,
-    /// What.
+    /// The action that it takes.
     pub action: Action,
 }
 
 /// A point in the run of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// Before the rank goes to the store.
+    /// The moment before the rank contacts the store.
     Rendezvous,
-    /// When the rank knows all others and is about to connect to them.
+    /// The moment at which the rank knows all others and is about to connect to them.
     Connect,
-    /// When so many optimizer steps are done, counted over the whole job, at the next backward
-    /// pass that ends a window.
+    /// The next backward pass that ends a window after this many optimizer steps, counted over the whole job.
     Step(u64),
-    /// At the collective with this sequence number, when the rank has declared it and sent its
-    /// first data.
+    /// The collective with this sequence number, once the rank has declared it and sent its first data.
     Operation(u64),
-    /// Within the collective with this sequence number: behind its header and its first chunk,
+    /// A place within the collective with this sequence number: behind its header and its first chunk,
     /// before the rank shows or sends more. A collective that ends with its first data has no such
     /// place.
     Within(u64),
-    /// While the checkpoint with this number is saved.
+    /// A stage of saving the checkpoint with this number.
     Save(u64, SaveStage),
 }
 
 /// A place within a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveStage {
-    /// Before anything is written.
+    /// The start, before anything is written.
     Begin,
-    /// With the first data file half written.
+    /// The moment at which the first data file is half written.
     Data,
     /// All data are written and flushed; the checkpoint has no name yet.
     Written,
@@ -83,7 +81,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether the rank or its process is gone, or is taken for gone, once it is triggered.
+    /// Returns `true` if the rank or its process is gone, or is taken for gone, once the fault is triggered.
     pub fn is_deadly(self) -> bool {
         !matches!(self, Self::Slow(_) | Self::DiskFull | Self::FailWrite)
     }

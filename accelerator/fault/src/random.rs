@@ -13,7 +13,7 @@ pub struct Bounds {
     pub steps: u64,
     /// The number of checkpoints of the job.
     pub saves: u64,
-    /// How many restarted attempts have a fault, beside the first attempt: one fault an attempt.
+    /// The most attempts that have a fault, one each, the first attempt among them.
     pub restarts: u64,
 }
 

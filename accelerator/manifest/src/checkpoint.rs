@@ -95,19 +95,19 @@ impl Checkpoint {
         self.with_callback(Progress::new(progress))
     }
 
-    /// Its number, by its name.
+    /// The number of the checkpoint, by its name.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Where it lies.
+    /// The path of the checkpoint.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its manifest; read and checked once, then cached.
+    /// The manifest; read and checked once, then cached.
     ///
     /// # Errors
     ///
@@ -162,8 +162,8 @@ impl Checkpoint {
         self.reader(name, entry)
     }
 
-    /// Where a file lies, for readers that want a path, such as maps of memory. Nothing is
-    /// checked: [`verify`](Self::verify) first.
+    /// The path of a file, for readers that want one, such as memory maps. Nothing is checked: call
+    /// [`verify`](Self::verify) first.
     #[must_use]
     pub fn path_of(&self, name: &FileName) -> PathBuf {
         name.at(&self.path)
@@ -256,7 +256,7 @@ impl Checkpoint {
     }
 }
 
-/// How thoroughly a checkpoint is verified.
+/// The thoroughness of a verification.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -287,7 +287,7 @@ pub enum VerifyLevel {
 pub struct VerifyReport {
     /// The checkpoint's number.
     pub number: u64,
-    /// Where it lies.
+    /// The path of the checkpoint.
     pub path: PathBuf,
     /// Everything that is wrong with it.
     pub defects: Vec<Defect>,
@@ -298,9 +298,9 @@ pub struct VerifyReport {
 /// A file that differs from its entry in the manifest, or the manifest itself.
 #[derive(Clone, Debug)]
 pub struct Defect {
-    /// Its name within the checkpoint.
+    /// The file's name within the checkpoint.
     pub file: String,
-    /// What was expected, and what was found; paths are within the checkpoint.
+    /// The expected and the actual state; paths are within the checkpoint.
     pub what: String,
     /// The same, as it would come from reading the file.
     pub error: Error,

@@ -24,12 +24,12 @@ pub(crate) fn temporary(what: &str, state: State) -> String {
     StagedName::new(what, state).to_string()
 }
 
-/// Whether this is the name of something unfinished in a folder of checkpoints.
+/// Checks if this is the name of something unfinished in a folder of checkpoints.
 pub(crate) fn is_leftover(name: &str) -> bool {
     StagedName::parse(name).is_some_and(|staged| is_ours(&staged))
 }
 
-/// Whether [`temporary`] has made the name of something that a folder of checkpoints has.
+/// Checks if [`temporary`] made this name for something that a folder of checkpoints has.
 pub(crate) fn is_ours(staged: &StagedName) -> bool {
     staged.target() == LATEST || parse_name(staged.target()).is_some()
 }

@@ -16,50 +16,50 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Error(Arc<Inner>);
 
 impl Error {
-    /// Whether a folder or a file is not there.
+    /// Returns `true` if a folder or a file does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.0.kind == Kind::NotFound
     }
 
-    /// Whether a checkpoint is not what its manifest says, or its manifest is not what was written.
+    /// Returns `true` if a checkpoint differs from its manifest, or the manifest from the one that was written.
     #[must_use]
     pub fn is_corrupt(&self) -> bool {
         self.0.kind == Kind::Corrupt
     }
 
-    /// Whether a checkpoint was written in a format that this version does not know.
+    /// Returns `true` if a checkpoint has a format that this version does not know.
     #[must_use]
     pub fn is_incompatible(&self) -> bool {
         self.0.kind == Kind::Incompatible
     }
 
-    /// Whether another process wrote a checkpoint of the same number at the same time.
+    /// Returns `true` if another process wrote a checkpoint of the same number at the same time.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         self.0.kind == Kind::Conflict
     }
 
-    /// Whether a text is no name for a file of a checkpoint.
+    /// Returns `true` if a text is not a valid name for a file of a checkpoint.
     #[must_use]
     pub fn is_name(&self) -> bool {
         self.0.kind == Kind::Name
     }
 
-    /// Whether the caller did what it should not: a file written twice, a file without an entry, a
-    /// file in the place of a folder.
+    /// Returns `true` if the caller made a mistake: a file written twice, a file without an entry, a file in the place
+    /// of a folder.
     #[must_use]
     pub fn is_misuse(&self) -> bool {
         self.0.kind == Kind::Misuse
     }
 
-    /// Whether the system refused to read or to write.
+    /// Returns `true` if the system failed to read or to write.
     #[must_use]
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
     }
 
-    /// Whether the disk is full, or a quota is reached.
+    /// Returns `true` if the disk is full, or a quota is reached.
     #[must_use]
     pub fn is_disk_full(&self) -> bool {
         let mut source = self.source();

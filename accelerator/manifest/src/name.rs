@@ -61,7 +61,7 @@ impl FileName {
         self.0.split_once('/').map(|(folder, _)| folder)
     }
 
-    /// Where the file lies, for a checkpoint at `root`.
+    /// The path of the file, for a checkpoint at `root`.
     pub(crate) fn at(&self, root: &Path) -> PathBuf {
         self.0
             .split('/')

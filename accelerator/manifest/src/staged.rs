@@ -59,7 +59,7 @@ impl StagedFolder {
         Ok(Self { path, _lock: lock })
     }
 
-    /// Where it lies.
+    /// The path of the folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -93,7 +93,7 @@ impl Drop for StagedFolder {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct StagedName {
     boot: String,
-    /// For people: it means nothing in another container.
+    /// The process id, for people: it means nothing in another container.
     process: u32,
     random: String,
     state: State,
@@ -101,7 +101,7 @@ pub(crate) struct StagedName {
 }
 
 impl StagedName {
-    /// One more name for this process.
+    /// Creates another name for this process.
     pub(crate) fn new(target: &str, state: State) -> Self {
         Self {
             boot: boot().to_owned(),
@@ -134,7 +134,7 @@ impl StagedName {
         })
     }
 
-    /// What it shall be called, or was.
+    /// The name that the thing will have, or had.
     pub(crate) fn target(&self) -> &str {
         &self.target
     }
@@ -167,12 +167,12 @@ impl fmt::Display for StagedName {
     }
 }
 
-/// Why a thing has a hidden name.
+/// The reason why a thing has a hidden name.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum State {
-    /// It is being written.
+    /// The thing is being written.
     Partial,
-    /// It is being removed.
+    /// The thing is being removed.
     Removed,
 }
 
@@ -185,8 +185,8 @@ impl State {
     }
 }
 
-/// That a file or folder is in use by a living process of this kernel: an exclusive `flock`, which
-/// ends with the last handle. A folder can be locked on nearly every file system, since the kernel
+/// A lock that marks a file or folder as in use by a living process of this kernel: an exclusive `flock`,
+/// which ends with the last handle. A folder can be locked on nearly every file system, since the kernel
 /// keeps such locks to itself; NFS, too, passes on only those of files.
 #[derive(Debug)]
 pub(crate) struct Lock {
@@ -258,7 +258,7 @@ pub(crate) fn sweep(
     Ok(())
 }
 
-/// When something was made or changed last, by the clock of the file system.
+/// The time of the last change of a file or folder, by the clock of the file system.
 pub(crate) fn time_of(path: &Path) -> Option<SystemTime> {
     path.symlink_metadata().and_then(|x| x.modified()).ok()
 }
@@ -272,7 +272,7 @@ struct Claim {
 /// was started.
 const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
-/// When something below a path, or the path itself, was changed last.
+/// The time of the last change of a path, or of anything below it.
 fn last_change(path: &Path) -> io::Result<SystemTime> {
     let metadata = path.symlink_metadata()?;
     let mut last = metadata.modified()?;

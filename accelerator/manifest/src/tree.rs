@@ -63,7 +63,7 @@ pub(crate) fn expect_file(root: &Path, name: &FileName, bytes: u64) -> Result<Fi
     Ok(file)
 }
 
-/// What is wrong with the length of a file.
+/// Describes how the length of a file is wrong.
 pub(crate) fn size_message(path: &Path, expected: u64, found: u64) -> String {
     let what = if found < expected {
         "cut off"
@@ -89,8 +89,8 @@ pub(crate) fn expect_folder(path: &Path) -> Result<()> {
     Err(Error::new(Kind::Corrupt, message))
 }
 
-/// What is missing from a checkpoint, or is something else, is a defect of the checkpoint; what
-/// cannot be read is the system's.
+/// The error of a failed read: an entry that is missing, or is something else, is a defect of the checkpoint; any
+/// other failure is the system's.
 pub(crate) fn broken(expected: &str, path: &Path, error: io::Error) -> Error {
     let message = match error.kind() {
         _ if is_absence(&error) => {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::progress::Progress;
 
-/// What is about to change.
+/// A change that is about to be made.
 #[derive(Debug)]
 #[cfg_attr(not(test), expect(dead_code, reason = "only hooks look at the paths"))]
 pub(crate) enum Step<'a> {

@@ -28,13 +28,13 @@ pub struct PlannedBatch {
     /// The samples to load, never empty. The first [`real`](Self::real) are seen for the first
     /// time in this epoch; the others repeat samples and always trail.
     pub indices: Vec<u64>,
-    /// How many of the indices are seen for the first time in this epoch.
+    /// The number of indices that are seen for the first time in this epoch.
     pub real: usize,
-    /// Whether the batch counts, or only keeps an idle rank busy.
+    /// The kind of the batch: it counts, or only keeps an idle rank busy.
     pub kind: BatchKind,
     /// The step, counted from 0 at the offset from which the epoch plan starts.
     pub step: u64,
-    /// Whether it is the last batch of this rank in this epoch.
+    /// `true` for the last batch of this rank in this epoch.
     pub is_last: bool,
 }
 
@@ -51,7 +51,7 @@ impl PlannedBatch {
         &self.indices[self.real..]
     }
 
-    /// Whether the rank idles in this step.
+    /// Returns `true` if the rank idles in this step.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.kind == BatchKind::Idle
@@ -61,7 +61,7 @@ impl PlannedBatch {
 /// The kind of a batch: one that counts, or one that only keeps its rank in step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BatchKind {
-    /// It counts, with the duplicates that [`TailPolicy::Pad`](crate::TailPolicy::Pad) adds.
+    /// A batch that counts, with the duplicates that [`TailPolicy::Pad`](crate::TailPolicy::Pad) adds.
     Real,
     /// [`TailPolicy::Exact`](crate::TailPolicy::Exact) has no sample left for this rank, which must
     /// still take part in the step. The indices are those of its batch before, or of rank 0's batch

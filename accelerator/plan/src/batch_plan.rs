@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
 use crate::tail::TailPolicy;
 
-/// Which rank gets which batch of an epoch, given the samples of each batch: batches of
+/// A plan of which rank gets which batch of an epoch, given the samples of each batch: batches of
 /// sentences of about the same length, for example, with as many as fit.
 ///
 /// Whole batches go round the ranks: rank `r` of `W` gets the batches `r`, `r + W`, `r + 2 W`, as
@@ -35,7 +35,7 @@ pub struct BatchPlan {
     batches: Arc<[Vec<u64>]>,
     /// Samples before each batch, and all of them at the end.
     before: Arc<[u64]>,
-    /// Which rank gets which batch: an epoch of batches, one per rank and step.
+    /// The plan of which rank gets which batch: an epoch of batches, one per rank and step.
     rounds: EpochPlan,
 }
 
@@ -133,7 +133,7 @@ impl BatchPlan {
         })
     }
 
-    /// How many samples of the epoch all ranks together have consumed once this step is done: the
+    /// The number of samples of the epoch that all ranks together have consumed once this step is done: the
     /// offset to resume from.
     #[must_use]
     pub fn consumed_after(&self, step: u64) -> u64 {

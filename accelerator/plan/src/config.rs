@@ -20,7 +20,7 @@ pub enum BatchSize {
 }
 
 impl BatchSize {
-    /// So many samples a rank and step.
+    /// A batch of this many samples per rank and step.
     ///
     /// # Errors
     ///
@@ -29,7 +29,7 @@ impl BatchSize {
         non_zero(samples).map(Self::PerRank)
     }
 
-    /// So many samples a step over all ranks.
+    /// A batch of this many samples per step over all ranks.
     ///
     /// # Errors
     ///
@@ -42,7 +42,7 @@ impl BatchSize {
 /// The order in which an epoch goes through the samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// By index, the same in every epoch.
+    /// Index order, the same in every epoch.
     #[default]
     Sequential,
     /// Shuffled over all samples, anew in every epoch: see [`Permutation`](crate::Permutation).
@@ -171,7 +171,7 @@ fn non_zero(samples: usize) -> Result<NonZeroUsize> {
     })
 }
 
-/// Whether every rank gets a share of a global batch that the tail policy can work with.
+/// Checks that every rank gets a share of a global batch that the tail policy can work with.
 fn check_divisible(size: usize, ranks: NonZeroUsize, tail: TailPolicy) -> Result<()> {
     let ranks = ranks.get();
     let is_multiple = size.is_multiple_of(ranks);

@@ -105,7 +105,7 @@ impl EpochPlan {
         self.epoch
     }
 
-    /// How many samples of the epoch were consumed before it starts here.
+    /// The number of samples of the epoch that were consumed before the plan starts.
     #[must_use]
     pub fn start(&self) -> u64 {
         self.start
@@ -171,10 +171,10 @@ impl EpochPlan {
         RankBatches::new(self.clone(), rank)
     }
 
-    /// How many samples of the epoch all ranks together have consumed once this step is done: the
+    /// The number of samples of the epoch that all ranks together have consumed once this step is done: the
     /// offset to resume from.
     ///
-    /// Never more than the samples of the epoch; behind the last step, what the last step left.
+    /// At most the samples of the epoch; for a step behind the last one, the same as for the last one.
     #[must_use]
     pub fn consumed_after(&self, step: u64) -> u64 {
         // Rank 0 takes part in every step.

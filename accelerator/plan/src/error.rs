@@ -25,37 +25,37 @@ impl Error {
         )
     }
 
-    /// Whether the batch size is zero, or does not divide over the ranks.
+    /// Returns `true` if the batch size is zero, or does not divide over the ranks.
     #[must_use]
     pub fn is_batch_size(&self) -> bool {
         self.0.kind == Kind::BatchSize
     }
 
-    /// Whether the world size is zero.
+    /// Returns `true` if the world size is zero.
     #[must_use]
     pub fn is_world_size(&self) -> bool {
         self.0.kind == Kind::WorldSize
     }
 
-    /// Whether an epoch was to start behind its last sample.
+    /// Returns `true` if an epoch was to start behind its last sample, or within a batch of a batch plan.
     #[must_use]
     pub fn is_start(&self) -> bool {
         self.0.kind == Kind::Start
     }
 
-    /// Whether a word names no tail policy.
+    /// Returns `true` if a word names no tail policy.
     #[must_use]
     pub fn is_tail(&self) -> bool {
         self.0.kind == Kind::Tail
     }
 
-    /// Whether samples cannot be drawn by their weights.
+    /// Returns `true` if samples cannot be drawn by their weights.
     #[must_use]
     pub fn is_weights(&self) -> bool {
         self.0.kind == Kind::Weights
     }
 
-    /// Whether samples, batch size and world size are together too large to count.
+    /// Returns `true` if samples, batch size and world size are together too large to count.
     #[must_use]
     pub fn is_too_large(&self) -> bool {
         self.0.kind == Kind::TooLarge

@@ -54,7 +54,7 @@ impl Permutation {
         self.len
     }
 
-    /// Whether there are no samples.
+    /// Returns `true` if there are no samples.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -86,7 +86,7 @@ impl Permutation {
     }
 }
 
-/// How the order is computed.
+/// The method by which the order is computed.
 #[derive(Clone, Debug)]
 enum Method {
     Table([u8; TABLE]),
@@ -103,7 +103,7 @@ struct Network {
 }
 
 impl Network {
-    /// For more than one sample; `key` gives the key of each round.
+    /// A network for more than one sample; `key` gives the key of each round.
     fn new(len: u64, key: impl Fn(usize) -> u64) -> Self {
         let bits = u64::BITS - (len - 1).leading_zeros();
         let low_bits = bits.div_ceil(2);
@@ -139,7 +139,7 @@ fn shuffled(len: usize, draw: impl Fn(usize) -> u64) -> [u8; TABLE] {
     table
 }
 
-/// As many as FF1 has.
+/// The number of rounds, as many as FF1 has.
 const ROUNDS: usize = 10;
 
 /// Up to this many samples the order is a table.

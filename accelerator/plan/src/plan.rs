@@ -123,7 +123,7 @@ impl Plan {
         self.world_size
     }
 
-    /// What becomes of the last, incomplete global batch.
+    /// The policy for the last, incomplete global batch.
     #[must_use]
     pub fn tail(&self) -> TailPolicy {
         self.tail

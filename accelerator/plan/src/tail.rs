@@ -1,11 +1,11 @@
-//! What happens to the samples that do not fill a global batch.
+//! The policies for samples that do not fill a global batch.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Kind, Result};
 
-/// What becomes of the last samples of an epoch when they do not fill a global batch.
+/// The policy for the last samples of an epoch if they do not fill a global batch.
 ///
 /// It is written `exact`, `pad`, `drop` or `uneven`, by [`Display`](fmt::Display) and [`FromStr`].
 ///

@@ -80,7 +80,7 @@ impl WeightedSampler {
         self.weights.len()
     }
 
-    /// So many draws of this epoch, each from all samples.
+    /// Draws this many samples for this epoch, each from all samples.
     #[must_use]
     pub fn with_replacement(&self, draws: usize, seed: u64, epoch: u64) -> Vec<u64> {
         let total = self.sums.last().copied().unwrap_or(0.0);
@@ -96,7 +96,7 @@ impl WeightedSampler {
         (0..draws).map(draw).collect()
     }
 
-    /// So many different samples of this epoch, in the order in which they are drawn.
+    /// Draws this many different samples for this epoch, in the order in which they are drawn.
     ///
     /// # Errors
     ///

@@ -61,14 +61,14 @@ impl Draft {
         self.number
     }
 
-    /// Where the draft lies, for writers that want a path; what they write there is taken in by
-    /// [`adopt`](Self::adopt).
+    /// The path of the draft, for writers that want one; [`adopt`](Self::adopt) takes in the files that they write
+    /// there.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.writer.root
     }
 
-    /// What was written so far.
+    /// The files written so far.
     #[must_use]
     pub fn files(&self) -> &BTreeMap<FileName, FileEntry> {
         &self.writer.files

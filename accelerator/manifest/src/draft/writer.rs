@@ -21,7 +21,7 @@ pub(super) struct Writer {
     rank: usize,
     pub(super) vfs: Vfs,
     pub(super) files: BTreeMap<FileName, FileEntry>,
-    /// Whether a first write was done in halves.
+    /// Set once a first write was done in halves.
     halved: bool,
 }
 

@@ -126,13 +126,13 @@ impl Folder {
         self
     }
 
-    /// Where it lies.
+    /// The path of the folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What has the name of a checkpoint, the oldest first. Nothing is read of them.
+    /// The checkpoints by their names, the oldest first. Nothing is read of them.
     ///
     /// # Errors
     ///
@@ -226,8 +226,8 @@ impl Folder {
         Ok(draft)
     }
 
-    /// What is unfinished in the folder: drafts, and checkpoints that are being removed, of this
-    /// process and of others.
+    /// The unfinished entries of the folder: drafts, and checkpoints that are being removed, of this process and of
+    /// others.
     ///
     /// # Errors
     ///

@@ -90,7 +90,7 @@ impl Machine {
         Ok(())
     }
 
-    /// What is known of a path is known of its new name.
+    /// Moves everything known of a path to its new name.
     fn follow(&mut self, from: &Path, to: &Path) {
         let moved = |path: &PathBuf| match path.strip_prefix(from) {
             Ok(rest) if rest.as_os_str().is_empty() => to.to_owned(),

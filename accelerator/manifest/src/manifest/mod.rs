@@ -57,11 +57,11 @@ pub struct Manifest {
     pub format: u32,
     /// The number that the checkpoint was written under.
     pub number: u64,
-    /// When it was written, in seconds since 1970.
+    /// The time at which the checkpoint was written, in seconds since 1970.
     pub created: u64,
     /// The version of the library that wrote it.
     pub library: String,
-    /// What the training program recorded.
+    /// The record of the training program.
     #[serde(flatten)]
     pub metadata: Metadata,
     /// Every file of the checkpoint but the manifest itself.
@@ -71,7 +71,7 @@ pub struct Manifest {
 /// The record of a training program about a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Metadata {
-    /// Why it was written.
+    /// The reason why the checkpoint was written.
     pub kind: CheckpointKind,
     /// Optimizer steps that are done.
     pub step: u64,
@@ -98,9 +98,9 @@ pub struct Metadata {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum CheckpointKind {
-    /// By all ranks together.
+    /// All ranks wrote it together.
     Full,
-    /// By a survivor, after another rank was lost.
+    /// A survivor wrote it after another rank was lost.
     Emergency,
 }
 
@@ -111,7 +111,7 @@ pub struct LoaderState {
     pub samples: u64,
     /// The order of the samples, in words: it must be the same on resume.
     pub order: String,
-    /// What is done with the last, incomplete batch, in words.
+    /// The policy for the last, incomplete batch, in words.
     pub tail: String,
     /// Samples of a full batch over all ranks.
     pub global_batch: u64,
@@ -121,7 +121,7 @@ pub struct LoaderState {
     pub consumed: u64,
     /// Batches of the epoch that each rank has used.
     pub step: u64,
-    /// Whether the program has seen the end of the epoch.
+    /// Set once the program has seen the end of the epoch.
     pub finished: bool,
     /// Whatever else belongs to it.
     #[serde(default)]
@@ -131,11 +131,11 @@ pub struct LoaderState {
 /// A parameter or a buffer of a model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
-    /// Where it is within the model: `layers.0.weight`.
+    /// The path of the value within the model: `layers.0.weight`.
     pub path: String,
     /// The id that the optimizer knows it by.
     pub id: String,
-    /// Its shape.
+    /// The shape of the value.
     pub shape: Vec<u64>,
     /// The type of its elements: `f32`.
     pub dtype: String,
@@ -144,11 +144,11 @@ pub struct Parameter {
 /// The manifest's entry for a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Its length.
+    /// The length of the file.
     pub bytes: u64,
     /// The sum of its content.
     pub blake3: ContentHash,
-    /// What it is for.
+    /// The purpose of the file.
     pub role: Role,
 }
 
@@ -163,7 +163,7 @@ pub enum Role {
     Optimizer,
     /// A schedule's state.
     Scheduler,
-    /// What belongs to single ranks.
+    /// The state of single ranks.
     Ranks,
     /// An object of the user's.
     Object,
@@ -173,7 +173,7 @@ pub enum Role {
 }
 
 impl Metadata {
-    /// Those of a full checkpoint at the start of training, to be filled in.
+    /// Metadata of a full checkpoint at the start of training, to be filled in.
     #[must_use]
     pub fn new(world_size: NonZeroUsize) -> Self {
         Self {
@@ -202,7 +202,7 @@ impl Manifest {
     /// The most values that a manifest may have: numbers, strings, lists and maps, including nested ones.
     pub const MOST_VALUES: usize = 1 << 20;
 
-    /// How deep lists and maps may be nested.
+    /// The deepest nesting of lists and maps.
     pub const DEEPEST: usize = 64;
 
     /// Reads the content of a `manifest.json`.
@@ -282,7 +282,7 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// What cannot be, if anything.
+    /// The inconsistency of the manifest, if there is one.
     fn defect(&self) -> Option<String> {
         if self.files.len() > Self::MOST_FILES {
             let (count, most) = (self.files.len(), Self::MOST_FILES);
@@ -373,7 +373,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// What the fuzzer runs: reads `bytes` as a loader does, and once more with a seal that fits.
+/// Fuzzer entry point: reads `bytes` as a loader does, and once more with a seal that fits.
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn fuzz_manifest(bytes: &[u8]) {

@@ -11,7 +11,7 @@ pub(super) fn seal(body: &mut Vec<u8>) {
     body.extend_from_slice(END);
 }
 
-/// Whether the content is, to the bit, what was sealed.
+/// Checks that the content is, to the bit, the content that was sealed.
 pub(super) fn check_seal(bytes: &[u8]) -> Result<()> {
     let corrupt = |message: &str| Error::new(Kind::Corrupt, message);
     let sealed = bytes.strip_suffix(END).and_then(|rest| {

@@ -16,7 +16,7 @@ pub(super) struct Participant {
     pub(super) heard: Instant,
     /// The time at which the connection ended.
     pub(super) gone: Option<Instant>,
-    /// How its process ended and when the store was told; kept while the rank's own message may still arrive.
+    /// The end of its process, and the time at which it was reported; kept while the rank's own message may still come.
     pub(super) ended: Option<(String, Instant)>,
     /// The time at which the rank is next told whom it is waiting for.
     pub(super) tell_at: Instant,
