@@ -213,7 +213,7 @@ impl Loan<'_> {
         self.offset
     }
 
-    /// Nobody else writes to it any more.
+    /// Ends the loan: nobody else writes to the buffer any more.
     pub(crate) fn end(mut self) {
         self.over = true;
     }

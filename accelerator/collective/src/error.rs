@@ -52,77 +52,76 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Error(Arc<Inner>);
 
 impl Error {
-    /// The settings that describe the topology are malformed, incomplete or contradictory.
+    /// Returns `true` if the settings that describe the topology are malformed, incomplete or contradictory.
     pub fn is_topology(&self) -> bool {
         self.0.kind == Kind::Topology
     }
 
-    /// The ranks did not find one another: some did not come, or they disagree about the job.
+    /// Returns `true` if the ranks did not find one another: some did not come, or they disagree about the job.
     pub fn is_rendezvous(&self) -> bool {
         self.0.kind == Kind::Rendezvous
     }
 
-    /// A deadline passed while a rank that lives was waited for.
+    /// Returns `true` if a deadline passed while a rank that lives was waited for.
     pub fn is_timeout(&self) -> bool {
         self.0.kind == Kind::Timeout
     }
 
-    /// Another rank is gone while it was still needed: it died, its connection broke, or it
+    /// Returns `true` if another rank is gone while it was still needed: it died, its connection broke, or it
     /// left early (see [`is_peer_left`](Self::is_peer_left)).
     pub fn is_peer_lost(&self) -> bool {
         matches!(self.0.kind, Kind::PeerLost | Kind::PeerLeft)
     }
 
-    /// Another rank closed its group in good order while this one still called collectives.
+    /// Returns `true` if another rank closed its group in good order while this one still called collectives.
     pub fn is_peer_left(&self) -> bool {
         self.0.kind == Kind::PeerLeft
     }
 
-    /// The ranks called different collectives, or the same one differently.
+    /// Returns `true` if the ranks called different collectives, or the same one differently.
     pub fn is_mismatch(&self) -> bool {
         self.0.kind == Kind::Mismatch
     }
 
-    /// The job token is missing, wrong, or not known to the other side.
+    /// Returns `true` if the job token is missing, wrong, or not known to the other side.
     pub fn is_unauthorized(&self) -> bool {
         self.0.kind == Kind::Unauthorized
     }
 
-    /// The call itself is wrong: a root outside the world, a collective where none is allowed, a
+    /// Returns `true` if the call itself is wrong: a root outside the world, a collective where none is allowed, a
     /// buffer read as another element type.
     pub fn is_misuse(&self) -> bool {
         self.0.kind == Kind::Misuse
     }
 
-    /// The address on which a store should listen is taken.
+    /// Returns `true` if the address on which a store should listen is taken.
     pub fn is_address_in_use(&self) -> bool {
         self.0.kind == Kind::AddressInUse
     }
 
-    /// The group of this rank was closed before.
+    /// Returns `true` if the group of this rank was closed before.
     pub fn is_closed(&self) -> bool {
         self.0.kind == Kind::Closed
     }
 
-    /// Bytes arrived that are not what the protocol allows.
+    /// Returns `true` if bytes arrived that are not what the protocol allows.
     pub fn is_protocol(&self) -> bool {
         self.0.kind == Kind::Protocol
     }
 
-    /// The operating system refused something: a file, a socket, a thread.
+    /// Returns `true` if the operating system refused something: a file, a socket, a thread.
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
     }
 
     /// The ranks that this error is about, in ascending order: those that are lost, missing or
-    /// at fault. Empty where the error is not about particular ranks.
+    /// at fault. Empty if the error is not about particular ranks.
     pub fn ranks(&self) -> &[usize] {
         &self.0.ranks
     }
 
-    /// The rank that failed first, and why, as far as this rank knows. It is known for lost peers
-    /// and for those that broke the protocol, and stays known where another rank
-    /// reported it.
+    /// The rank that failed first, and why, as far as this rank knows: for peers that were lost or broke
+    /// the protocol, even if another rank reported it.
     pub fn culprit(&self) -> Option<&Culprit> {
         self.0.culprit.as_ref()
     }

@@ -33,8 +33,8 @@ use crate::{
 
 /// Gives bytes to a rank as what its peer sent over an open connection.
 ///
-/// Where the first byte is even, the rest follows so many frames of a correct stream. Where it is
-/// odd, the rest says how a correct stream is damaged.
+/// If the first byte is even, the rest follows that many frames of a correct stream. If it is odd,
+/// the rest says how a correct stream is damaged.
 pub fn frames(bytes: &[u8]) {
     let Some((mode, bytes)) = bytes.split_first() else {
         return;

@@ -50,7 +50,7 @@ impl TargetFeatures {
             })
     }
 
-    /// Their names, as the compiler writes them.
+    /// The names of the features, as the compiler writes them.
     pub fn names(&self) -> Vec<&str> {
         self.0.iter().map(String::as_str).collect()
     }

@@ -150,7 +150,7 @@ impl Topology {
 
     /// Returns true if the local rank and the local world size are known, as they are in every group.
     ///
-    /// Where [`Launch`](crate::Launch) does not tell them, they are found when the ranks connect; until then they
+    /// If [`Launch`](crate::Launch) does not tell them, they are found when the ranks connect; until then they
     /// are 0 and 1.
     pub fn is_local_known(&self) -> bool {
         self.is_local_known

@@ -52,7 +52,7 @@ pub fn fail_point(rank: usize, point: Point) -> Option<Effect> {
 ///
 /// # Errors
 ///
-/// When the plan cannot be read, or is set for a program that is built without injection.
+/// If the plan cannot be read, or is set for a program that is built without injection.
 pub fn check() -> Result<(), Error> {
     match std::env::var(crate::VARIABLE) {
         Err(std::env::VarError::NotPresent) => Ok(()),

@@ -58,8 +58,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Where the name does not tell the number, the manifest must: see
-    /// [`manifest`](Self::manifest).
+    /// The errors of [`manifest`](Self::manifest) if the name does not tell the number.
     pub fn at(path: impl Into<PathBuf>) -> Result<Self> {
         let path = followed(path.into());
         let name = path.file_name().and_then(|x| x.to_str());
@@ -125,7 +124,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Those of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
+    /// The errors of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
     /// does not have, [`Error::is_corrupt`] for one that differs from its entry.
     pub fn read(&self, name: &FileName) -> Result<Vec<u8>> {
         let mut reader = self.open(name)?;
@@ -150,7 +149,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read); the sum is known only when all is read.
+    /// The errors of [`read`](Self::read); the sum is known only when all is read.
     pub fn open(&self, name: &FileName) -> Result<VerifiedReader> {
         let Some(entry) = self.manifest()?.files.get(name) else {
             let message = format!(

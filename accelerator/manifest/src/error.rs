@@ -99,7 +99,7 @@ impl Error {
         Self::caused(self.0.kind, message, self)
     }
 
-    /// Like this error, for a checkpoint that may be good, though it cannot be read.
+    /// Wraps this error, for a checkpoint that may be good, though it cannot be read.
     pub(crate) fn undecided(self, checkpoint: &Path) -> Self {
         let message = format!(
             "cannot read the checkpoint {}: {self}; it may be good, so that no older one takes its place: move it away \
@@ -109,7 +109,7 @@ impl Error {
         Self::caused(self.0.kind, message, self)
     }
 
-    /// `what` is a verb: "read", "write".
+    /// An I/O error; `what` is a verb: "read", "write".
     pub(crate) fn io(what: &str, path: &Path, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::NotFound => Kind::NotFound,

@@ -38,7 +38,7 @@ impl Place {
     ///
     /// # Errors
     ///
-    /// Those of [`Folder::open`] and [`Checkpoint::find`].
+    /// The errors of [`Folder::open`] and [`Checkpoint::find`].
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let folder = Folder::open(path)?;
         if let Some(checkpoint) = Checkpoint::find(folder.path())? {

@@ -194,11 +194,11 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// `None` where somebody else has it, or has removed what was there.
+    /// Takes the lock; `None` if somebody else has it, or has removed what was there.
     ///
     /// # Errors
     ///
-    /// Where there is nothing that can be locked, or the file system has no locks.
+    /// I/O errors: there is nothing that can be locked, or the file system has no locks.
     pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
         let kind = path.symlink_metadata()?.file_type();
         if !kind.is_dir() && !kind.is_file() {

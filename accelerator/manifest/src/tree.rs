@@ -12,7 +12,8 @@ use crate::name::{FileName, MANIFEST};
 ///
 /// # Errors
 ///
-/// For what a checkpoint cannot have: folders in folders, links, pipes, names that are no text.
+/// [`Error::is_misuse`] for entries that a checkpoint cannot have: folders in folders, links, pipes, names that are
+/// no text.
 pub(crate) fn files_of(root: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     walk(root, &mut |name, is_file| {

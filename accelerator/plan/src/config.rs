@@ -9,11 +9,11 @@ use crate::tail::TailPolicy;
 /// The number of samples of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BatchSize {
-    /// Samples a rank and step: the global batch grows with the world size.
+    /// Samples per rank and step: the global batch grows with the world size.
     PerRank(NonZeroUsize),
-    /// Samples a step over all ranks (Accelerate's `split_batches`), at least one a rank.
+    /// Samples per step over all ranks (Accelerate's `split_batches`), at least one per rank.
     ///
-    /// Where it does not divide over the ranks, the first ranks get one sample more in every step.
+    /// If it does not divide over the ranks, the first ranks get one sample more in every step.
     /// [`TailPolicy::Pad`] and [`TailPolicy::Uneven`] want a multiple of the world size, as
     /// Accelerate does.
     Global(NonZeroUsize),

@@ -30,7 +30,7 @@ pub fn sample_rng_seed(seed: u64, epoch: u64, index: u64) -> u64 {
     mix(&[SAMPLE_TAG, seed, epoch, index])
 }
 
-/// SplitMix64: advance the state by the golden ratio, then finalize.
+/// Advances the state of SplitMix64 by the golden ratio, and finalizes it.
 pub(crate) fn step(state: u64) -> u64 {
     let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -56,7 +56,7 @@ pub(super) fn addresses_of(names: &str) -> Result<Vec<IpAddr>> {
 ///
 /// # Errors
 ///
-/// As [`addresses_of`], and a topology error where the interface has no address of that family.
+/// The errors of [`addresses_of`], and a topology error if the interface has no address of that family.
 pub(super) fn address_like(names: &str, other: IpAddr) -> Result<IpAddr> {
     let own = addresses_of(names)?;
     let like = own.iter().find(|ip| ip.is_ipv4() == other.is_ipv4());

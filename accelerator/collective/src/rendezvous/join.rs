@@ -247,7 +247,7 @@ impl JoinAttempt<'_> {
         stderr_fallback(&text);
     }
 
-    /// The store was there, and is not any more.
+    /// The error of a store that was there, and is not any more.
     fn gone(&self, failure: &str) -> Error {
         self.store()
             .error(format_args!("is gone before the ranks had met: {failure}"))

@@ -23,7 +23,7 @@ pub(crate) fn boot_id() -> Option<String> {
 ///
 /// # Errors
 ///
-/// As [`local_places`], and a topology error where a rank does not tell its host.
+/// The errors of [`local_places`], and a topology error if a rank does not tell its host.
 pub(crate) fn resolve_local_rank(topology: Topology, ranks: &[Registration]) -> Result<Topology> {
     if topology.is_local_known() {
         return Ok(topology);
@@ -86,7 +86,7 @@ fn host(told: &Registration) -> Option<(&str, &str)> {
     Some((&told.host, told.boot.as_deref()?))
 }
 
-/// There are too many `ranks` with one place.
+/// The error of too many `ranks` with one place.
 fn crowded(place: LocalPlace, ranks: Vec<usize>, world_size: usize) -> Error {
     let LocalPlace { rank, size } = place;
     let text = format!(

@@ -264,7 +264,7 @@ impl Security {
     ///
     /// # Errors
     ///
-    /// As [`from_env`](Self::from_env).
+    /// The errors of [`from_env`](Self::from_env).
     pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let waived = match lookup(Self::VARIABLE) {
             Some(value) => is_on(Self::VARIABLE, &value)?,

@@ -249,7 +249,7 @@ impl HeartbeatTimer {
         self.expected.saturating_duration_since(now)
     }
 
-    /// Something has come from the other side.
+    /// Notes that something has come from the other side.
     pub(super) fn on_received(&mut self) {
         self.heard = Instant::now();
     }

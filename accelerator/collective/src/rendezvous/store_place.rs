@@ -64,7 +64,7 @@ impl StorePlace {
     ///
     /// # Errors
     ///
-    /// As [`in_network`](Self::in_network).
+    /// The errors of [`in_network`](Self::in_network).
     pub(crate) fn on_loopback(port: u16) -> Result<Self> {
         let ip = Ipv4Addr::LOCALHOST.into();
         Self::listening(TcpListener::bind((ip, port)), port, vec![ip])

@@ -81,7 +81,7 @@ impl Draft {
     /// # Errors
     ///
     /// I/O errors, the error of `content`, and [`Error::is_misuse`] for a name that is taken.
-    /// Of the file nothing is left then, and the draft can go on.
+    /// Nothing of the file is left then, and the draft can continue.
     pub fn write<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
         &mut self,
         name: &FileName,
@@ -95,7 +95,7 @@ impl Draft {
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write).
+    /// The errors of [`write`](Self::write).
     pub fn write_bytes(&mut self, name: &FileName, role: Role, bytes: &[u8]) -> Result<&FileEntry> {
         self.write(name, role, |file| file.write_all(bytes))
     }
@@ -122,8 +122,8 @@ impl Draft {
     /// Makes the draft a checkpoint: writes the manifest, flushes everything, gives it its name,
     /// and lets `latest` point to it.
     ///
-    /// That the text file `latest` could not be replaced is logged and is no error: it is a hint
-    /// for people, and the checkpoint is complete without it.
+    /// A failure to replace the text file `latest` is logged and is no error: it is a hint for people,
+    /// and the checkpoint is complete without it.
     ///
     /// # Errors
     ///

@@ -86,8 +86,8 @@ impl Folder {
         Ok(Self { path, vfs })
     }
 
-    /// A folder that is made, with those above it, where it does not exist. What is made lasts,
-    /// once this returns.
+    /// Creates the folder, with those above it, if it does not exist. New folders are on the disk once this
+    /// returns.
     ///
     /// # Errors
     ///
@@ -164,7 +164,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// Those of [`latest_good`](Self::latest_good).
+    /// The errors of [`latest_good`](Self::latest_good).
     pub fn latest_good_before(&self, number: u64) -> Result<Search> {
         let mut rejected = Vec::new();
         let older = self.checkpoints()?.into_iter();

@@ -66,7 +66,7 @@ impl StoreServer {
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind).
+    /// The errors of [`bind`](Self::bind).
     pub fn bind_with(
         address: impl ToSocketAddrs + fmt::Debug,
         options: StoreOptions,

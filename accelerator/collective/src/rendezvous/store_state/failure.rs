@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl StoreState {
-    /// A rank is lost before the ranks are connected.
+    /// Handles the loss of a rank before the ranks are connected.
     pub(super) fn lose(&mut self, rank: usize, cause: &str) -> Vec<StoreAction> {
         let error = self.lost(rank, cause);
         if let Some(participant) = self.ranks.get_mut(&rank) {
@@ -124,7 +124,7 @@ impl StoreState {
     }
 }
 
-/// Some ranks would wait in vain for others to say where their memory is.
+/// The error of ranks with different transports, which would wait in vain for each other's memory.
 pub(super) fn differing_transports(one: &Registration, two: &Registration) -> Error {
     let (low, high) = match one.rank < two.rank {
         true => (one, two),

@@ -345,8 +345,8 @@ impl StoreState {
         Vec::new()
     }
 
-    /// Somebody who saw a rank end says how. The rank's own final message may be on their way, and
-    /// blame another one: they are heard first.
+    /// Handles the exit notice of somebody who saw a rank end. The rank's own final message may be on its
+    /// way, and blame another rank: it is heard first.
     fn exit_notice(&mut self, rank: usize, text: String, now: Instant) -> Vec<StoreAction> {
         if rank >= self.world_size {
             return Vec::new();

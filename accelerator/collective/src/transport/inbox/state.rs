@@ -157,7 +157,7 @@ impl InboxState {
         take(&mut self.polling)
     }
 
-    /// A peer said goodbye.
+    /// Records that a peer said goodbye.
     pub(super) fn on_left(&mut self, rank: usize, kind: LeaveKind) {
         self.queues[rank].state = match kind {
             LeaveKind::Closed => PeerState::Left,
@@ -168,7 +168,7 @@ impl InboxState {
         }
     }
 
-    /// A peer is gone. Says whether that counts: it does not after its final message.
+    /// Records that a peer is gone. Returns `true` if that counts: it does not after its final message.
     pub(super) fn on_lost(&mut self, rank: usize, cause: String, certainty: Certainty) -> bool {
         if self.queues[rank].state != PeerState::Present {
             return false;
