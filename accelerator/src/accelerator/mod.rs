@@ -148,16 +148,16 @@ struct Settings {
     window: WindowSize,
 }
 
-/// The settings of the step summary and the trace.
+/// The file of the trace and its schedule.
 #[derive(Clone, Debug)]
 struct TraceSettings {
-    /// The file of the trace; with a schedule, the one beside which those of its cycles are.
+    /// The file of the trace; with a schedule, the files of its cycles are beside it.
     path: Option<PathBuf>,
     schedule: Option<ProfilerSchedule>,
 }
 
 impl TraceSettings {
-    /// The file of the trace, where it is one of the whole program.
+    /// Returns the file of the trace if it is one of the whole program.
     fn whole(&self) -> Option<&Path> {
         match self.schedule {
             Some(_) => None,
