@@ -26,7 +26,7 @@ use crate::text::{host_name, note};
 /// The most pending connections that have not proved the token.
 const MAX_PENDING_HANDSHAKES: usize = 256;
 
-/// How long to wait where the system takes no connection.
+/// The pause after a failed `accept`.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Listens to whoever connects.
@@ -40,7 +40,7 @@ pub(super) struct Acceptor {
     pending: Arc<PendingHandshakes>,
 }
 
-/// What a connection is, once it has been admitted.
+/// The kind of an admitted connection.
 enum Admitted {
     Messages(Arc<Host>, LineStart),
     Output(Arc<Host>, Stream),

@@ -1,4 +1,4 @@
-//! Which hosts are admitted to the job, and which are there.
+//! The admission of hosts to the job, and the record of those that are present.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use crate::event::Event;
 use crate::supervisor::signals::Relay;
 use crate::text::note;
 
-/// How many refusals are told and kept.
+/// The number of refusals that are reported and kept.
 const MAX_REFUSALS: usize = 8;
 
-/// What the head knows of the other hosts. Host 0 has no place in it.
+/// The head's record of the other hosts. It has no entry for host 0.
 #[derive(Debug)]
 pub(super) struct Admission {
     hosts: usize,
@@ -29,15 +29,15 @@ pub(super) struct Admission {
 
 #[derive(Debug, Default)]
 struct AdmissionState {
-    /// By number; the first is host 0, of which nothing is known.
+    /// The admitted hosts by number; the entry of host 0 is always `None`.
     present: Vec<Option<Arc<Host>>>,
-    /// Whether an attempt has begun.
+    /// Set once an attempt has begun.
     has_begun: bool,
-    /// What can never become right, before an attempt has begun.
+    /// The mismatch that no retry can resolve, recorded before the first attempt.
     conflict: Option<String>,
-    /// Who was refused, and why.
+    /// The refused hosts, each with the reason.
     refused: Vec<String>,
-    /// How the job has ended.
+    /// The exit code of the job once it has ended, with the cause.
     over: Option<(u8, Option<String>)>,
 }
 
@@ -67,11 +67,11 @@ impl Admission {
         }
     }
 
-    /// Whether a host may have its place. Where another launcher has it, it gets the time in which that one would be
-    /// found lost, since this one may have been started in its stead.
+    /// Checks if a host may take its place. If another launcher holds it, the check waits as long as it takes to find
+    /// that one lost, since this one may be its replacement.
     ///
     /// # Errors
-    /// Why not.
+    /// Returns the reason for the refusal.
     pub(super) fn check(&self, entry: &JoinRequest) -> std::result::Result<(), Refusal> {
         let number = entry.host;
         let mut state = self.lock();
@@ -153,7 +153,7 @@ impl Admission {
         host.filter(|host| host.session == session)
     }
 
-    /// Whether hosts may come and leave while the job runs.
+    /// Returns the policy for hosts that leave: the job continues without them if it may run on fewer hosts.
     pub(super) fn leave_policy(&self) -> LeavePolicy {
         match self.least_hosts < self.hosts {
             true => LeavePolicy::Alone,
@@ -161,7 +161,7 @@ impl Admission {
         }
     }
 
-    /// Whether the job may run on so many hosts, this one included.
+    /// Checks if the job may run on `hosts` hosts, this one included.
     pub(super) fn is_enough(&self, hosts: usize) -> bool {
         hosts >= self.least_hosts
     }
@@ -255,7 +255,7 @@ impl Admission {
     }
 }
 
-/// Which hosts are there. Host 0 is in neither.
+/// The hosts that are present. Host 0 is in neither list.
 #[derive(Debug)]
 pub(super) struct Gathered {
     /// They can start ranks, in the order of their numbers.
@@ -271,7 +271,7 @@ pub(super) struct Absent {
     pub(super) missing: Vec<usize>,
     /// Their launchers are there, and build the program.
     pub(super) preparing: Vec<usize>,
-    /// Who was refused, and why.
+    /// The refused hosts, each with the reason.
     pub(super) refused: Vec<String>,
 }
 

@@ -27,22 +27,22 @@ use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::{Growth, LocalSpawner, Resize, Spawner};
 use crate::text::{host_name, note};
 
-/// How often the head says for whom it waits.
+/// The interval at which the head reports the hosts that it waits for.
 const TELL_EVERY: Duration = Duration::from_secs(10);
 
-/// How long a job that may begin waits for more hosts, after the last one that has come.
+/// The time that a job with enough hosts waits for more, counted from the last arrival.
 const LAST_CALL: Duration = Duration::from_secs(5);
 
-/// How long the running job waits for more hosts before it takes in those that have come.
+/// The time that the running job waits for more hosts before it takes in those that have come.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// How long a host that was taken in counts as new: where it fails first, the job does without it for a while.
+/// The time for which a host counts as new: if it is the first to fail, the job does without it for a while.
 const TRIAL: Duration = Duration::from_secs(60);
 
-/// What a host may take on top of its grace period to end what runs there.
+/// The time that a host may take, on top of its grace period, to end its processes.
 const SWEEP_SLACK: Duration = Duration::from_secs(15);
 
-/// How often the head looks whether hosts have done as told, where it does not hear of it.
+/// The interval at which the head polls hosts for progress that they do not announce.
 const POLL: Duration = Duration::from_millis(20);
 
 /// The head of a job on several hosts.
@@ -197,7 +197,7 @@ impl Head {
         settings.on_host(0, members.layout.clone(), master_addr)
     }
 
-    /// Where the ranks of `host` find the store.
+    /// Returns the address at which the ranks of `host` find the store.
     fn store_host(&self, host: &Host) -> String {
         let own = self.master_addr.clone();
         own.unwrap_or_else(|| host.head_address.to_string())
@@ -277,13 +277,13 @@ pub(crate) struct HeadSpawner<'a> {
     members: RefCell<Option<Members>>,
     /// The group that follows it.
     next: RefCell<Option<Members>>,
-    /// What [`resize`](Spawner::resize) has proposed last.
+    /// The group that [`resize`](Spawner::resize) proposed last.
     proposed: RefCell<Option<Members>>,
     /// The group that ran last.
     last: RefCell<Option<Members>>,
     /// The sessions of the hosts that this attempt has taken in while it ran, and when.
     taken_in: RefCell<BTreeMap<u64, Instant>>,
-    /// Those of hosts that could be taken in, and since when.
+    /// The sessions of hosts that could be taken in, and since when.
     seen: RefCell<BTreeMap<u64, Instant>>,
     grace: Cell<Duration>,
 }

@@ -22,22 +22,22 @@ use crate::supervisor::leftovers::LeftBehind;
 use crate::supervisor::signals::Relay;
 use crate::text::{note, span, utc};
 
-/// How long the job does without a host whose ranks have failed when they were taken in, the first time.
+/// The time for which the job first does without a host whose ranks failed when they were taken in.
 const POSTPONE: Duration = Duration::from_secs(60);
 
-/// How long a host may take to start its ranks: a folder on a network can hold it up.
+/// The time that a host may take to start its ranks: a folder on a network can delay it.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// By how much the end of a connection for messages may lag behind that of one for output.
+/// The time by which the end of a connection for messages may lag behind that of one for output.
 const OUTPUT_LAG: Duration = Duration::from_millis(500);
 
 /// A host whose launcher has been admitted. It is lost for good when its connection ends: a launcher that comes again is
 /// another one.
 #[derive(Debug)]
 pub(super) struct Host {
-    /// Which of the hosts it is.
+    /// The number of the host.
     pub(super) number: usize,
-    /// What its launcher says of it.
+    /// The description that its launcher sent.
     pub(super) info: HostInfo,
     /// The address that it comes from.
     pub(super) address: IpAddr,
@@ -55,27 +55,27 @@ pub(super) struct Host {
 #[derive(Debug, Default)]
 struct HostState {
     restart: Option<u64>,
-    /// By the numbers with which they were started.
+    /// The ranks by the numbers with which they were started.
     ranks: BTreeMap<usize, RankState>,
     /// The numbers of its ranks now.
     numbers: Option<Range<usize>>,
     outputs: [Option<TcpStream>; 2],
     is_ready: bool,
-    /// Why its ranks can never be started.
+    /// The reason for which its ranks can never be started.
     failure: Option<Error>,
     swept: Option<LeftBehind>,
-    /// How it was lost.
+    /// The reason for which it was lost.
     loss: Option<String>,
-    /// Whether it was told that the job is over.
+    /// Set once it was told that the job is over.
     is_over: bool,
     /// The signal that asked its launcher to end, where the job may go on without it.
     leaves: Option<i32>,
-    /// Whether it has ended the job.
+    /// Set once it has ended the job.
     has_ended_job: bool,
-    /// How often its ranks have failed when they were taken in.
+    /// The number of times that its ranks failed when they were taken in.
     failed_joins: u32,
     not_before: Option<Instant>,
-    /// Since when the job goes on without it.
+    /// The time since which the job continues without it.
     left_at: Option<Instant>,
 }
 
@@ -91,7 +91,7 @@ struct RankState {
     pipes: [Option<Arc<File>>; 2],
 }
 
-/// What becomes of the job where a signal asks the launcher of one host to end.
+/// The effect on the job of a signal that asks the launcher of one host to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeavePolicy {
     /// It ends, on all hosts.
@@ -100,7 +100,7 @@ pub(super) enum LeavePolicy {
     Alone,
 }
 
-/// What keeps the head from going on with a host.
+/// The state of a host, as far as the head depends on it.
 #[derive(Clone, Debug)]
 pub(super) enum HostStatus {
     /// Nothing.
@@ -253,7 +253,7 @@ impl Host {
         self.lose(why);
     }
 
-    /// Whether its launcher can start ranks.
+    /// Returns the state of the host, as far as the head depends on it.
     pub(super) fn status(&self) -> HostStatus {
         let state = self.lock();
         match &state.failure {
@@ -348,7 +348,7 @@ impl Host {
         }
     }
 
-    /// Has the host end what runs of the attempt.
+    /// Tells the host to end its part of the attempt.
     pub(super) fn end(&self, first: Signal, grace: Duration) {
         let restart = self.lock().restart;
         if let Some(restart) = restart {
@@ -361,7 +361,7 @@ impl Host {
         }
     }
 
-    /// What was left behind there, once nothing runs any more; nothing where it is lost, or no attempt has begun.
+    /// Returns the processes left behind once the host has reported them; an empty set if it is lost or runs no attempt.
     pub(super) fn swept(&self) -> Option<LeftBehind> {
         let state = self.lock();
         match &state.swept {
@@ -397,18 +397,18 @@ impl Host {
         state.not_before = Some(Instant::now() + POSTPONE * (1 << doublings));
     }
 
-    /// Until when the job does without it.
+    /// Returns the end of the time for which the job does without it.
     pub(super) fn postponed_until(&self) -> Option<Instant> {
         self.lock().not_before.filter(|at| *at > Instant::now())
     }
 
-    /// Whether nothing of an attempt runs there.
+    /// Checks if no part of an attempt runs there.
     pub(super) fn is_idle(&self) -> bool {
         let state = self.lock();
         state.restart.is_none() || state.swept.is_some()
     }
 
-    /// Whether none of its ranks runs.
+    /// Checks if all of its ranks have ended.
     pub(super) fn has_ended(&self) -> bool {
         let state = self.lock();
         state.ranks.values().all(|rank| rank.end.is_some())
@@ -429,12 +429,12 @@ impl Host {
         self.lock().left_at = Some(Instant::now());
     }
 
-    /// When its ranks will have had `grace` to end by themselves.
+    /// Returns the time at which its ranks will have had `grace` to end by themselves.
     pub(super) fn overstays_at(&self, grace: Duration) -> Option<Instant> {
         self.lock().left_at.map(|at| at + grace)
     }
 
-    /// Whether they have.
+    /// Checks if its ranks have had `grace` to end by themselves.
     pub(super) fn has_overstayed(&self, grace: Duration) -> bool {
         self.overstays_at(grace)
             .is_some_and(|at| Instant::now() >= at)
@@ -449,7 +449,7 @@ impl Host {
         self.line.finish();
     }
 
-    /// Whether its connection has ended.
+    /// Checks if its connection has ended.
     pub(super) fn is_gone(&self) -> bool {
         self.lock().loss.is_some()
     }
@@ -479,12 +479,12 @@ impl Host {
         }
     }
 
-    /// Says something to the host, if it is not lost.
+    /// Sends `message` to the host, if it is not lost.
     pub(super) fn say(&self, message: &ToHost) {
         self.line.send(message);
     }
 
-    /// How the host was lost, if `rank` was lost with it.
+    /// Describes the loss of the host, if `rank` was lost with it.
     pub(super) fn loss_of(&self, rank: usize) -> Option<String> {
         let state = self.lock();
         let rank = state.ranks.get(&rank)?;

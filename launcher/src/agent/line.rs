@@ -33,7 +33,7 @@ pub(super) struct LineStart {
     stream: TcpStream,
 }
 
-/// Why a line has ended; follows the name of the host.
+/// The reason for which a line has ended; follows the name of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LineEnd {
     /// The other side has closed it, or its process has ended.
@@ -248,15 +248,15 @@ fn take_frame(received: &mut Vec<u8>) -> std::result::Result<Option<Vec<u8>>, us
     Ok(Some(body))
 }
 
-/// For how long the other side has been silent, on this side's clock.
+/// The silence of the other side, on this side's clock.
 #[derive(Debug)]
 struct Silence {
     liveness: Duration,
     interval: Duration,
-    /// When something came, or this process was found to have been suspended.
+    /// The time at which something came, or this process was found to have been suspended.
     since: Instant,
     looked_at: Instant,
-    /// When this process was last found to have been suspended, and for how long.
+    /// The time at which this process was last found to have been suspended, and for how long.
     suspended: Option<(Instant, Duration)>,
 }
 
@@ -284,7 +284,7 @@ impl Silence {
         (silence >= self.liveness).then_some(silence)
     }
 
-    /// How long to wait for something before the silence may be too long, or this process is to look at its clock.
+    /// Returns the time to wait before the silence may be too long, or this process is to look at its clock.
     fn pause(&self, now: Instant) -> Duration {
         let silence = now.saturating_duration_since(self.since);
         let left = self.liveness.saturating_sub(silence);
@@ -292,7 +292,7 @@ impl Silence {
         left.clamp(Duration::from_millis(1), self.interval)
     }
 
-    /// Why the line has ended, where it was lost because this process was suspended.
+    /// Replaces `end` by [`LineEnd::Suspended`] if this process was suspended just before.
     fn explain(&mut self, end: LineEnd, now: Instant) -> LineEnd {
         self.look(now);
         match self.suspended {
@@ -313,7 +313,7 @@ impl Silence {
     }
 }
 
-/// Whether nothing came within the time that a read may take.
+/// Checks if nothing came within the time that a read may take.
 pub(super) fn is_timeout(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }

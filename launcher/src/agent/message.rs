@@ -1,4 +1,4 @@
-//! What launchers say to each other once they know one another. `handshake.rs` has what they say before.
+//! The messages of launchers after the handshake, which `handshake.rs` has.
 
 use std::time::Duration;
 
@@ -9,31 +9,31 @@ use crate::process::End;
 use crate::settings::{Elastic, Layout};
 use crate::supervisor::leftovers::LeftBehind;
 
-/// Of these messages and of the handshake: launchers of another number do not work together.
+/// The version of these messages and of the handshake: launchers of different versions do not work together.
 pub(super) const PROTOCOL: u32 = 2;
 
-/// What the launcher of another host says of itself when it asks to be admitted.
+/// The request of another host's launcher to be admitted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct JoinRequest {
-    /// How many hosts it was told the job has.
+    /// The number of hosts, as its user gave it.
     pub(super) hosts: usize,
-    /// Which of them it is.
+    /// The number of this host.
     pub(super) host: usize,
-    /// What the connection is for.
+    /// The purpose of the connection.
     pub(super) purpose: ConnectionKind,
 }
 
-/// What a connection is for. A host has one for messages and one for each stream of output, so that output which nobody
-/// reads delays no message.
+/// The purpose of a connection. A host has one for messages and one for each stream of output, so that output that
+/// nobody reads delays no message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum ConnectionKind {
     /// Messages.
     Messages(HostInfo),
     /// A stream of the ranks' output.
     Output {
-        /// Which one.
+        /// The stream.
         stream: Stream,
-        /// What the head gave to the connection for messages.
+        /// The number that the head gave to the connection for messages.
         session: u64,
     },
 }
@@ -46,7 +46,7 @@ pub(super) struct HostInfo {
     pub(super) name: String,
     /// The process id of its launcher.
     pub(super) pid: u32,
-    /// How many ranks it runs.
+    /// The number of ranks that it runs.
     pub(super) ranks: usize,
     /// The job that its user named.
     pub(super) job: Option<String>,
@@ -54,7 +54,7 @@ pub(super) struct HostInfo {
     pub(super) max_restarts: Option<u64>,
 }
 
-/// What the head says when it admits a host.
+/// The head's answer to a host that it admits.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct JoinReply {
     /// The number of this connection for messages.
@@ -72,7 +72,7 @@ fn read_name<'a, D: Deserializer<'a>>(from: D) -> Result<String, D::Error> {
     Ok(name.chars().filter(|c| !c.is_control()).take(64).collect())
 }
 
-/// What a host says to the head.
+/// A message from a host to the head.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum ToHead {
     /// Its program is built, and its ranks can be started.
@@ -101,7 +101,7 @@ pub(super) enum ToHead {
     Forwarded,
 }
 
-/// What the head says to a host.
+/// A message from the head to a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum ToHost {
     /// Start the host's ranks.
@@ -128,9 +128,9 @@ pub(super) enum ToHost {
 /// An attempt, as far as hosts have to agree on it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Plan {
-    /// How often the job has been restarted: the number of the attempt, which every message about it carries.
+    /// The number of restarts so far: the number of the attempt, which every message about it carries.
     pub(super) restart: u64,
-    /// How often it is restarted at most.
+    /// The largest number of restarts.
     pub(super) max_restarts: u64,
     /// The name of the job.
     pub(super) job: String,
@@ -138,7 +138,7 @@ pub(super) struct Plan {
     pub(super) layout: Layout,
     /// The place of this host in the layout.
     pub(super) host: usize,
-    /// What its ranks find where their number may change.
+    /// The state that its ranks read if their number may change.
     pub(super) elastic: Option<Elastic>,
     /// The host of the store, as this host reaches it.
     pub(super) store_host: String,
@@ -146,7 +146,7 @@ pub(super) struct Plan {
     pub(super) store_port: u16,
 }
 
-/// Who gets a signal.
+/// The receivers of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum SignalScope {
     /// The rank.

@@ -14,14 +14,14 @@ use super::line::spawn;
 use crate::error::Result;
 use crate::output::Stream;
 
-/// How much is sent at once.
+/// The largest number of bytes sent at once.
 const CHUNK: usize = 64 << 10;
 
 /// The length of a frame's header.
 const HEADER: usize = 16;
 
-/// How much the system may hold on either side. What is on its way when a rank ends is read no further than what
-/// `output` reads of a rank that has ended.
+/// The size of the system's buffer on either side. When a rank ends, data in flight is read no further than `output`
+/// reads of a rank that has ended.
 const BUFFER: usize = 256 << 10;
 
 /// After how much silence the system looks whether the other side is there: firewalls forget connections that carry

@@ -1,4 +1,4 @@
-//! By what the launchers of a job know one another.
+//! The means by which the launchers of a job authenticate each other.
 
 use accelerator_collective::rendezvous::{Security, Token};
 

@@ -1,4 +1,4 @@
-//! What two launchers say before they know one another: version, token, and what the connection is for.
+//! The handshake of two launchers: version, token, and the purpose of the connection.
 //!
 //! ```text
 //! host → head   MAGIC, Hello with nonce N
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::line::{is_timeout, write_frame};
 use super::message::{JoinReply, JoinRequest, PROTOCOL};
 
-/// What a connection between launchers begins with, in both directions.
+/// The first bytes of a connection between launchers, in both directions.
 const MAGIC: [u8; 8] = *b"accel-hs";
 
 /// The length of the largest frame of a peer that has not proved the token.
@@ -30,7 +30,7 @@ const MAX_FRAME: usize = 16 << 10;
 /// The length of the longest text of an unauthenticated peer that is shown.
 const MAX_TEXT: usize = 400;
 
-/// Why a host is not admitted.
+/// The reason for which a host is not admitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// It may be admitted when it asks again.
@@ -42,7 +42,7 @@ pub(super) enum Refusal {
 }
 
 impl Refusal {
-    /// Why.
+    /// Returns the reason.
     pub(super) fn text(&self) -> &str {
         match self {
             Self::Retry(text) | Self::Permanent(text) | Self::Conflict(text) => text,

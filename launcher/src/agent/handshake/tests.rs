@@ -22,7 +22,7 @@ fn entry() -> JoinRequest {
     }
 }
 
-/// What both sides come to: the host that asks with `asking`, and the head that holds `held`.
+/// Returns the results of both sides: the host that asks with `asking`, and the head that holds `held`.
 fn meet(
     asking: Option<Token>,
     held: Option<Token>,

@@ -21,7 +21,7 @@ use crate::supervisor::signals::is_job_control;
 use crate::supervisor::spawner::Spawner;
 use crate::supervisor::store::given_token;
 
-/// How long ranks may outlive SIGKILL.
+/// The time for which ranks may outlive SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The last attempt that has begun here.
@@ -31,7 +31,7 @@ pub(super) struct KnownAttempt {
     pub(super) ranks: Vec<KnownRank>,
 }
 
-/// What the head asks for at the end of an attempt.
+/// The head's request at the end of an attempt.
 #[derive(Clone, Copy, Debug)]
 struct Sweep {
     first: Signal,
@@ -44,7 +44,7 @@ struct LocalRanks<'a> {
     restart: u64,
     first_rank: usize,
     known: &'a mut Vec<KnownRank>,
-    /// By local rank.
+    /// The processes by local rank.
     group: Vec<Box<dyn RankProcess>>,
 }
 

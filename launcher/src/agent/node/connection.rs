@@ -17,13 +17,13 @@ use crate::settings::nodes::{Endpoint, HostPlace};
 use crate::supervisor::signals::Relay;
 use crate::text::note;
 
-/// How long one attempt to connect may take: a filtered port does not answer.
+/// The time limit of one attempt to connect: a filtered port does not answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long to wait between two attempts at most.
+/// The longest pause between two attempts.
 const RETRY: Duration = Duration::from_millis(300);
 
-/// How long to wait after the first attempt: hosts that an engine starts come within milliseconds of one another.
+/// The pause after the first attempt: hosts that an engine starts come within milliseconds of one another.
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 
 /// After how long a host says for the first time that it waits for the head; twice as long each time.
@@ -32,9 +32,9 @@ const TELL_AFTER: Duration = Duration::from_secs(10);
 /// The connections of a host that was admitted.
 #[derive(Debug)]
 pub(super) struct Connection {
-    /// For messages.
+    /// The connection for messages.
     pub(super) messages: TcpStream,
-    /// For the ranks' output, by stream.
+    /// The connections for the ranks' output, by stream.
     pub(super) outputs: [TcpStream; 2],
     /// The name of the head's host.
     pub(super) name: String,

@@ -1,4 +1,4 @@
-//! What the head has said and the main thread has not taken yet.
+//! The messages of the head that the main thread has not taken yet.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use crate::supervisor::signals::Relay;
 /// The signal that stands for a message of the head where the main thread waits for signals only: no process receives it.
 pub(super) const HURRY: i32 = SIGKILL;
 
-/// What comes from the head.
+/// An event on the connection to the head.
 #[derive(Debug)]
 pub(super) enum Inbound {
     /// It says something.
@@ -37,7 +37,7 @@ pub(super) enum Work {
     Sweep,
 }
 
-/// What has come, in order. Clones share it.
+/// The queue of events from the head. Clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct Inbox {
     state: Arc<Mutex<InboxState>>,
@@ -75,7 +75,7 @@ impl Inbox {
         self.relay.send(event);
     }
 
-    /// What has come first.
+    /// Removes and returns the oldest event.
     pub(super) fn take(&self) -> Option<Inbound> {
         self.lock().inbound.pop_front()
     }

@@ -28,7 +28,7 @@ use attempt::KnownAttempt;
 use connection::Connection;
 use inbox::{HURRY, Inbound, Inbox, Work};
 
-/// How often the launcher can be asked to end before it does so without the head.
+/// The number of requests to end after which the launcher does so without the head.
 const MAX_REQUESTS: u32 = 3;
 
 /// A host other than host 0.
@@ -36,17 +36,17 @@ const MAX_REQUESTS: u32 = 3;
 pub(crate) struct Node<'a> {
     /// Its place.
     pub(crate) place: HostPlace,
-    /// What the user asked for.
+    /// The user's options.
     pub(crate) options: &'a Options,
     /// The settings of this host.
     pub(crate) settings: Settings,
     /// The launcher's own command line.
     pub(crate) command: &'a [OsString],
-    /// Where signals come from.
+    /// The source of signals.
     pub(crate) relay: Relay,
 }
 
-/// What the ranks of this host run.
+/// The program that the ranks of this host run.
 #[derive(Debug)]
 pub(crate) struct Program {
     /// Starts it.
@@ -115,11 +115,11 @@ struct Agent<'a> {
     line: Line,
     outputs: [StreamLine; 2],
     inbox: Inbox,
-    /// How often this launcher was asked to end.
+    /// The number of times that this launcher was asked to end.
     requests: Cell<u32>,
 }
 
-/// What ends the work for a job.
+/// The reason for which the work for a job ends.
 #[derive(Debug)]
 enum Over {
     /// The head has said so.

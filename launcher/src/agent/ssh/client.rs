@@ -21,13 +21,13 @@ use crate::settings::hosts::ListedHost;
 use crate::supervisor::signals::Relay;
 use crate::text::needed_glibc;
 
-/// How much of what an agent prints is kept.
+/// The number of bytes kept of an agent's output.
 const TAIL: usize = 4096;
 
-/// How long a process that has ended may keep others waiting for the rest of what it printed.
+/// The time for which the rest of the output of a process that has ended may keep others waiting.
 pub(super) const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How the program gets to a host.
+/// The way in which the program gets to a host.
 #[derive(Clone, Debug)]
 pub(super) enum Delivery {
     /// It is sent over the connection.
@@ -36,12 +36,12 @@ pub(super) enum Delivery {
     Present(String),
 }
 
-/// How `ssh` is called.
+/// The settings of `ssh` calls.
 #[derive(Clone, Debug)]
 pub(super) struct Ssh {
     /// Its options by the user, which come first and win.
     pub(super) arguments: Vec<OsString>,
-    /// How the program gets to hosts.
+    /// The way in which the program gets to hosts.
     pub(super) delivery: Delivery,
 }
 
@@ -97,7 +97,7 @@ pub(super) struct Client {
     stderr: Arc<Mutex<AgentStderr>>,
 }
 
-/// What an agent prints on standard error.
+/// The standard error of an agent.
 #[derive(Debug, Default)]
 pub(super) struct AgentStderr {
     tail: Vec<u8>,
@@ -111,7 +111,7 @@ impl AgentStderr {
     }
 }
 
-/// What becomes of the output of an agent that has its order.
+/// The use of the output of an agent that has its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Show {
     /// It is that of the job.
@@ -199,7 +199,7 @@ impl Client {
         &self.process
     }
 
-    /// What it has said since the last question.
+    /// Returns the hello of the agent, or the error in its place, if one has come since the last call.
     pub(super) fn hello(&self) -> Option<io::Result<AgentHello>> {
         self.hello.try_recv().ok()
     }
@@ -220,7 +220,7 @@ impl Client {
         }
     }
 
-    /// Has it kill everything.
+    /// Makes the agent kill everything.
     pub(super) fn kill(&mut self) {
         self.lock().is_shown = false;
         self.stdin = None;
@@ -239,7 +239,7 @@ impl Client {
     }
 }
 
-/// Why the agent of a host did not start: how its process ended, and what it printed.
+/// Describes why the agent of a host did not start: the end of its process, and its output.
 pub(super) fn not_started(host: &ListedHost, end: End, said: &str) -> String {
     let ssh = match &host.user {
         _ if host.port.is_none() => format!("ssh {host}"),
@@ -282,7 +282,7 @@ pub(super) fn not_started(host: &ListedHost, end: End, said: &str) -> String {
     format!("host {host} was not started: {why}{said}")
 }
 
-/// Whether another attempt to connect may succeed.
+/// Checks if another attempt to connect may succeed.
 pub(super) fn may_pass(end: End, said: &str) -> bool {
     let is_final = [
         "Host key verification failed",
@@ -295,7 +295,7 @@ pub(super) fn may_pass(end: End, said: &str) -> bool {
     end == End::Code(255) && !is_final.iter().any(|text| said.contains(text))
 }
 
-/// What `ssh` says of a host to which it gets no connection.
+/// The messages of `ssh` about a host that it cannot connect to.
 const UNREACHABLE: [&str; 6] = [
     "Could not resolve",
     "Connection timed out",

@@ -18,32 +18,32 @@ use crate::supervisor::group::watch;
 use crate::supervisor::signals::{Relay, asks_to_end};
 use crate::text::note;
 
-/// How many hosts are reached at once: SSH servers refuse more.
+/// The number of hosts reached at once: SSH servers refuse more.
 pub(super) const MAX_STARTING: usize = 32;
 
-/// How often a host is asked that cannot be reached.
+/// The number of attempts to reach a host.
 pub(super) const MAX_TRIES: u32 = 3;
 
-/// How long to wait before it is asked again.
+/// The pause between two attempts to reach a host.
 pub(super) const RETRY: Duration = Duration::from_secs(1);
 
-/// How long the head may take to end when another host has ended without it.
+/// The time that the head may take to end when another host has ended without it.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How long the others may take to end when the head has, which has told them so before.
+/// The time that the others may take to end after the head, which has told them before.
 const GOODBYE: Duration = Duration::from_secs(3);
 
-/// How long agents may take to kill everything.
+/// The time that agents may take to kill everything.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often the client can be asked to end before it has everything killed.
+/// The number of requests to end after which the client has everything killed.
 const MAX_REQUESTS: u32 = 3;
 
 /// A job over SSH.
 pub(super) struct SshJob<'a> {
     ssh: &'a Ssh,
     options: &'a Options,
-    /// How long an agent may take to say hello.
+    /// The time that an agent may take to say hello.
     hello_timeout: Duration,
     order: &'a dyn Fn(usize, &str) -> Order,
     relay: Relay,
@@ -57,14 +57,14 @@ struct AgentHost<'a> {
     listed: &'a ListedHost,
     is_own: bool,
     tries: u32,
-    /// When it is asked again.
+    /// The time of the next attempt.
     start_at: Option<Instant>,
     client: Option<Client>,
-    /// By when the client is to have said hello.
+    /// The time by which the agent must have said hello.
     hello_until: Instant,
     hello: Option<AgentHello>,
     is_ordered: bool,
-    /// How it ended, and what it said last, once it had its order.
+    /// The end of the agent that had its order, and its last output.
     end: Option<(End, String)>,
 }
 
@@ -213,7 +213,7 @@ impl<'a> SshJob<'a> {
         Ok(())
     }
 
-    /// By when the next of the agents that have not said hello is late.
+    /// Returns the time at which the next of the agents that have not said hello is late.
     ///
     /// # Errors
     /// When one is late already.
@@ -385,7 +385,7 @@ impl AgentHost<'_> {
     }
 }
 
-/// What is shown of a host's output: the head's has that of all.
+/// Selects the output of a host to show: the head's output includes that of all hosts.
 fn show(number: usize) -> Show {
     match number {
         0 => Show::Output,

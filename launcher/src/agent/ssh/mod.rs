@@ -91,7 +91,7 @@ pub(crate) fn run(
     job.run(&channel).map(ExitCode::from)
 }
 
-/// How many ranks a host runs.
+/// Describes the number of ranks on a host.
 fn ranks(host: &ListedHost, options: &Options) -> String {
     match (host.ranks, options.nproc_per_node) {
         (Some(ranks), _) => ranks.to_string(),
@@ -228,7 +228,7 @@ fn passed_on() -> impl Iterator<Item = (OsString, OsString)> {
     })
 }
 
-/// Whether a host of the list is this one, which needs no SSH.
+/// Checks if a host of the list is this one, which needs no SSH.
 fn is_own(host: &ListedHost) -> bool {
     if host.user.is_some() || host.port.is_some() {
         return false;
@@ -243,7 +243,7 @@ fn is_own(host: &ListedHost) -> bool {
     }
 }
 
-/// What `--dry-run` prints.
+/// Prints the report of `--dry-run`.
 fn describe(hosts: &HostList, ssh: &Ssh, paths: &[PathBuf]) -> Result<ExitCode> {
     let mut text = String::from("dry run: nothing is built or started\n\n");
     let line = |command: Command| {

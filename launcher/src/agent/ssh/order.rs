@@ -1,4 +1,4 @@
-//! What goes over the standard input and output of an agent: a hello from it, and an order to it.
+//! The data on the standard input and output of an agent: its hello, and the order to it.
 //!
 //! ```text
 //! agent → client   MAGIC, Hello; then the output of its launcher
@@ -23,13 +23,13 @@ pub(super) const MAX_ORDER: usize = 64 << 20;
 /// The length of the longest hello.
 const MAX_HELLO: usize = 64 << 10;
 
-/// What a start-up file may print at most before the hello.
+/// The largest output of a start-up file before the hello.
 const MAX_NOISE: usize = 1 << 20;
 
-/// What begins the hello.
+/// The first bytes of the hello.
 const MAGIC: &[u8] = b"\0accel-launch agent\0";
 
-/// What an agent says of itself.
+/// The hello of an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct AgentHello {
     /// The version of its program.
@@ -40,7 +40,7 @@ pub(super) struct AgentHello {
     pub(super) port: u16,
 }
 
-/// What an agent runs.
+/// The order to an agent.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Order {
     /// The token of the job.

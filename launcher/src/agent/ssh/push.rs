@@ -8,7 +8,7 @@ use std::path::Path;
 
 use accelerator_collective::TargetFeatures;
 
-/// As what a program that was sent is run.
+/// The path by which a program that was sent is run.
 pub(super) const PROGRAM: &str = "/proc/self/fd/4";
 
 /// The descriptor of a program that was sent.
@@ -33,8 +33,8 @@ pub(super) fn receiving(length: usize) -> String {
     )
 }
 
-/// What refuses a host whose processor does not run this program: by its kind, and by the flags that the kernel lists
-/// for the features that the program was compiled for. The program itself could only end by a signal there.
+/// Returns a script that refuses a host whose processor cannot run this program: by its kind, and by the flags of the
+/// features that the program was compiled for. The program itself could only end by a signal there.
 fn checking(machine: &str, features: &[&str]) -> String {
     let mut script = String::new();
     if ["x86_64", "aarch64"].contains(&machine) {
@@ -58,7 +58,7 @@ fn checking(machine: &str, features: &[&str]) -> String {
 /// Begins what a host says that cannot run the program.
 pub(super) const NEEDS: &str = "this accel-launch needs";
 
-/// As Linux lists a feature of the processor in `/proc/cpuinfo`.
+/// Returns the name of a processor feature in Linux's `/proc/cpuinfo`.
 fn flag(feature: &str) -> String {
     match feature {
         "cmpxchg16b" => "cx16".to_owned(),

@@ -112,7 +112,7 @@ struct Copy<'a> {
     printed: Receiver<()>,
 }
 
-/// Why a host did not get the files.
+/// The reason for which a host did not get the files.
 enum CopyError {
     /// Another attempt may succeed.
     MayPass(Error),
