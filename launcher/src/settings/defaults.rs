@@ -17,7 +17,7 @@ pub(crate) enum Threads {
     Set {
         /// Threads of a rank.
         count: NonZeroUsize,
-        /// Why so many.
+        /// The reason for this count.
         origin: String,
     },
     /// The user has set it, and it is left alone.

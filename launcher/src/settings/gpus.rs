@@ -25,7 +25,7 @@ pub(crate) struct Gpus {
     sharing: Sharing,
     /// The variables of ranks.
     variables: Vec<(&'static str, OsString)>,
-    /// As text: name, value and origin.
+    /// The rows of the table of settings: name, value and origin.
     rows: Vec<[String; 3]>,
 }
 
@@ -86,7 +86,7 @@ impl Gpus {
         &self.variables
     }
 
-    /// As text: name, value and origin.
+    /// Returns the rows of the table of settings: name, value and origin.
     pub(crate) fn rows(&self) -> &[[String; 3]] {
         &self.rows
     }

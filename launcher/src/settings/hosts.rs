@@ -27,7 +27,7 @@ pub(crate) struct ListedHost {
     pub(crate) name: String,
     /// The port of its SSH server.
     pub(crate) port: Option<u16>,
-    /// How many ranks it runs, where the list says so.
+    /// The number of ranks that it runs, if the list gives one.
     pub(crate) ranks: Option<NonZeroUsize>,
 }
 
@@ -101,7 +101,7 @@ impl FromStr for HostList {
 }
 
 impl fmt::Display for ListedHost {
-    /// As it is listed, without the count.
+    /// Writes the host as it is listed, without the count.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.user {
             Some(user) => write!(formatter, "{user}@{}", self.name),

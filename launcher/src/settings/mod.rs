@@ -37,7 +37,7 @@ const DEFAULT_RESTARTS: u64 = 3;
 /// The resolved settings of a launch on this machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
-    /// How many ranks are started on this host.
+    /// The number of ranks started on this host.
     pub(crate) ranks: NonZeroUsize,
     /// The ranks of all hosts.
     pub(crate) layout: Layout,
@@ -47,17 +47,17 @@ pub(crate) struct Settings {
     pub(crate) least_ranks: NonZeroUsize,
     /// The most to which the job may grow again on this host.
     pub(crate) most_ranks: NonZeroUsize,
-    /// When it is first tried.
+    /// The time after which the job first tries to grow again.
     pub(crate) regrow_after: Duration,
     /// The state of an elastic job, for the ranks that are started.
     pub(crate) elastic: Option<Elastic>,
-    /// How many groups of ranks were begun in this attempt before.
+    /// The number of groups of ranks that were begun in this attempt before.
     pub(crate) regroups: u64,
-    /// How often the job has been restarted.
+    /// The number of restarts so far.
     pub(crate) restart: u64,
-    /// How often it is restarted at most.
+    /// The largest number of restarts.
     pub(crate) max_restarts: u64,
-    /// How long to wait before the first restart.
+    /// The wait before the first restart.
     pub(crate) restart_delay: Duration,
     /// The host of the store, as the ranks of this host reach it.
     pub(crate) master_addr: String,
@@ -79,7 +79,7 @@ pub(crate) struct Settings {
     pub(crate) gpus: Gpus,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
-    /// How output is marked.
+    /// The mark of each line of output.
     pub(crate) prefix: Prefix,
     /// The folder of log files: the one that was asked for, and once the job has begun the folder of this run in it.
     pub(crate) log_dir: Option<PathBuf>,
@@ -375,7 +375,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     variables::given(name)?.into_string().ok()
 }
 
-/// How many ranks each host runs. Ranks are numbered host by host.
+/// The number of ranks on each host. Ranks are numbered host by host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Layout {
     hosts: Vec<usize>,
@@ -387,17 +387,17 @@ impl Layout {
         Self::new(vec![ranks.get()])
     }
 
-    /// So many ranks on each host, in the order of the hosts.
+    /// Creates the layout with these numbers of ranks, in the order of the hosts.
     pub(crate) fn new(hosts: Vec<usize>) -> Self {
         Self { hosts }
     }
 
-    /// How many hosts there are.
+    /// Returns the number of hosts.
     pub(crate) fn hosts(&self) -> usize {
         self.hosts.len()
     }
 
-    /// How many ranks there are on all hosts.
+    /// Returns the number of ranks on all hosts.
     pub(crate) fn ranks(&self) -> usize {
         self.hosts.iter().sum()
     }

@@ -15,13 +15,13 @@ use crate::gpu::{GpuIds, VISIBLE, Visible, inventory};
 use crate::settings::defaults;
 use crate::settings::options::{Options, Processes};
 
-/// How long hosts wait for each other by default: a node that is being set up takes minutes.
+/// The default time for which hosts wait for each other: a node that is being set up takes minutes.
 pub(crate) const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The place of this host among several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HostPlace {
-    /// How many hosts there are at most, at least two.
+    /// The largest number of hosts, at least two.
     pub(crate) hosts: usize,
     /// The fewest that the job runs on.
     pub(crate) least_hosts: usize,
@@ -29,7 +29,7 @@ pub(crate) struct HostPlace {
     pub(crate) host: usize,
     /// The address on which host 0 listens.
     pub(crate) endpoint: Endpoint,
-    /// How long to wait for other hosts.
+    /// The time to wait for other hosts.
     pub(crate) join_timeout: Duration,
 }
 
@@ -42,10 +42,10 @@ pub(crate) struct Endpoint {
     pub(crate) port: u16,
 }
 
-/// How many ranks a host runs.
+/// The number of ranks that a host runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PerHost {
-    /// So many.
+    /// This number.
     Count(NonZeroUsize),
     /// One per GPU, or one if there is none.
     Auto,
@@ -227,7 +227,7 @@ impl PerHost {
 }
 
 impl fmt::Display for PerHost {
-    /// As it is given.
+    /// Writes the option's value.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Count(count) => count.fmt(formatter),

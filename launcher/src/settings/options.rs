@@ -284,7 +284,7 @@ impl Processes {
 }
 
 impl Options {
-    /// How many ranks are started on this host.
+    /// Returns the number of ranks started on this host.
     pub(crate) fn processes(&self) -> Processes {
         self.num_processes
             .unwrap_or(Processes::exactly(NonZeroUsize::MIN))
@@ -301,7 +301,7 @@ impl Options {
         }
     }
 
-    /// How many hosts the job has at most.
+    /// Returns the largest number of hosts of the job.
     pub(crate) fn hosts(&self) -> usize {
         self.nnodes.map_or(1, |hosts| hosts.most.get())
     }

@@ -1,4 +1,4 @@
-//! What to run: a program, or something that cargo builds.
+//! The target of a launch: a program, or something that cargo builds.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use rustix::fs::{Access, access};
 use crate::error::{Error, Result};
 use crate::settings::options::Options;
 
-/// What was asked to be run. Paths have been checked.
+/// The target that the user asked to run. Paths have been checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
     /// An executable file, by its absolute path.
@@ -19,14 +19,14 @@ pub(crate) enum Target {
     Name(String),
 }
 
-/// How a cargo target was named.
+/// The way in which a cargo target was named.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Selector {
-    /// By its source file, canonical.
+    /// Its source file, as a canonical path.
     Source(PathBuf),
-    /// By kind and name.
+    /// Its kind and name.
     Named(TargetKind, String),
-    /// By name, whatever its kind.
+    /// Its name, whatever its kind.
     AnyNamed(String),
 }
 

@@ -25,13 +25,13 @@ use crate::supervisor::store::{RankReports, Store, StoreHandle};
 use crate::text::{list, without_middle};
 use crate::variables;
 
-/// How long failure reports may take to arrive after ranks have ended.
+/// The time that failure reports may take to arrive after ranks have ended.
 const REPORTS_WITHIN: Duration = Duration::from_millis(100);
 
-/// How long the last lines of a rank may take to arrive after its end.
+/// The time that the last lines of a rank may take to arrive after its end.
 pub(super) const STDERR_WITHIN: Duration = Duration::from_millis(50);
 
-/// How long the notice that a rank closed its group may take to arrive after its end; ranks that lost it wait a
+/// The time that the notice that a rank closed its group may take to arrive after its end; ranks that lost it wait a
 /// little longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
@@ -60,17 +60,17 @@ pub(crate) struct Attempt {
 /// The parts that one group of an attempt leaves to the next.
 #[derive(Debug)]
 pub(super) struct Carried {
-    /// By rank.
+    /// The processes by rank.
     pub(super) processes: Vec<Box<dyn RankProcess>>,
-    /// By rank.
+    /// The watches by rank.
     pub(super) watches: Vec<Watch>,
-    /// How many streams are being read.
+    /// The number of streams that are being read.
     pub(super) readers: usize,
     /// Kills all of them where the launcher fails.
     pub(super) guard: KillOnDrop,
 }
 
-/// How an attempt ended.
+/// The end of an attempt.
 #[derive(Debug)]
 pub(crate) enum AttemptOutcome {
     /// All its ranks ran, and have ended.
@@ -79,7 +79,7 @@ pub(crate) enum AttemptOutcome {
     NotStarted {
         /// The rank.
         rank: usize,
-        /// Why.
+        /// The reason.
         error: Error,
     },
     /// Its ranks run on in another group, of more or fewer of them, which reports on this channel.
@@ -89,7 +89,7 @@ pub(crate) enum AttemptOutcome {
 /// An attempt whose ranks have ended.
 #[derive(Debug)]
 pub(crate) struct FinishedAttempt {
-    /// How they ended.
+    /// The end of its group.
     pub(crate) outcome: GroupOutcome,
     /// Their processes, by rank.
     pub(crate) processes: Vec<RankInfo>,
@@ -179,7 +179,7 @@ impl Attempt {
         })
     }
 
-    /// How many ranks this host runs.
+    /// Returns the number of ranks on this host.
     pub(crate) fn ranks(&self) -> usize {
         self.settings.ranks.get()
     }

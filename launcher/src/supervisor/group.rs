@@ -18,7 +18,7 @@ use crate::supervisor::signals::{self, is_job_control, is_suspended};
 use crate::supervisor::store::StoreHandle;
 use crate::text::list;
 
-/// Who ended a process.
+/// The one that ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EndedBy {
     /// It ended before the launcher signalled it.
@@ -50,7 +50,7 @@ pub(crate) trait Observer {
         false
     }
 
-    /// When [`poll_regroup`](Self::poll_regroup) wants to be called again, if nothing happens before.
+    /// Returns the time of the next call of [`poll_regroup`](Self::poll_regroup), if nothing happens before.
     fn deadline(&self) -> Option<Instant> {
         None
     }
@@ -71,11 +71,11 @@ pub(crate) struct NoopObserver;
 
 impl Observer for NoopObserver {}
 
-/// How a group ended.
+/// The end of a group.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupOutcome {
     job: Job,
-    /// How many output readers finished meanwhile.
+    /// The number of output readers that finished meanwhile.
     pub(crate) drained: usize,
     /// Processes that were left when the members had ended; they were then ended.
     pub(crate) left_behind: LeftBehind,
@@ -86,12 +86,12 @@ pub(crate) struct GroupOutcome {
 }
 
 impl GroupOutcome {
-    /// Why the group was ended, if not every member succeeded by itself.
+    /// Returns the cause for which the group was ended, if not every member succeeded by itself.
     pub(crate) fn cause(&self) -> Option<Cause> {
         self.job.cause()
     }
 
-    /// How `rank` ended; `None` if it did not end even on SIGKILL.
+    /// Returns the end of `rank`; `None` if it did not end even on SIGKILL.
     pub(crate) fn end(&self, rank: usize) -> Option<End> {
         self.job.end(rank)
     }
@@ -295,7 +295,7 @@ pub(crate) fn watch(rank: usize, process: &dyn RankProcess, events: &Sender<Even
     watch
 }
 
-/// How often ranks are looked at, at most.
+/// The shortest interval between two looks at the ranks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// A watch over the ranks of this host; it ends when this is dropped.

@@ -10,16 +10,16 @@ use crate::event::{Channel, Event};
 use crate::process::RankProcess;
 use crate::process::descendants::{self, Excluded};
 
-/// How long the launcher waits for leftover processes after SIGKILL.
+/// The time for which the launcher waits for leftover processes after SIGKILL.
 pub(crate) const LEFTOVER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often the launcher checks for leftover processes: the first interval and the longest.
+/// The intervals at which the launcher checks for leftover processes: the first and the longest.
 const SWEEP_INTERVALS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
 
-/// Which processes are ended with a group.
+/// The processes that are ended with a group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum KillScope<'a> {
-    /// Those in the groups that its members lead.
+    /// The process groups that its members lead.
     Groups,
     /// All descendants of this process but the excluded ones.
     Descendants(&'a Excluded),
@@ -30,7 +30,7 @@ pub(crate) enum KillScope<'a> {
 pub(crate) struct LeftBehind {
     /// The ranks they came from, as far as that is known.
     pub(crate) ranks: BTreeSet<usize>,
-    /// How many came from an unknown rank.
+    /// The number of processes that came from an unknown rank.
     pub(crate) others: usize,
 }
 
@@ -42,10 +42,10 @@ impl LeftBehind {
     }
 }
 
-/// What arrived while leftover processes were ended.
+/// The events that arrived while leftover processes were ended.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Swept {
-    /// How many output readers finished.
+    /// The number of output readers that finished.
     pub(crate) drained: usize,
     /// The first signal that asked the launcher to end.
     pub(crate) asked_to_end: Option<i32>,
@@ -58,7 +58,7 @@ pub(crate) struct Swept {
 pub(crate) struct Remains {
     /// The rank of the group's first process.
     pub(crate) first_rank: usize,
-    /// Of each process, whether it has ended.
+    /// One entry per process: `true` if it has ended.
     pub(crate) has_ended: Vec<bool>,
 }
 

@@ -23,16 +23,16 @@ use crate::settings::rank_env::RankEnv;
 use crate::settings::{Elastic, Layout, Settings};
 use crate::text::list;
 
-/// How long new ranks may take to join. The others run meanwhile.
+/// The time that new ranks may take to join. The others run meanwhile.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The same where other hosts wait until it is their turn.
+/// The same limit while other hosts wait for their turn.
 const JOIN_TIMEOUT_WITH_OTHERS: Duration = Duration::from_secs(30);
 
-/// How often it is looked whether they are late.
+/// The interval at which the launcher checks if they are late.
 const JOIN_POLL: Duration = Duration::from_secs(1);
 
-/// How long ranks may know of a next group before the user is told that they do not form it.
+/// The time for which ranks may know of a next group before the user is told that they do not form it.
 const NOTE_AFTER: Duration = Duration::from_secs(60);
 
 /// The shortest time between two tries.
@@ -53,11 +53,11 @@ pub(super) struct Regrouping<'a> {
     /// Before which no ranks are started again.
     retry_at: Option<Instant>,
     retry_after: Duration,
-    /// How many next groups have been given up.
+    /// The number of next groups that have been given up.
     given_up: u64,
-    /// How many streams of their ranks were read.
+    /// The number of streams of their ranks that were read.
     given_up_readers: usize,
-    /// When it has last gone on.
+    /// The time of the last [`step`](Self::step).
     stepped_at: Instant,
 }
 
@@ -65,11 +65,11 @@ pub(super) struct Regrouping<'a> {
 pub(super) struct NextGroup {
     attempt: Attempt,
     channel: Channel,
-    /// By rank: the rank of the running group whose process it is.
+    /// The rank that each rank has in the running group; `None` if it is new.
     former: Vec<Option<usize>>,
-    /// By rank: the processes of those that are new.
+    /// The processes of the new ranks, by rank.
     started: Vec<Option<(Box<dyn RankProcess>, Watch)>>,
-    /// How many streams of theirs are read.
+    /// The number of streams of the new ranks that are read.
     readers: usize,
     joined: BTreeSet<usize>,
     /// The events of its ranks so far.
@@ -77,7 +77,7 @@ pub(super) struct NextGroup {
     /// True if the ranks of the running group know their places in it.
     is_told: bool,
     began: Instant,
-    /// When the user is told that the others take long, once they know.
+    /// The time at which the user is told that the others take long, once they know.
     note_at: Option<Instant>,
 }
 
@@ -109,7 +109,7 @@ impl<'a> Regrouping<'a> {
         }
     }
 
-    /// When [`step`](Self::step) wants to be called again, if nothing happens before.
+    /// Returns the time of the next call of [`step`](Self::step), if nothing happens before.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match &self.next {
             Some(next) => next.deadline(),
@@ -187,7 +187,7 @@ impl<'a> Regrouping<'a> {
         }
     }
 
-    /// How many streams of ranks that were given up have been read: their ends are told as those of other streams.
+    /// Returns the number of streams read for ranks that were given up; their ends are reported like those of others.
     pub(super) fn given_up_readers(&self) -> usize {
         self.given_up_readers
     }
@@ -390,7 +390,7 @@ impl NextGroup {
         new.filter(|rank| !self.joined.contains(rank)).collect()
     }
 
-    /// How long its new ranks may take to join.
+    /// Returns the time that its new ranks may take to join.
     fn patience(&self, spawner: &dyn Spawner) -> Duration {
         match spawner.has_more() {
             true => JOIN_TIMEOUT_WITH_OTHERS,

@@ -15,7 +15,7 @@ use crate::process::End;
 /// The exit code of a Rust program whose `main` returned an error, as after losing another rank.
 const ERROR_EXIT: i32 = 1;
 
-/// What is known about failures before the launcher signalled any rank.
+/// The evidence of failures before the launcher signalled any rank.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Evidence {
     ranks: BTreeMap<usize, RankEvidence>,
@@ -77,12 +77,12 @@ impl Evidence {
         }
     }
 
-    /// Whether others wait for `rank`, which ended with code 0 and never joined.
+    /// Records whether others wait for `rank`, which ended with code 0 and never joined.
     pub(crate) fn awaited(&mut self, rank: usize, is_awaited: bool) {
         self.known(rank).is_awaited = is_awaited;
     }
 
-    /// Whether `rank` joined and ended with code 0 without closing its group. That alone is no failure, but if
+    /// Records whether `rank` joined and ended with code 0 without closing its group. That alone is no failure, but if
     /// another rank fails, it is the cause.
     pub(crate) fn left_unclosed(&mut self, rank: usize, left_unclosed: bool) {
         self.known(rank).left_unclosed = left_unclosed;
@@ -124,7 +124,7 @@ impl Evidence {
 }
 
 impl RootCause {
-    /// How long to wait, from the first evidence on, for more that could change the result: a rank that panics
+    /// Returns the time to wait, from the first evidence on, for more that could change the result: a rank that panics
     /// reports it a while before its process ends.
     pub(crate) fn max_wait(&self) -> Duration {
         Duration::from_millis(match (self.class, self.end) {

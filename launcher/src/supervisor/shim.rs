@@ -28,7 +28,7 @@ const NAME: &str = "accel-job";
 /// Precedes the file descriptor of the pipe in the launcher proper's arguments.
 const PIPE_MARK: &str = "liveness-pipe:";
 
-/// Who commands a shim.
+/// The source of a shim's commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Control {
     /// Whoever sends signals to it.
@@ -200,7 +200,7 @@ impl LivenessPipe {
     }
 }
 
-/// Whether the shim is gone, and this process ends with all that it has started.
+/// Checks if the shim is gone, and this process is about to end with all that it has started.
 pub(crate) fn is_over() -> bool {
     IS_OVER.load(Ordering::Acquire)
 }

@@ -20,10 +20,10 @@ use crate::process;
 /// its group, as `timeout` does.
 const DUPLICATE_WITHIN: Duration = Duration::from_millis(100);
 
-/// How long one path of a signal that takes two may lag behind the other.
+/// The time by which one path of a signal that takes two may lag behind the other.
 const MAX_LAG: Duration = Duration::from_secs(5);
 
-/// Whether `signal` asks the job to end; any other one is only forwarded to the ranks.
+/// Checks if `signal` asks the job to end; any other one is only forwarded to the ranks.
 pub(crate) fn asks_to_end(signal: i32) -> bool {
     matches!(signal, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
 }
@@ -33,7 +33,7 @@ pub(crate) fn is_job_control(signal: i32) -> bool {
     matches!(signal, SIGTSTP | SIGCONT)
 }
 
-/// Whether the user has stopped the job, and not yet continued it. It is known before the signal is forwarded, and also
+/// Checks if the user has stopped the job and not yet continued it. This is known before the signal is forwarded, and also
 /// while no attempt is under way.
 pub(crate) fn is_suspended() -> bool {
     IS_SUSPENDED.load(Ordering::Acquire)
@@ -93,7 +93,7 @@ pub(crate) enum Stopper {
     System,
 }
 
-/// How a signal reached the launcher.
+/// The route by which a signal reached the launcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
     /// This process received it.
@@ -183,7 +183,7 @@ struct HostRequests {
 }
 
 impl HostRequests {
-    /// Whether a request to this host is one more than any host has had.
+    /// Counts a request to this host, and checks if it is one more than any host has had.
     fn counts(&mut self, host: usize) -> bool {
         let count = self.by_host.entry(host).or_default();
         *count += 1;
@@ -242,7 +242,7 @@ impl Requests {
     }
 }
 
-/// Whether `signal` has come to this process, and no handler has run for it yet.
+/// Checks if `signal` has come to this process, and no handler has run for it yet.
 pub(crate) fn is_pending(signal: i32) -> bool {
     is_in_mask("ShdPnd:", signal)
 }
@@ -268,7 +268,7 @@ mod tests {
     use super::*;
     use Route::{Direct, Shim};
 
-    /// How many of these signals, at milliseconds, count.
+    /// Returns the number of these signals, at milliseconds, that count.
     fn count(signal: i32, arrivals: &[(u64, Route)]) -> usize {
         let (mut requests, begin) = (Requests::default(), Instant::now());
         arrivals

@@ -50,7 +50,7 @@ pub(crate) trait Spawner {
         None
     }
 
-    /// When to ask again, if nothing happens before.
+    /// Returns the time at which to ask again, if nothing happens before.
     fn deadline(&self) -> Option<Instant> {
         None
     }
@@ -126,7 +126,7 @@ pub(crate) enum Growth {
 pub(crate) struct Resize {
     /// The ranks of all hosts.
     pub(crate) layout: Layout,
-    /// By new rank: the rank of the running group whose process it is, where it is not new.
+    /// The rank that each rank of the new layout has in the running group; `None` if its process is new.
     pub(crate) former: Vec<Option<usize>>,
     /// The change, for the user; follows "the job".
     pub(crate) why: String,

@@ -24,7 +24,7 @@ use crate::settings::Settings;
 use crate::text::note;
 use crate::variables;
 
-/// How long the store of an attempt may take to give back a port that was asked for.
+/// The time that the store of an attempt may take to give back a port that was asked for.
 const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running store; it stops when dropped.
@@ -269,7 +269,7 @@ struct Received {
     /// The host of each rank that joined.
     joined: BTreeMap<usize, String>,
     closed: BTreeSet<usize>,
-    /// At most one of each rank.
+    /// The failure reports, at most one per rank.
     failure_reports: Vec<FailureReport>,
 }
 

@@ -13,10 +13,10 @@ use crate::supervisor::group::{NoopObserver, supervise, watch};
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::KillScope;
 
-/// How long a tool may take to end after a signal.
+/// The time that a tool may take to end after a signal.
 const TOOL_GRACE: Duration = Duration::from_secs(5);
 
-/// What becomes of a tool's standard error.
+/// The use of a tool's standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stderr {
     /// It is shown as it comes.
@@ -25,10 +25,10 @@ pub(crate) enum Stderr {
     Keep,
 }
 
-/// How a tool ended, and its output.
+/// The end of a tool, and its output.
 #[derive(Clone, Debug)]
 pub(crate) struct ToolOutput {
-    /// How it ended.
+    /// The end of the process.
     pub(crate) end: End,
     /// Its standard output.
     pub(crate) stdout: Vec<u8>,

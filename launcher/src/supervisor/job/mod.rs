@@ -12,14 +12,14 @@ use crate::process::End;
 use crate::supervisor::root_cause::{Evidence, FailureClass, RootCause};
 use crate::supervisor::signals::is_job_control;
 
-/// How long to wait, when a rank fails, for notices that others have joined the job: ranks that have not are
-/// ended at once, ranks that have get the grace period.
+/// The time to wait, when a rank fails, for notices that others have joined the job: ranks that have not are ended at
+/// once, ranks that have get the grace period.
 const JOIN_DELAY: Duration = Duration::from_millis(200);
 
-/// How long the group may take to end before the launcher names the ranks that it waits for.
+/// The time that the group may take to end before the launcher names the ranks that it waits for.
 const WAITING_NOTICE_AFTER: Duration = Duration::from_secs(1);
 
-/// How long a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
+/// The time for which a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
 const ABANDON_AFTER: Duration = Duration::from_secs(10);
 
 /// An action for the caller.
@@ -36,7 +36,7 @@ pub(crate) enum Action {
     Waiting(Vec<usize>),
 }
 
-/// Why a group was ended, when it did not end by itself.
+/// The cause for which a group was ended, when it did not end by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
     /// This rank failed first.
@@ -130,7 +130,7 @@ impl Job {
             && self.members.iter().any(|member| member.end.is_none())
     }
 
-    /// When [`Job::step`] wants to be called again, if nothing happens before.
+    /// Returns the time of the next call of [`Job::step`], if nothing happens before.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Running | Phase::Abandoned { .. } => None,
@@ -160,9 +160,9 @@ impl Job {
         matches!(self.phase, Phase::Abandoned { .. }) || (has_ended && !may_hear)
     }
 
-    /// Why the group ended, if not every rank succeeded by itself.
+    /// Returns the cause for which the group ended, if not every rank succeeded by itself.
     ///
-    /// `None` where every rank succeeded after all, whatever they reported about each other.
+    /// Returns `None` if every rank succeeded after all, whatever they reported about each other.
     pub(crate) fn cause(&self) -> Option<Cause> {
         let has_succeeded =
             |member: &Member| member.by_itself && member.end.is_some_and(End::is_success);
@@ -194,7 +194,7 @@ impl Job {
         self.asked.is_some() || self.has_forwarded
     }
 
-    /// How `rank` ended, if it did.
+    /// Returns the end of `rank`, if it has ended.
     pub(crate) fn end(&self, rank: usize) -> Option<End> {
         self.members.get(rank)?.end
     }
