@@ -414,7 +414,7 @@ impl CargoTarget {
     }
 }
 
-/// How many targets an error lists.
+/// The number of targets that an error lists.
 const SUGGESTIONS: usize = 8;
 
 /// A target that an error can offer instead.
@@ -422,7 +422,7 @@ const SUGGESTIONS: usize = 8;
 pub(crate) struct Suggestion {
     /// Its name.
     pub(crate) name: String,
-    /// How the error shows it.
+    /// The form in which the error shows it.
     pub(crate) shown: String,
 }
 

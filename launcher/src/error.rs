@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// The exit code where a host was lost, or the launcher of host 0: start me again (`EX_TEMPFAIL` of `sysexits.h`).
 pub(crate) const START_AGAIN: u8 = accelerator_env::PREEMPTED_EXIT_CODE;
 
-/// What goes wrong before, or beside, the training program itself.
+/// An error before, or beside, the training program itself.
 #[derive(Clone, Debug)]
 pub(crate) struct Error {
     inner: Arc<Inner>,
@@ -78,12 +78,12 @@ impl Error {
         )
     }
 
-    /// Whether the command line, or what it points to, is wrong.
+    /// Checks if the command line, or what it points to, is wrong.
     pub(crate) fn is_usage(&self) -> bool {
         matches!(self.inner.kind, Kind::Usage)
     }
 
-    /// Whether a signal ended the launcher.
+    /// Checks if a signal ended the launcher.
     pub(crate) fn is_interrupted(&self) -> bool {
         matches!(self.inner.kind, Kind::Interrupted(_))
     }

@@ -12,7 +12,7 @@ pub(crate) enum Event {
     Ended {
         /// Its place in the group.
         rank: usize,
-        /// How it ended.
+        /// The end of the process.
         end: End,
     },
     /// A rank has joined the job: it learns of failures from the store.

@@ -27,7 +27,7 @@ pub(crate) fn print(text: &str) -> Result<ExitCode> {
     }
 }
 
-/// As JSON with a line break at its end.
+/// Formats `value` as JSON with a line break at its end.
 pub(crate) fn json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value);
     let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
@@ -63,7 +63,7 @@ pub(crate) fn duration(seconds: u64) -> String {
     }
 }
 
-/// How long ago a second since 1970 was, in seconds; 0 for what a clock that is ahead has written.
+/// Returns the age in seconds of a time in seconds since 1970; 0 for a time from a clock that is ahead.
 pub(crate) fn age(created: u64) -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |x| x.as_secs().saturating_sub(created))

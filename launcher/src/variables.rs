@@ -12,12 +12,12 @@ use accelerator_fault::FaultPlan;
 use crate::error::{Error, Result};
 use crate::text::shell_line;
 
-/// What a check is about.
+/// The scope of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scope {
     /// This very environment.
     Everything,
-    /// What ranks inherit from it when they are launched.
+    /// The variables that ranks inherit from it when they are launched.
     Inherited,
 }
 
@@ -26,7 +26,7 @@ pub(crate) enum Scope {
 pub(crate) struct VariableError {
     /// The variable.
     pub(crate) name: String,
-    /// What is wrong with it, and what to do.
+    /// The problem, and its remedy.
     pub(crate) text: String,
 }
 
@@ -49,7 +49,7 @@ pub(crate) fn given(name: &str) -> Option<OsString> {
     variable(name).filter(|_| !of_outer_launcher().any(|outer| outer == name))
 }
 
-/// For how long a rank or a host may be silent before it is lost: `ACCEL_LIVENESS_TIMEOUT`, or 5 s.
+/// Returns the time for which a rank or a host may be silent before it is lost: `ACCEL_LIVENESS_TIMEOUT`, or 5 s.
 pub(crate) fn liveness() -> Duration {
     let given = given(LIVENESS_TIMEOUT.name);
     let given = given.and_then(|text| accelerator_env::seconds(&text.to_string_lossy()));
@@ -68,7 +68,7 @@ pub(crate) fn of_outer_launcher() -> impl Iterator<Item = String> {
     names.into_iter().filter(is_theirs)
 }
 
-/// What a launcher makes anew for each job.
+/// The variables that a launcher sets anew for each job.
 const OF_A_JOB: [&str; 4] = [
     JOB.name,
     LAUNCH_COMMAND.name,
@@ -95,12 +95,12 @@ pub(crate) fn of_cargo() -> impl Iterator<Item = OsString> {
     })
 }
 
-/// Whether a variable of this name belongs to this project.
+/// Checks if a variable of this name belongs to this project.
 pub(crate) fn is_ours(name: &str) -> bool {
     name.starts_with(accelerator_env::PREFIX)
 }
 
-/// What is wrong with these variables: names that nothing reads, and values that are refused.
+/// Returns the errors of these variables: names that nothing reads, and values that are refused.
 pub(crate) fn errors(set: &[(String, OsString)], scope: Scope) -> Vec<VariableError> {
     let error = |(name, value): &(String, OsString)| {
         let text = match find(name) {
@@ -117,7 +117,7 @@ pub(crate) fn errors(set: &[(String, OsString)], scope: Scope) -> Vec<VariableEr
     set.iter().filter_map(error).collect()
 }
 
-/// Whether a variable may have this value.
+/// Checks if a variable may have this value.
 fn accepts(known: &Variable, value: &OsStr) -> bool {
     let is_plan = || {
         value
@@ -140,9 +140,9 @@ pub(crate) fn check() -> Result<()> {
     Err(Error::usage(texts.join("\nerror: ")))
 }
 
-/// What has to stand before a command, so that a shell runs it with the variables that ranks of this
-/// launcher inherit: `ACCEL_TRANSPORT=tcp `, with a blank at the end, or nothing. A file of a process, in which
-/// a host that was reached over SSH has its token, is left out.
+/// Returns the prefix of a command with which a shell runs it with the variables that ranks of this launcher inherit:
+/// `ACCEL_TRANSPORT=tcp `, with a blank at the end, or nothing. A file of a process, in which a host that was reached
+/// over SSH has its token, is left out.
 pub(crate) fn assignments(set: &[(String, OsString)]) -> String {
     let inherited = set
         .iter()

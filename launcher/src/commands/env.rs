@@ -150,7 +150,7 @@ struct SettingEntry {
     /// The values that a variable of this project may have.
     #[serde(skip_serializing_if = "Option::is_none")]
     expected: Option<String>,
-    /// Who reads it.
+    /// The reader of the variable.
     #[serde(skip_serializing_if = "Option::is_none")]
     read_by: Option<String>,
 }

@@ -42,7 +42,7 @@ pub(crate) struct Sources<'a> {
     pub(crate) folder: &'a Path,
     /// `nvidia-smi`.
     pub(crate) program: &'a OsStr,
-    /// How long the program may take: it hangs where a device does.
+    /// The time that the program may take: it hangs if a device does.
     pub(crate) limit: Duration,
 }
 

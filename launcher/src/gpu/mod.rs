@@ -85,7 +85,7 @@ impl FromStr for GpuIds {
     }
 }
 
-/// With commas, as `CUDA_VISIBLE_DEVICES` has them.
+/// Joins the ids with commas, as in `CUDA_VISIBLE_DEVICES`.
 pub(crate) fn joined(ids: &[GpuId]) -> String {
     let ids: Vec<_> = ids.iter().map(GpuId::to_string).collect();
     ids.join(",")
@@ -160,7 +160,7 @@ fn is_same(known: &GpuId, uuid: &str) -> bool {
     }
 }
 
-/// Says what is wrong with an id that is not visible.
+/// Describes the problem with an id that is not visible.
 fn hidden(id: &GpuId, there: &[GpuId]) -> String {
     let shown = format!("{VISIBLE}={}", joined(there));
     match (id, there.len()) {

@@ -47,10 +47,10 @@ impl Lines {
     }
 }
 
-/// How many lines are kept.
+/// The number of lines that are kept.
 const LINES: usize = 5;
 
-/// Over how many lines the message of a panic may go, to keep its first one.
+/// The number of lines over which the message of a panic may go, to keep its first one.
 const PANIC_LINES: usize = 40;
 
 /// The number of bytes kept from the beginning of a long line, where an error says what happened, and from its end,
@@ -62,7 +62,7 @@ const HALF: usize = 2 << 10;
 pub(crate) struct LastLines {
     lines: VecDeque<KeptLine>,
     current: KeptLine,
-    /// How many lines came since the last panic began.
+    /// The number of lines since the last panic began.
     since_panic: usize,
 }
 

@@ -22,14 +22,14 @@ use lines::Lines;
 pub(crate) use lines::{LastLines, headline};
 use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
 
-/// How much is read at once.
+/// The number of bytes read at once.
 const CHUNK: usize = 64 << 10;
 
-/// How many bytes of a stream are still read after its rank has ended: what a pipe can hold and no more,
-/// since a process that escaped could write for ever.
+/// The number of bytes of a stream that are still read after its rank has ended: what a pipe can hold and no more, since
+/// a process that escaped could write for ever.
 const MAX_AFTER_EXIT: usize = 2 << 20;
 
-/// How long a stream may stay silent after its rank has ended before it is abandoned.
+/// The time for which a stream may stay silent after its rank has ended before it is abandoned.
 const SILENT_PIPE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One of the two streams of a process.
@@ -41,7 +41,7 @@ pub(crate) enum Stream {
     Err,
 }
 
-/// How lines are marked with their rank.
+/// The way in which lines are marked with their rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Prefix {
     /// `[rank] ` before every line.
@@ -66,7 +66,7 @@ pub(crate) enum OnOutputError {
 #[derive(Clone, Debug)]
 pub(crate) struct Output {
     shared: Arc<Shared>,
-    /// By rank.
+    /// The outputs of the ranks, by rank.
     ranks: Arc<[Arc<RankOutput>]>,
 }
 
@@ -240,7 +240,7 @@ impl Output {
     }
 }
 
-/// In the place of the rank of a process that has left the job.
+/// The value of [`RankOutput::rank`] for a process that has left the job.
 const GONE: usize = usize::MAX;
 
 static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
@@ -248,7 +248,7 @@ static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
 /// The part of a rank's output that is kept as long as its process runs.
 #[derive(Debug)]
 struct RankOutput {
-    /// By which its lines are marked; [`GONE`] where it has left the job.
+    /// The rank with which its lines are marked; [`GONE`] if it has left the job.
     rank: AtomicUsize,
     /// Distinct among all ranks of this process.
     id: usize,
@@ -280,7 +280,7 @@ struct Shared {
     broken: [AtomicBool; 2],
     on_output_error: OnOutputError,
     lost: AtomicBool,
-    /// How many readers are writing at the moment.
+    /// The number of readers that are writing at the moment.
     writing: AtomicUsize,
     /// True if all ranks have ended.
     over: AtomicBool,

@@ -14,7 +14,7 @@ pub(crate) enum Source {
     Raw,
 }
 
-/// How a progress line (one that ends in a carriage return) is separated from the next source's output.
+/// The separator of a progress line (one that ends in a carriage return) from the next source's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Separator {
     /// Erase it: the target is a terminal, and its source draws it again.
@@ -120,7 +120,7 @@ struct State {
     scratch: Vec<u8>,
 }
 
-/// Where the last block ended.
+/// The place in a line at which the last block ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LineState {
     Start,

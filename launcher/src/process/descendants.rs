@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
-/// How long processes may outlive SIGKILL (a device driver can hold one) before they are left.
+/// The time for which processes may outlive SIGKILL (a device driver can hold one) before they are left.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long to wait between two looks at what is left.
+/// The pause between two looks at what is left.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 static IS_REAPER: AtomicBool = AtomicBool::new(false);
@@ -108,7 +108,7 @@ pub(crate) fn running(excluded: &Excluded) -> Option<Vec<ProcessInfo>> {
     Some(found)
 }
 
-/// What a process does.
+/// The state of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunState {
     /// It runs or waits for something; or the system does not tell.
@@ -119,7 +119,7 @@ pub(crate) enum RunState {
     Ended,
 }
 
-/// What the process `pid` does, a child of this one.
+/// Returns the state of the process `pid`, a child of this one.
 pub(crate) fn state_of(pid: i32) -> RunState {
     match read(pid) {
         Some(found) if found.is_stopped => RunState::Stopped,
@@ -131,7 +131,7 @@ pub(crate) fn state_of(pid: i32) -> RunState {
     }
 }
 
-/// Whether no ancestor in this session is outside of this process's group: no shell waits for the group then, and the
+/// Checks if no ancestor in this session is outside of this process's group: no shell waits for the group then, and the
 /// kernel discards its SIGTSTP, since nobody would continue it.
 pub(crate) fn is_in_orphaned_group() -> bool {
     let group = rustix::process::getpgrp();
@@ -145,9 +145,9 @@ pub(crate) fn is_in_orphaned_group() -> bool {
     !ancestor.is_some_and(|pid| rustix::process::getsid(Some(pid)) == session)
 }
 
-/// Whether no descendant seems to run: a quick check of the children only, without a walk over every
-/// process of the machine. What runs descends from a child that runs, since a zombie has no
-/// children; but the kernel may leave a child out while another is being reaped.
+/// Checks if no descendant seems to run: a quick check of the children only, without a walk over every process of the
+/// machine. What runs descends from a child that runs, since a zombie has no children; but the kernel may leave a child
+/// out while another is being reaped.
 pub(crate) fn has_no_running_child() -> bool {
     children().is_some_and(|children| !children.iter().any(|child| child.is_running))
 }

@@ -22,10 +22,10 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
 use super::{End, RankProcess, descendants};
 
-/// How long a program file may be busy (still open for writing somewhere) before that is an error.
+/// The time for which a program file may be busy (still open for writing somewhere) before that is an error.
 const BUSY: Duration = Duration::from_secs(2);
 
-/// How long a dropped process may take to end after SIGKILL.
+/// The time that a dropped process may take to end after SIGKILL.
 const LAST_WAIT: Duration = Duration::from_secs(2);
 
 /// A started process, leader of its own process group.
@@ -83,7 +83,7 @@ impl Process {
         self.pid
     }
 
-    /// From here on its id can belong to another process.
+    /// Records that the process was reaped: from here on, its id can belong to another one.
     fn forget(&mut self) {
         self.reaped = true;
         started().remove(&self.pid.as_raw_pid());

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::START_AGAIN;
 pub(crate) use local::{Process, close, inherited, reap_orphans, spawn_with, wait_for_end};
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum End {
     /// It exited with this code.
@@ -37,7 +37,7 @@ impl End {
         }
     }
 
-    /// Whether it exited with code 0.
+    /// Checks if it exited with code 0.
     pub(crate) fn is_success(self) -> bool {
         self == Self::Code(0)
     }
@@ -69,7 +69,7 @@ pub(crate) trait RankProcess: Debug {
         None
     }
 
-    /// Which host was lost with it, and how; `None` where it did not end so.
+    /// Describes the host that was lost with it, and the loss; `None` if it did not end so.
     fn loss(&self) -> Option<String> {
         None
     }
@@ -90,7 +90,7 @@ pub(crate) trait RankProcess: Debug {
     /// Sends `signal` to the rank and to the processes of its group.
     fn signal_group(&self, signal: Signal);
 
-    /// Whether any process of its group is left. Called after [`reap`](Self::reap).
+    /// Checks if any process of its group is left. Called after [`reap`](Self::reap).
     fn has_group(&self) -> bool;
 
     /// Frees what the system keeps of the rank, which has ended; processes that it started may go on.

@@ -12,7 +12,7 @@ use crate::supervisor::attempt::last_words;
 use crate::supervisor::store::FailureReport;
 use crate::text::list;
 
-/// How many lines about other ranks the text has.
+/// The number of lines about other ranks in the text.
 const MAX_OTHERS: usize = 16;
 
 /// The length in bytes from which on a line that two texts share is no coincidence.
@@ -129,7 +129,7 @@ impl FailureRecord {
         text
     }
 
-    /// How the other ranks ended, and which of them ended so.
+    /// Describes the ends of the other ranks, each with the ranks that ended so.
     fn end_texts(&self) -> Vec<(String, Vec<usize>)> {
         let mut end_texts: Vec<(String, Vec<usize>)> = Vec::new();
         for other in &self.collateral {
@@ -169,7 +169,7 @@ impl FirstFailure {
 }
 
 impl OtherRank {
-    /// How it ended; follows "rank 1". What the text says about the first rank is not repeated.
+    /// Describes its end; follows "rank 1". What the text says about the first rank is not repeated.
     fn end_text(&self, first: &FirstFailure) -> String {
         if self.is_lost {
             return format!("was {}", End::Lost);

@@ -51,7 +51,7 @@ struct FirstFailure {
     pid: i32,
     /// The event that ended it; follows "rank 1: ".
     cause: String,
-    /// How it ended; both `null` where the launcher ended it.
+    /// Its exit code or signal; both are `null` if the launcher ended it or its host was lost.
     exit_code: Option<i32>,
     signal: Option<i32>,
     signal_name: Option<&'static str>,
@@ -91,7 +91,7 @@ struct OtherRank {
     names_first: bool,
 }
 
-/// How the job went on after the failure.
+/// The outcome of the job after the failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum JobOutcome {
@@ -293,13 +293,13 @@ impl FirstFailure {
     }
 }
 
-/// Without secrets: the report is kept.
+/// Returns the command with its secrets masked, since the report is kept.
 fn words(command: &[OsString]) -> Vec<String> {
     let words: Vec<_> = command.iter().map(|word| word.to_string_lossy()).collect();
     mask_arguments(&words)
 }
 
-/// As a shell reads it, with the variables that are set.
+/// Formats a command line for a shell, with the variables that are set.
 fn command_line(words: &[String]) -> String {
     let words: Vec<OsString> = words.iter().map(OsString::from).collect();
     variables::assignments(&variables::set()) + &shell_line(&words)
@@ -323,13 +323,13 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
 pub(crate) struct LostHead<'a> {
     /// The name of host 0.
     pub(crate) host: &'a str,
-    /// How it was lost.
+    /// The description of its loss.
     pub(crate) loss: &'a str,
     /// The number of ranks of the job; 0 where none had been started.
     pub(crate) world_size: usize,
     /// The name of the job.
     pub(crate) job: &'a str,
-    /// How often it had been restarted.
+    /// The number of restarts before.
     pub(crate) restarts: u64,
     /// The ranks of this host.
     pub(crate) ranks: &'a [KnownRank],
@@ -342,7 +342,7 @@ pub(crate) struct KnownRank {
     pub(crate) rank: usize,
     /// Its process.
     pub(crate) pid: i32,
-    /// How it ended, if it did before host 0 was lost.
+    /// Its end, if it ended before host 0 was lost.
     pub(crate) end: Option<End>,
 }
 

@@ -131,7 +131,7 @@ pub(crate) enum LogsMode {
     /// The output so far.
     #[default]
     Once,
-    /// Until the job has ended.
+    /// The output until the job has ended.
     Follow,
 }
 

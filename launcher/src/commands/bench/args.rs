@@ -124,7 +124,7 @@ fn dtype(text: &str) -> std::result::Result<DType, String> {
 /// The element types of gradients.
 const DTYPES: [DType; 4] = [DType::BF16, DType::F16, DType::F32, DType::F64];
 
-/// With more ranks, sums could exceed 255.
+/// The largest number of ranks: with more, sums could exceed 255.
 pub(super) const MOST: usize = 32;
 
 const BENCH_HELP: &str = "\

@@ -98,5 +98,5 @@ impl<T: Element> Operand<T> for GpuOperand<'_, T> {
     }
 }
 
-/// How long NCCL may take to connect ranks, which have joined their group already.
+/// The time that NCCL may take to connect ranks, which have joined their group already.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(120);

@@ -9,7 +9,7 @@ pub(super) struct BenchReport {
     operation: &'static str,
     num_processes: usize,
     device: &'static str,
-    /// If ranks have some.
+    /// The GPUs of the ranks, if they have some.
     gpus: Option<GpuInfo>,
     transport: String,
     version: &'static str,

@@ -168,13 +168,13 @@ fn add_up(arrays: &mut [&mut [u64]]) {
     }
 }
 
-/// How many untimed operations come first, whose sums are all compared.
+/// The number of untimed operations that come first; all their sums are compared.
 const WARMUP: usize = 5;
 
-/// In how many blocks the iterations are timed at most.
+/// The largest number of blocks in which the iterations are timed.
 const BLOCKS: usize = 100;
 
-/// How many bytes of a size are reduced if the number of iterations is left open.
+/// The number of bytes reduced per size if the number of iterations is left open.
 pub(super) const TRAFFIC: usize = 400_000_000;
 
 #[cfg(test)]

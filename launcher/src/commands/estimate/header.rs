@@ -86,14 +86,14 @@ fn parse<T: DeserializeOwned>(file: impl Read, length: u64) -> serde_json::Resul
     Ok(value)
 }
 
-/// What a header holds beside tensors.
+/// The key of a header's metadata, which is no tensor.
 const METADATA: &str = "__metadata__";
 
 /// The tensors of a header, checked one by one as they are read.
 #[derive(Default)]
 struct Header {
     tensors: BTreeMap<String, Tensor>,
-    /// Where the last of them ends, counted from the end of the header.
+    /// The end of the last tensor, counted from the end of the header.
     data: u64,
 }
 

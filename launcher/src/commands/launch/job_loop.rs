@@ -21,7 +21,7 @@ use crate::text::list;
 
 /// A job: what all of its attempts have in common.
 pub(crate) struct JobLoop<'a> {
-    /// What the user asked for.
+    /// The user's options.
     pub(crate) options: &'a Options,
     /// The settings of the first attempt.
     pub(crate) settings: Settings,
@@ -31,11 +31,11 @@ pub(crate) struct JobLoop<'a> {
     pub(crate) package_dir: Option<&'a Path>,
     /// The launcher's own command line.
     pub(crate) command: &'a [OsString],
-    /// Where signals come from.
+    /// The source of signals.
     pub(crate) relay: Relay,
 }
 
-/// What has happened to a job so far.
+/// The history of a job so far.
 struct JobHistory {
     /// The output of the latest attempt, for the launcher's own lines.
     output: Output,
@@ -43,20 +43,20 @@ struct JobHistory {
     failures: Vec<FailureRecord>,
 }
 
-/// How a job ended, for the launchers of all hosts.
+/// The end of a job, for the launchers of all hosts.
 #[derive(Clone, Debug)]
 pub(super) struct JobVerdict {
     /// The exit code.
     pub(super) code: u8,
-    /// What ended it, where it did not succeed.
+    /// The cause of its end, if it did not succeed.
     pub(super) text: Option<String>,
 }
 
-/// How a job ended.
+/// The end of a job.
 struct JobEnd {
     outcome: JobOutcome,
     code: u8,
-    /// Why it was not restarted, where restarts were left.
+    /// The reason for which it was not restarted, if restarts were left.
     reason: Option<String>,
 }
 
@@ -397,12 +397,12 @@ impl JobLoop<'_> {
 }
 
 impl JobHistory {
-    /// That of the rank that failed last, else that of `error`, which nothing preceded.
+    /// Returns the exit code of the rank that failed last; that of `error` if no attempt failed before it.
     fn exit_code(&self, error: &Error) -> u8 {
         let last = self.failures.last();
         last.map_or_else(|| error.code(), FailureRecord::exit_code)
     }
 }
 
-/// Where programs record their runs, unless they say otherwise.
+/// The folder in which programs record their runs by default.
 const RUNS: &str = "runs";

@@ -1,4 +1,4 @@
-//! Whether a job that failed is started again, when, and with how many ranks.
+//! The decision about a failed job: if it is started again, when, and with how many ranks.
 //!
 //! A pure state machine, as `supervisor::job`; `supervisor/README.md` has the rules.
 
@@ -12,7 +12,7 @@ const MAX_DELAY: Duration = Duration::from_secs(60);
 /// has passed, a file that is still there.
 const SAME_NOTICE_WITHIN: Duration = Duration::from_secs(600);
 
-/// What is left of a job's restarts, and the slots that its ranks run in.
+/// The restarts that a job has left, and the slots that its ranks run in.
 ///
 /// A slot is a place for one rank. Ranks are numbered without gaps, so when a slot is given up, the
 /// ranks behind it move up.
@@ -22,29 +22,29 @@ pub(crate) struct Restarts {
     done: u64,
     /// Restarts that do not count, since ranks were preempted.
     uncounted: u64,
-    /// Whether the last attempt was preempted.
+    /// Set if the last attempt was preempted.
     is_preempted: bool,
     delay: Duration,
     least: usize,
     slots: Vec<usize>,
-    /// Whether slots can be given up at all.
+    /// Set if slots can be given up at all.
     is_elastic: bool,
     /// The slot of the rank that failed first in the last attempt.
     failed_rank: Option<usize>,
     /// Slots that have been given up once.
     dropped: BTreeSet<usize>,
-    /// How often slots have been given up.
+    /// The number of times that slots have been given up.
     drops: u32,
 }
 
-/// What to do after a failed attempt.
+/// The decision after a failed attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// Restart the job.
     Restart {
-        /// How often it will have been restarted.
+        /// The number of this restart.
         restart: u64,
-        /// How long to wait before.
+        /// The time to wait before it.
         wait: Duration,
         /// The slot that is dropped.
         dropped_slot: Option<usize>,
@@ -55,7 +55,7 @@ pub(crate) enum Decision {
     GiveUp(String),
 }
 
-/// How an attempt failed.
+/// The failure of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttemptFailure {
     /// This rank failed first.
@@ -87,17 +87,17 @@ impl Restarts {
         }
     }
 
-    /// How often slots have been given up: the job waits longer before it tries them again.
+    /// Returns the number of times that slots have been given up: the job waits longer before it tries them again.
     pub(crate) fn drops(&self) -> u32 {
         self.drops
     }
 
-    /// How often it is restarted at most, those restarts included that do not count.
+    /// Returns the largest number of restarts, including those that do not count.
     pub(crate) fn most(&self) -> u64 {
         self.most + self.uncounted
     }
 
-    /// How many ranks it has.
+    /// Returns the number of ranks.
     pub(crate) fn ranks(&self) -> usize {
         self.slots.len()
     }

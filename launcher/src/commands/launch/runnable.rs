@@ -1,4 +1,4 @@
-//! Whether a program runs on this host: what its file and the host's loader say, before any rank of the job starts.
+//! The check that a program runs on this host: by its file and the host's loader, before any rank of the job starts.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -108,7 +108,7 @@ fn unusable_first_line(program: &Path) -> Option<String> {
     })
 }
 
-/// Whether there is no such file. One that this user may not look at could be there.
+/// Checks if there is no such file. One that this user may not look at could be there.
 fn is_missing(path: &Path) -> bool {
     path.metadata()
         .is_err_and(|error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory))
@@ -117,11 +117,11 @@ fn is_missing(path: &Path) -> bool {
 /// More bytes than the system reads of the first line of a script.
 const LONGEST_FIRST_LINE: u64 = 4096;
 
-/// What to do where a program was linked for another system.
+/// The advice for a program that was linked for another system.
 const REBUILD: &str = "build it on the oldest of the hosts, or link it statically \
     (`--target x86_64-unknown-linux-musl`)";
 
-/// What the loader says that `program` needs and this host lacks. It loads the program, and runs nothing of it.
+/// Returns the loader's account of what `program` needs and this host lacks. It loads the program but runs none of it.
 fn lacking(loader: &Path, program: &Path, channel: &Channel) -> Result<Option<String>> {
     let name = loader.file_name().unwrap_or_default().to_string_lossy();
     if !name.starts_with("ld") {
@@ -191,13 +191,13 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What the head of an ELF file says.
+/// The header of an ELF file.
 #[derive(Debug)]
 struct Elf {
     machine: u16,
-    /// Where it is linked dynamically.
+    /// The loader, if the program is linked dynamically.
     loader: Option<PathBuf>,
-    /// Where in the file the parts are that are loaded: offsets and lengths.
+    /// The offsets and lengths in the file of the parts that are loaded.
     loaded: Vec<(u64, u64)>,
 }
 
@@ -262,7 +262,7 @@ impl Elf {
         Ok(Some(elf))
     }
 
-    /// What says that it is for another processor than the one that this very program runs on.
+    /// Describes the mismatch if it is for another processor than the one that this very program runs on.
     fn other_machine(&self) -> Option<String> {
         let own = Self::read(Path::new("/proc/self/exe")).ok()??.machine;
         let is_own = self.machine == own || COMPATIBLE.contains(&(own, self.machine));
@@ -277,7 +277,7 @@ impl Elf {
         })
     }
 
-    /// What is loaded from its file.
+    /// Reads the parts of its file that are loaded.
     fn contents(&self, path: &Path) -> io::Result<Vec<u8>> {
         let file = File::open(path)?;
         let mut all = Vec::new();

@@ -46,11 +46,11 @@ pub(super) struct GcArgs {
     yes: bool,
 }
 
-/// What is to be removed.
+/// The runs and files to remove.
 struct Garbage {
     runs: Vec<(ListedRun, RunSummary)>,
     leftovers: Vec<Leftover>,
-    /// What a start or an upload left that was cut off.
+    /// The remains of a start or an upload that was cut off.
     unfinished: Vec<Leftover>,
     artifacts: PruneReport,
     bytes: u64,
@@ -168,7 +168,7 @@ impl Garbage {
         columns(&table)
     }
 
-    /// How many bytes are freed, and whether everything could be removed.
+    /// Removes the garbage; returns the number of bytes freed, and `true` if everything could be removed.
     fn remove(&self, folder: &Runs) -> Result<(u64, bool)> {
         let mut freed = 0;
         let mut is_complete = true;
@@ -219,7 +219,7 @@ impl GcArgs {
         is_old && !is_kept && self.filter.takes(run)
     }
 
-    /// What has no status and no tags is not selected by them.
+    /// Checks if a leftover is old enough to remove. It has no status or tags, so a filter by them never selects it.
     fn is_abandoned(&self, found: &Leftover) -> bool {
         let age = found.modified.elapsed().unwrap_or_default();
         self.filter.is_empty() && self.older_than.is_some_and(|least| age >= least)

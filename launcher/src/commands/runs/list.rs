@@ -55,9 +55,9 @@ pub(super) struct RunFilter {
 struct RunsList {
     runs: Vec<RunSummary>,
     damaged: Vec<UnreadRun>,
-    /// Those of a format that this program does not know.
+    /// The runs of a format that this program does not know.
     newer: Vec<UnreadRun>,
-    /// How many runs there are, with those that are not selected.
+    /// The number of runs, including those that are not selected.
     #[serde(skip)]
     count: usize,
 }
@@ -127,7 +127,7 @@ impl RunsList {
         Ok(list)
     }
 
-    /// Where there are no runs, nothing is known to sort by.
+    /// Checks that the runs can be sorted by `key`; without runs, every key is accepted.
     fn check_sorting(&self, key: &str) -> Result<()> {
         let mut known = vec!["age", "name", "status", "duration", "step"];
         for run in &self.runs {
@@ -178,7 +178,7 @@ impl RunsList {
         text
     }
 
-    /// Those that the most runs have; of equally many, those that come first.
+    /// Returns the metrics that the most runs have; of equally common ones, the first.
     fn common_metrics(&self) -> Vec<&str> {
         const SHOWN: usize = 3;
         let mut counts: Vec<(&str, usize)> = Vec::new();

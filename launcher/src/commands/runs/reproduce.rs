@@ -71,7 +71,7 @@ pub(super) fn run(arguments: &ReproduceArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(1))
 }
 
-/// What starts the program again, with a tag for its run. What has changed since is noted.
+/// Returns the command that starts the program again, with a tag for its run. Notes what has changed since.
 fn command(original: &RunHistory) -> Result<Command> {
     if original.status() == RunStatus::Running {
         return Err(Error::usage(format!(
@@ -140,7 +140,7 @@ fn run_again(original: &RunHistory, mut command: Command) -> Result<RunHistory> 
     })
 }
 
-/// What a run made, by name.
+/// The results of a run, by name.
 struct Results<'a> {
     /// The digests of the latest versions.
     artifacts: BTreeMap<&'a str, &'a str>,
@@ -166,7 +166,7 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// How another run differs: the first weights, artifacts, then for each metric the first step.
+    /// Describes the differences of another run: the first weights, artifacts, then for each metric the first step.
     fn differences(&self, other: &Self) -> Vec<String> {
         let mut lines = Vec::new();
         lines.extend(other_weights(self.weights, other.weights));

@@ -45,7 +45,7 @@ struct RunDetails<'a> {
     starts: &'a [RunAttempt],
     checkpoints: &'a [Option<u64>],
     media: BTreeMap<&'static str, usize>,
-    /// By rank, the last value of each measurement.
+    /// The last value of each measurement, by rank.
     system: BTreeMap<usize, BTreeMap<&'a str, Number>>,
     /// The points of the metrics that were asked for.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -236,7 +236,7 @@ fn unknown_metric(history: &RunHistory, key: &str) -> Error {
     ))
 }
 
-/// In full digits.
+/// Formats the points of a series in full digits.
 fn points(series: &Series) -> String {
     let mut table = vec![row([
         &*plain(&series.key),

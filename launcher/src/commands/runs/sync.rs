@@ -52,7 +52,7 @@ pub(super) struct SyncArgs {
 enum Destination {
     Csv,
     TensorBoard(Option<PathBuf>),
-    /// With the server's address, where it was given.
+    /// An MLflow server; holds its address if one was given.
     Mlflow(Option<String>),
 }
 

@@ -263,10 +263,10 @@ fn settings() -> impl Iterator<Item = OsString> {
     names.filter(|name| name.to_string_lossy().starts_with(PREFIX))
 }
 
-/// How long a signal may wait to be seen.
+/// The time that a signal may wait to be seen.
 const TICK: Duration = Duration::from_millis(50);
 
-/// How long the launcher may take to end its ranks.
+/// The time that the launcher may take to end its ranks.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

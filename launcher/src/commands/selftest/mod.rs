@@ -220,10 +220,10 @@ fn time_to_all_reduce(spec: &JobSpec<'_>) -> std::result::Result<Duration, Stage
 /// The beginning of the error of ranks that were asked to share memory and cannot.
 const NO_MEMORY: &str = "the transport `shm` was asked for, but ";
 
-/// How soon the loss of a killed rank must be reported.
+/// The time within which the loss of a killed rank must be reported.
 const DEATH_WITHIN: Duration = Duration::from_secs(1);
 
-/// With more than 16, sums would not fit in 8 bits.
+/// Parses the number of processes: with more than 16, sums would not fit in 8 bits.
 fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
     let count = text.parse().ok().filter(|count| (2..=16).contains(count));
     count

@@ -30,7 +30,7 @@ pub(super) struct Warnings(Vec<(String, String)>);
 pub(super) struct AgentEnd<'a> {
     pub(super) node: usize,
     pub(super) terminated: Option<&'a ContainerStateTerminated>,
-    /// In the engine's words.
+    /// The reason, in the engine's words.
     pub(super) reason: String,
 }
 

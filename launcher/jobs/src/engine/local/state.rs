@@ -22,7 +22,7 @@ pub(super) const POLL: Duration = Duration::from_millis(50);
 const FILE: &str = "state.json";
 /// Held by the supervisor for as long as it lives.
 const LOCK: &str = "supervisor.lock";
-/// How long a supervisor waits for commands that hold its lock to look at it.
+/// The time for which a supervisor waits for commands that hold its lock to look at it.
 const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
 /// The state of a job.

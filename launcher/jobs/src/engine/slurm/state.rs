@@ -27,7 +27,7 @@ const WORKS: [&str; 7] = [
 /// A job as Slurm knows it. Times are seconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmJob {
-    /// In Slurm's words: `PENDING`, `NODE_FAIL`.
+    /// The state in Slurm's words: `PENDING`, `NODE_FAIL`.
     pub(super) state: String,
     /// The reason why it waits or has ended, in Slurm's words.
     pub(super) reason: Option<String>,
