@@ -195,7 +195,7 @@ impl Build {
     }
 }
 
-/// Cargo, the same one that started the launcher where one did.
+/// Cargo, the same one that started the launcher if one did.
 pub(crate) fn cargo() -> Command {
     let mut command =
         Command::new(accelerator_env::variable("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -368,7 +368,7 @@ impl Metadata {
             .collect()
     }
 
-    /// Returns whether plain `cargo build` in this place would build `package`.
+    /// Returns `true` if plain `cargo build` in this place would build `package`.
     pub(crate) fn is_default(&self, package: &Package) -> bool {
         self.workspace_default_members.contains(&package.id)
     }
@@ -396,7 +396,7 @@ impl Metadata {
 }
 
 impl Package {
-    /// Returns whether `wanted` names this package: `name`, or `name@version`; other forms of
+    /// Returns `true` if `wanted` names this package: `name`, or `name@version`; other forms of
     /// cargo's package ids are left for cargo to judge.
     fn is(&self, wanted: &str) -> bool {
         wanted.contains("://") || wanted.split('@').next() == Some(self.name.as_str())
@@ -408,7 +408,7 @@ impl CargoTarget {
         self.kind.iter().any(|name| name == kind.name())
     }
 
-    /// Returns whether it is the target of this kind and name.
+    /// Returns `true` if it is the target of this kind and name.
     pub(crate) fn is(&self, kind: TargetKind, name: &str) -> bool {
         self.has(kind) && self.name == name
     }

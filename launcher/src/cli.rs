@@ -111,7 +111,7 @@ impl Cli {
         Ok(cli)
     }
 
-    /// Returns whether processes are started that must not outlive the launcher.
+    /// Returns `true` if processes are started that must not outlive the launcher.
     pub(crate) fn runs_a_job(&self) -> bool {
         match &self.command {
             None => !self.options.dry_run,
@@ -266,7 +266,7 @@ impl Argv {
     }
 }
 
-/// Returns whether the last of the bundled short options takes the next argument as its value.
+/// Returns `true` if the last of the bundled short options takes the next argument as its value.
 fn short_waits_for_value(command: &Command, shorts: &[u8]) -> bool {
     for (at, &short) in shorts.iter().enumerate() {
         let option = find(command, |option| {

@@ -5,7 +5,7 @@ use std::fmt;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// The exit code where a host was lost, or the launcher of host 0: start me again (`EX_TEMPFAIL` of `sysexits.h`).
+/// The exit code if a host was lost, or the launcher of host 0: start me again (`EX_TEMPFAIL` of `sysexits.h`).
 pub(crate) const START_AGAIN: u8 = accelerator_env::PREEMPTED_EXIT_CODE;
 
 /// An error before, or beside, the training program itself.

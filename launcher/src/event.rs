@@ -23,7 +23,7 @@ pub(crate) enum Event {
     FailureReported {
         /// The rank that reports it.
         rank: usize,
-        /// The ranks that it blames: itself after a panic, none where it does not know.
+        /// The ranks that it blames: itself after a panic, none if it does not know.
         blamed: Vec<usize>,
     },
     /// The launcher received a signal that asks it to end.
@@ -45,9 +45,9 @@ pub(crate) enum Event {
 /// The two ends of the channel on which the launcher's threads report.
 #[derive(Debug)]
 pub(crate) struct Channel {
-    /// Cloned for every thread that reports.
+    /// The sender, cloned for every thread that reports.
     pub(crate) sender: Sender<Event>,
-    /// Read by the main thread.
+    /// The receiver, read by the main thread.
     pub(crate) events: Receiver<Event>,
 }
 

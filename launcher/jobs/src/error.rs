@@ -50,17 +50,17 @@ impl Error {
         Self::new(Kind::System, message)
     }
 
-    /// Returns true if there is no such job.
+    /// Returns `true` if there is no such job.
     pub(crate) fn is_not_found(&self) -> bool {
         self.kind == Kind::NotFound
     }
 
-    /// Returns true if the engine did not answer.
+    /// Returns `true` if the engine did not answer.
     pub(crate) fn is_unreachable(&self) -> bool {
         self.kind == Kind::Unreachable
     }
 
-    /// Returns true if nobody reads the output any more, as after `| head`.
+    /// Returns `true` if nobody reads the output any more, as after `| head`.
     pub(crate) fn is_broken_pipe(&self) -> bool {
         let mut cause = self.source();
         while let Some(error) = cause {

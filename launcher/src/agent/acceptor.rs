@@ -173,7 +173,7 @@ impl Acceptor {
     }
 }
 
-/// Listens at the endpoint's address where it is one of this host, else at all addresses: a name may stand for another
+/// Listens at the endpoint's address if it is one of this host, else at all addresses: a name may stand for another
 /// address elsewhere, and an address for something in front of this host.
 fn bind(endpoint: &Endpoint) -> Result<TcpListener> {
     let port = endpoint.port;

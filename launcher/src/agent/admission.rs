@@ -205,12 +205,12 @@ impl Admission {
         present.filter(|host| host.leaves().is_some()).collect()
     }
 
-    /// An attempt begins: from now on, who contradicts the others is refused alone.
+    /// Records that an attempt begins: from now on, a host that contradicts the others is refused alone.
     pub(super) fn begin(&self) {
         self.lock().has_begun = true;
     }
 
-    /// Somebody at `address` was refused, and told so.
+    /// Records that a host at `address` was refused, and told so.
     pub(super) fn refused(&self, address: impl std::fmt::Display, refusal: &Refusal) {
         let mut state = self.lock();
         match refusal {

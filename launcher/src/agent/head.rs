@@ -51,7 +51,7 @@ pub(crate) struct Head {
     place: HostPlace,
     /// The address at which it listens.
     address: IpAddr,
-    /// The store's host where the user names it.
+    /// The store's host, if the user names it.
     master_addr: Option<String>,
     liveness: Duration,
     admission: Arc<Admission>,

@@ -68,7 +68,7 @@ struct HostState {
     loss: Option<String>,
     /// Set once it was told that the job is over.
     is_over: bool,
-    /// The signal that asked its launcher to end, where the job may go on without it.
+    /// The signal that asked its launcher to end, if the job may continue without it.
     leaves: Option<i32>,
     /// Set once it has ended the job.
     has_ended_job: bool,
@@ -96,7 +96,7 @@ struct RankState {
 pub(super) enum LeavePolicy {
     /// It ends, on all hosts.
     WithJob,
-    /// It may go on without that host.
+    /// It may continue without that host.
     Alone,
 }
 
@@ -378,7 +378,7 @@ impl Host {
         self.line.finish();
     }
 
-    /// The signal that asked its launcher to end, where the job may go on without it.
+    /// The signal that asked its launcher to end, if the job may continue without it.
     pub(super) fn leaves(&self) -> Option<i32> {
         self.lock().leaves
     }
@@ -414,7 +414,7 @@ impl Host {
         state.ranks.values().all(|rank| rank.end.is_some())
     }
 
-    /// Its launcher was asked to end, and the job does not go on without it.
+    /// Ends the job if its launcher was asked to end: the job does not continue without it.
     pub(super) fn end_job(&self) {
         let mut state = self.lock();
         if let Some(signal) = state.leaves.filter(|_| !state.has_ended_job) {
@@ -424,7 +424,7 @@ impl Host {
         }
     }
 
-    /// The job goes on without its ranks, which are about to end.
+    /// Records that the job continues without its ranks, which are about to end.
     pub(super) fn has_left(&self) {
         self.lock().left_at = Some(Instant::now());
     }
@@ -440,7 +440,7 @@ impl Host {
             .is_some_and(|at| Instant::now() >= at)
     }
 
-    /// Tells the host that the job goes on without it.
+    /// Tells the host that the job continues without it.
     pub(super) fn dismiss(&self) {
         if std::mem::replace(&mut self.lock().is_over, true) {
             return;

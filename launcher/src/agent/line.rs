@@ -277,7 +277,7 @@ impl Silence {
         self.since = now;
     }
 
-    /// The silence, where it is too long. The time in which this process was suspended does not count.
+    /// The silence, if it is too long. The time in which this process was suspended does not count.
     fn at(&mut self, now: Instant) -> Option<Duration> {
         self.look(now);
         let silence = now.saturating_duration_since(self.since);

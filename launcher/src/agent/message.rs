@@ -81,7 +81,7 @@ pub(super) enum ToHead {
     Failed { code: u8, text: String },
     /// A rank was started.
     Started { restart: u64, rank: usize, pid: i32 },
-    /// A rank could not be started. It is the user's error where no other rank could be either.
+    /// A rank could not be started. It is the user's error if no other rank could be either.
     NotStarted {
         restart: u64,
         rank: usize,
@@ -121,7 +121,7 @@ pub(super) enum ToHost {
     },
     /// The job is over: end with this code.
     JobOver { code: u8, text: Option<String> },
-    /// The job goes on without this host, which wanted to leave.
+    /// The job continues without this host, which wanted to leave.
     Left,
 }
 

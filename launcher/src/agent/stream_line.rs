@@ -24,7 +24,7 @@ const HEADER: usize = 16;
 /// reads of a rank that has ended.
 const BUFFER: usize = 256 << 10;
 
-/// After how much silence the system looks whether the other side is there: firewalls forget connections that carry
+/// The silence after which the system checks if the other side is there: firewalls forget connections that carry
 /// nothing.
 #[cfg(target_os = "linux")]
 const KEEPALIVE: Duration = Duration::from_secs(60);

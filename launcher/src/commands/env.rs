@@ -27,7 +27,7 @@ pub(crate) struct EnvArgs {
     json: bool,
 }
 
-/// Prints the report; the exit code is 1 where the environment holds an error.
+/// Prints the report; the exit code is 1 if the environment holds an error.
 ///
 /// # Errors
 /// When standard output cannot be written.

@@ -89,7 +89,7 @@ struct StopArgs {
 }
 
 impl TuneArgs {
-    /// Returns whether processes are started that must not outlive the launcher.
+    /// Returns `true` if processes are started that must not outlive the launcher.
     pub(crate) fn starts_processes(&self) -> bool {
         matches!(self.action, None | Some(TuneCommand::Resume(_)))
     }

@@ -61,7 +61,7 @@ pub(crate) fn of_this_host(visible: &Visible) -> Vec<Gpu> {
     gpus
 }
 
-/// The GPUs in the order of the PCI bus; none where there is none.
+/// The GPUs in the order of the PCI bus; empty if there are none.
 pub(crate) fn list(sources: Sources<'_>) -> Vec<Gpu> {
     let mut gpus = from_tool(sources.program, sources.limit);
     let is_answered = !gpus.is_empty();
@@ -105,7 +105,7 @@ impl Gpu {
         [number, value, details.join(", ")]
     }
 
-    /// Returns whether a program that sees `visible` sees this GPU or a part of it; `None` if that is unknown.
+    /// Returns `true` if a program that sees `visible` sees this GPU or a part of it; `None` if that is unknown.
     pub(crate) fn is_visible(&self, visible: &Visible) -> Option<bool> {
         let Visible::Listed(there) = visible else {
             return Some(true);

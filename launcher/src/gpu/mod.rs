@@ -104,7 +104,7 @@ pub(crate) enum Visible {
 }
 
 impl Visible {
-    /// The value of the variable, as CUDA reads it: nothing where it is empty, and nothing from the first
+    /// The value of the variable, as CUDA reads it: nothing if it is empty, and nothing from the first
     /// entry on that is no GPU, as in `0,1,-1`.
     pub(crate) fn of(variable: Option<&OsStr>) -> Self {
         let Some(value) = variable else {
@@ -144,7 +144,7 @@ impl Visible {
     }
 }
 
-/// A value of [`VISIBLE`] for people: where it is empty, nothing is visible.
+/// A value of [`VISIBLE`] for people: if it is empty, nothing is visible.
 pub(crate) fn shown(value: &OsStr) -> String {
     match value.to_string_lossy() {
         text if text.trim().is_empty() => "none: the variable is empty".to_owned(),
@@ -152,7 +152,7 @@ pub(crate) fn shown(value: &OsStr) -> String {
     }
 }
 
-/// Returns whether an entry of the variable and an id are the same; either may be the beginning of the other.
+/// Returns `true` if an entry of the variable and an id are the same; either may be the beginning of the other.
 fn is_same(known: &GpuId, uuid: &str) -> bool {
     match known {
         GpuId::Number(_) => false,

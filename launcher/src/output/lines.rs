@@ -168,12 +168,12 @@ pub(crate) fn headline(lines: &[String]) -> Option<&String> {
         .or_else(|| lines.last())
 }
 
-/// Returns whether a line is what Rust prints before a panic's message.
+/// Returns `true` if a line is what Rust prints before a panic's message.
 fn is_panic(line: &str) -> bool {
     line.starts_with("thread '") && line.contains(" panicked at ")
 }
 
-/// Returns whether a line belongs to the backtrace that Rust prints after a panic's message, which is what
+/// Returns `true` if a line belongs to the backtrace that Rust prints after a panic's message, which is what
 /// the last lines are kept for.
 fn is_backtrace(line: &[u8]) -> bool {
     let text = String::from_utf8_lossy(line);

@@ -215,7 +215,7 @@ impl Output {
         None
     }
 
-    /// Returns whether standard output could not be written and the job ends because of it.
+    /// Returns `true` if standard output could not be written and the job ends because of it.
     pub(crate) fn has_lost_output(&self) -> bool {
         self.shared.lost.load(Ordering::Acquire)
     }
@@ -227,7 +227,7 @@ impl Output {
             .map_or_else(Vec::new, |own| lock(&own.last_lines).text())
     }
 
-    /// Returns whether the standard error of `rank` has been read to its end.
+    /// Returns `true` if the standard error of `rank` has been read to its end.
     pub(crate) fn is_stderr_drained(&self, rank: usize) -> bool {
         let own = self.ranks.get(rank);
         own.is_none_or(|own| own.stderr_drained.load(Ordering::Acquire))
@@ -407,7 +407,7 @@ fn separator(terminal: bool) -> Separator {
     }
 }
 
-/// Returns whether a stream shows colours: it is a terminal that can, and neither `NO_COLOR` nor `CLICOLOR` says
+/// Returns `true` if a stream shows colours: it is a terminal that can, and neither `NO_COLOR` nor `CLICOLOR` says
 /// otherwise.
 fn is_coloured(stream: &impl anstream::stream::RawStream) -> bool {
     anstream::AutoStream::choice(stream) != anstream::ColorChoice::Never

@@ -10,7 +10,7 @@ pub(crate) enum Source {
     Launcher,
     /// A stream of a rank, numbered.
     Stream(usize),
-    /// Any rank, where output passes through as it comes.
+    /// Any rank, while output passes through as it comes.
     Raw,
 }
 

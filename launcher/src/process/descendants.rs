@@ -171,7 +171,7 @@ pub(crate) fn kill(excluded: &Excluded) -> BTreeSet<i32> {
     }
 }
 
-/// The process groups with a running process, where the system has `/proc`.
+/// The process groups with a running process, if the system has `/proc`.
 ///
 /// Zombies do not count: an orphan that has ended stays in its group until its new parent clears
 /// it away, and in many a container process 1 does not.
@@ -192,7 +192,7 @@ pub(crate) fn ended_children() -> Vec<i32> {
 }
 
 /// The children of the main thread, which starts all processes and is given all orphans; `None`
-/// where the kernel was built without that list.
+/// if the kernel was built without that list.
 fn children() -> Option<Vec<ProcessInfo>> {
     let me = std::process::id();
     let list = std::fs::read_to_string(format!("/proc/self/task/{me}/children")).ok()?;

@@ -61,10 +61,10 @@ pub(crate) trait RankProcess: Debug {
     /// Its process id on the host that it runs on.
     fn pid(&self) -> i32;
 
-    /// Its process id where it runs on this machine.
+    /// Its process id, if it runs on this machine.
     fn local_pid(&self) -> Option<i32>;
 
-    /// The name of the host that it runs on, where that is another one.
+    /// The name of the host that it runs on, if that is another one.
     fn host(&self) -> Option<String> {
         None
     }
@@ -93,7 +93,7 @@ pub(crate) trait RankProcess: Debug {
     /// Checks if any process of its group is left. Called after [`reap`](Self::reap).
     fn has_group(&self) -> bool;
 
-    /// Frees what the system keeps of the rank, which has ended; processes that it started may go on.
+    /// Frees what the system keeps of the rank, which has ended; processes that it started may continue.
     fn reap(&mut self);
 
     /// Gives the rank up, which did not end on SIGKILL: it is not touched any more.

@@ -54,7 +54,7 @@ impl FailureRecord {
         text
     }
 
-    /// Returns whether the same rank failed in the same way.
+    /// Returns `true` if the same rank failed in the same way.
     fn is_like(&self, other: &Self) -> bool {
         let key = |one: &Self| (one.first.rank, one.first.exit_code, one.first.signal);
         key(self) == key(other) && self.first.last_words == other.first.last_words
@@ -160,7 +160,7 @@ impl FirstText {
 }
 
 impl FirstFailure {
-    /// Returns whether its last lines show what it reported itself, as those of a panic do.
+    /// Returns `true` if its last lines show what it reported itself, as those of a panic do.
     fn has_shown(&self, report: &FailureReport) -> bool {
         let is_shown =
             |line: &String| line.len() >= MIN_SHARED_LINE && report.text.contains(line.trim());

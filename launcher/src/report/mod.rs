@@ -68,7 +68,7 @@ struct FirstFailure {
 struct FirstText {
     end_text: String,
     report: Option<FailureReport>,
-    /// Its host, where that is another one.
+    /// Its host, if that is another one.
     host: Option<String>,
     /// The host that was lost with it, and how.
     loss: Option<String>,
@@ -103,8 +103,8 @@ pub(crate) enum JobOutcome {
     Recovered,
     /// It failed, and before it had succeeded a signal ended the launcher.
     Interrupted,
-    /// All ranks have saved because they were told to leave, and it goes on when it is started again. There may be no
-    /// failure before.
+    /// All ranks have saved because they were told to leave, and the job continues when it is started again. There may be
+    /// no failure before.
     Preempted,
 }
 
@@ -165,7 +165,7 @@ impl FailureRecord {
         self.first.rank
     }
 
-    /// Returns whether more than the order of ends shows that it was this rank. An error that all ranks share
+    /// Returns `true` if more than the order of ends shows that it was this rank. An error that all ranks share
     /// ends each of them with code 1, and one of them is first.
     pub(crate) fn is_certain(&self) -> bool {
         self.first.exit_code != Some(1)
@@ -182,7 +182,7 @@ impl FailureRecord {
 /// Writes `attempts` to the report in `folder`; the last is the failure of the job. Without any there is a report of a
 /// preemption only.
 ///
-/// `reason` is why there was no further attempt, where there might have been one.
+/// `reason` tells why there was no further attempt, if there might have been one.
 ///
 /// The file is replaced by a rename, so a reader never sees half of it.
 ///

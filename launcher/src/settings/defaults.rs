@@ -69,7 +69,7 @@ pub(crate) fn cores() -> NonZeroUsize {
 /// frees the same large blocks again and again. By default glibc gives them back to the system, and the kernel zeroes
 /// them anew each time: ten to fifteen hundredths of the time of one process that trains, and a fifth to a quarter
 /// where two do at the same time, since they wait for each other in the kernel. With the first three it keeps them. The
-/// last asks for huge pages where the system gives them on request. Peaks of memory grew by less than a tenth.
+/// last asks for huge pages if the system gives them on request. Peaks of memory grew by less than a tenth.
 pub(crate) const DEFAULTS: [(&str, &str, &str); 5] = [
     ("MALLOC_MMAP_THRESHOLD_", "4294967296", KEPT),
     ("MALLOC_TOP_PAD_", "67108864", KEPT),

@@ -2,7 +2,7 @@
 //!
 //! The launcher gives all ranks of this host the same list, and each takes the device of its local rank. It
 //! does not know what the program computes on: whether there are enough devices is for the ranks to
-//! say, and for the launcher only where the user has named them.
+//! say, and for the launcher only if the user has named them.
 
 use std::ffi::{OsStr, OsString};
 

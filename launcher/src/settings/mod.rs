@@ -61,11 +61,11 @@ pub(crate) struct Settings {
     pub(crate) restart_delay: Duration,
     /// The host of the store, as the ranks of this host reach it.
     pub(crate) master_addr: String,
-    /// The address at which the store listens, where this launcher hosts it.
+    /// The address at which the store listens, if this launcher hosts it.
     pub(crate) listen_addr: String,
     /// The port of the store; 0 takes a free one.
     pub(crate) master_port: u16,
-    /// The network interface at which ranks listen, where the command line names one.
+    /// The network interface at which ranks listen, if the command line names one.
     pub(crate) network_interface: Option<String>,
     /// The name of the job, which keeps a stray rank of another one out.
     pub(crate) job: String,
@@ -365,7 +365,7 @@ impl Table {
     }
 }
 
-/// `option` where it was given.
+/// `option`, if it was given.
 fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
     if given.is_some() { option } else { "default" }
 }
@@ -402,13 +402,13 @@ impl Layout {
         self.hosts.iter().sum()
     }
 
-    /// The ranks of a host; none where there is no such host.
+    /// The ranks of a host; none if there is no such host.
     pub(crate) fn ranks_of(&self, host: usize) -> Range<usize> {
         let before = self.hosts.iter().take(host).sum();
         before..before + self.hosts.get(host).copied().unwrap_or(0)
     }
 
-    /// The host of a rank; behind the last one where there is no such rank.
+    /// The host of a rank; behind the last one if there is no such rank.
     pub(crate) fn host_of(&self, rank: usize) -> usize {
         let mut end = 0;
         let before = self.hosts.iter().take_while(|&&ranks| {

@@ -137,7 +137,7 @@ fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> R
     Ok(())
 }
 
-/// The place of this host, where the user has given the number of hosts as `given`.
+/// The place of this host, if the user has given the number of hosts as `given`.
 fn place(options: &Options, given: Option<Processes>) -> Result<Option<HostPlace>> {
     let hosts = options.hosts();
     let host = options.node_rank;

@@ -262,7 +262,7 @@ pub(crate) struct Options {
 /// A number of processes or hosts, or a range of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Processes {
-    /// The fewest to go on with.
+    /// The fewest to continue with.
     pub(crate) least: NonZeroUsize,
     /// The most.
     pub(crate) most: NonZeroUsize,
@@ -277,7 +277,7 @@ impl Processes {
         }
     }
 
-    /// Returns whether there may be fewer than the most.
+    /// Returns `true` if there may be fewer than the most.
     pub(crate) fn is_range(self) -> bool {
         self.least < self.most
     }
@@ -332,7 +332,7 @@ impl Options {
         }
     }
 
-    /// Returns whether the number of ranks may change while they run.
+    /// Returns `true` if the number of ranks may change while they run.
     pub(crate) fn is_elastic(&self) -> bool {
         [self.num_processes, self.nnodes]
             .into_iter()

@@ -23,7 +23,7 @@ pub(crate) struct RankEnv {
 
 impl RankEnv {
     /// The environment of ranks whose store is on `port` of the settings' store host, and which prove a token that is
-    /// the store's own where it has one.
+    /// the store's own if it has one.
     ///
     /// `package_dir` is the folder of the cargo package that was built; the ranks find it in
     /// `CARGO_MANIFEST_DIR`, as under `cargo run`.

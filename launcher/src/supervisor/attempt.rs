@@ -66,7 +66,7 @@ pub(super) struct Carried {
     pub(super) watches: Vec<Watch>,
     /// The number of streams that are being read.
     pub(super) readers: usize,
-    /// Kills all of them where the launcher fails.
+    /// Kills all of them if the launcher fails.
     pub(super) guard: KillOnDrop,
 }
 
@@ -108,7 +108,7 @@ pub(crate) struct FinishedAttempt {
 pub(crate) struct RankInfo {
     /// Its id on its host.
     pub(crate) pid: i32,
-    /// Its host, where that is another one.
+    /// Its host, if that is another one.
     pub(crate) host: Option<String>,
     /// The host that was lost with it, and how.
     pub(crate) loss: Option<String>,
@@ -287,7 +287,7 @@ impl Attempt {
     }
 }
 
-/// Starts the ranks of an attempt; gives the rank that cannot be started where there is one.
+/// Starts the ranks of an attempt; returns the rank that cannot be started, if there is one.
 fn start(
     settings: &Settings,
     store: &Store,
@@ -431,7 +431,7 @@ impl Observer for ExitReporter<'_> {
     }
 }
 
-/// Returns whether `is_so` within `limit`.
+/// Returns `true` once `is_so` does, or `false` after `limit`.
 pub(super) fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
     let until = Instant::now() + limit;
     while !is_so() {

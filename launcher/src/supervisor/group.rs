@@ -44,7 +44,7 @@ pub(crate) trait Observer {
         let _ = ranks;
     }
 
-    /// Called after each event; whether another group takes the processes over, as they run.
+    /// Returns `true` if another group takes over the running processes. Called after each event.
     fn poll_regroup(&mut self, phase: JobPhase) -> bool {
         let _ = phase;
         false
@@ -96,12 +96,12 @@ impl GroupOutcome {
         self.job.end(rank)
     }
 
-    /// Returns whether `rank` ended before the launcher ended it.
+    /// Returns `true` if `rank` ended before the launcher ended it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
         self.job.ended_by_itself(rank)
     }
 
-    /// Returns whether a signal told the launcher itself that the job is to end.
+    /// Returns `true` if a signal told the launcher itself that the job is to end.
     pub(crate) fn was_notified(&self) -> bool {
         self.asked_to_end.is_some() || self.job.was_notified()
     }
@@ -236,7 +236,7 @@ pub(crate) struct Watch(Arc<Mutex<WatchTarget>>);
 struct WatchTarget {
     rank: usize,
     events: Sender<Event>,
-    /// Woken as well.
+    /// A channel that is woken as well.
     wake: Option<Sender<Event>>,
 }
 
@@ -346,7 +346,7 @@ impl StopWatch {
     }
 }
 
-/// The ranks that are stopped, where no other one runs.
+/// The ranks that are stopped, if no other one runs.
 fn stopped(ranks: &[(usize, i32)]) -> Vec<(usize, i32)> {
     let states = ranks
         .iter()

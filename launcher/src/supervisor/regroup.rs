@@ -50,7 +50,7 @@ pub(super) struct Regrouping<'a> {
     events: Sender<Event>,
     next: Option<NextGroup>,
     was_told: bool,
-    /// Before which no ranks are started again.
+    /// The time before which no ranks are started again.
     retry_at: Option<Instant>,
     retry_after: Duration,
     /// The number of next groups that have been given up.
@@ -120,7 +120,7 @@ impl<'a> Regrouping<'a> {
         }
     }
 
-    /// Goes on as far as is possible now, where the group runs well; says whether the next group is complete.
+    /// Advances as far as is possible now, while the group runs well; returns `true` once the next group is complete.
     pub(super) fn step(&mut self) -> bool {
         if self.settings.elastic.is_none() {
             return false;
@@ -201,19 +201,19 @@ impl<'a> Regrouping<'a> {
             .note(&format!("{why}, and tries again in {seconds} s"));
     }
 
-    /// Returns whether ranks have been told to form another group.
+    /// Returns `true` if ranks have been told to form another group.
     pub(super) fn was_told(&self) -> bool {
         self.was_told
     }
 
-    /// The store of the next group, where its ranks know of it, and which rank `rank` is there.
+    /// The store of the next group, if its ranks know of it, and the rank that `rank` has there.
     pub(super) fn told(&self, rank: usize) -> Option<(StoreHandle, Option<usize>)> {
         let next = self.next.as_ref().filter(|next| next.is_told)?;
         let rank = next.former.iter().position(|former| *former == Some(rank));
         Some((next.attempt.store.handle(), rank))
     }
 
-    /// The next group, where all of its ranks have joined.
+    /// The next group, if all of its ranks have joined.
     pub(super) fn complete(&mut self) -> Option<NextGroup> {
         self.next.take_if(|next| next.is_complete())
     }
@@ -255,8 +255,8 @@ impl<'a> Regrouping<'a> {
 }
 
 impl NextGroup {
-    /// Makes an attempt of it that goes on with the processes of `group`, which is the running one; `channel` is where that
-    /// reports.
+    /// Makes an attempt of it that continues with the processes of `group`, which is the running one and
+    /// reports on `channel`.
     pub(super) fn into_attempt(
         mut self,
         group: Vec<Box<dyn RankProcess>>,

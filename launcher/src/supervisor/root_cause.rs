@@ -64,7 +64,7 @@ impl Evidence {
         self.known(rank).end = Some(end);
     }
 
-    /// `rank` reported a failure and blames `blamed`: itself after a panic, no rank where it does not know. Only its
+    /// `rank` reported a failure and blames `blamed`: itself after a panic, no rank if it does not know. Only its
     /// first report counts.
     pub(crate) fn blamed(&mut self, rank: usize, blamed: &[usize]) {
         let known = self.known(rank);

@@ -282,7 +282,7 @@ fn reap_killed() -> BTreeSet<i32> {
     killed
 }
 
-/// Its number, where it was killed.
+/// Returns the id of the process, if SIGKILL ended it.
 fn killed_by(pid: Pid, status: WaitStatus) -> Option<i32> {
     (status.terminating_signal() == Some(signal::SIGKILL)).then(|| pid.as_raw_pid())
 }

@@ -28,7 +28,7 @@ pub(crate) fn asks_to_end(signal: i32) -> bool {
     matches!(signal, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
 }
 
-/// Returns true if `signal` stops the job or continues it.
+/// Returns `true` if `signal` stops the job or continues it.
 pub(crate) fn is_job_control(signal: i32) -> bool {
     matches!(signal, SIGTSTP | SIGCONT)
 }

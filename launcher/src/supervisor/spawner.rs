@@ -40,10 +40,10 @@ pub(crate) trait Spawner {
         Ok(())
     }
 
-    /// Lets hosts go whose ranks have left the job; ends the job where it needs a host that wants to leave.
+    /// Lets hosts go whose ranks have left the job; ends the job if it needs a host that wants to leave.
     fn let_go(&self) {}
 
-    /// The ranks that the job should have now on other hosts, where they are not those of `settings`: hosts want to leave,
+    /// The ranks that the job should have now on other hosts, if they are not those of `settings`: hosts want to leave,
     /// or have come.
     fn resize(&self, settings: &Settings, growth: Growth) -> Option<Resize> {
         let _ = (settings, growth);
@@ -71,12 +71,12 @@ pub(crate) trait Spawner {
         RankEnv::new(settings, port, None, None).place_of(rank)
     }
 
-    /// Returns whether the job may have other hosts.
+    /// Returns `true` if the job may have other hosts.
     fn has_hosts(&self) -> bool {
         false
     }
 
-    /// Returns whether hosts could be taken in that are not in the group that was begun last.
+    /// Returns `true` if hosts could be taken in that are not in the group that was begun last.
     fn has_more(&self) -> bool {
         false
     }
@@ -102,7 +102,7 @@ pub(crate) trait Spawner {
     /// Starts `rank` with its variables of `environment`.
     ///
     /// # Errors
-    /// When the rank cannot be started; a [usage error](Error::is_usage) where no other rank could be started either.
+    /// When the rank cannot be started; a [usage error](Error::is_usage) if no other rank could be started either.
     fn spawn(&self, rank: usize, environment: &RankEnv) -> Result<Box<dyn RankProcess>>;
 
     /// Ends the attempt on other hosts: what its ranks left behind there gets `first`, and SIGKILL after `grace`.

@@ -232,18 +232,18 @@ impl RankReports {
         let _ = events.send(event);
     }
 
-    /// Returns whether any rank has joined the job.
+    /// Returns `true` if any rank has joined the job.
     pub(crate) fn has_any_joined(&self) -> bool {
         !self.lock().joined.is_empty()
     }
 
-    /// Returns whether `rank` has joined the job and not closed its group.
+    /// Returns `true` if `rank` has joined the job and not closed its group.
     pub(crate) fn is_joined(&self, rank: usize) -> bool {
         let received = self.lock();
         received.joined.contains_key(&rank) && !received.closed.contains(&rank)
     }
 
-    /// Returns whether `rank` has reported a failure, or never joined.
+    /// Returns `true` if `rank` has reported a failure, or never joined.
     pub(crate) fn has_reported(&self, rank: usize) -> bool {
         let received = self.lock();
         !received.joined.contains_key(&rank) || received.has_reported(rank)
@@ -274,7 +274,7 @@ struct Received {
 }
 
 impl Received {
-    /// Keeps only the first report of a rank, which bounds the launcher's memory. Returns whether it was the first.
+    /// Keeps only the first report of a rank, which bounds the launcher's memory. Returns `true` if it was the first.
     fn keep_first(&mut self, said: FailureReport) -> bool {
         let is_first = !self.has_reported(said.rank);
         if is_first {

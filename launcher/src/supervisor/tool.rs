@@ -32,7 +32,7 @@ pub(crate) struct ToolOutput {
     pub(crate) end: End,
     /// Its standard output.
     pub(crate) stdout: Vec<u8>,
-    /// Its standard error, where it was kept.
+    /// Its standard error, if it was kept.
     pub(crate) stderr: Vec<u8>,
 }
 

@@ -388,7 +388,7 @@ impl ArchiveWriter {
         })
     }
 
-    /// Returns true if the blob is in it already.
+    /// Returns `true` if the blob is in it already.
     pub(super) fn has(&self, digest: &str) -> bool {
         self.written.contains(digest)
     }

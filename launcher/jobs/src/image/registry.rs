@@ -136,7 +136,7 @@ impl Repository<'_> {
         })
     }
 
-    /// Returns true if the registry has the blob.
+    /// Returns `true` if the registry has the blob.
     ///
     /// # Errors
     /// When the registry does not answer.
@@ -240,7 +240,7 @@ impl Iterator for Blocks {
     }
 }
 
-/// Returns true if a registry is on this machine, so that nobody can listen in.
+/// Returns `true` if a registry is on this machine, so that nobody can listen in.
 fn is_here(registry: &str) -> bool {
     let host = registry.rsplit_once(':').map_or(registry, |(host, _)| host);
     ["localhost", "127.0.0.1", "[::1]"].contains(&host)

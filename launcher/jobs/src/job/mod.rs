@@ -34,12 +34,12 @@ pub(crate) enum JobStatus {
 }
 
 impl JobStatus {
-    /// Returns true if nothing of it runs any more, or will.
+    /// Returns `true` if nothing of it runs any more, or will.
     pub(crate) fn is_final(self) -> bool {
         matches!(self, Self::Succeeded | Self::Failed | Self::Stopped)
     }
 
-    /// Returns true if nodes are allocated to it.
+    /// Returns `true` if nodes are allocated to it.
     pub(crate) fn is_active(self) -> bool {
         matches!(self, Self::Running | Self::Restarting)
     }
@@ -77,7 +77,7 @@ pub(crate) struct JobDetails {
     pub(crate) restarts: u32,
     pub(crate) gpus_requested: usize,
     pub(crate) gpus_allocated: usize,
-    /// Node by node.
+    /// The instances, node by node.
     pub(crate) instances: Vec<Instance>,
     /// The address of its TensorBoard, or the command that makes it reachable.
     pub(crate) tensorboard: Option<String>,
@@ -114,7 +114,7 @@ pub(crate) struct Instance {
     pub(crate) ended: Option<u64>,
     pub(crate) restarts: u32,
     pub(crate) exit_code: Option<i32>,
-    /// Such as `OOMKilled`, `Evicted`, `Unschedulable`, in the engine's words.
+    /// The reason in the engine's words, such as `OOMKilled`, `Evicted` or `Unschedulable`.
     pub(crate) reason: Option<String>,
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct JobRecord {
 }
 
 impl JobRecord {
-    /// Returns true if the submission ended before the engine answered. The local engine knows the job by its folder.
+    /// Returns `true` if the submission ended before the engine answered. The local engine knows the job by its folder.
     pub(crate) fn is_half_submitted(&self) -> bool {
         self.id.is_empty() && self.spec.engine != EngineKind::Local
     }
@@ -41,13 +41,13 @@ impl JobRecord {
         self.last.as_ref().filter(|last| last.status.is_final())
     }
 
-    /// Returns true if the job has ended, and `stop` has nothing to remove from the engine.
+    /// Returns `true` if the job has ended, and `stop` has nothing to remove from the engine.
     pub(crate) fn is_over(&self) -> bool {
         let has_nothing = self.removed || !self.spec.engine.leaves_remains();
         !self.is_half_submitted() && self.ended().is_some() && has_nothing
     }
 
-    /// Returns true if `other` is a record of the same job, and not of another one that got its name later.
+    /// Returns `true` if `other` is a record of the same job, and not of another one that got its name later.
     fn is_of(&self, other: &Self) -> bool {
         self.spec.nonce == other.spec.nonce
     }

@@ -28,7 +28,7 @@ pub(crate) enum EngineKind {
 }
 
 impl EngineKind {
-    /// Returns true if something of a job that has ended may remain until `stop` removes it: objects of Kubernetes, an
+    /// Returns `true` if something of a job that has ended may remain until `stop` removes it: objects of Kubernetes, an
     /// entry of Ray, local agents whose supervisor was killed.
     pub(crate) fn leaves_remains(self) -> bool {
         match self {
@@ -42,7 +42,7 @@ impl EngineKind {
         }
     }
 
-    /// Returns true if the engine keeps the nonce of a job, which identifies a job whose submission it has not answered.
+    /// Returns `true` if the engine keeps the nonce of a job, which identifies a job whose submission got no answer.
     pub(crate) fn keeps_nonce(self) -> bool {
         match self {
             Self::Local => false,

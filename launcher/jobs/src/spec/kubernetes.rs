@@ -117,7 +117,7 @@ pub(crate) struct Taint {
 const EFFECTS: [&str; 3] = ["NoSchedule", "PreferNoSchedule", "NoExecute"];
 
 impl KubernetesOptions {
-    /// Returns true if `path` is in a folder that --data mounts.
+    /// Returns `true` if `path` is in a folder that --data mounts.
     pub(crate) fn is_in_data(&self, path: &Path) -> bool {
         self.data.iter().any(|mount| path.starts_with(&mount.path))
     }

@@ -114,7 +114,7 @@ pub(super) fn ask(
 /// Answers whoever has connected, within `limit` for each of its messages, and admits it where `decide` does.
 ///
 /// # Errors
-/// Why it was not admitted; it was told.
+/// Returns the refusal, which the other side was told.
 pub(super) fn answer<T>(
     stream: &TcpStream,
     token: Option<&Token>,

@@ -26,7 +26,7 @@ const RETRY: Duration = Duration::from_millis(300);
 /// The pause after the first attempt: hosts that an engine starts come within milliseconds of one another.
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 
-/// After how long a host says for the first time that it waits for the head; twice as long each time.
+/// The time after which a host first says that it waits for the head; it doubles each time.
 const TELL_AFTER: Duration = Duration::from_secs(10);
 
 /// The connections of a host that was admitted.

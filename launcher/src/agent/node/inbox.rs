@@ -10,7 +10,7 @@ use crate::agent::message::ToHost;
 use crate::event::Event;
 use crate::supervisor::signals::Relay;
 
-/// The signal that stands for a message of the head where the main thread waits for signals only: no process receives it.
+/// The signal that stands for a message of the head while the main thread awaits only signals; no process receives it.
 pub(super) const HURRY: i32 = SIGKILL;
 
 /// An event on the connection to the head.

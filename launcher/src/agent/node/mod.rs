@@ -51,7 +51,7 @@ pub(crate) struct Node<'a> {
 pub(crate) struct Program {
     /// Starts it.
     pub(crate) spawner: LocalSpawner,
-    /// The folder of its package, where cargo built it.
+    /// The folder of its package, if cargo built it.
     pub(crate) package_dir: Option<PathBuf>,
 }
 
@@ -126,7 +126,7 @@ enum Over {
     Job { code: u8, text: Option<String> },
     /// The head is lost.
     Head(LineEnd),
-    /// The job goes on without this host.
+    /// The job continues without this host.
     Left,
 }
 

@@ -121,7 +121,7 @@ pub(super) enum Show {
 }
 
 impl Client {
-    /// Starts the agent of a host over SSH, or of this host where there is no `ssh`. What it prints later is shown as
+    /// Starts the agent of a host over SSH, or of this host if `ssh` is `None`. What it prints later is shown as
     /// `show` says; `relay` is told when it has said hello.
     ///
     /// # Errors
@@ -204,7 +204,7 @@ impl Client {
         self.hello.try_recv().ok()
     }
 
-    /// Gives it its order; from here on its errors are those of the job, where they are shown.
+    /// Gives it its order; from here on its errors are those of the job, if they are shown.
     pub(super) fn order(&self, order: &Order, show: Show) {
         self.lock().is_shown = show == Show::Output;
         if let Some(mut stdin) = self.stdin.as_ref() {

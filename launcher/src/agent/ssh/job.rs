@@ -284,7 +284,7 @@ impl<'a> SshJob<'a> {
         }
     }
 
-    /// An agent's process has ended: gives how, where it had its order; otherwise it is started again.
+    /// Handles the end of an agent's process: returns it if the agent had its order, else schedules another start.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -319,7 +319,7 @@ impl<'a> SshJob<'a> {
         None
     }
 
-    /// Waits until the agents have ended, or has them kill everything: at once where the head has not ended itself.
+    /// Waits until the agents have ended, or has them kill everything: at once if the head has not ended itself.
     fn end_others(&mut self, channel: &Channel, has_head_ended: bool) {
         let waits = match has_head_ended {
             true => [GOODBYE, KILL_TIMEOUT],

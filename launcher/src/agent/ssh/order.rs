@@ -54,7 +54,7 @@ pub(super) struct Order {
 }
 
 impl fmt::Debug for Order {
-    /// Without the token, and without variables that may hold others.
+    /// Omits the token, and the variables, which may hold others.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = formatter.debug_struct("Order");
         shown.field("arguments", &self.arguments);

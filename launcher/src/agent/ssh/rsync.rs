@@ -177,7 +177,7 @@ impl<'a> Copy<'a> {
     }
 }
 
-/// A link stays one: only the folders above it are followed, where `..` leads to them.
+/// A link stays one: only the folders above it are followed, if `..` leads to them.
 fn absolute_path(path: &Path) -> Result<PathBuf> {
     let found = path.symlink_metadata();
     found.map_err(|error| Error::usage(format!("--rsync {}: {error}", path.display())))?;

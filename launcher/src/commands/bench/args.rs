@@ -13,7 +13,7 @@ pub(crate) struct BenchArgs {
 }
 
 impl BenchArgs {
-    /// Returns whether the ranks are processes.
+    /// Returns `true` if the ranks are processes.
     pub(crate) fn starts_processes(&self) -> bool {
         let What::AllReduce(arguments) = &self.what;
         arguments.transport != TransportKind::Threads

@@ -26,7 +26,7 @@ pub(super) struct Tensor {
 /// The tensors of a file, or of all files of an index, by name.
 ///
 /// # Errors
-/// Where a file cannot be read, is no safetensors file or index, or lacks what the index says.
+/// If a file cannot be read, is no safetensors file or index, or lacks what the index says.
 pub(super) fn read(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     if path
         .extension()
@@ -186,7 +186,7 @@ fn quoted(text: &str) -> String {
     format!("`{}`", text.escape_debug())
 }
 
-/// The bytes of an element, where the type is known and has whole bytes.
+/// The bytes of an element, if the type is known and has whole bytes.
 fn width(dtype: &str) -> Option<u64> {
     Some(match dtype {
         "BOOL" | "I8" | "U8" | "F8_E4M3" | "F8_E5M2" => 1,

@@ -187,7 +187,7 @@ impl MemoryEstimate {
     }
 }
 
-/// Returns whether values of this type have gradients. Running means and the like are floats too; a file does
+/// Returns `true` if values of this type have gradients. Running means and the like are floats too; a file does
 /// not tell them apart.
 fn is_trained(dtype: &str) -> bool {
     dtype.starts_with('F') || dtype.starts_with("BF")

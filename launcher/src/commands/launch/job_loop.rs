@@ -27,7 +27,7 @@ pub(crate) struct JobLoop<'a> {
     pub(crate) settings: Settings,
     /// Starts the ranks.
     pub(crate) spawner: &'a dyn Spawner,
-    /// The folder of the program's package, where cargo built it.
+    /// The folder of the program's package, if cargo built it.
     pub(crate) package_dir: Option<&'a Path>,
     /// The launcher's own command line.
     pub(crate) command: &'a [OsString],
@@ -343,7 +343,7 @@ impl JobLoop<'_> {
         }
     }
 
-    /// Records the end of the job; where it failed, shows the last failure as the job's.
+    /// Records the end of the job; if it failed, shows the last failure as the job's.
     fn finish(&self, history: &JobHistory, end: &JobEnd) {
         let reason = end.reason.as_deref();
         let report = self.record(history, end.outcome, reason);
@@ -376,7 +376,7 @@ impl JobLoop<'_> {
         }
     }
 
-    /// Writes the report, where there is a folder for it; gives the path of what was written.
+    /// Writes the report, if there is a folder for it, and returns the path of the file.
     fn record(
         &self,
         history: &JobHistory,

@@ -158,7 +158,7 @@ pub(crate) fn run(
     }
 }
 
-/// `target`, where cargo knows what it means, and how it is built.
+/// Returns the target, with its build if cargo builds it.
 fn found(target: Target, options: &Options, channel: &Channel) -> Result<(Target, Option<Build>)> {
     let name = match target {
         Target::Program(_) => return Ok((target, None)),

@@ -174,7 +174,7 @@ impl Restarts {
         self.slots.extend(regained);
     }
 
-    /// Decides after an attempt whose ranks have saved to go on in another number, of which `ranks` on this host.
+    /// Decides after an attempt whose ranks have saved to continue in another number, of which `ranks` on this host.
     ///
     /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all.
     pub(crate) fn resized(&mut self, ranks: usize) -> Decision {

@@ -83,7 +83,7 @@ pub(super) enum RankLine {
 }
 
 impl RankLine {
-    /// Returns whether it names this rank, and its process, as lost.
+    /// Returns `true` if it names this rank, and its process, as lost.
     pub(super) fn names(&self, rank: usize, pid: Pid) -> bool {
         let process = format!("rank {rank} (process {} on ", pid.as_raw_pid());
         match self {

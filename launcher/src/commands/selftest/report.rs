@@ -41,7 +41,7 @@ pub(super) enum StageStatus {
 }
 
 impl StageStatus {
-    /// Returns whether the whole test fails with it.
+    /// Returns `true` if the whole test fails with it.
     pub(super) fn is_bad(self) -> bool {
         matches!(self, Self::Failed | Self::TimedOut)
     }

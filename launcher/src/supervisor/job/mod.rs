@@ -124,7 +124,7 @@ impl Job {
         actions
     }
 
-    /// Returns whether nothing has failed or asks the group to end, and some process runs.
+    /// Returns `true` if nothing has failed or asks the group to end, and some process runs.
     pub(crate) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running)
             && self.members.iter().any(|member| member.end.is_none())
@@ -150,7 +150,7 @@ impl Job {
         }
     }
 
-    /// Returns whether every process has ended or been abandoned, and late failure reports need not be awaited.
+    /// Returns `true` if every process has ended or been abandoned, and late failure reports need not be awaited.
     pub(crate) fn is_over(&self) -> bool {
         let has_ended = self.members.iter().all(|member| member.end.is_some());
         let may_hear = self.members.len() > 1
@@ -188,8 +188,8 @@ impl Job {
         self.asked
     }
 
-    /// Returns whether the launcher itself was notified that the job is to end: by a signal that asked it to, or by one that it
-    /// forwarded.
+    /// Returns `true` if the launcher itself was notified that the job is to end: by a signal that asked it to, or by
+    /// one that it forwarded.
     pub(crate) fn was_notified(&self) -> bool {
         self.asked.is_some() || self.has_forwarded
     }
@@ -199,14 +199,14 @@ impl Job {
         self.members.get(rank)?.end
     }
 
-    /// Returns whether `rank` ended before the launcher signalled it.
+    /// Returns `true` if `rank` ended before the launcher signalled it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
         self.members
             .get(rank)
             .is_some_and(|member| member.end.is_some() && member.by_itself)
     }
 
-    /// Returns whether SIGKILL has been sent to the group.
+    /// Returns `true` if SIGKILL has been sent to the group.
     pub(crate) fn was_killed(&self) -> bool {
         matches!(
             self.phase,
@@ -257,7 +257,7 @@ impl Job {
         }
     }
 
-    /// Makes the loss of the host of `rank` the cause, where the group is being ended because ranks were silent or blamed
+    /// Makes the loss of the host of `rank` the cause, if the group is being ended because ranks were silent or blamed
     /// others: ranks can find out about the silence of a host before the launcher does.
     fn revise(&mut self, rank: usize) {
         let follows = matches!(

@@ -45,7 +45,7 @@ impl Changes {
         }
     }
 
-    /// Waits at most `limit` for a change since the last call. Returns true if something may have changed.
+    /// Waits at most `limit` for a change since the last call. Returns `true` if something may have changed.
     pub(super) async fn next(&mut self, limit: Duration) -> bool {
         let Some(watches) = &mut self.watches else {
             self.watches = self.open().await;

@@ -214,12 +214,12 @@ impl ServerVersion {
         }
     }
 
-    /// Returns true if a Job can number its pods. Older servers drop the field silently.
+    /// Returns `true` if a Job can number its pods. Older servers drop the field silently.
     pub(super) fn has_indexed_jobs(self) -> bool {
         self >= Self::new(1, 22)
     }
 
-    /// Returns true if a Job can have a policy for failures of pods.
+    /// Returns `true` if a Job can have a policy for failures of pods.
     pub(super) fn has_pod_failure_policy(self) -> bool {
         self >= Self::new(1, 31)
     }
@@ -240,12 +240,12 @@ pub(super) enum ApiError {
     TimedOut(Duration),
 }
 
-/// Returns true if the same request may succeed in a moment.
+/// Returns `true` if the same request may succeed in a moment.
 fn is_passing(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if matches!(status.code, 429 | 500 | 503 | 504))
 }
 
-/// Returns true if the server has not begun to carry out the request.
+/// Returns `true` if the server has not begun to carry out the request.
 pub(super) fn is_not_carried_out(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == 429)
 }

@@ -300,7 +300,7 @@ impl OwnerCondition {
     }
 }
 
-/// Returns true if the object is suspended, even if the server has not reported that yet.
+/// Returns `true` if the object is suspended, even if the server has not reported that yet.
 fn is_suspended(object: &DynamicObject) -> bool {
     let places = ["/spec/suspend", "/spec/runPolicy/suspend"];
     places

@@ -139,7 +139,7 @@ impl Shown {
         self.before = self.last;
     }
 
-    /// Returns true if the line with this time is not shown yet. Servers begin at a whole second.
+    /// Returns `true` if the line with this time is not shown yet. Servers begin at a whole second.
     fn takes(&mut self, time: Option<Timestamp>) -> bool {
         if time.is_some() && time <= self.before {
             return false;
@@ -231,7 +231,7 @@ struct Successors<'a> {
 }
 
 impl Successors<'_> {
-    /// Returns true if another pod has replaced this one.
+    /// Returns `true` if another pod has replaced this one.
     async fn have_come(&mut self, cluster: &Cluster, pod: &Pod) -> bool {
         if !self.changes.next(Duration::ZERO).await {
             return false;

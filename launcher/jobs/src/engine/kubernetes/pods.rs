@@ -175,7 +175,7 @@ impl NodePods {
             .then(|| format!("{} ended: {}", pod.name_any(), failure(pod, end)))
     }
 
-    /// Returns true if a pod seems to run, but its node does not answer.
+    /// Returns `true` if a pod seems to run, but its node does not answer.
     fn is_lost(&self, pod: &Pod) -> bool {
         let status = pod.status.as_ref();
         let is_not_ready = status
@@ -272,12 +272,12 @@ const INDEX: &str = "batch.kubernetes.io/job-completion-index";
 const REPLICA_TYPE: &str = "training.kubeflow.org/replica-type";
 const REPLICA_INDEX: &str = "training.kubeflow.org/replica-index";
 
-/// Returns true if the container of a pod's agent runs.
+/// Returns `true` if the container of a pod's agent runs.
 pub(super) fn runs(pod: &Pod) -> bool {
     agent(pod).is_some_and(is_running)
 }
 
-/// Returns true if a pod has begun to write output.
+/// Returns `true` if a pod has begun to write output.
 pub(super) fn has_output(pod: &Pod) -> bool {
     agent(pod).is_some_and(|container| is_running(container) || terminated(container).is_some())
 }

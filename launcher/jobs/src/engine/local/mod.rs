@@ -31,7 +31,7 @@ use supervisor::agent_words;
 
 pub(crate) use supervisor::supervise;
 
-/// Returns true if the job with this folder runs, or may run.
+/// Returns `true` if the job with this folder runs, or may run.
 pub(crate) fn may_run(folder: &Path) -> bool {
     LocalState::is_supervised(folder).unwrap_or(true)
 }

@@ -29,7 +29,7 @@ impl ProcessIdentity {
         })
     }
 
-    /// Returns true if it has not ended.
+    /// Returns `true` if it has not ended.
     pub(super) fn is_alive(&self) -> bool {
         Self::of(self.pid).as_ref() == Some(self)
     }

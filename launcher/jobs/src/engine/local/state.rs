@@ -20,7 +20,7 @@ use crate::spec::JobSpec;
 /// The interval at which state and output are polled.
 pub(super) const POLL: Duration = Duration::from_millis(50);
 const FILE: &str = "state.json";
-/// Held by the supervisor for as long as it lives.
+/// The lock file that the supervisor holds for as long as it lives.
 const LOCK: &str = "supervisor.lock";
 /// The time for which a supervisor waits for commands that hold its lock to look at it.
 const LONGEST_LOOK: Duration = Duration::from_secs(1);
@@ -93,7 +93,7 @@ impl LocalState {
         Ok(Some(file))
     }
 
-    /// Returns true if the supervisor of a job lives.
+    /// Returns `true` if the supervisor of a job lives.
     pub(super) fn is_supervised(folder: &Path) -> io::Result<bool> {
         let file = match File::open(folder.join(LOCK)) {
             Ok(file) => file,
@@ -155,7 +155,7 @@ impl LocalState {
     }
 }
 
-/// Returns true if the lock was acquired.
+/// Returns `true` if the lock was acquired.
 fn try_lock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     match rustix::fs::flock(file, operation) {
         Ok(()) => Ok(true),

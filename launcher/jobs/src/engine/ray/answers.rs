@@ -28,13 +28,13 @@ pub(super) struct RayJob {
 pub(super) const NONCE: &str = "accel-jobs/nonce";
 
 impl RayJob {
-    /// Returns true if it is the job of this specification, and not another one with its name.
+    /// Returns `true` if it is the job of this specification, and not another one with its name.
     pub(super) fn is_of(&self, spec: &JobSpec) -> bool {
         let nonce = self.metadata.as_ref().and_then(|all| all.get(NONCE));
         nonce.and_then(Value::as_str) == Some(&spec.nonce)
     }
 
-    /// Returns true if Ray made this entry for a job that it watches and can no longer find.
+    /// Returns `true` if Ray made this entry for a job that it watches and can no longer find.
     pub(super) fn is_made_of_nothing(&self) -> bool {
         self.metadata.is_none() && self.entrypoint.as_deref() == Some("Entrypoint not found.")
     }
@@ -52,7 +52,7 @@ pub(super) enum RayStatus {
 }
 
 impl RayStatus {
-    /// Returns true if the driver has ended.
+    /// Returns `true` if the driver has ended.
     pub(super) fn is_final(self) -> bool {
         matches!(self, Self::Stopped | Self::Succeeded | Self::Failed)
     }

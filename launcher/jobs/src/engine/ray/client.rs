@@ -74,7 +74,7 @@ impl RayClient {
         }
     }
 
-    /// Returns true if Ray has the package with this name.
+    /// Returns `true` if Ray has the package with this name.
     ///
     /// # Errors
     /// When Ray does not answer.

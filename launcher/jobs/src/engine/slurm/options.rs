@@ -122,7 +122,7 @@ pub(super) fn cpus(spec: &JobSpec) -> Option<String> {
     })
 }
 
-/// Returns true if it is sbatch's own option for the folder of the job.
+/// Returns `true` if it is sbatch's own option for the folder of the job.
 pub(super) fn is_chdir(option: &str) -> bool {
     is_option(option, "chdir", Some('D'))
 }
@@ -150,7 +150,7 @@ fn check_given(option: &str) -> Result<()> {
     }
 }
 
-/// Returns true if `word` is the option with these names. sbatch accepts abbreviated long names.
+/// Returns `true` if `word` is the option with these names. sbatch accepts abbreviated long names.
 fn is_option(word: &str, long: &str, short: Option<char>) -> bool {
     match word.strip_prefix("--") {
         Some(rest) => {

@@ -186,7 +186,7 @@ fn of_nodes(text: &str) -> Vec<NodeUsage> {
     text.lines().filter_map(node).collect()
 }
 
-/// Returns true if the job that writes this file is the one with this folder.
+/// Returns `true` if the job that writes this file is the one with this folder.
 pub(super) fn is_output_of(output: &str, folder: &Path) -> bool {
     // `squeue` shows the pattern that it was given.
     Path::new(&output.replace("%%", "%")).starts_with(folder)
