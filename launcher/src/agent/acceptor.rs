@@ -1,4 +1,4 @@
-//! Listens to whoever connects to the head, and admits hosts.
+//! Accepts connections to the head, and admits hosts.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -29,7 +29,7 @@ const MAX_PENDING_HANDSHAKES: usize = 256;
 /// The pause after a failed `accept`.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Listens to whoever connects.
+/// The listener for the launchers and streams of other hosts.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     admission: Arc<Admission>,
@@ -64,7 +64,7 @@ impl Acceptor {
         }
     }
 
-    /// Listens at `endpoint`, on threads of its own, as long as this process lives; gives the address.
+    /// Listens at `endpoint`, on threads of its own, as long as this process lives; returns the address.
     ///
     /// # Errors
     /// When the port is taken, or the system gives no thread.

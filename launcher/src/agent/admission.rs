@@ -231,7 +231,7 @@ impl Admission {
         self.tell();
     }
 
-    /// The job is over: nobody is admitted any more, and who is there is told.
+    /// Records that the job is over: no host is admitted any more, and those that are present are told.
     pub(super) fn finish(&self, code: u8, text: Option<String>) -> Vec<Arc<Host>> {
         let mut state = self.lock();
         state.over = Some((code, text.clone()));

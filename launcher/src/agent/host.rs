@@ -361,7 +361,7 @@ impl Host {
         }
     }
 
-    /// Returns the processes left behind once the host has reported them; an empty set if it is lost or runs no attempt.
+    /// Returns the processes left behind once the host has reported them; an empty set if it is lost or has no attempt.
     pub(super) fn swept(&self) -> Option<LeftBehind> {
         let state = self.lock();
         match &state.swept {

@@ -1,5 +1,5 @@
-//! One launcher a host: how that of host 0, the head, has ranks started on the others. `README.md` beside this file
-//! explains the design.
+//! One launcher per host: that of host 0, the head, has the others start ranks. `README.md` beside this file explains
+//! the design.
 
 mod acceptor;
 mod admission;

@@ -16,7 +16,7 @@ use super::{GpuId, VISIBLE, Visible};
 use crate::process::{Process, RankProcess};
 use crate::text::size;
 
-/// A GPU of this machine. What is `None` is not known.
+/// A GPU of this machine. A field that is `None` is not known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Gpu {
     /// Its number in the order of the PCI bus, which is that of `nvidia-smi`.

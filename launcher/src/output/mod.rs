@@ -25,8 +25,8 @@ use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
 /// The number of bytes read at once.
 const CHUNK: usize = 64 << 10;
 
-/// The number of bytes of a stream that are still read after its rank has ended: what a pipe can hold and no more, since
-/// a process that escaped could write for ever.
+/// The number of bytes of a stream that are still read after its rank has ended: what a pipe can hold and no more,
+/// since a process that escaped could write for ever.
 const MAX_AFTER_EXIT: usize = 2 << 20;
 
 /// The time for which a stream may stay silent after its rank has ended before it is abandoned.

@@ -103,8 +103,8 @@ pub(crate) enum JobOutcome {
     Recovered,
     /// It failed, and before it had succeeded a signal ended the launcher.
     Interrupted,
-    /// All ranks have saved because they were told to leave, and the job continues when it is started again. There may be
-    /// no failure before.
+    /// All ranks have saved because they were told to leave, and the job continues when it is started again. There may
+    /// be no failure before.
     Preempted,
 }
 

@@ -66,8 +66,8 @@ impl Remains {
     /// Ends what the processes of `group` have left behind on this host.
     ///
     /// The first signal goes to the process groups, while their unreaped leaders keep the ids from being reused.
-    /// What is left then is looked up: descendants, where they can be listed; else groups that have
-    /// been seen populated ever since.
+    /// The remaining processes are then looked up: descendants, if they can be listed; else groups that have been seen
+    /// populated ever since.
     pub(crate) fn sweep(
         &self,
         group: &mut [Box<dyn RankProcess>],

@@ -37,10 +37,10 @@ pub(crate) enum Control {
     StandardInput,
 }
 
-/// Starts this program once more, as the launcher proper, and waits for it: gives its exit code.
+/// Starts this program once more, as the launcher proper, waits for it, and returns its exit code.
 ///
-/// `prepare` changes what the launcher proper is started with. `None` where the system does not support it (there is no `/proc`, or it is not Linux); the job
-/// then runs in this process.
+/// `prepare` changes the command that starts the launcher proper. Returns `None` if the system does not support it
+/// (there is no `/proc`, or it is not Linux); the job then runs in this process.
 pub(crate) fn run(
     arguments: &[OsString],
     prepare: impl FnOnce(&mut Command),
@@ -258,8 +258,8 @@ fn obey(mut launcher: File, excluded: &Excluded, asked: &AtomicBool) {
     std::process::exit(i32::from(End::Signal(signal::SIGKILL).exit_code()));
 }
 
-/// Waits for the child `pid`: gives how it ended, and which orphans have come to this process that were killed. The
-/// kernel kills the ranks with the launcher proper.
+/// Waits for the child `pid`, and returns its end and the orphans that came to this process after SIGKILL ended them.
+/// The kernel kills the ranks with the launcher proper.
 fn wait(pid: i32) -> (End, BTreeSet<i32>) {
     let mut killed = BTreeSet::new();
     loop {

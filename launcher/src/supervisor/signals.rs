@@ -33,8 +33,8 @@ pub(crate) fn is_job_control(signal: i32) -> bool {
     matches!(signal, SIGTSTP | SIGCONT)
 }
 
-/// Checks if the user has stopped the job and not yet continued it. This is known before the signal is forwarded, and also
-/// while no attempt is under way.
+/// Checks if the user has stopped the job and not yet continued it. This is known before the signal is forwarded, and
+/// also while no attempt is under way.
 pub(crate) fn is_suspended() -> bool {
     IS_SUSPENDED.load(Ordering::Acquire)
 }

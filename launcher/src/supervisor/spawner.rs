@@ -86,8 +86,8 @@ pub(crate) trait Spawner {
         let _ = ranks;
     }
 
-    /// `rank` of the running group has failed: whether its host was taken in while the job ran. Does without it for a
-    /// while then.
+    /// Checks if the host of `rank`, which failed, was taken in a short while ago. If so, the job does without that
+    /// host for a while.
     fn blame(&self, rank: usize) -> bool {
         let _ = rank;
         false

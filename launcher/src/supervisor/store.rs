@@ -297,7 +297,7 @@ pub(crate) struct GivenToken {
     pub(crate) file: Option<&'static Path>,
 }
 
-/// Returns the token of `ACCEL_TOKEN_FILE`, if that is set. What comes by a pipe is read once in a process.
+/// Returns the token of `ACCEL_TOKEN_FILE`, if that is set. A pipe is read once per process.
 ///
 /// # Errors
 /// When the file cannot be read.
@@ -358,8 +358,8 @@ impl MemoryFile {
     }
 }
 
-/// The file of a token for one attempt, which only this user can read; it goes when this is dropped. That of a
-/// launcher that was killed goes with the next.
+/// The file of a token for one attempt, which only this user can read; it is removed when this is dropped. The
+/// file of a launcher that was killed is removed by the next one.
 #[derive(Debug)]
 pub(crate) struct OwnToken {
     path: PathBuf,

@@ -35,7 +35,7 @@ impl JobRecord {
         self.id.is_empty() && self.spec.engine != EngineKind::Local
     }
 
-    /// Returns how the job has ended, if that is known. That is final, so no engine needs to be queried; an engine that
+    /// Returns the end of the job, if it is known. It is final, so no engine needs to be queried; an engine that
     /// forgets may even have given the id to another job.
     pub(crate) fn ended(&self) -> Option<&JobDetails> {
         self.last.as_ref().filter(|last| last.status.is_final())

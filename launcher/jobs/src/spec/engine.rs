@@ -28,8 +28,8 @@ pub(crate) enum EngineKind {
 }
 
 impl EngineKind {
-    /// Returns `true` if something of a job that has ended may remain until `stop` removes it: objects of Kubernetes, an
-    /// entry of Ray, local agents whose supervisor was killed.
+    /// Returns `true` if something of a job that has ended may remain until `stop` removes it: objects of Kubernetes,
+    /// an entry of Ray, local agents whose supervisor was killed.
     pub(crate) fn leaves_remains(self) -> bool {
         match self {
             Self::Local => true,

@@ -111,7 +111,7 @@ pub(super) fn ask(
     }
 }
 
-/// Answers whoever has connected, within `limit` for each of its messages, and admits it where `decide` does.
+/// Answers the other side, with `limit` for each of its messages, and admits it if `decide` does.
 ///
 /// # Errors
 /// Returns the refusal, which the other side was told.

@@ -185,7 +185,7 @@ impl LocalRanks<'_> {
         }
     }
 
-    /// Ends what still runs; gives the first signal that asked this launcher to end meanwhile.
+    /// Ends what still runs; returns the first signal that asked this launcher to end meanwhile.
     fn sweep(mut self, sweep: Sweep, scope: KillScope<'_>, channel: &Channel) -> Option<i32> {
         let running = self.known.iter().zip(&self.group);
         let running = running.filter(|(known, _)| known.end.is_none());

@@ -225,7 +225,7 @@ impl Agent<'_> {
         Ok(())
     }
 
-    /// The error of a host whose head is lost. What ran here is ended.
+    /// The error of a host whose head is lost. The ranks of this host have been ended.
     fn head_lost(&self, end: &LineEnd, last: &KnownAttempt) -> Error {
         let at = utc(SystemTime::now());
         let text = format!("{} was lost at {at}: {end}", self.head);

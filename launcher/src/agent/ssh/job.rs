@@ -69,7 +69,7 @@ struct AgentHost<'a> {
 }
 
 impl<'a> SshJob<'a> {
-    /// A job on `hosts`. `order` gives what a host runs, from its number and where it finds the head.
+    /// A job on `hosts`. `order` makes the order of a host from its number and the address of the head.
     pub(super) fn new(
         hosts: &'a [ListedHost],
         ssh: &'a Ssh,

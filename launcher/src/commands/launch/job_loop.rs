@@ -61,11 +61,11 @@ struct JobEnd {
 }
 
 impl JobLoop<'_> {
-    /// Runs `attempt`, and restarts as long as attempts fail and restarts are left; reports how the job ended.
+    /// Runs `attempt`, and restarts as long as attempts fail and restarts are left; returns the end of the job.
     ///
     /// # Errors
-    /// For what keeps the ranks from running, where none has failed before. Where one has, its
-    /// failure is the job's, and this error is reported in addition.
+    /// When ranks cannot be run and no attempt has failed before. If one has, its failure is the job's, and this error
+    /// is reported in addition.
     pub(super) fn run(&self, attempt: Attempt, channel: Channel) -> Result<JobVerdict> {
         let mut history = JobHistory {
             output: attempt.output().clone(),

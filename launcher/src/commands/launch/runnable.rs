@@ -220,7 +220,7 @@ const COMPATIBLE: [(u16, u16); 2] = [(62, 3), (183, 40)];
 const MAX_PART: u64 = 1 << 30;
 
 impl Elf {
-    /// Reads it; `None` for another kind of file. Of a file of 32 bits or of another byte order only the machine is read.
+    /// Reads it; `None` for another kind of file. If it has 32 bits or another byte order, only the machine is read.
     fn read(path: &Path) -> io::Result<Option<Self>> {
         let file = File::open(path)?;
         let mut head = [0; 64];
