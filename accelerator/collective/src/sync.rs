@@ -24,15 +24,6 @@ impl<T> Mutex<T> {
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    /// The guard, where nobody holds the lock.
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        match self.0.try_lock() {
-            Ok(guard) => Some(guard),
-            Err(sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(sync::TryLockError::WouldBlock) => None,
-        }
-    }
 }
 
 /// A [`std::sync::Condvar`]; whether a wait timed out shows in the data.

@@ -70,13 +70,11 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
 /// Lets every rank of the process tell that it is lost, within a moment: the panicking thread
 /// may hold what another thread needs for that.
 fn report_panic(text: &str) {
-    let ranks: Vec<Weak<RankState>> = match RANKS.try_lock() {
-        Some(ranks) => ranks.clone(),
-        None => return,
-    };
     let (sender, done) = mpsc::channel::<()>();
     let text = text.to_owned();
     let spawned = thread::Builder::new().spawn(move || {
+        // Another panicking thread may hold them, or this one, for which nobody waits long.
+        let ranks: Vec<Weak<RankState>> = RANKS.lock().clone();
         for rank_state in ranks.iter().filter_map(Weak::upgrade) {
             rank_state.abort(&text);
         }
