@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Where a checkpoint is saved to first.
+/// Returns the folder to which a checkpoint is saved first.
 pub(crate) fn partial(folder: &Path) -> PathBuf {
     folder.with_added_extension("partial")
 }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use crate::error::{Error, Result};
 use crate::value::{self, IntoValue};
 
-/// What one trial is to try: a tree of JSON values, whose leaves have paths such as `optimizer/lr`.
+/// The configuration of a trial: a tree of JSON values, whose leaves have paths such as `optimizer/lr`.
 ///
 /// ```
 /// use accelerator_tune::Config;
@@ -126,7 +126,7 @@ impl From<Map<String, Value>> for Config {
     }
 }
 
-/// As JSON.
+/// Writes the configuration as JSON.
 impl fmt::Display for Config {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = serde_json::to_string(&self.0).map_err(|_| fmt::Error)?;

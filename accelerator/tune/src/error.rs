@@ -16,43 +16,44 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Error(Arc<Inner>);
 
 impl Error {
-    /// Whether a search, a trial or a file is not there.
+    /// Returns `true` if a search, a trial or a file does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.0.kind == Kind::NotFound
     }
 
-    /// Whether a journal is not what was written.
+    /// Returns `true` if a journal is not what was written.
     #[must_use]
     pub fn is_corrupt(&self) -> bool {
         self.0.kind == Kind::Corrupt
     }
 
-    /// Whether the folder belongs to another search, or another process uses it.
+    /// Returns `true` if the folder belongs to another search, or another process uses it.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         self.0.kind == Kind::Conflict
     }
 
-    /// Whether an argument, a specification or a configuration cannot be used as it is.
+    /// Returns `true` if an argument, a specification or a configuration cannot be used as it is.
     #[must_use]
     pub fn is_misuse(&self) -> bool {
         self.0.kind == Kind::Misuse
     }
 
-    /// Whether a trial's own program failed.
+    /// Returns `true` if a trial's own program failed.
     #[must_use]
     pub fn is_trial(&self) -> bool {
         self.0.kind == Kind::Trial
     }
 
-    /// Whether a searcher that lives in another process failed.
+    /// Returns `true` if a searcher that lives in another process failed.
     #[must_use]
     pub fn is_searcher(&self) -> bool {
         self.0.kind == Kind::Searcher
     }
 
-    /// Whether the system failed to read, to write or to start a process, or a connection of the search's processes ended.
+    /// Returns `true` if the system failed to read, to write or to start a process, or a connection between the
+    /// processes of the search ended.
     #[must_use]
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
@@ -84,7 +85,7 @@ impl Error {
         }))
     }
 
-    /// Of a connection between the processes of a search.
+    /// Returns the error of a connection between the processes of a search.
     pub(crate) fn connection(message: impl Into<String>) -> Self {
         Self::new(Kind::Io, message)
     }

@@ -1,4 +1,4 @@
-//! What files hold, with the path of a field that is wrong.
+//! Parses the content of files; errors have the path of the wrong field.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;

@@ -18,31 +18,31 @@ pub(crate) const JOURNAL: &str = "journal.jsonl";
 /// The first line of a journal.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Head {
-    /// Of the format.
+    /// The version of the format.
     pub(crate) version: u32,
     /// Part of the names of trials.
     pub(crate) id: String,
     /// Seconds since 1970.
     pub(crate) created: u64,
-    /// When the searcher is asked.
+    /// The time at which the searcher is asked.
     pub(crate) asks: Asking,
     /// The searcher's version, where it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) searcher: Option<String>,
-    /// Where the search was begun: the folder that names in a program's arguments are relative to.
+    /// The folder in which the search was begun; names in a program's arguments are relative to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) directory: Option<PathBuf>,
-    /// What was asked for.
+    /// The specification of the search.
     pub(crate) spec: Value,
 }
 
-/// When a searcher is asked for a trial.
+/// The time at which a searcher is asked for a trial.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Asking {
     /// Before the trial can begin.
     Ahead,
-    /// When it can begin, since the reply depends on what trials reported.
+    /// Once the trial can begin, since the reply depends on what trials reported.
     InTime,
 }
 
@@ -51,7 +51,7 @@ pub(crate) enum Asking {
 struct Line<E> {
     #[serde(flatten)]
     event: E,
-    /// From 1. Journals of earlier versions have none.
+    /// The number, counted from 1. Journals of earlier versions have none.
     #[serde(default)]
     line: Option<u64>,
 }
@@ -68,7 +68,7 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) struct Journal {
     file: File,
     path: PathBuf,
-    /// How many events it has.
+    /// The number of its events.
     lines: u64,
     synced: Instant,
     is_synced: bool,
@@ -151,17 +151,17 @@ impl Journal {
     }
 }
 
-/// What a journal holds.
+/// The content of a journal.
 #[derive(Debug)]
 pub(crate) struct Journaled {
     pub(crate) head: Head,
     pub(crate) events: Vec<Event>,
-    /// How many bytes its intact lines have.
+    /// The number of bytes of its intact lines.
     pub(crate) intact: u64,
 }
 
 impl Journaled {
-    /// Whether trials have done anything.
+    /// Returns `true` if trials have done anything.
     pub(crate) fn has_results(&self) -> bool {
         let is_result =
             |event: &Event| !matches!(event, Event::Opened { .. } | Event::Suggested { .. });
@@ -169,7 +169,7 @@ impl Journaled {
     }
 }
 
-/// When the journal in a folder was written last.
+/// Returns the time at which the journal in a folder was last written.
 pub(crate) fn written(folder: &Path) -> Option<SystemTime> {
     let metadata = fs::metadata(folder.join(JOURNAL)).ok()?;
     metadata.modified().ok()
@@ -246,7 +246,7 @@ pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
     }))
 }
 
-/// How long a line may be on its way to the disk.
+/// The time within which a line is on the disk.
 const SYNC: Duration = Duration::from_millis(500);
 
 fn to_line(value: &impl Serialize) -> Result<Vec<u8>> {

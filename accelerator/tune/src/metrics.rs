@@ -1,4 +1,4 @@
-//! What a trial measured.
+//! The metrics that trials report.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map;

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// With six significant digits: C's `%g`.
+/// Formats a number with six significant digits: C's `%g`.
 pub(crate) fn format_g(value: f64) -> String {
     if !value.is_finite() {
         return match (value.is_nan(), value > 0.0) {

@@ -1,4 +1,4 @@
-//! What a search makes larger or smaller.
+//! The objective of a search: a metric to maximize or to minimize.
 
 use std::cmp::Ordering;
 
@@ -58,7 +58,7 @@ pub struct Objective {
 }
 
 impl Objective {
-    /// Of that metric.
+    /// Creates the objective of that metric.
     #[must_use]
     pub fn new(metric: impl Into<String>, mode: Mode) -> Self {
         Self {

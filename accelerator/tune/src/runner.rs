@@ -1,4 +1,4 @@
-//! What carries trials out: processes, or a simulation.
+//! Runners carry trials out: in processes, or in a simulation.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,20 +14,20 @@ use crate::trial_id::TrialId;
 ///
 /// No call waits for a trial; what trials do arrives as events.
 pub(crate) trait TrialRunner {
-    /// How many trials can compute at the same time.
+    /// Returns the number of trials that can compute at the same time.
     ///
     /// More may be started.
     fn slots(&self) -> usize;
 
-    /// Whether trials take turns where more are started than there are slots. Otherwise they wait for one.
+    /// Returns `true` if trials take turns when more are started than there are slots. Otherwise they wait for one.
     fn takes_turns(&self) -> bool {
         true
     }
 
-    /// Whether a trial has its turn: its process starts, or computes.
+    /// Returns `true` if a trial has its turn: its process starts, or computes.
     fn is_computing(&self, trial: TrialId) -> bool;
 
-    /// What is in use of what there is, such as `2.0/2 CPUs, 0.0/0 GPUs`.
+    /// Returns the resources in use and in all, such as `2.0/2 CPUs, 0.0/0 GPUs`.
     fn requested(&self) -> Option<String>;
 
     /// Starts an attempt at a trial: it runs to its first report.
@@ -56,7 +56,7 @@ pub(crate) struct TrialStart {
     pub(crate) config: Config,
     /// The trial's folder, which exists.
     pub(crate) folder: PathBuf,
-    /// Where it goes on.
+    /// The checkpoint that it continues from.
     pub(crate) restore: Option<Restore>,
 }
 
@@ -64,11 +64,11 @@ pub(crate) struct TrialStart {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Restore {
     pub(crate) folder: PathBuf,
-    /// How many iterations were done when it was saved.
+    /// The number of iterations that were done when it was saved.
     pub(crate) iteration: u64,
 }
 
-/// What a trial does after a report.
+/// The search's answer to a report.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Answer {
     /// Go on to the next report.
@@ -81,7 +81,7 @@ pub(crate) enum Answer {
     Stop,
 }
 
-/// What a trial did.
+/// An event of a trial.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum RunnerEvent {
     /// Its process runs.
@@ -110,7 +110,7 @@ pub(crate) enum RunnerEvent {
 }
 
 impl RunnerEvent {
-    /// Whose it is.
+    /// Returns the trial that it is about.
     pub(crate) fn trial(&self) -> TrialId {
         match self {
             Self::Started { trial, .. }
@@ -123,7 +123,7 @@ impl RunnerEvent {
     }
 }
 
-/// Whether a report comes with a checkpoint, as those of functions and programs may.
+/// Tells if a report comes with a checkpoint, as those of functions and programs may.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Offer {
@@ -131,7 +131,7 @@ pub(crate) enum Offer {
     Nothing,
 }
 
-/// Where a trial runs.
+/// The process in which a trial runs.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct Location {
     pub(crate) host: String,

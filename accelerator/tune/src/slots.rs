@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::host::HostResources;
 use crate::trial_id::TrialId;
 
-/// What one trial runs on: Ray Tune's `resources_per_trial`.
+/// The resources of one trial: Ray Tune's `resources_per_trial`.
 ///
 /// ```
 /// use accelerator_tune::Resources;
@@ -44,7 +44,7 @@ impl Default for Resources {
     }
 }
 
-/// What trials run on.
+/// The slots that trials run on.
 #[derive(Debug)]
 pub(crate) struct Slots {
     slots: Vec<Slot>,
@@ -53,7 +53,7 @@ pub(crate) struct Slots {
     gpus: usize,
 }
 
-/// What one trial computes on at a time.
+/// The share of a host on which one trial computes at a time.
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
     pub(crate) host: usize,
@@ -67,7 +67,7 @@ pub(crate) struct Slot {
 }
 
 impl Slots {
-    /// As many as fit on each host, or `count` in all.
+    /// Makes as many slots as fit on each host, or `count` in all.
     pub(crate) fn new(
         resources: &Resources,
         count: Option<usize>,
@@ -191,7 +191,7 @@ impl IndexMut<usize> for Slots {
 /// More processes are none that a machine runs.
 const MOST_SLOTS: usize = 1 << 16;
 
-/// How often `each` goes into `all`.
+/// Returns how often `each` goes into `all`.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
@@ -212,7 +212,7 @@ fn whole_number(each: f64) -> usize {
     each.ceil() as usize
 }
 
-/// What a slot has of all, where each has so much; slots share where there are too many.
+/// Returns a slot's share of `all`, if each slot has `each`; slots share if there are too many.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

@@ -1,4 +1,4 @@
-//! When a trial has run long enough.
+//! Rules that end trials.
 
 use std::fmt;
 use std::sync::Arc;
@@ -107,7 +107,7 @@ impl Stop {
         }
     }
 
-    /// How many results of a trial it looks at.
+    /// Returns the number of results of a trial that it looks at.
     pub(crate) fn window(&self) -> usize {
         self.plateau.as_ref().map_or(0, |plateau| plateau.results)
     }
@@ -140,7 +140,7 @@ impl Stop {
         reached || is_flat()
     }
 
-    /// Whether the trial ends by what a closure says.
+    /// Returns `true` if a closure ends the trial.
     pub(crate) fn closures_say(&self, trial: TrialId, result: &TrialResult) -> bool {
         self.closures.iter().any(|stops| (stops.0)(trial, result))
     }
@@ -162,10 +162,10 @@ pub struct Plateau {
     /// The standard deviation below which it does not move.
     #[serde(default = "default_std")]
     pub std: f64,
-    /// How many of the newest values are looked at.
+    /// The number of newest values that are looked at.
     #[serde(default = "default_results")]
     pub results: usize,
-    /// How many iterations a trial has at least.
+    /// The iteration before which a plateau ends no trial.
     #[serde(default = "default_grace")]
     pub grace_period: u64,
 }
@@ -208,7 +208,7 @@ const PLATEAU: &str = "plateau";
 enum Threshold {
     AtLeast(f64),
     AtMost(f64),
-    /// In the direction of the objective.
+    /// A limit in the direction of the objective.
     Plain(f64),
 }
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub struct TrialId(u32);
 
 impl TrialId {
-    /// Of that number.
+    /// Creates the id of that number.
     #[must_use]
     pub const fn new(number: u32) -> Self {
         Self(number)

@@ -1,4 +1,4 @@
-//! What people see of a search.
+//! The state of a search as people see it.
 
 use std::path::PathBuf;
 
@@ -29,7 +29,7 @@ pub enum TrialStatus {
 /// A result of a trial.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct TrialResult {
-    /// How many iterations are done.
+    /// The number of iterations done.
     pub training_iteration: u64,
     /// Seconds of this iteration.
     pub time_this_iter_s: f64,
@@ -37,7 +37,7 @@ pub struct TrialResult {
     pub time_total_s: f64,
     /// Seconds since 1970 at which it was reported.
     pub timestamp: u64,
-    /// What the trial reported.
+    /// The metrics that the trial reported.
     pub metrics: Metrics,
 }
 
@@ -58,7 +58,7 @@ impl TrialResult {
         }
     }
 
-    /// That of a trial's next iteration, after its last result.
+    /// Returns the result of a trial's next iteration, after its last result.
     pub(crate) fn next(
         last: Option<&Self>,
         iteration: u64,
@@ -84,23 +84,23 @@ pub struct Trial {
     pub id: TrialId,
     /// Such as `MnistTrainable_358bb_00006`.
     pub name: String,
-    /// How far it is.
+    /// Its status.
     pub status: TrialStatus,
-    /// Where it runs.
+    /// The process that it runs in.
     pub(crate) location: Option<Location>,
-    /// What it tries.
+    /// The configuration that it tries.
     pub config: Config,
     /// Its newest result.
     pub last: Option<TrialResult>,
     /// Its best result by the objective.
     pub best: Option<TrialResult>,
-    /// What it tried when it reported that. A scheduler that lets trials exploit others has changed it since.
+    /// The configuration of its best result. A scheduler that lets trials exploit others may have changed it since.
     pub best_config: Config,
-    /// How often an attempt at it has failed.
+    /// The number of attempts at it that have failed.
     pub failures: u32,
     /// Its newest failure.
     pub error: Option<String>,
-    /// What it has written.
+    /// The folder of its files.
     pub folder: PathBuf,
     /// Its newest checkpoint on the disk.
     pub checkpoint: Option<PathBuf>,
@@ -117,9 +117,9 @@ pub(crate) struct SearchView {
     /// Lines of the scheduler.
     pub(crate) scheduler: Vec<String>,
     pub(crate) rungs: Vec<Rung>,
-    /// In the order of numbers.
+    /// The trials, in the order of numbers.
     pub(crate) trials: Vec<Trial>,
-    /// How many trials there will be, where that is known.
+    /// The number of trials that there will be, if it is known.
     pub(crate) expected: Option<usize>,
     /// Such as `Resources requested: 2.0/2 CPUs, 0.0/0 GPUs`; none where nothing runs.
     pub(crate) resources: Option<String>,

@@ -1,4 +1,4 @@
-//! Which checkpoints are kept.
+//! Selects the checkpoints to keep.
 //!
 //! None is indispensable: a trial is re-run from the newest one that is left. So pruning costs time at worst.
 
@@ -22,13 +22,13 @@ pub struct CheckpointSettings {
     pub frequency: Option<u64>,
     /// A trial saves when a scheduler or a stop rule ends it.
     pub at_end: bool,
-    /// How many of its newest checkpoints each trial keeps.
+    /// The number of newest checkpoints that each trial keeps, at least 1.
     pub keep_per_trial: usize,
-    /// Of trials that have ended, so many keep their checkpoints: those with the best values of the objective. All of them
-    /// where it is absent.
+    /// The number of ended trials that keep their checkpoints: those with the best values of the objective. `None` is
+    /// all of them.
     pub keep_best: Option<usize>,
-    /// How many bytes the checkpoints of a search have at most. Trials that have ended lose theirs first, the worst before
-    /// the others, and then those that are paused. Those of running trials and of the best one stay.
+    /// The most bytes that the checkpoints of a search may have. Ended trials lose theirs first, beginning with the
+    /// worst, and then paused ones. Running trials and the best ended one keep theirs.
     pub budget: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! What is decided about a trial that has reported or ended, and what follows.
+//! Decides about trials that have reported or ended, and applies the decisions.
 
 use super::event::{Action, Decision, EndReason, Origin};
 use super::trial_state::{BranchState, TrialUpdate};

@@ -1,4 +1,4 @@
-//! What comes into the core, and what goes out.
+//! The events that enter the core, and the actions that it asks for.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ use crate::searcher::TrialEnd;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
-/// What has happened. The journal holds these, in the order in which they were processed.
+/// An event. The journal holds events in the order in which they were processed.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Event {
@@ -44,7 +44,7 @@ pub(crate) enum Event {
     Finished,
 }
 
-/// What is to be done.
+/// An action that follows from an event.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Action {
     /// The searcher is asked, and the reply is the next event.
@@ -55,7 +55,7 @@ pub(crate) enum Action {
     Tell(TrialId, TrialEnd),
     /// A line of the decision log.
     Log(Decision),
-    /// What runs for the trial is brought in line: whether it is to run, and what it is answered.
+    /// The trial's attempt is brought in line with the core: it starts, ends or gets an answer.
     Reconcile(TrialId),
     /// Every trial has ended.
     Finish,
@@ -69,19 +69,19 @@ pub(crate) enum Decision {
     Start {
         trial: TrialId,
         config: Config,
-        /// What it goes on from: a trial whose configuration is the same that far.
+        /// The trial that it continues from, whose configuration is the same up to there.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         from: Option<Origin>,
     },
-    /// After a report.
+    /// A trial continues after a report.
     Continue { trial: TrialId, iteration: u64 },
-    /// After a report: and a checkpoint is saved.
+    /// A trial saves a checkpoint after a report, and continues.
     Save { trial: TrialId, iteration: u64 },
-    /// After a report.
+    /// A trial pauses after a report.
     Pause { trial: TrialId, iteration: u64 },
     /// A paused trial goes on.
     Resume { trial: TrialId, iteration: u64 },
-    /// After a report: it goes on as a copy of another, changed.
+    /// A trial continues after a report as a changed copy of another.
     Exploit {
         trial: TrialId,
         iteration: u64,
@@ -96,11 +96,11 @@ pub(crate) enum Decision {
     },
 }
 
-/// Why a trial has ended.
+/// The reason for which a trial has ended.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum EndReason {
-    /// By itself.
+    /// It had nothing more to do.
     Completed,
     /// A stop rule of the search.
     StopRule,
@@ -117,11 +117,11 @@ pub(crate) struct Origin {
     pub(crate) iteration: u64,
 }
 
-/// Which checkpoint.
+/// The branch and the iteration of a checkpoint.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub(crate) struct CheckpointKey {
     pub(crate) branch: Branch,
-    /// How many iterations were done.
+    /// The number of iterations that were done.
     pub(crate) iteration: u64,
 }
 
@@ -140,6 +140,6 @@ impl CheckpointKey {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub(crate) struct Branch {
     pub(crate) trial: TrialId,
-    /// How often it has exploited another.
+    /// The number of times that the trial has exploited another.
     pub(crate) generation: u32,
 }

@@ -1,4 +1,4 @@
-//! What a trial goes back to: the branches before its own, and their checkpoints.
+//! Finds the branches and checkpoints that a trial goes back to.
 
 use super::Core;
 use super::event::{Branch, CheckpointKey};
@@ -7,9 +7,9 @@ use super::trial_state::{BranchState, TrialState};
 /// An attempt at a trial that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptPlan {
-    /// Whose configuration it has: the trial's branch, or one that this goes back to.
+    /// The branch whose configuration it has: the trial's own, or one that this goes back to.
     pub(crate) branch: Branch,
-    /// What it loads; where there is nothing, it begins anew.
+    /// The checkpoint that it loads; `None` if it begins anew.
     pub(crate) checkpoint: Option<CheckpointKey>,
     /// The iteration at which it saves and ends: where the next branch begins.
     pub(crate) until: Option<u64>,

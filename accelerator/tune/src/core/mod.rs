@@ -40,7 +40,7 @@ pub(crate) struct Core {
     rules: Rules,
     scheduler: Box<dyn TrialScheduler>,
     trials: Vec<TrialState>,
-    /// By status.
+    /// The trials by status: this field and the next two.
     pending: BTreeSet<TrialId>,
     paused: BTreeSet<TrialId>,
     running: BTreeSet<TrialId>,
@@ -165,7 +165,7 @@ impl Core {
         self.is_finished
     }
 
-    /// Whether a closure of the search ends a trial with this result.
+    /// Returns `true` if a closure of the search ends a trial with this result.
     pub(crate) fn closures_stop(&self, trial: TrialId, result: &TrialResult) -> bool {
         self.rules.stop.closures_say(trial, result)
     }
@@ -186,12 +186,12 @@ impl Core {
         &self.rules.objective.metric
     }
 
-    /// Whether the searcher's reply is the next event.
+    /// Returns `true` if the searcher's reply is the next event.
     pub(crate) fn is_asking(&self) -> bool {
         self.is_asking
     }
 
-    /// How many trials there will be, once that is known.
+    /// Returns the number of trials that there will be, once it is known.
     pub(crate) fn expected(&self) -> Option<usize> {
         self.is_exhausted.then_some(self.trials.len())
     }

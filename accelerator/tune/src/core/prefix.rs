@@ -14,8 +14,8 @@ use crate::config::Config;
 use crate::trial_id::TrialId;
 use crate::view::TrialStatus;
 
-/// What a trial that has not begun goes on from: `Some(None)` for nothing; `None` where it waits for another trial to get
-/// there.
+/// Returns the origin of a trial that has not begun: `Some(None)` if it has none; `None` while the trial waits for
+/// another to get there.
 #[expect(
     clippy::option_option,
     reason = "whether it waits, and what it begins with"
@@ -50,7 +50,7 @@ pub(super) fn origin(trials: &[TrialState], trial: TrialId) -> Option<Option<Ori
     (reached >= awaited).then_some(best)
 }
 
-/// Whether a trial that has not begun goes on from this iteration of a trial.
+/// Returns `true` if a pending trial's configuration is equal to this trial's up to exactly this iteration.
 pub(super) fn is_fork(
     trials: &[TrialState],
     pending: &BTreeSet<TrialId>,
@@ -63,8 +63,8 @@ pub(super) fn is_fork(
         .any(|other| shared_iterations(config, trials[other.index()].config()) == iteration)
 }
 
-/// In how many first iterations two configurations are equal; 0 where they never differ, since then nothing is gained by
-/// telling where to fork.
+/// Returns the number of first iterations in which two configurations are equal; 0 if they never differ, since there
+/// is nothing to gain from a fork then.
 pub(super) fn shared_iterations(left: &Config, right: &Config) -> u64 {
     match shared_tables(left.as_map(), right.as_map()) {
         u64::MAX => 0,

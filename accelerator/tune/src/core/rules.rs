@@ -7,7 +7,7 @@ use crate::stop::Stop;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
-/// In which order reports are decided about.
+/// The order in which reports are decided about.
 ///
 /// ```
 /// use accelerator_tune::SearchOrder;
@@ -19,19 +19,19 @@ use crate::view::TrialResult;
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SearchOrder {
-    /// As they arrive: no slot waits for another, and another run may decide otherwise.
+    /// The order in which they arrive: no slot waits for another, and another run may decide otherwise.
     #[default]
     Eager,
-    /// As that many workers would give them if each iteration took the same time. Decisions then follow from the
-    /// specification and what trials report: they are the same at any number of slots, at any speed, and after any
-    /// interruption. A trial that is faster than others waits for them.
+    /// The order in which that many workers would give them if each iteration took the same time. Decisions then follow
+    /// from the specification and what trials report: they are the same at any number of slots, at any speed, and after
+    /// any interruption. A trial that is faster than others waits for them.
     Ordered {
-        /// How many trials are under way at a time. Where there are fewer slots, they take turns.
+        /// The number of trials that are under way at a time. If there are fewer slots, they take turns.
         workers: usize,
     },
 }
 
-/// What the core decides by.
+/// The settings by which the core decides.
 #[derive(Debug)]
 pub(crate) struct Rules {
     pub(crate) objective: Objective,
@@ -40,19 +40,19 @@ pub(crate) struct Rules {
     pub(crate) scheduler_time: String,
     pub(crate) stop: Stop,
     pub(crate) order: SearchOrder,
-    /// How many attempts at a trial may fail and be repeated; `None` for any number.
+    /// The number of failed attempts at a trial that are repeated; `None` for no limit.
     pub(crate) max_failures: Option<u32>,
     /// A checkpoint after every so many iterations.
     pub(crate) checkpoint_frequency: Option<u64>,
     /// A checkpoint when a trial ends.
     pub(crate) checkpoint_at_end: bool,
-    /// How many trials there are at most.
+    /// The maximum number of trials.
     pub(crate) max_trials: Option<u32>,
-    /// How many trials the searcher is asked for before they can begin.
+    /// The number of trials that the searcher is asked for before they can begin.
     pub(crate) lookahead: usize,
-    /// Whether trials go on from those whose configurations were the same that far.
+    /// Set if trials continue from those whose configurations were the same up to there.
     pub(crate) shares_prefixes: bool,
-    /// Whether trials report every metric that is named here.
+    /// Set if trials have to report every metric that is named here.
     pub(crate) are_metrics_strict: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What holds for a search with each of the schedulers, whatever its trials come to.
+//! Properties that a search has with each of the schedulers, however its trials end.
 
 use std::collections::BTreeMap;
 

@@ -15,18 +15,18 @@ use crate::stop::Stop;
 use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
-/// What happens by chance.
+/// The random part of a simulation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chance {
     pub(super) seed: u64,
     pub(super) slots: usize,
-    /// Of a thousand events, at so many an attempt fails.
+    /// The number of events in a thousand at which an attempt fails.
     pub(super) failures: u64,
-    /// Of a thousand events, at so many everything ends, and is resumed from the journal.
+    /// The number of events in a thousand at which everything ends, and is resumed from the journal.
     pub(super) crashes: u64,
 }
 
-/// What a search came to.
+/// The outcome of a simulated search.
 #[derive(Debug)]
 pub(super) struct SimulatedSearch {
     pub(super) decisions: Vec<Decision>,

@@ -146,7 +146,7 @@ fn schedules() -> Vec<Config> {
     configs
 }
 
-/// As a trial whose state is all that it has seen: a hash of the rates so far.
+/// Returns the score of a trial whose state is all that it has seen: a hash of the rates so far.
 fn scheduled_score(config: &Config, iteration: u64) -> f64 {
     let steps: Vec<(u64, f64)> = config.parse("lr/schedule").unwrap();
     let rate = |at: u64| {

@@ -10,21 +10,21 @@ use crate::view::{TrialResult, TrialStatus};
 pub(crate) struct TrialState {
     pub(crate) id: TrialId,
     pub(crate) status: TrialStatus,
-    /// What it was and is, oldest first; never empty.
+    /// Its branches, oldest first; never empty.
     pub(crate) branches: Vec<BranchState>,
     /// The virtual time of its next report, while it runs.
     pub(super) due: u64,
-    /// How many of its iterations are decided about.
+    /// The number of its iterations that are decided about.
     pub(crate) decided: u64,
-    /// What it did, until that is decided about.
+    /// Its newest update, until that is decided about.
     pub(super) update: Option<TrialUpdate>,
-    /// By a closure, with the report that is not decided about.
+    /// Set if a closure ends it with the report that is not decided about yet.
     pub(super) is_told_to_stop: bool,
     /// The newest results, as many as stop rules and forks need.
     pub(super) recent: VecDeque<TrialResult>,
     pub(crate) last: Option<TrialResult>,
     pub(crate) best: Option<TrialResult>,
-    /// What it was at its best result.
+    /// The branch of its best result.
     pub(crate) best_branch: Branch,
     pub(crate) failures: u32,
     pub(crate) error: Option<String>,
@@ -35,13 +35,13 @@ pub(crate) struct TrialState {
 #[derive(Debug)]
 pub(crate) struct BranchState {
     pub(crate) config: Config,
-    /// Where it begins: nothing, or a checkpoint of another.
+    /// The branch and the iteration that it continues from; `None` if it begins anew.
     pub(crate) origin: Option<(Branch, Origin)>,
-    /// After which iterations a checkpoint was asked for.
+    /// The iterations after which a checkpoint was asked for.
     pub(crate) saves: BTreeSet<u64>,
 }
 
-/// What a running trial did, which is to be decided about.
+/// An update of a running trial, which is to be decided about.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum TrialUpdate {
     Reported(TrialResult),
@@ -72,7 +72,7 @@ impl TrialState {
         }
     }
 
-    /// What it is now.
+    /// Returns its present branch.
     pub(crate) fn branch(&self) -> Branch {
         #[expect(
             clippy::cast_possible_truncation,
@@ -104,13 +104,13 @@ impl TrialState {
         &self.branch_state().config
     }
 
-    /// What it tried, or tries, in a branch of its own.
+    /// Returns the configuration that it tried, or tries, in a branch of its own.
     pub(crate) fn config_of(&self, branch: Branch) -> &Config {
         let state = self.branches.get(branch.generation as usize);
         &state.unwrap_or_else(|| self.branch_state()).config
     }
 
-    /// Whether it runs, and what it does next is not known yet.
+    /// Returns `true` if it runs and has no update to decide about.
     pub(crate) fn is_awaited(&self) -> bool {
         self.status == TrialStatus::Running && self.update.is_none()
     }

@@ -43,7 +43,7 @@ struct Agent {
     interrupted: Arc<AtomicBool>,
 }
 
-/// What the threads of an agent share.
+/// The state that the threads of an agent share.
 #[derive(Clone)]
 struct Shared {
     stream: Arc<Mutex<TcpStream>>,
@@ -187,7 +187,7 @@ impl Shared {
     }
 }
 
-/// Whether a file is there, which a network's file system may show late.
+/// Waits for a file, which a network's file system may show late; returns `false` if it does not appear.
 fn is_seen(mark: &Path) -> bool {
     let until = Instant::now() + SEEN;
     while !mark.exists() {

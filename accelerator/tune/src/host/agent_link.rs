@@ -168,7 +168,7 @@ impl Process for RemoteProcess {
     }
 }
 
-/// What runs on the host.
+/// The processes that run on the host, by number.
 #[derive(Clone, Default)]
 struct Processes(Arc<Mutex<BTreeMap<u32, Running>>>);
 
@@ -234,5 +234,5 @@ fn lost(host: &str) -> Error {
     )
 }
 
-/// How long an agent may take to start a process, or to end one.
+/// The time that an agent may take to start a process, or to end one.
 const START: Duration = Duration::from_secs(30);

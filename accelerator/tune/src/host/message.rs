@@ -1,4 +1,4 @@
-//! What the search and the agents of other hosts say to one another: JSON lines over a connection.
+//! The messages between the search and the agents of other hosts: JSON lines over a connection.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{HostResources, ProcessSpec};
 
-/// What agents learn from the search through the job's process group.
+/// The invitation that agents get from the search through the job's process group.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Invitation {
     pub(super) address: String,

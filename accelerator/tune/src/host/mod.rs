@@ -35,7 +35,7 @@ pub(crate) struct Hosts {
     agents: Vec<AgentLink>,
     /// The token by which the processes of the search recognize one another.
     token: Token,
-    /// Where processes of other hosts reach this one.
+    /// The address at which processes of other hosts reach this one.
     address: Option<String>,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct TrialProcess {
     log: ProcessLog,
 }
 
-/// What the processes of this host and of others have in common.
+/// A process of this host or of another.
 trait Process: std::fmt::Debug + Send {
     /// Its number to the system.
     fn id(&self) -> u32;
@@ -118,13 +118,13 @@ impl Hosts {
         })
     }
 
-    /// What each host has; the first is this one.
+    /// Returns the resources of each host; the first is this one.
     pub(crate) fn resources(&self) -> Vec<&HostResources> {
         let agents = self.agents.iter().map(|agent| &agent.resources);
         std::iter::once(&self.resources).chain(agents).collect()
     }
 
-    /// Where workers of other hosts reach this one; `None` where there are none.
+    /// Returns the address at which workers of other hosts reach this one; `None` if there are no other hosts.
     pub(crate) fn address(&self) -> Option<&str> {
         self.address.as_deref()
     }
@@ -190,12 +190,12 @@ impl TrialProcess {
         self.process.reap()
     }
 
-    /// What it writes from here on is the next trial's.
+    /// Marks the end of the log: what it writes from here on is the next trial's.
     pub(crate) fn mark_log(&mut self) {
         self.log.mark();
     }
 
-    /// Why it failed, of what is known: how it ended, and its last lines.
+    /// Describes its failure, as far as it is known: how it ended, and its last lines.
     pub(crate) fn failure(&self, status: Option<ExitStatus>) -> String {
         let how = status.map_or_else(
             || "its process ended".to_owned(),
@@ -279,12 +279,12 @@ fn of_job(error: accelerator_collective::Error) -> Error {
     .with_source(error)
 }
 
-/// At all addresses of this host.
+/// Listens at all addresses of this host.
 pub(crate) fn bind_everywhere() -> std::io::Result<TcpListener> {
     accelerator_collective::rendezvous::listen_everywhere(0)
 }
 
-/// As an address of IPv6 is written with a port.
+/// Joins a host and a port; an IPv6 address gets brackets.
 pub(crate) fn at_port(host: &str, port: u16) -> String {
     match host.contains(':') && !host.starts_with('[') {
         true => format!("[{host}]:{port}"),
@@ -309,7 +309,7 @@ impl Process for LocalProcess {
 /// The purpose for which the token of a search is derived.
 const PURPOSE: &str = "hyperparameter search";
 
-/// How long agents have to connect, once their ranks have met the search's.
+/// The time that agents have to connect, once their ranks have met the search's.
 const JOIN: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::WorkerPlace;
 
-/// What is started.
+/// The description of a process to start.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct ProcessSpec {
     pub(crate) program: ProcessProgram,
@@ -24,9 +24,9 @@ pub(crate) struct ProcessSpec {
     pub(crate) threads: usize,
     /// The cores to which it is bound; if there are none, the system chooses.
     pub(crate) cores: Vec<usize>,
-    /// What it sees, as `CUDA_VISIBLE_DEVICES` names them.
+    /// The GPUs that it sees, as `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,
-    /// Where standard error goes, and a worker's standard output.
+    /// The file for its standard error, and for a worker's standard output.
     pub(crate) log: PathBuf,
 }
 
@@ -169,11 +169,11 @@ fn guard() -> Option<Child> {
     accelerator_env::prepare_child(&mut shell).spawn().ok()
 }
 
-/// What a process writes to, from which its last lines are read.
+/// The file that a process writes to, from which its last lines are read.
 #[derive(Debug)]
 pub(super) struct ProcessLog {
     path: PathBuf,
-    /// Where the output of the present trial begins.
+    /// The position at which the output of the present trial begins.
     from: u64,
 }
 
@@ -185,7 +185,7 @@ impl ProcessLog {
         }
     }
 
-    /// What is written from here on is the next trial's.
+    /// Marks the end: what is written from here on is the next trial's.
     pub(super) fn mark(&mut self) {
         self.from = self.path.metadata().map_or(0, |log| log.len());
     }

@@ -4,19 +4,19 @@ use std::path::Path;
 use accelerator_collective::UsableCores;
 use serde::{Deserialize, Serialize};
 
-/// What a host has for trials.
+/// The resources that a host has for trials.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct HostResources {
     /// The number of threads that may compute at a time, by affinity and quota.
     pub(crate) cores: usize,
     /// The numbers of the cores to which trials are bound; empty if the system has to choose.
     pub(crate) core_numbers: Vec<usize>,
-    /// As `CUDA_VISIBLE_DEVICES` names them.
+    /// The GPUs, as `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,
 }
 
 impl HostResources {
-    /// What this process may use, and its share of that where a host has several of the job's ranks.
+    /// Returns what this process may use: its share of that if a host has several of the job's ranks.
     pub(crate) fn of_this_process(local_rank: usize, local_world_size: usize) -> Self {
         let cores = UsableCores::of_this_process();
         Self {
@@ -35,7 +35,7 @@ fn share_of(all: usize, of: usize, among: usize) -> Range<usize> {
     all * of / among..all * (of + 1) / among
 }
 
-/// Those of `CUDA_VISIBLE_DEVICES`, or all of the machine.
+/// Returns the GPUs of `CUDA_VISIBLE_DEVICES`, or all of the machine if that is not set.
 fn visible_gpus() -> Vec<String> {
     if let Ok(list) = std::env::var("CUDA_VISIBLE_DEVICES") {
         // As CUDA reads it: what stands behind an invalid one is not seen.

@@ -28,7 +28,7 @@ pub(crate) struct Console {
     is_terminal: bool,
     shown: Option<Instant>,
     summed_up: Instant,
-    /// How many lines of the terminal the table has.
+    /// The number of lines of the terminal that the table has.
     drawn: usize,
     statuses: BTreeMap<TrialId, TrialStatus>,
 }
@@ -51,7 +51,7 @@ impl Console {
         }
     }
 
-    /// Whether there is something to be shown.
+    /// Returns `true` if it is time to show the search again.
     pub(crate) fn is_due(&self) -> bool {
         let every = match self.display {
             Display::Quiet => return false,
@@ -85,7 +85,7 @@ impl Console {
         print(&format!("{}{lines}{table}", self.above()));
     }
 
-    /// Says something about the search as a whole.
+    /// Prints a note about the search as a whole.
     pub(crate) fn note(&self, text: &str) {
         if self.display != Display::Quiet {
             print(&format!("{text}\n"));

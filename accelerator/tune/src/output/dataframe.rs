@@ -11,12 +11,12 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq)]
 pub struct DataFrame {
     columns: Vec<String>,
-    /// What is missing is null.
+    /// The rows, with null for each missing value.
     rows: Vec<Vec<Value>>,
 }
 
 impl DataFrame {
-    /// Of rows with named values; columns are in the order in which they first appear.
+    /// Creates a table of rows with named values; columns are in the order in which they first appear.
     pub(super) fn new(rows: Vec<Vec<(String, Value)>>) -> Self {
         let mut columns: Vec<String> = Vec::new();
         for (name, _) in rows.iter().flatten() {

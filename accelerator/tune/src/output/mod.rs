@@ -1,4 +1,4 @@
-//! What people look at: tables, files, results.
+//! The output of a search: tables, files, results.
 
 pub(crate) use console::Console;
 pub use console::Display;

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::number::{format_g, repr, repr_float};
 
-/// What a cell of a table holds.
+/// The content of a table's cell.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Cell {
     Missing,
@@ -67,7 +67,7 @@ impl Cell {
         }
     }
 
-    /// As its column has it.
+    /// Writes it as its column has it.
     fn shown(&self, column: CellKind) -> String {
         #[expect(clippy::cast_precision_loss, reason = "six digits are shown")]
         match (self, column) {
@@ -83,10 +83,10 @@ impl Cell {
     }
 }
 
-/// Where a column's cells stand.
+/// The alignment of a column's cells.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Align {
-    /// By what is in it.
+    /// Depends on the content of the column.
     Auto,
     Right,
 }
@@ -164,7 +164,7 @@ fn column(header: &str, align: Align, cells: &[&Cell]) -> Vec<String> {
     padded.collect()
 }
 
-/// How many characters follow the decimal point, or the exponent's letter where there is no point.
+/// Returns the number of characters after the decimal point, or after the exponent's letter if there is no point.
 fn after_point(text: &str) -> Option<usize> {
     let point = text.rfind('.').or_else(|| text.rfind('e'))?;
     Some(text.len() - point - 1)

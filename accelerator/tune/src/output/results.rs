@@ -13,7 +13,7 @@ use crate::trial_id::TrialId;
 use crate::value::json_number;
 use crate::view::{Rung, SearchView, Trial, TrialResult};
 
-/// What a search has come to: Ray Tune's `ExperimentAnalysis`.
+/// The results of a search: Ray Tune's `ExperimentAnalysis`.
 ///
 /// ```
 /// use accelerator_tune::{Mode, Results, SearchEnd};
@@ -60,7 +60,7 @@ impl Results {
         Self { view, ending }
     }
 
-    /// Why the search has ended.
+    /// Returns the reason for which the search has ended.
     #[must_use]
     pub fn ending(&self) -> SearchEnd {
         self.ending

@@ -143,7 +143,7 @@ fn what_a_trial_is_called_does_not_reach_the_terminal_as_a_command() {
     assert!(text.contains("| ...onger than others "), "{text}");
 }
 
-/// Of each column, by its header: its width, which the rules tell, and its cells.
+/// Returns for each column, by its header, its width, which the rules tell, and its cells.
 fn columns(text: &str) -> BTreeMap<String, (usize, Vec<String>)> {
     let mut lines = text.lines().filter(|line| line.starts_with(['|', '+']));
     let widths: Vec<_> = lines.next().unwrap().split('+').map(str::len).collect();
@@ -169,7 +169,7 @@ fn cases() -> BTreeMap<String, Case> {
     serde_json::from_str(include_str!("../../../../tests/fixtures/tune/status.json")).unwrap()
 }
 
-/// What the search adds is not among a trial's own metrics.
+/// Makes a result; the values that the search adds are not among a trial's own metrics.
 fn result(reported: &Metrics) -> TrialResult {
     let own = ["training_iteration", "time_total_s"];
     TrialResult {

@@ -11,7 +11,7 @@ use crate::number::{repr, repr_float};
 use crate::stop::{ITERATION, TIME_TOTAL};
 use crate::view::{SearchView, Trial, TrialStatus};
 
-/// How many trials are shown.
+/// The number of trials to show.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Rows {
     /// So many at most, of each status alike.
@@ -91,7 +91,7 @@ pub(crate) fn counts<'a>(trials: impl Iterator<Item = &'a Trial>) -> Vec<String>
         .collect()
 }
 
-/// How statuses are written.
+/// Returns the word for a status.
 pub(crate) fn word(status: TrialStatus) -> &'static str {
     match status {
         TrialStatus::Pending => "PENDING",
@@ -119,7 +119,7 @@ const METRICS: [(&str, &str); 6] = [
     ("timesteps_total", "ts"),
     ("episode_reward_mean", "reward"),
 ];
-/// How many other metrics have one.
+/// The number of other metrics that have one.
 const INFERRED: usize = 3;
 
 /// One status after the other gives a trial, until there are enough; those with the lowest numbers.

@@ -10,11 +10,11 @@ use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::view::TrialResult;
 
-/// What TensorBoard shows of a trial: its metrics as scalars, and its configuration and end under HParams.
+/// The events of a trial for TensorBoard: its metrics as scalars, and its configuration and end under HParams.
 #[derive(Debug)]
 pub(crate) struct TrialEvents {
     sink: TensorBoard,
-    /// How many entries were written.
+    /// The number of entries that were written.
     written: u64,
     series: BTreeMap<String, u32>,
     config: Config,

@@ -124,7 +124,7 @@ pub(crate) fn read_results(folder: &Path) -> Result<Vec<TrialResult>> {
     Ok(rows.map(|(result, _)| result).collect())
 }
 
-/// Where a trial's failure is written.
+/// The file for a trial's failure.
 pub(crate) const ERROR: &str = "error.txt";
 const RESULTS: &str = "result.jsonl";
 const PROGRESS: &str = "progress.csv";

@@ -1,4 +1,4 @@
-//! What workers do, and what follows for trials.
+//! Handles the events of workers, and tells what follows for trials.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::runner::RunnerEvent;
 use crate::trial::protocol::{FromWorker, ToWorker};
 use crate::trial_id::TrialId;
 
-/// What happened to a worker.
+/// An event of a worker.
 #[derive(Debug)]
 pub(super) enum PoolEvent {
     Connected(Connection),

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::host::{at_port, bind_everywhere};
 use crate::trial::protocol::{PeerRole, WorkerPlace, accept_one, greet, receive};
 
-/// Where workers connect.
+/// The address to which workers connect.
 #[derive(Debug)]
 pub(super) struct Listener {
     address: String,

@@ -46,7 +46,7 @@ pub enum WorkerReuse {
 pub(crate) struct Pool {
     hosts: Hosts,
     placements: Placements,
-    /// How many processes a trial has.
+    /// The number of processes per trial.
     ranks: usize,
     reuse: WorkerReuse,
     logs: PathBuf,
@@ -283,7 +283,7 @@ impl Drop for Pool {
     }
 }
 
-/// How long a worker may go on whose connection is closed.
+/// The time that a worker may continue after its connection has closed.
 const CLOSED: Duration = Duration::from_secs(5);
-/// How long workers have to end, before each of two signals.
+/// The time that workers have to end, before each of two signals.
 const PATIENCE: Duration = Duration::from_secs(2);

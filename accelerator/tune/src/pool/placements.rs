@@ -4,12 +4,12 @@ use crate::runner::{Answer, TrialStart};
 use crate::slots::Slots;
 use crate::trial_id::TrialId;
 
-/// Which slot each trial has, and whose turn it is there.
+/// The slot of each trial, and the turns in each slot.
 #[derive(Debug)]
 pub(super) struct Placements {
     slots: Slots,
     trials: BTreeMap<TrialId, Placement>,
-    /// What waits for its turn, by slot.
+    /// The turns that wait, by slot.
     turns: Vec<VecDeque<Turn>>,
 }
 
@@ -20,7 +20,7 @@ struct Placement {
     is_stopping: bool,
 }
 
-/// What a trial does when it has its turn.
+/// A trial's turn in its slot.
 #[derive(Debug)]
 pub(super) enum Turn {
     Start(TrialStart),

@@ -19,19 +19,19 @@ pub(super) struct Worker {
     /// Connections, by rank.
     pub(super) links: Vec<Option<Arc<TcpStream>>>,
     pub(super) location: Option<Location>,
-    /// What it carries out, or is about to.
+    /// The trial that it carries out, or is about to.
     pub(super) start: Option<TrialStart>,
     pub(super) joint: JointMessages,
     /// The checkpoint that is being saved, and its iteration.
     pub(super) saving: Option<(PathBuf, u64)>,
     pub(super) iteration: u64,
     pub(super) closed: Option<Instant>,
-    /// How many of its connections are open.
+    /// The number of its connections that are open.
     pub(super) open: usize,
     pub(super) has_exited: bool,
-    /// What is told when it has exited: a device is free then.
+    /// The event to send once it has exited: a device is free then.
     pub(super) on_exit: Option<RunnerEvent>,
-    /// Why it failed, by its own words.
+    /// The reason for its failure, in its own words.
     pub(super) failure: Option<String>,
 }
 

@@ -21,22 +21,22 @@ pub(super) struct ProgramAttempt {
     pub(super) process: TrialProcess,
     pub(super) iteration: u64,
     pub(super) since: Instant,
-    /// What it has printed that is not reported yet.
+    /// The reports that it has printed and that are not passed on yet.
     pub(super) reports: VecDeque<MetricsLine>,
     /// The checkpoints that it has named.
     pub(super) named: BTreeSet<PathBuf>,
     /// The report whose answer is awaited.
     pub(super) unanswered: Option<UnansweredReport>,
-    /// From which a permit is taken for each report; none where no more are wanted.
+    /// The channel from which a permit is taken for each report; `None` once no more are wanted.
     pub(super) permits: Option<Receiver<()>>,
-    /// How many of its outputs are open.
+    /// The number of its outputs that are open.
     pub(super) open: usize,
-    /// While it may write to its file of metrics.
+    /// Held while it may write to its file of metrics.
     pub(super) writer: Option<FileWriter>,
     pub(super) exited: Option<Instant>,
-    /// When it was told to end.
+    /// The time at which it was told to end.
     pub(super) stopping: Option<Instant>,
-    /// Why it was, where it has done what it may not.
+    /// The reason for that, if it has done something that it may not.
     pub(super) failure: Option<String>,
     pub(super) has_reported: bool,
     /// A rank other than 0 that has printed reports.
@@ -45,7 +45,7 @@ pub(super) struct ProgramAttempt {
 
 #[derive(Debug)]
 pub(super) struct UnansweredReport {
-    /// What the program has saved.
+    /// The checkpoint that the program has saved.
     checkpoint: Option<PathBuf>,
 }
 
@@ -84,7 +84,7 @@ impl ProgramAttempt {
         })
     }
 
-    /// Why a checkpoint that it has named is not taken, where it is not.
+    /// Returns the reason for which a checkpoint that it has named is refused, if it is.
     fn refusal(&mut self, path: &Path) -> Option<String> {
         if path.exists() && !is_within(path, &self.folder) {
             return Some(format!(
@@ -104,12 +104,12 @@ impl ProgramAttempt {
         })
     }
 
-    /// Whether it has ended, and all that it has printed is reported and answered.
+    /// Returns `true` if it has ended, its outputs are closed, and its last report is answered.
     pub(super) fn is_over(&self) -> bool {
         self.open == 0 && self.exited.is_some() && self.unanswered.is_none()
     }
 
-    /// How it has ended.
+    /// Reaps its process and returns the event of its end.
     pub(super) fn end(mut self) -> RunnerEvent {
         let trial = self.trial;
         let status = self.process.reap();
@@ -185,7 +185,7 @@ impl ProgramAttempt {
     }
 }
 
-/// Whether something is there, below a trial's folder. What is elsewhere is the program's own.
+/// Returns `true` if something is there, below a trial's folder. Paths elsewhere are the program's own.
 fn is_within(path: &Path, folder: &Path) -> bool {
     let place = |path: &Path| path.canonicalize().ok();
     let (Some(path), Some(folder)) = (place(path), place(folder)) else {

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct MetricsLine {
     pub(super) metrics: Metrics,
-    /// What the program has saved.
+    /// The checkpoint that the program has saved.
     pub(super) checkpoint: Option<PathBuf>,
 }
 
@@ -37,7 +37,7 @@ enum Printed {
     Other(Vec<String>),
 }
 
-/// Where the reports of an attempt go.
+/// The channel for the reports of an attempt.
 #[derive(Clone, Debug)]
 pub(super) struct ReportSender {
     pub(super) attempt: u32,
@@ -113,14 +113,14 @@ pub(super) fn follow(
     Ok(())
 }
 
-/// What a program writes to a file, while it runs.
+/// A file that a program writes while it runs.
 #[derive(Debug)]
 pub(super) struct GrowingFile {
     file: File,
     is_complete: Arc<AtomicBool>,
 }
 
-/// Says, when it is dropped, that nothing more is written.
+/// Marks the file as complete when it is dropped.
 #[derive(Debug)]
 pub(super) struct FileWriter(Arc<AtomicBool>);
 
@@ -199,7 +199,7 @@ fn parse(line: &str, metric: &str) -> Option<Printed> {
     }))
 }
 
-/// How long a report may be.
+/// The number of bytes that a report may have.
 const LINE_BYTES: u64 = 16 << 20;
 
 /// At how many places an object is looked for: a prefix has few braces of its own.

@@ -41,7 +41,7 @@ pub(crate) struct Programs {
     ready: VecDeque<RunnerEvent>,
 }
 
-/// What becomes of objects without the metric.
+/// The treatment of objects without the metric.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OtherObjects {
     /// The search ends with an error, as long as there is no report.
@@ -367,7 +367,7 @@ fn without_metric(metric: &str, trial: TrialId, names: &[String]) -> Error {
     ))
 }
 
-/// How long a program has to end after SIGTERM, and its output after it.
+/// The time that a program has to end after SIGTERM, and its output after it.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How many reports a program may be ahead of the search, before it waits.
+/// The number of reports that a program may be ahead of the search, before it waits.
 const MOST_REPORTS: usize = 1000;

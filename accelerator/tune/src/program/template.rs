@@ -49,7 +49,7 @@ impl Template {
         Ok(())
     }
 
-    /// Whether the program writes its metrics to a file.
+    /// Returns `true` if the program writes its metrics to a file.
     pub(super) fn has_metrics(&self) -> bool {
         self.words.iter().any(|word| word.contains("{metrics}"))
     }
@@ -100,7 +100,7 @@ impl Template {
 /// Placeholders that are no parameters.
 const OTHERS: [&str; 5] = ["trial", "folder", "params", "metrics", "checkpoint"];
 
-/// Where a program writes its metrics, in the trial's folder.
+/// The file for a program's metrics, in the trial's folder.
 pub(super) const METRICS: &str = "metrics.jsonl";
 
 enum Part<'a> {

@@ -22,11 +22,11 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Asha {
-    /// What it compares; the search's metric where it is absent.
+    /// The metric that it compares; `None` is the search's.
     pub metric: Option<String>,
-    /// In which direction; the search's where it is absent.
+    /// The direction of the metric; `None` is the search's.
     pub mode: Option<Mode>,
-    /// What counts as time.
+    /// The metric that counts as time.
     pub time_attr: String,
     /// The time at which a trial ends.
     pub max_t: u64,
@@ -34,11 +34,11 @@ pub struct Asha {
     pub grace_period: u64,
     /// One in so many goes on at each rung.
     pub reduction_factor: u64,
-    /// How many brackets there are. Each next one begins a rung later; trials are drawn into one.
+    /// The number of brackets. Each next one begins a rung later; trials are drawn into one.
     pub brackets: u32,
-    /// Whether trials end at `max_t`.
+    /// Lets trials end at `max_t`.
     pub stop_last_trials: bool,
-    /// Whether it decides as Ray Tune.
+    /// The choice to decide as Ray Tune.
     pub compatibility: Compatibility,
 }
 
@@ -153,7 +153,7 @@ impl Halving {
         }
     }
 
-    /// Whether the trial goes on; it enters the rung that it has reached.
+    /// Enters a trial into the rung that it has reached; returns `true` if the trial continues.
     fn enter(&mut self, trial: TrialId, time: f64, score: f64) -> bool {
         let bracket = self.bracket_of.get(&trial).copied().unwrap_or(0);
         let reached = self.brackets[bracket].iter().rposition(|rung| {

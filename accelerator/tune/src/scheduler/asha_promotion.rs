@@ -19,9 +19,9 @@ use crate::view::Rung;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AshaPromotion {
-    /// What it compares; the search's metric where it is absent.
+    /// The metric that it compares; `None` is the search's.
     pub metric: Option<String>,
-    /// In which direction; the search's where it is absent.
+    /// The direction of the metric; `None` is the search's.
     pub mode: Option<Mode>,
     /// The iteration at which a trial ends.
     pub max_t: u64,
@@ -68,7 +68,7 @@ impl AshaPromotion {
 struct Promotion {
     eta: usize,
     mode: Mode,
-    /// From the bottom.
+    /// The rungs, from the bottom.
     rungs: Vec<PromotionRung>,
     /// The rung that each trial runs to.
     next: BTreeMap<TrialId, usize>,
@@ -78,9 +78,9 @@ struct Promotion {
 #[derive(Debug)]
 struct PromotionRung {
     time: u64,
-    /// In the order of arrival. NaN is a value that is missing, or of a trial that failed.
+    /// The entries in the order of arrival. NaN is a value that is missing, or of a trial that failed.
     entries: Vec<(TrialId, f64)>,
-    /// Those that were promoted, or have ended.
+    /// The trials that were promoted, or have ended.
     done: BTreeSet<TrialId>,
 }
 

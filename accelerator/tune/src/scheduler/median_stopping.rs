@@ -16,17 +16,17 @@ use crate::trial_id::TrialId;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MedianStopping {
-    /// What it compares; the search's metric where it is absent.
+    /// The metric that it compares; `None` is the search's.
     pub metric: Option<String>,
-    /// In which direction; the search's where it is absent.
+    /// The direction of the metric; `None` is the search's.
     pub mode: Option<Mode>,
-    /// What counts as time.
+    /// The metric that counts as time.
     pub time_attr: String,
     /// No trial ends before that time, and no earlier value counts for a mean.
     pub grace_period: f64,
-    /// With fewer other trials that have come as far, none ends.
+    /// The number of other trials that have to come as far before one ends.
     pub min_samples_required: usize,
-    /// Whether it decides as Ray Tune, to which the last value of a trial that has ended counts twice.
+    /// The choice to decide as Ray Tune, to which the last value of a trial that has ended counts twice.
     pub compatibility: Compatibility,
 }
 
@@ -85,7 +85,7 @@ impl Median {
         sum / count
     }
 
-    /// As Python's `max` compares for Ray: nothing is better than NaN, so a first value that is NaN stays the best.
+    /// Compares; for Ray as Python's `max`: nothing is better than NaN, so a first value that is NaN stays the best.
     fn is_better(&self, value: f64, than: f64) -> bool {
         match self.settings.compatibility {
             Compatibility::Exact => self.mode.is_better(value, than),

@@ -1,4 +1,4 @@
-//! Which trials go on, pause or stop.
+//! Schedulers decide which trials continue, pause or stop.
 //!
 //! Schedulers are pure: the same calls in the same order give the same decisions. See the README of this folder.
 
@@ -30,7 +30,7 @@ mod rungs;
 mod tests;
 mod trial_scheduler;
 
-/// Which scheduler decides about trials, and its settings.
+/// The scheduler that decides about trials, and its settings.
 ///
 /// ```
 /// use accelerator_tune::{Asha, Scheduler};
@@ -90,7 +90,7 @@ impl Scheduler {
         self.own().0.unwrap_or(&objective.metric)
     }
 
-    /// What it takes for time.
+    /// Returns the metric that it takes for time.
     pub(crate) fn time_attr(&self) -> &str {
         match self {
             Self::Fifo | Self::AshaPromotion(_) => ITERATION,

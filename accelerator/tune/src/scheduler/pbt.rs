@@ -26,16 +26,16 @@ use crate::trial_id::TrialId;
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pbt {
-    /// What it compares; the search's metric where it is absent.
+    /// The metric that it compares; `None` is the search's.
     #[serde(default)]
     pub metric: Option<String>,
-    /// In which direction; the search's where it is absent.
+    /// The direction of the metric; `None` is the search's.
     #[serde(default)]
     pub mode: Option<Mode>,
-    /// What counts as time.
+    /// The metric that counts as time.
     #[serde(default = "iteration_attr")]
     pub time_attr: String,
-    /// After how much time each trial is compared with the others.
+    /// The time after which each trial is compared with the others.
     pub perturbation_interval: f64,
     /// No trial is compared before that time.
     #[serde(default)]
@@ -46,10 +46,10 @@ pub struct Pbt {
     /// The part of the population that is replaced, and the part that it is replaced by.
     #[serde(default = "default_quantile")]
     pub quantile_fraction: f64,
-    /// How probable it is that a parameter is drawn anew instead of changed.
+    /// The probability that a parameter is drawn anew instead of changed.
     #[serde(default = "default_resample")]
     pub resample_probability: f64,
-    /// What a number is multiplied by, either of them as likely.
+    /// The factors by which a number is multiplied, either as likely as the other.
     #[serde(default = "default_factors")]
     pub perturbation_factors: (f64, f64),
 }
@@ -61,7 +61,7 @@ impl PartialEq for Pbt {
 }
 
 impl Pbt {
-    /// With Ray's other settings.
+    /// Creates one with Ray's other settings.
     #[must_use]
     pub fn new(perturbation_interval: f64, hyperparam_mutations: Space) -> Self {
         Self {
@@ -173,7 +173,7 @@ struct Member {
     exploits: u64,
 }
 
-/// How a parameter is changed.
+/// The way in which a parameter is changed.
 #[derive(Clone, Debug)]
 enum Mutation {
     Domain(crate::space::Domain),

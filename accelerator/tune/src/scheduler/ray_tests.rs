@@ -1,4 +1,5 @@
-//! What Ray Tune's own schedulers decided about recorded sequences: `tests/tune/reference.py` writes the fixture.
+//! Tests against the decisions of Ray Tune's own schedulers about recorded sequences: `tests/tune/reference.py` writes
+//! the fixture.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,7 +28,7 @@ struct Sequence {
     /// The bracket that each trial was drawn into.
     #[serde(default)]
     brackets: Vec<(Value, usize)>,
-    /// How many there are of PBT.
+    /// The number of trials of PBT.
     #[serde(default)]
     trials: u32,
     events: Vec<Vec<Value>>,

@@ -11,8 +11,8 @@ pub(super) fn times(grace: u64, eta: u64, max_t: u64) -> Vec<u64> {
     times
 }
 
-/// Those of Ray Tune, whose count is a truncated logarithm: the last is missing where that falls short, and `max_t` is one
-/// only where it is a power.
+/// Returns the times of Ray Tune, whose count is a truncated logarithm: the last is missing if that falls short, and
+/// `max_t` is one only if it is a power.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

@@ -12,14 +12,14 @@ use crate::view::Rung;
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Compatibility {
-    /// As its description says.
+    /// Decides as its description says.
     #[default]
     Exact,
-    /// As Ray Tune, to the decision.
+    /// Decides exactly as Ray Tune does.
     Ray,
 }
 
-/// What a scheduler decides about a trial that has reported.
+/// A scheduler's decision about a trial that has reported.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum SchedulerDecision {
     /// It goes on.
@@ -42,7 +42,7 @@ pub(crate) enum SchedulerDecision {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Observation {
     pub(crate) trial: TrialId,
-    /// How often the trial has reported, this report counted.
+    /// The number of times that the trial has reported, including this one.
     pub(crate) iteration: u64,
     /// The value of the scheduler's time attribute: mostly the iteration again, or seconds.
     pub(crate) time: f64,

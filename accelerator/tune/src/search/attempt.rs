@@ -5,20 +5,20 @@ use crate::core::{AttemptPlan, Branch, CheckpointKey, Core, TrialState};
 use crate::runner::{Answer, Location, Offer};
 use crate::view::TrialStatus;
 
-/// What runs for a trial.
+/// An attempt at a trial that is running.
 #[derive(Debug)]
 pub(crate) struct Attempt {
-    /// Whose configuration it has: the trial's branch, or one that it goes back to.
+    /// The branch whose configuration it has: the trial's own, or one that it goes back to.
     pub(super) branch: Branch,
     /// The iteration at which it is to save and end: where the next branch begins.
     pub(super) until: Option<u64>,
     pub(super) state: AttemptState,
-    /// When it began to compute.
+    /// The time at which it began to compute.
     pub(super) since: Instant,
     pub(super) location: Option<Location>,
-    /// What it loads, until it has reported.
+    /// The checkpoint that it loads, until it has reported.
     pub(super) restores: Option<CheckpointKey>,
-    /// Whether its newest report came with a checkpoint that the search takes.
+    /// Tells if its newest report came with a checkpoint.
     offer: Offer,
 }
 
@@ -50,8 +50,8 @@ impl Attempt {
         self.restores = None;
     }
 
-    /// What the trial is told after an iteration; `None` while that is not decided. A search that closes has attempts save
-    /// and end.
+    /// Returns the answer to the trial after an iteration; `None` while that is not decided. A search that closes has
+    /// attempts save and end.
     pub(super) fn answer(
         &self,
         core: &Core,
@@ -107,7 +107,7 @@ impl Attempt {
         };
     }
 
-    /// Whether it will save the checkpoint of that iteration of a branch.
+    /// Returns `true` if it will save the checkpoint of that iteration of a branch.
     pub(super) fn will_save(&self, core: &Core, branch: Branch, iteration: u64) -> bool {
         let reached = match self.state {
             AttemptState::Waiting(reached) => reached,
@@ -122,7 +122,7 @@ impl Attempt {
         self.branch == branch && saves && reached <= iteration
     }
 
-    /// Whether it has computed for longer than a trial may.
+    /// Returns `true` if it has computed for longer than a trial may.
     pub(super) fn is_late(&self, most: Duration) -> bool {
         !matches!(self.state, AttemptState::Waiting(_)) && self.since.elapsed() > most
     }

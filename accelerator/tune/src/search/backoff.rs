@@ -3,17 +3,17 @@ use std::time::{Duration, Instant};
 
 use crate::trial_id::TrialId;
 
-/// How long trials that fail again and again wait before they start anew: twice as long each time, while they come no
-/// further. It changes no decision.
+/// The waits of trials that fail again and again before they start anew: each twice as long as the one before, while
+/// the trial gets no further. They change no decision.
 #[derive(Debug, Default)]
 pub(super) struct Backoff(BTreeMap<TrialId, Failures>);
 
 #[derive(Debug)]
 struct Failures {
-    /// How many iterations were done at the last failure.
+    /// The number of iterations that were done at the last failure.
     done: u64,
     repeated: u32,
-    /// When it may start; none once it was told so.
+    /// The time from which it may start; `None` once it was told so.
     until: Option<Instant>,
 }
 
@@ -37,7 +37,7 @@ impl Backoff {
         self.0.insert(trial, failures);
     }
 
-    /// Whether a trial may not start yet.
+    /// Returns `true` if a trial may not start yet.
     pub(super) fn is_waiting(&self, trial: TrialId, now: Instant) -> bool {
         let until = self.0.get(&trial).and_then(|failures| failures.until);
         until.is_some_and(|until| now < until)

@@ -72,27 +72,27 @@ impl std::fmt::Debug for Search {
 }
 
 impl Search {
-    /// Of that name, which begins the names of its trials.
+    /// Creates a search of that name, which begins the names of its trials.
     #[must_use]
     pub fn new(name: impl Into<String>, objective: Objective) -> Self {
         Self::from(SearchSpec::new(name, objective))
     }
 
-    /// What configurations are drawn from.
+    /// Sets the space from which configurations are drawn.
     #[must_use]
     pub fn space(mut self, space: Space) -> Self {
         self.spec.space = space;
         self
     }
 
-    /// How many configurations are drawn; with grids, how often each point of them is tried.
+    /// Sets how many configurations are drawn; with grids, how often each of their points is tried. The default is 1.
     #[must_use]
     pub fn num_samples(mut self, samples: u32) -> Self {
         self.spec.num_samples = samples;
         self
     }
 
-    /// What randomness follows from; 0 otherwise.
+    /// Sets the seed from which all randomness follows. The default is 0.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.spec.seed = seed;
@@ -108,7 +108,7 @@ impl Search {
         self
     }
 
-    /// Who suggests configurations; at random, and over grids, otherwise.
+    /// Sets the algorithm that suggests configurations. The default draws at random and tries all points of grids.
     #[must_use]
     pub fn search_alg(mut self, algorithm: impl Into<SearchAlgorithm>) -> Self {
         self.spec.search_alg = algorithm.into();
@@ -126,28 +126,28 @@ impl Search {
         self
     }
 
-    /// Who ends trials early; nobody otherwise.
+    /// Sets the scheduler that ends trials early. The default ends none.
     #[must_use]
     pub fn scheduler(mut self, scheduler: impl Into<Scheduler>) -> Self {
         self.spec.scheduler = scheduler.into();
         self
     }
 
-    /// When a trial has run long enough; when it ends by itself otherwise.
+    /// Sets the rules that end a trial. By default, each ends by itself.
     #[must_use]
     pub fn stop(mut self, stop: Stop) -> Self {
         self.spec.stop = stop;
         self
     }
 
-    /// In which order reports are taken.
+    /// Sets the order in which reports are decided about.
     #[must_use]
     pub fn order(mut self, order: SearchOrder) -> Self {
         self.spec.order = order;
         self
     }
 
-    /// How often a trial is repeated that failed; never otherwise.
+    /// Sets how often a failed trial is repeated. The default is never.
     #[must_use]
     pub fn max_failures(mut self, most: MaxFailures) -> Self {
         self.spec.max_failures = most;
@@ -170,63 +170,63 @@ impl Search {
         self
     }
 
-    /// When trials save, and what is kept.
+    /// Sets when trials save, and which checkpoints are kept.
     #[must_use]
     pub fn checkpoints(mut self, settings: CheckpointSettings) -> Self {
         self.spec.checkpoints = settings;
         self
     }
 
-    /// What a trial runs on; one core otherwise.
+    /// Sets the resources of each trial. The default is one core.
     #[must_use]
     pub fn resources_per_trial(mut self, resources: Resources) -> Self {
         self.spec.resources_per_trial = resources;
         self
     }
 
-    /// Whether a process runs several trials, one after the other.
+    /// Sets if a process runs several trials, one after the other.
     #[must_use]
     pub fn reuse_workers(mut self, reuse: WorkerReuse) -> Self {
         self.spec.reuse_workers = reuse;
         self
     }
 
-    /// How many trials run at the same time; what fits the machine otherwise.
+    /// Sets how many trials run at the same time. The default is as many as fit the hosts.
     #[must_use]
     pub fn slots(mut self, slots: usize) -> Self {
         self.spec.slots = Some(slots);
         self
     }
 
-    /// After how long the search pauses. Running it again resumes it.
+    /// Sets the time after which the search pauses. Running it again resumes it.
     #[must_use]
     pub fn time_budget(mut self, budget: Duration) -> Self {
         self.spec.time_budget_s = Some(budget.as_secs_f64());
         self
     }
 
-    /// How long a trial may take for an iteration, and its process to start. One that takes longer has failed.
+    /// Sets the time that a trial may take for an iteration, and its process to start. A slower one has failed.
     #[must_use]
     pub fn report_timeout(mut self, timeout: Duration) -> Self {
         self.spec.report_timeout_s = Some(timeout.as_secs_f64());
         self
     }
 
-    /// Where its files are; `tune/NAME` otherwise.
+    /// Sets the folder for its files. The default is `tune/NAME`.
     #[must_use]
     pub fn folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.folder = Some(folder.into());
         self
     }
 
-    /// What is printed while it runs.
+    /// Sets the output that is printed while it runs.
     #[must_use]
     pub fn display(mut self, display: Display) -> Self {
         self.options.display = display;
         self
     }
 
-    /// What it is.
+    /// Returns its specification.
     #[must_use]
     pub fn spec(&self) -> &SearchSpec {
         &self.spec
@@ -340,7 +340,7 @@ impl Search {
     }
 }
 
-/// As a file describes it.
+/// Creates the search that a file describes.
 impl From<SearchSpec> for Search {
     fn from(spec: SearchSpec) -> Self {
         Self {

@@ -20,12 +20,12 @@ use crate::searcher::Searcher;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
-/// How far a search may go.
+/// The limits of a search.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Limits {
-    /// When it pauses.
+    /// The time at which it pauses.
     pub(crate) deadline: Option<Instant>,
-    /// How long a trial may take for one iteration.
+    /// The time that a trial may take for one iteration.
     pub(crate) report_timeout: Option<Duration>,
 }
 
@@ -110,7 +110,7 @@ impl Driver<'_> {
         Ok(ending)
     }
 
-    /// Where a trial runs.
+    /// Returns the process in which a trial runs.
     pub(crate) fn location(&self, trial: TrialId) -> Option<Location> {
         self.attempts.get(&trial)?.location.clone()
     }
@@ -416,7 +416,7 @@ impl Driver<'_> {
 }
 
 const TICK: Duration = Duration::from_millis(100);
-/// How long trials have to save when a search is interrupted, or has ended.
+/// The time that trials have to save when a search is interrupted, or has ended.
 const GRACE: Duration = Duration::from_secs(30);
 
 fn remove(folder: &Path) -> Result<()> {

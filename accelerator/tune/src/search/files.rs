@@ -25,7 +25,7 @@ pub(crate) struct TrialFiles {
     /// Results of the journal, until the trial's files are opened.
     replayed: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     open: BTreeMap<TrialId, OpenTrial>,
-    /// Where TensorBoard reads.
+    /// The folder that TensorBoard reads.
     tensorboard: Option<PathBuf>,
 }
 

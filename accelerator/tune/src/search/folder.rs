@@ -45,7 +45,7 @@ impl SearchFolder {
         })
     }
 
-    /// What was asked for.
+    /// Returns its specification.
     #[must_use]
     pub fn spec(&self) -> &SearchSpec {
         &self.spec
@@ -57,7 +57,7 @@ impl SearchFolder {
         self.directory.as_deref()
     }
 
-    /// What it has come to.
+    /// Returns its results.
     #[must_use]
     pub fn results(&self) -> &Results {
         &self.results

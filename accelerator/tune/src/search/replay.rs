@@ -1,4 +1,4 @@
-//! From a journal to the state that it leads to.
+//! Replays a journal to the state that it leads to.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::searcher::{Searcher, Suggestion};
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
-/// What a journal comes to.
+/// The outcome of a journal.
 pub(super) struct Replayed {
     pub(super) decisions: Vec<Decision>,
     /// Results that count, by trial.
@@ -74,7 +74,7 @@ pub(super) fn replay(
     Ok(replayed)
 }
 
-/// What the searcher suggests; `None` where it has no more.
+/// Returns the searcher's suggestion; `None` if it has no more.
 pub(super) fn ask(searcher: &mut dyn Searcher, trial: TrialId) -> Result<Option<Config>> {
     Ok(match searcher.ask(trial)? {
         Suggestion::Config(config) => Some(config),

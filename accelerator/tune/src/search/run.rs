@@ -25,7 +25,7 @@ use crate::searcher::{Searcher, VariantGenerator};
 use crate::trial_id::TrialId;
 use crate::view::{SearchView, Trial, TrialStatus};
 
-/// How a search is run, whatever it is.
+/// The options for running any search.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunOptions {
     pub(crate) display: Display,
@@ -368,7 +368,7 @@ fn view(
     }
 }
 
-/// How many trials a searcher is asked for before they can begin, where its replies do not depend on results: Ray's number.
+/// The number of trials that a searcher that ignores results is asked for before they can begin: Ray's number.
 const LOOKAHEAD: usize = 200;
 
 /// Five hexadecimal digits.

@@ -1,4 +1,4 @@
-//! What a search is asked for.
+//! The specification of a search.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,54 +42,54 @@ pub struct SearchSpec {
     pub name: String,
     /// The metric that it optimizes.
     pub metric: String,
-    /// In which direction.
+    /// The direction of the metric.
     pub mode: Mode,
-    /// What configurations are drawn from.
+    /// The space from which configurations are drawn.
     #[serde(alias = "config")]
     pub space: Space,
-    /// How many configurations are drawn; with grids, how often each point of them is tried.
+    /// The number of configurations to draw; with grids, the number of times that each of their points is tried.
     #[serde(default = "one")]
     pub num_samples: u32,
-    /// What randomness follows from.
+    /// The seed from which all randomness follows.
     #[serde(default)]
     pub seed: u64,
     /// Points of the space to try first. Each replaces a sample, and all are tried; see
     /// [`Search::points_to_evaluate`](crate::Search::points_to_evaluate).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub points_to_evaluate: Vec<Config>,
-    /// Who suggests configurations.
+    /// The algorithm that suggests configurations.
     #[serde(default)]
     pub search_alg: SearchAlgorithm,
-    /// Who ends trials early.
+    /// The scheduler that ends trials early.
     #[serde(default)]
     pub scheduler: Scheduler,
-    /// When a trial has run long enough.
+    /// The rules that end a trial.
     #[serde(default)]
     pub stop: Stop,
-    /// In which order reports are decided about.
+    /// The order in which reports are decided about.
     #[serde(default)]
     pub order: SearchOrder,
-    /// How often a trial is repeated that failed, from its newest checkpoint; -1 for any number of times.
+    /// The number of times that a failed trial is repeated, from its newest checkpoint; -1 for any number of times.
     #[serde(default)]
     pub max_failures: MaxFailures,
-    /// Whether configurations that are equal in their first iterations train those once.
+    /// Lets configurations that are equal in their first iterations train those once.
     #[serde(default)]
     pub share_prefixes: bool,
-    /// Whether trials may report without a metric that the scheduler or a stop rule looks at, which is not looked at then. It
-    /// is an error otherwise if the first report of the search has not all of them, or if a program prints a JSON object with
+    /// Lets trials report without a metric that the scheduler or a stop rule looks at, which is then ignored. Otherwise
+    /// it is an error if the first report of the search has not all of them, or if a program prints a JSON object with
     /// numbers, and without the search's metric, before that report.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub disable_strict_metric_checking: bool,
-    /// When trials save, and what is kept.
+    /// The settings for when trials save, and which checkpoints are kept.
     #[serde(default)]
     pub checkpoints: CheckpointSettings,
-    /// What a trial runs on.
+    /// The resources of each trial.
     #[serde(default)]
     pub resources_per_trial: Resources,
-    /// Whether a process runs several trials, one after the other.
+    /// The choice to run several trials in a process, one after the other.
     #[serde(default)]
     pub reuse_workers: WorkerReuse,
-    /// How many trials run at the same time; what fits the machine where it is absent.
+    /// The number of trials that run at the same time; `None` is as many as fit the hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slots: Option<usize>,
     /// The program that trials run, with placeholders; see [`Search::run_programs`](crate::Search::run_programs). None where
@@ -99,16 +99,16 @@ pub struct SearchSpec {
     /// The folder below which each trial writes what TensorBoard shows: `tensorboard --logdir FOLDER`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensorboard: Option<PathBuf>,
-    /// After how many seconds the search pauses, to be resumed.
+    /// The number of seconds after which the search pauses, to be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_budget_s: Option<f64>,
-    /// How many seconds a trial may take for an iteration, and its process to start; one that takes longer has failed.
+    /// The seconds that a trial may take for an iteration, and its process to start; one that takes longer has failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report_timeout_s: Option<f64>,
 }
 
 impl SearchSpec {
-    /// Of one configuration without parameters, drawn once.
+    /// Describes a search of one configuration without parameters, drawn once.
     #[must_use]
     pub fn new(name: impl Into<String>, objective: Objective) -> Self {
         Self {
@@ -160,13 +160,13 @@ impl SearchSpec {
         fields::parse(value).map_err(|error| wrong(&error))
     }
 
-    /// What it optimizes.
+    /// Returns its objective.
     #[must_use]
     pub fn objective(&self) -> Objective {
         Objective::new(self.metric.clone(), self.mode)
     }
 
-    /// As the journal's head holds it.
+    /// Returns it as the journal's head holds it.
     pub(crate) fn to_json(&self) -> Result<Value> {
         serde_json::to_value(self)
             .map_err(|error| Error::misuse(format!("the search cannot be written: {error}")))
@@ -205,7 +205,7 @@ impl SearchSpec {
     }
 }
 
-/// Who suggests configurations.
+/// The algorithm that suggests configurations.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(
     tag = "type",
@@ -220,7 +220,7 @@ pub enum SearchAlgorithm {
     Optuna(Optuna),
     /// A [`Searcher`](crate::Searcher) of the program that searches, as its [`config`](crate::Searcher::config) has it.
     Custom {
-        /// What it is.
+        /// Its kind and settings.
         searcher: Value,
     },
 }
@@ -291,7 +291,7 @@ impl From<MaxFailures> for i64 {
     }
 }
 
-/// What says how a search is carried out, and not which it is.
+/// The fields that say how a search is carried out, and not which it is.
 const HOW: [&str; 7] = [
     "disable_strict_metric_checking",
     "report_timeout_s",

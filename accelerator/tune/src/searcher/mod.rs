@@ -40,19 +40,19 @@ pub trait Searcher: Send {
         Ok(())
     }
 
-    /// Whether suggestions depend on what trials reported. One that does not is asked ahead of time.
+    /// Returns `true` if suggestions depend on what trials reported. Otherwise it is asked ahead of time.
     fn is_adaptive(&self) -> bool {
         true
     }
 
-    /// What it is and how it is set, as JSON: a search that is resumed has to be given the same. It names the type where a
-    /// searcher does not say more.
+    /// Returns its kind and settings as JSON: a search that is resumed has to be given the same. The default is the
+    /// name of the type.
     fn config(&self) -> Value {
         std::any::type_name::<Self>().into()
     }
 
-    /// What suggests, such as `Optuna 5.0.0`, where another version may suggest otherwise. A search that cannot be resumed
-    /// with this one names the one that it began with.
+    /// Returns its version, such as `Optuna 5.0.0`, if another version may suggest otherwise. A search that cannot be
+    /// resumed with this one names the one that it began with.
     fn version(&self) -> Option<String> {
         None
     }
@@ -67,7 +67,7 @@ pub enum Suggestion {
     Exhausted,
 }
 
-/// How a trial ended, as its searcher learns it.
+/// The end of a trial, as its searcher learns of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TrialEnd {
     /// It ran to its end, with this last value of the objective.

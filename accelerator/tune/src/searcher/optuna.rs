@@ -53,7 +53,7 @@ pub struct Optuna {
 }
 
 impl Optuna {
-    /// With the class of that name in `optuna.samplers`.
+    /// Uses the class of that name in `optuna.samplers`.
     #[must_use]
     pub fn new(sampler: impl Into<String>) -> Self {
         Self {
@@ -319,7 +319,7 @@ impl OptunaProcess {
         )
     }
 
-    /// What it said last, for the end of a message.
+    /// Returns its last lines of standard error, for the end of a message.
     fn last_lines(&self) -> String {
         let lines = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
         match lines.is_empty() {
@@ -340,9 +340,9 @@ impl Drop for OptunaProcess {
 }
 
 const INSTALL: &str = "pip install 'optuna>=5,<6'";
-/// How long Optuna may take for one reply. Samplers that fit a model to thousands of trials take seconds.
+/// The time that Optuna may take for one reply. Samplers that fit a model to thousands of trials take seconds.
 const DEADLINE: Duration = Duration::from_secs(300);
-/// How long it may take to end.
+/// The time that it may take to end.
 const ENDING: Duration = Duration::from_secs(5);
-/// Of what Python writes to its standard error.
+/// The number of lines to keep of what Python writes to its standard error.
 const ERROR_LINES: usize = 20;

@@ -6,10 +6,10 @@ use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::space::{Domain, Node, Parameter, Space};
 
-/// What Optuna draws, and where that belongs.
+/// The parameters that Optuna draws, and their places in a configuration.
 #[derive(Debug)]
 pub(super) struct OptunaSpace {
-    /// With null where something is drawn.
+    /// The configuration, with null in place of each drawn parameter.
     template: Config,
     drawn: Vec<(String, Drawn)>,
 }
@@ -36,7 +36,7 @@ impl OptunaSpace {
         })
     }
 
-    /// As Optuna's `json_to_distribution` reads them, by path.
+    /// Returns the distributions by path, as Optuna's `json_to_distribution` reads them.
     pub(super) fn distributions(&self) -> Result<Value> {
         let distributions = self.drawn.iter().map(|(path, drawn)| {
             let distribution = match drawn {

@@ -39,7 +39,7 @@ struct Variants {
 }
 
 impl VariantGenerator {
-    /// Of a space.
+    /// Creates a generator of the configurations of a space.
     ///
     /// # Errors
     /// [`Error::is_misuse`] where something of the space cannot be drawn.
@@ -84,13 +84,13 @@ impl VariantGenerator {
         Ok(variants)
     }
 
-    /// How many configurations there are.
+    /// Returns the number of configurations.
     #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there are none.
+    /// Returns `true` if there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0

@@ -63,7 +63,7 @@ impl Domain {
         }
     }
 
-    /// Of a name and arguments that a file has.
+    /// Creates a distribution from a name and arguments in a file.
     pub(crate) fn from_file(name: &str, arguments: &[Value]) -> Result<Self> {
         let float = |index: usize| {
             let value = arguments.get(index).and_then(Value::as_f64);

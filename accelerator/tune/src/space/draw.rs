@@ -9,13 +9,13 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::names;
 
-/// Where the parts of a draw come from.
+/// The origins of the parts of a draw.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draw<'a> {
     pub(crate) seed: u64,
     /// The number of the draw.
     pub(crate) number: u64,
-    /// Which option of each grid, in the order of their paths.
+    /// The option of each grid, in the order of their paths.
     pub(crate) grid: &'a [(String, usize)],
 }
 
@@ -90,7 +90,7 @@ impl Space {
     }
 }
 
-/// How often parameters that depend on others are tried: Ray's number.
+/// The number of times that parameters that depend on others are tried: Ray's number.
 const PASSES: usize = 20;
 
 fn drawn(

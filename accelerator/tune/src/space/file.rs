@@ -29,7 +29,7 @@ pub(super) fn parse(path: &str, value: Value) -> Result<Parameter> {
     Ok(Parameter(node))
 }
 
-/// As a file has it.
+/// Returns a parameter as a file has it.
 pub(super) fn value(parameter: Parameter) -> Value {
     let values = |parameters: Vec<Parameter>| parameters.into_iter().map(value).collect::<Vec<_>>();
     let named = |table: BTreeMap<String, Parameter>| {
@@ -64,7 +64,7 @@ pub(super) fn value(parameter: Parameter) -> Value {
 const CHOICE: &str = "choice";
 const GRID: &str = "grid_search";
 const SAMPLE_FROM: &str = "sample_from";
-/// What stands for a closure.
+/// The text that stands for a closure.
 const CLOSURE: &str = "a closure of the program";
 
 /// The only entry of a map, or the map again.
@@ -81,7 +81,7 @@ fn single(mut map: Map<String, Value>) -> Result<(String, Value), Map<String, Va
     }
 }
 
-/// What a name stands for; the value again where it is no distribution's.
+/// Parses the distribution of that name; returns the value again if the name is none of a distribution.
 fn parse_named(path: &str, name: &str, value: Value) -> Result<Result<Node, Value>> {
     let wrong = |what: &dyn std::fmt::Display| {
         Error::misuse(format!("the parameter `{path}`: `{name}`: {what}"))

@@ -1,4 +1,4 @@
-//! What configurations are drawn from: Ray Tune's search spaces.
+//! Search spaces as in Ray Tune, from which configurations are drawn.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -55,7 +55,7 @@ mod tests;
 pub struct Space(BTreeMap<String, Parameter>);
 
 impl Space {
-    /// Of these parameters.
+    /// Creates a space of these parameters.
     pub fn new<K: Into<String>>(parameters: impl IntoIterator<Item = (K, Parameter)>) -> Self {
         let named = parameters
             .into_iter()

@@ -3,7 +3,7 @@
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// For what is named by `parts`.
+    /// Creates the draws that follow from the seed and the names in `parts`.
     pub(crate) fn of(seed: u64, parts: &[&[u8]]) -> Self {
         let mut random = Self(seed);
         for part in parts {
@@ -25,21 +25,21 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// From 0 to below 1.
+    /// Draws a number from 0 to below 1.
     pub(crate) fn unit(&mut self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "53 bits")]
         let bits = (self.next() >> 11) as f64;
         bits / 9_007_199_254_740_992.0
     }
 
-    /// From 0 to below `bound`, which is not 0: Lemire's multiplication without its rejection, whose bias is below 2⁻³²
-    /// for bounds below 2³².
+    /// Draws a number from 0 to below `bound`, which is not 0: Lemire's multiplication without its rejection, whose
+    /// bias is below 2⁻³² for bounds below 2³².
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         let wide = u128::from(self.next()) * u128::from(bound);
         (wide >> 64) as u64
     }
 
-    /// Of the standard normal distribution (Box and Muller 1958).
+    /// Draws from the standard normal distribution (Box and Muller 1958).
     pub(crate) fn normal(&mut self) -> f64 {
         let radius = libm::sqrt(-2.0 * libm::log(1.0 - self.unit()));
         radius * libm::cos(2.0 * std::f64::consts::PI * self.unit())

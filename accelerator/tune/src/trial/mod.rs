@@ -1,4 +1,4 @@
-//! What trials are written against, and the process that carries them out.
+//! The interfaces that trials implement, and the process that carries them out.
 
 pub use session::{TrialContext, TrialSession};
 pub use trainable::{BoxError, Reset, Trainable};

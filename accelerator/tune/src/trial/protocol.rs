@@ -1,4 +1,4 @@
-//! What the process of a search and those of trials say to one another: JSON lines over a connection.
+//! The messages between the process of a search and those of its trials: JSON lines over a connection.
 //!
 //! ```text
 //! worker                    search
@@ -72,7 +72,7 @@ pub(crate) enum PeerRole {
     Worker(u32),
 }
 
-/// What a worker is told.
+/// A message to a worker.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ToWorker {
@@ -93,7 +93,7 @@ pub(crate) enum ToWorker {
     Exit,
 }
 
-/// What a worker says.
+/// A message from a worker.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FromWorker {
@@ -131,7 +131,7 @@ impl WorkerPlace {
         bytes.map_err(|error| Error::connection(error.to_string()).with_source(error))
     }
 
-    /// That of this process, where it is a worker.
+    /// Returns the place of this process and the token, if it is a worker.
     ///
     /// # Errors
     /// If the process has inherited a worker's place that it cannot read: then it is no search of its own.
@@ -264,7 +264,7 @@ fn introduce(
     Ok(Some(reader))
 }
 
-/// What this host calls itself.
+/// Returns the name of this host.
 pub(crate) fn host_name() -> String {
     let system = rustix::system::uname();
     system.nodename().to_string_lossy().into_owned()
@@ -291,12 +291,12 @@ pub(crate) fn receive<T: DeserializeOwned>(reader: &mut impl BufRead) -> Option<
 const SEARCH: &str = "tune search";
 const PEER: &str = "tune peer";
 
-/// How long to wait for a connection to a listener that does not block.
+/// The wait between two looks for a connection to a listener that does not block.
 const POLL: Duration = Duration::from_millis(2);
-/// How long to wait after a connection that could not be taken.
+/// The wait after a connection that could not be accepted.
 const REFUSED: Duration = Duration::from_millis(100);
 
-/// How much is read of who has not proved anything.
+/// The number of bytes that are read from a peer that has not proved anything.
 const UNPROVED_BYTES: u64 = 4 << 10;
 
 /// The time that a worker waits for a search that has accepted its connection, since it may be stopped for a while.

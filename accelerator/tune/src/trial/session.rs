@@ -42,13 +42,13 @@ impl TrialContext {
             .map(|restore| restore.folder.as_path())
     }
 
-    /// Which of the trial's processes this is.
+    /// Returns the rank of this process among the trial's.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many processes the trial has.
+    /// Returns the number of the trial's processes.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.world_size
@@ -106,7 +106,7 @@ impl TrialSession {
         }
     }
 
-    /// How many iterations are done, those before the checkpoint among them.
+    /// Returns the number of iterations done, including those before the checkpoint.
     #[must_use]
     pub fn iteration(&self) -> u64 {
         self.progress().iteration
@@ -144,7 +144,7 @@ impl TrialSession {
         self.wait_for_answer(metrics, Some(&mut save), Offer::Nothing)
     }
 
-    /// Whether it was told to end.
+    /// Returns `true` once it was told to end.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.progress().is_over

@@ -64,7 +64,7 @@ pub trait Trainable: Sized {
     /// Any: the attempt fails.
     fn load_checkpoint(&mut self, folder: &Path) -> Result<(), BoxError>;
 
-    /// Whether the last step was the last one that there is to do.
+    /// Returns `true` if the last step was the final one.
     fn is_done(&self) -> bool {
         false
     }
@@ -106,7 +106,7 @@ pub(super) trait RunTrial {
     fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError>;
 }
 
-/// How an attempt ended that did not fail.
+/// The outcome of an attempt that did not fail.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Outcome {
     /// It has nothing more to do, or was told to end.

@@ -15,12 +15,12 @@ use super::trainable::{BoxError, ClassTrainable, FunctionTrainable, Outcome, Run
 use crate::config::Config;
 use crate::error::{Error, Result};
 
-/// In a process that a search has started, carries out trials of a class and exits; returns in any other.
+/// Carries out trials of a class and exits, in a process that a search has started; returns in any other.
 pub(crate) fn serve_trainable<T: Trainable>() {
     serve(ClassTrainable::<T>(None));
 }
 
-/// In a process that a search has started, carries out trials of a function and exits; returns in any other.
+/// Carries out trials of a function and exits, in a process that a search has started; returns in any other.
 pub(crate) fn serve_function(
     function: impl FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
 ) {

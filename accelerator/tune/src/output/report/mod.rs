@@ -90,7 +90,7 @@ struct PageTrial<'a> {
     id: TrialId,
     name: &'a str,
     status: TrialStatus,
-    /// In the order of the page's parameters.
+    /// The values, in the order of the page's parameters.
     parameters: Vec<Option<&'a Value>>,
     best: Option<Number>,
     best_at: Option<u64>,
@@ -168,7 +168,7 @@ impl PageRung {
     }
 }
 
-/// As a chart shows it: without digits that would make the page large.
+/// Rounds a value for charts: more digits would make the page large.
 fn rounded(value: f64) -> Number {
     Number(format!("{value:.5e}").parse().unwrap_or(value))
 }
