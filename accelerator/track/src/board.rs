@@ -208,9 +208,9 @@ struct WatchedRuns {
     folder: PathBuf,
     /// Counts changes.
     version: u64,
-    /// How many runs remain to be read.
+    /// The number of runs that remain to be read.
     reading: usize,
-    /// By number; numbers are not reused.
+    /// The runs by number; numbers are not reused.
     runs: Vec<WatchedRun>,
 }
 

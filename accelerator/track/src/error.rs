@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a run, an artifact or a sink could not be written or read.
+/// An error of writing or reading a run, an artifact or a sink.
 ///
 /// The message says what was expected, what was found, where, and what to do; the predicates distinguish causes;
 /// [`source`](StdError::source) is the error below. Cloning is cheap.

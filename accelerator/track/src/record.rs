@@ -114,9 +114,9 @@ pub enum Record {
         hash: String,
         /// `image/png` or `image/jpeg`.
         mime: String,
-        /// In pixels.
+        /// The width in pixels.
         width: u32,
-        /// In pixels.
+        /// The height in pixels.
         height: u32,
     },
     /// A curve of one step: precision over recall, a spectrum.

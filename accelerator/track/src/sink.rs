@@ -52,7 +52,7 @@ pub trait Sink: Send {
         Vec::new()
     }
 
-    /// When entries are delivered.
+    /// Tells when entries are delivered.
     fn delivery(&self) -> Delivery {
         Delivery::Live
     }
@@ -106,23 +106,23 @@ impl Sink for Box<dyn Sink> {
     }
 }
 
-/// When entries are delivered to a sink.
+/// The time at which entries are delivered to a sink.
 ///
 /// ```
 /// assert_ne!(accelerator_track::Delivery::Live, accelerator_track::Delivery::Settled);
 /// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Delivery {
-    /// At once. What a resume supersedes must be taken back.
+    /// Delivers entries at once. The sink has to take back those that a resume supersedes.
     #[default]
     Live,
-    /// When a resume from the latest checkpoint does not supersede them any more: a checkpoint covers them, or the run
-    /// finished. A resume from an earlier checkpoint still does. The end of a run that failed or was preempted is
-    /// delivered before entries that may still be superseded.
+    /// Delivers entries once a resume from the latest checkpoint no longer supersedes them: a checkpoint covers them,
+    /// or the run finished. A resume from an earlier checkpoint still does. The end of a run that failed or was
+    /// preempted is delivered before entries that may still be superseded.
     Settled,
 }
 
-/// Whose journal an entry is of.
+/// The journal that an entry is from.
 ///
 /// ```
 /// assert!(accelerator_track::Origin::Run < accelerator_track::Origin::Rank(0));
@@ -151,7 +151,7 @@ pub struct RunInfo {
     pub name: String,
     /// Its folder.
     pub folder: PathBuf,
-    /// When it was created, in milliseconds since 1970.
+    /// The time of its creation, in milliseconds since 1970.
     pub created_ms: u64,
 }
 
@@ -205,7 +205,7 @@ struct OpenFile {
 }
 
 impl CsvFile {
-    /// In the run's folder, as `metrics.csv`.
+    /// Writes in the run's folder, as `metrics.csv`.
     #[must_use]
     pub fn in_run() -> Self {
         Self {
@@ -214,7 +214,7 @@ impl CsvFile {
         }
     }
 
-    /// At a path, whose folder must be there.
+    /// Writes at a path, whose folder must exist.
     ///
     /// ```
     /// let sink = accelerator_track::CsvFile::at("mnist.csv");

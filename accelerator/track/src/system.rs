@@ -136,9 +136,9 @@ struct Probe {
 #[derive(Clone, Copy, Debug)]
 struct Used {
     at: Instant,
-    /// In seconds.
+    /// The process's time in seconds.
     process: f64,
-    /// In any unit: busy, and all.
+    /// The host's busy time and all of its time, in any unit.
     host: (f64, f64),
 }
 

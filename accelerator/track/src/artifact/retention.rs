@@ -1,4 +1,4 @@
-//! Which versions stay, and removing the others.
+//! Decides which versions stay, and removes the others.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;

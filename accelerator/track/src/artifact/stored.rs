@@ -69,7 +69,7 @@ impl StoredArtifact {
         self.version.contents.kind.as_deref()
     }
 
-    /// When it was stored, in milliseconds since 1970.
+    /// Returns the time at which it was stored, in milliseconds since 1970.
     #[must_use]
     pub fn created_ms(&self) -> u64 {
         self.version.created_ms

@@ -64,7 +64,7 @@ fn write_tree(root: &Path, files: &BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// What a process that was killed, or failed, must not leave when another one has come.
+/// Checks that a process that was killed, or failed, has left nothing broken or superfluous.
 fn assert_whole(store: &ArtifactStore) {
     for name in store.names().unwrap() {
         for version in store.versions(&name).unwrap() {

@@ -44,9 +44,9 @@ pub struct RunHistory {
     pub id: RunId,
     /// Its name, as it was given.
     pub name: String,
-    /// When it was created, in milliseconds since 1970.
+    /// The time of its creation, in milliseconds since 1970.
     pub created_ms: u64,
-    /// When it wrote its last entry.
+    /// The time of its last entry, in milliseconds since 1970.
     pub last_ms: u64,
     /// Its starts; restarts and resumes are further ones.
     pub attempts: Vec<RunAttempt>,
@@ -117,7 +117,7 @@ impl RunHistory {
         points.map(|point| point.step).max()
     }
 
-    /// From its creation to its last entry, in milliseconds.
+    /// Returns the time from its creation to its last entry, in milliseconds.
     #[must_use]
     pub fn duration_ms(&self) -> u64 {
         self.last_ms.saturating_sub(self.created_ms)

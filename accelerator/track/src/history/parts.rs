@@ -54,7 +54,7 @@ pub struct RunAttempt {
     pub attempt: u32,
     /// The number of ranks.
     pub world: usize,
-    /// When it began, in milliseconds since 1970.
+    /// The time at which it began, in milliseconds since 1970.
     pub started_ms: u64,
     /// The launch that it belongs to, which is the same for the restarts of a launcher.
     pub launch: Option<String>,
@@ -93,7 +93,7 @@ pub struct Hyperparameter {
 pub struct Series {
     /// `kind/name`, as `train/loss`.
     pub key: String,
-    /// In the order in which they were logged.
+    /// The points, in the order in which they were logged.
     pub points: Vec<Point>,
 }
 
@@ -118,7 +118,7 @@ pub struct Point {
     /// The number of samples that it is a mean of, if it was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
-    /// When it was logged, in milliseconds since 1970.
+    /// The time at which it was logged, in milliseconds since 1970.
     pub ms: u64,
 }
 
@@ -136,7 +136,7 @@ pub struct Media {
     pub key: String,
     /// The step.
     pub step: u64,
-    /// When it was logged, in milliseconds since 1970.
+    /// The time at which it was logged, in milliseconds since 1970.
     pub ms: u64,
     /// Its content.
     #[serde(flatten)]
@@ -163,9 +163,9 @@ pub enum MediaContent {
         file: PathBuf,
         /// `image/png` or `image/jpeg`.
         mime: String,
-        /// In pixels.
+        /// The width in pixels.
         width: u32,
-        /// In pixels.
+        /// The height in pixels.
         height: u32,
     },
     /// A curve.
@@ -234,7 +234,7 @@ pub struct WeightsDigest {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SystemPoint {
-    /// When, in milliseconds since 1970.
+    /// The time of the value, in milliseconds since 1970.
     pub ms: u64,
     /// The value.
     #[serde(serialize_with = "number")]
@@ -253,9 +253,9 @@ pub struct SystemPoint {
 pub struct RunEnd {
     /// Its status.
     pub status: EndStatus,
-    /// Why it failed.
+    /// The cause of its failure.
     pub failure: Option<Value>,
-    /// When, in milliseconds since 1970.
+    /// The time of the end, in milliseconds since 1970.
     pub ms: u64,
 }
 

@@ -195,7 +195,7 @@ impl Drop for RunLock {
 }
 
 impl RunLock {
-    /// For writing the run in a folder.
+    /// Takes the lock for writing the run in a folder.
     pub(crate) fn take(folder: &Path) -> Result<Self> {
         Self::take_file(&folder.join(LOCK), |owner| {
             format!(
@@ -205,7 +205,7 @@ impl RunLock {
         })
     }
 
-    /// For delivering the run in a folder to a sink.
+    /// Takes the lock for delivering the run in a folder to a sink.
     pub(crate) fn take_for_sink(folder: &Path, sink: &str) -> Result<Self> {
         let path = folder.join(format!("{}.lock", folder_name(sink)));
         Self::take_file(&path, |owner| {

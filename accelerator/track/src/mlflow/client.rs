@@ -160,7 +160,7 @@ impl MlflowServer {
         again_while_busy(|| self.send(Method::GET, &url, call, ()))
     }
 
-    /// For what may be sent twice.
+    /// Posts a request that may be sent twice, again while the server is busy.
     pub(super) fn post(&self, call: &str, body: &Value) -> Result<Value, Failure> {
         again_while_busy(|| self.post_once(call, body))
     }
@@ -365,7 +365,7 @@ impl fmt::Debug for MlflowServer {
     }
 }
 
-/// Why a request has no good answer.
+/// The failure of a request.
 #[derive(Debug)]
 pub(super) struct Failure {
     cause: Cause,
@@ -529,7 +529,7 @@ pub(super) struct Address {
     pub(super) without_user: String,
     /// True for a loopback address.
     pub(super) is_this_host: bool,
-    /// With a password.
+    /// The user and the password.
     pub(super) user: Option<(String, String)>,
 }
 

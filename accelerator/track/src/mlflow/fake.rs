@@ -287,7 +287,7 @@ impl FakeRun {
         }
     }
 
-    /// In the order and within the limits of MLflow.
+    /// Logs a batch in the order and within the limits of MLflow.
     fn log(
         &mut self,
         body: &Value,

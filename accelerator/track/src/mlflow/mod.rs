@@ -367,7 +367,7 @@ impl OpenRun {
         self.run.server.put_bytes(&path, mime, &bytes)
     }
 
-    /// Says once that the server will not have everything; the rest is worth to be delivered.
+    /// Warns once that the server will not have everything; the rest is worth delivering.
     fn warn(&self, error: &Error) {
         if !self.has_warned.replace(true) {
             tracing::warn!(

@@ -22,7 +22,7 @@ use super::{
 use crate::journal::now_ms;
 use crate::run_files::write_blob;
 
-/// For how long the program's file is read; one that is built without optimization hashes 20 MB a second.
+/// The time for which the program's file is read; one that is built without optimization hashes 20 MB a second.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Captures where this process comes from: the program adds what only it knows.

@@ -183,7 +183,7 @@ fn hyperparameters(run: &RunHistory) -> BTreeMap<String, String> {
     texts.collect()
 }
 
-/// By name.
+/// Returns the version and digest of each artifact that the run used, by name.
 fn used_artifacts(run: &RunHistory) -> BTreeMap<String, String> {
     let used = run.artifacts.iter();
     let used = used.filter(|x| x.role == ArtifactRole::Input);

@@ -100,7 +100,7 @@ pub(super) fn is_secret_variable(name: &str) -> bool {
     PARTS.iter().any(|part| name.contains(part))
 }
 
-/// When the value of a name is secret.
+/// The condition on which the value of a name is secret.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Secrecy {
     Always,

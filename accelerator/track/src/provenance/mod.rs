@@ -82,7 +82,7 @@ pub struct Provenance {
     /// The number of ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub world: Option<usize>,
-    /// When this was captured, in milliseconds since 1970.
+    /// The time at which this was captured, in milliseconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub started_ms: Option<u64>,
     /// Environment variables of a list that holds no secrets.

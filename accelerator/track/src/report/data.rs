@@ -231,7 +231,7 @@ pub(crate) struct BoardState {
     pub(crate) reading: usize,
     /// The numbers of all runs.
     pub(crate) ids: Vec<usize>,
-    /// Why runs could not be read.
+    /// The reasons for which runs could not be read.
     pub(crate) refused: Vec<String>,
 }
 

@@ -50,8 +50,8 @@ enum ItemContent {
     },
 }
 
-/// By key in the order of their first steps; of a key that was logged at many, some of them, the first and the last
-/// among these.
+/// Returns media by key, in the order in which keys first occur; of a key that was logged at many steps, some of them,
+/// including the first and the last.
 pub(super) fn media_by_key(run: &RunHistory) -> Vec<KeyMedia> {
     let mut by_key: Vec<(&'static str, &str, Vec<&Media>)> = Vec::new();
     for media in &run.media {

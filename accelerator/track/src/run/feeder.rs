@@ -76,9 +76,9 @@ pub(super) struct Feeder {
 /// The end of a feeder.
 #[derive(Clone, Copy, Debug)]
 enum Stop {
-    /// When everything has been delivered, or time is up.
+    /// Stops once everything has been delivered, or time is up.
     Delivered,
-    /// At once.
+    /// Stops at once.
     Now,
 }
 
@@ -329,5 +329,5 @@ impl OpenSink {
 const BATCH: usize = 4096;
 const TICK: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// For what is left at the end of a run.
+/// The time for what is left at the end of a run.
 const LAST_DELIVERY: Duration = Duration::from_secs(30);

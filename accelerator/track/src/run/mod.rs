@@ -171,7 +171,7 @@ impl Run {
         })
     }
 
-    /// Says that the checkpoint with a mark is on the disk: a resume from it supersedes nothing that went before.
+    /// Records that the checkpoint with a mark is on the disk: a resume from it supersedes nothing that went before.
     pub fn checkpoint_saved(&self, mark: &RunMark) {
         self.record(Record::Checkpoint {
             step: mark.step,

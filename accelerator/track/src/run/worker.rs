@@ -27,7 +27,7 @@ pub(super) struct Worker {
     feeders: Vec<Feeder>,
 }
 
-/// How the journal stands once its thread has ended.
+/// The state of the journal once its thread has ended.
 #[derive(Debug)]
 pub(super) struct JournalEnd {
     /// The number of entries that it lacks.
@@ -442,7 +442,7 @@ impl Queue {
 
 const WRITER_ENDED: &str = "the thread that writes the run's journal has ended";
 
-/// In points: some 40 bytes each.
+/// The weight of a full queue, in points of some 40 bytes each.
 const MOST_WEIGHT: usize = 1 << 20;
 
 /// The longest delay of a checkpoint.

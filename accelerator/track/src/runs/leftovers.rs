@@ -28,7 +28,7 @@ pub struct Leftover {
     pub path: PathBuf,
     /// The bytes that its removal frees.
     pub bytes: u64,
-    /// When the last of it was written.
+    /// The time at which the last of it was written.
     pub modified: SystemTime,
 }
 

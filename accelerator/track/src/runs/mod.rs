@@ -270,9 +270,9 @@ pub struct RunSummary {
     pub name: String,
     /// Its status.
     pub status: RunStatus,
-    /// When it was created, in milliseconds since 1970.
+    /// The time of its creation, in milliseconds since 1970.
     pub created_ms: u64,
-    /// When it wrote its last entry.
+    /// The time of its last entry, in milliseconds since 1970.
     pub last_ms: u64,
     /// The number of starts of the program for it.
     pub attempts: usize,
@@ -386,7 +386,7 @@ impl RunSummary {
         self.series.iter().find(|series| series.key == key)
     }
 
-    /// From its creation to its last entry, in milliseconds.
+    /// Returns the time from its creation to its last entry, in milliseconds.
     #[must_use]
     pub fn duration_ms(&self) -> u64 {
         self.last_ms.saturating_sub(self.created_ms)

@@ -25,7 +25,7 @@ pub(super) struct EventFiles {
     folder: PathBuf,
     run: RunId,
     created_ms: u64,
-    /// In names where others have the time of their creation: greater than in every name that is there.
+    /// A number in place of the time of creation in names: greater than in every name that exists.
     order: u64,
     events: RecordFile<File>,
     message: ProtobufMessage,
@@ -85,7 +85,7 @@ impl EventFiles {
         Ok(())
     }
 
-    /// Says something that is read before what was written here earlier, and instead of what this said earlier.
+    /// Writes values that are read before those written here earlier, in place of those that this wrote earlier.
     pub(super) fn write_before(&self, values: &[SummaryValue<'_>]) -> Result<()> {
         let path = self.folder.join(format!("{}.first", hidden_name(self.run)));
         let write = || {

@@ -191,7 +191,7 @@ impl TensorBoard {
 struct Replay {
     run: RunInfo,
     files: EventFiles,
-    /// By the number by which points refer to them.
+    /// The series, by the number by which points refer to them.
     series: HashMap<u32, TaggedSeries>,
     /// The use of each tag.
     kinds: HashMap<String, &'static str>,
