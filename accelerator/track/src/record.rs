@@ -204,7 +204,7 @@ pub struct Metrics {
     /// The epoch, if known; within one, a fraction.
     #[serde(rename = "e", default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
-    /// One value a series.
+    /// One value per series.
     #[serde(rename = "p")]
     pub points: Vec<PointValue>,
 }

@@ -190,7 +190,7 @@ pub struct SinkPosition {
 /// ```
 #[derive(Debug)]
 pub struct CsvFile {
-    /// None: in the run's folder.
+    /// The path; `None` is in the run's folder.
     path: Option<PathBuf>,
     open: Option<OpenFile>,
 }

@@ -33,7 +33,7 @@ pub(crate) trait TrialRunner {
     /// Starts an attempt at a trial: it runs to its first report.
     ///
     /// # Errors
-    /// Where nothing can be started at all. What goes wrong with one trial is an event.
+    /// If nothing can be started at all. A failure of one trial is an event.
     fn start(&mut self, start: TrialStart) -> Result<()>;
 
     /// Tells a trial, which has reported and waits, what to do.

@@ -155,7 +155,7 @@ impl Slots {
         self.slots.iter().position(|slot| slot.active.is_none())
     }
 
-    /// Such as `2.0/2 CPUs, 0.0/0 GPUs`.
+    /// Returns the resources in use and in all, such as `2.0/2 CPUs, 0.0/0 GPUs`.
     pub(crate) fn requested(&self) -> String {
         let used = self
             .slots
@@ -188,7 +188,7 @@ impl IndexMut<usize> for Slots {
     }
 }
 
-/// More processes are none that a machine runs.
+/// The maximum number of slots: no machine runs more processes.
 const MOST_SLOTS: usize = 1 << 16;
 
 /// Returns how often `each` goes into `all`.

@@ -37,25 +37,25 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Never.
+    /// Creates rules that never end a trial.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// After that many iterations.
+    /// Ends a trial after that many iterations.
     #[must_use]
     pub fn iterations(self, iterations: u32) -> Self {
         self.at_least(ITERATION, f64::from(iterations))
     }
 
-    /// After that many seconds of the trial's own time, at its next report.
+    /// Ends a trial after that many seconds of its own time, at its next report.
     #[must_use]
     pub fn seconds(self, seconds: f64) -> Self {
         self.at_least(TIME_TOTAL, seconds)
     }
 
-    /// Once the metric is that large.
+    /// Ends a trial once the metric is that large.
     #[must_use]
     pub fn at_least(mut self, metric: impl Into<String>, value: f64) -> Self {
         self.thresholds
@@ -63,7 +63,7 @@ impl Stop {
         self
     }
 
-    /// Once the metric is that small.
+    /// Ends a trial once the metric is that small.
     #[must_use]
     pub fn at_most(mut self, metric: impl Into<String>, value: f64) -> Self {
         self.thresholds
@@ -71,7 +71,7 @@ impl Stop {
         self
     }
 
-    /// Once a metric does not move any more.
+    /// Ends a trial once a metric does not move any more.
     #[must_use]
     pub fn plateau(mut self, plateau: Plateau) -> Self {
         self.plateau = Some(plateau);
@@ -198,9 +198,9 @@ impl Plateau {
     }
 }
 
-/// Counted by the search.
+/// The number of iterations, which the search counts.
 pub(crate) const ITERATION: &str = "training_iteration";
-/// Measured by the search.
+/// The seconds of all iterations, which the search measures.
 pub(crate) const TIME_TOTAL: &str = "time_total_s";
 const PLATEAU: &str = "plateau";
 

@@ -82,7 +82,7 @@ impl TrialResult {
 pub struct Trial {
     /// Its number.
     pub id: TrialId,
-    /// Such as `MnistTrainable_358bb_00006`.
+    /// Its name, such as `MnistTrainable_358bb_00006`.
     pub name: String,
     /// Its status.
     pub status: TrialStatus,
@@ -121,7 +121,7 @@ pub(crate) struct SearchView {
     pub(crate) trials: Vec<Trial>,
     /// The number of trials that there will be, if it is known.
     pub(crate) expected: Option<usize>,
-    /// Such as `Resources requested: 2.0/2 CPUs, 0.0/0 GPUs`; none where nothing runs.
+    /// A line such as `Resources requested: 2.0/2 CPUs, 0.0/0 GPUs`; `None` if nothing runs.
     pub(crate) resources: Option<String>,
 }
 

@@ -49,8 +49,8 @@ pub struct Artifact {
 }
 
 impl Artifact {
-    /// One without files. The name has at most 128 bytes, and none of the characters that paths and shells use; that is
-    /// checked by the commit.
+    /// Creates an artifact without files. The name has at most 128 bytes, and none of the characters that paths and
+    /// shells use; the commit checks that.
     ///
     /// ```
     /// use accelerator_track::{Artifact, ArtifactStore};

@@ -95,7 +95,7 @@ fn unknown_line(path: &Path, byte: u64) -> Error {
 /// The journals of all ranks. One that cannot be read is skipped with a warning: it is not part of the run's results.
 #[derive(Debug, Default)]
 pub(crate) struct RankJournals {
-    /// None cannot be read.
+    /// The followers by rank; `None` if the journal cannot be read.
     followers: BTreeMap<usize, Option<Follower>>,
 }
 

@@ -1,4 +1,4 @@
-//! Reading a journal: its lines, what a resume superseded, and following it while it is written.
+//! Reads a journal: its lines, and what a resume superseded; follows it while it is written.
 
 use std::collections::HashMap;
 use std::fs::File;

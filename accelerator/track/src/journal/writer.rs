@@ -1,4 +1,4 @@
-//! Writing a journal, and the lock of the process that does.
+//! Writes a journal, and locks it for the process that does.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};

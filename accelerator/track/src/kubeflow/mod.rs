@@ -46,7 +46,7 @@ pub struct KubeflowSink {
 }
 
 impl KubeflowSink {
-    /// To the server that Kubeflow Trainer's variables name: `KUBEFLOW_TRAINER_SERVER_URL`, with the files
+    /// Delivers to the server that Kubeflow Trainer's variables name: `KUBEFLOW_TRAINER_SERVER_URL`, with the files
     /// `KUBEFLOW_TRAINER_SERVER_CA_CERT` and `KUBEFLOW_TRAINER_SERVER_TOKEN`. `None` if the first is not set.
     ///
     /// # Errors
@@ -77,7 +77,8 @@ impl KubeflowSink {
         Self::new(url, &path(CA_CERT)?, path(TOKEN)?).map(Some)
     }
 
-    /// To the server at a URL, with the files of the certificate that signs its own, and of the token that it asks for.
+    /// Delivers to the server at a URL, with the files of the certificate that signs its own, and of the token that it
+    /// asks for.
     ///
     /// # Errors
     ///
@@ -222,7 +223,7 @@ impl fmt::Debug for KubeflowSink {
 const URL: &str = "KUBEFLOW_TRAINER_SERVER_URL";
 const CA_CERT: &str = "KUBEFLOW_TRAINER_SERVER_CA_CERT";
 const TOKEN: &str = "KUBEFLOW_TRAINER_SERVER_TOKEN";
-/// Between two requests, so that the server of a cluster is not overrun.
+/// The time between two requests, so that the server of a cluster is not overrun.
 const INTERVAL: Duration = Duration::from_secs(5);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const LONGEST_ANSWER: u64 = 4096;
@@ -360,6 +361,6 @@ const LONGEST_NAME: usize = 64;
 enum Changed {
     No,
     Yes,
-    /// And the attempt has ended.
+    /// The status has changed, and the attempt has ended.
     Ended,
 }

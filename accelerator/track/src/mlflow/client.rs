@@ -525,7 +525,7 @@ const COPIED_PER_SECOND: u64 = 1 << 24;
 /// The address of a server, and who asks it.
 #[derive(Debug)]
 pub(super) struct Address {
-    /// Without a slash at its end.
+    /// The address without the user, and without a slash at its end.
     pub(super) without_user: String,
     /// True for a loopback address.
     pub(super) is_this_host: bool,

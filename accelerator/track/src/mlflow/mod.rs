@@ -77,7 +77,7 @@ struct OpenRun {
 }
 
 enum Sent {
-    /// So many are done.
+    /// The number of items that are done.
     Items(usize),
     /// Some are others now.
     Changed,
@@ -105,7 +105,7 @@ impl MlflowSink {
         }
     }
 
-    /// To the server and the experiment that MLflow's own variables name: those of
+    /// Delivers to the server and the experiment that MLflow's own variables name: those of
     /// [`MlflowServer::from_env`], and `MLFLOW_EXPERIMENT_NAME` or, if that is not set, `MLFLOW_EXPERIMENT_ID`; without
     /// both it is `Default`.
     ///
@@ -121,7 +121,7 @@ impl MlflowSink {
         Ok(Self::to(MlflowServer::from_env()?))
     }
 
-    /// To a server, and the experiment that MLflow's own variables name, as [`from_env`](Self::from_env) does.
+    /// Delivers to a server, and to the experiment that MLflow's variables name, as [`from_env`](Self::from_env) does.
     ///
     /// ```
     /// use accelerator_track::{MlflowServer, MlflowSink, Sink};

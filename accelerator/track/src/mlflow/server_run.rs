@@ -291,7 +291,7 @@ impl ServerRun {
     }
 }
 
-/// One of 64 bits is a string in the JSON of some versions.
+/// Parses an integer; some versions write one of 64 bits as a string in JSON.
 fn integer(value: &Value) -> Option<u64> {
     match value {
         Value::String(text) => text.parse().ok(),

@@ -1,4 +1,4 @@
-//! Against the git that is installed.
+//! Tests against the git that is installed.
 
 use std::fs;
 use std::path::Path;

@@ -301,7 +301,7 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// At most `limit` points, by step.
+    /// Keeps at most `limit` points, by step.
     pub(crate) fn of(points: &[Point], created_ms: u64, limit: usize) -> Self {
         let mut order: Vec<&Point> = points.iter().collect();
         if !points.is_sorted_by_key(|point| point.step) {

@@ -16,7 +16,7 @@ use crate::record::Number;
 pub(super) struct KeyMedia {
     kind: &'static str,
     key: String,
-    /// At how many steps it was logged.
+    /// The number of times that it was logged.
     of: usize,
     items: Vec<MediaItem>,
 }

@@ -211,7 +211,7 @@ struct Document<'a> {
     title: &'a str,
     /// JSON without `<`.
     data: &'a str,
-    /// Markup for who runs no scripts.
+    /// Markup for readers who run no scripts.
     fallback: &'a str,
     /// The source of the nonce.
     secret: &'a str,

@@ -1,4 +1,4 @@
-//! Starting a run, a new one or one that continues.
+//! Starts a run, a new one or one that continues.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

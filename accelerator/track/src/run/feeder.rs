@@ -1,4 +1,4 @@
-//! Delivering a run to a sink.
+//! Delivers a run to a sink.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -69,7 +69,7 @@ pub(super) struct Feeder {
     /// The command that delivers the rest.
     advice: String,
     stop: mpsc::Sender<Stop>,
-    /// Behind a lock, so that a run can be shared by threads.
+    /// The outcome, behind a lock so that a run can be shared by threads.
     done: Mutex<mpsc::Receiver<Fed>>,
 }
 

@@ -276,7 +276,7 @@ pub struct RunSummary {
     pub last_ms: u64,
     /// The number of starts of the program for it.
     pub attempts: usize,
-    /// On how many ranks the last attempt ran.
+    /// The number of ranks on which the last attempt ran.
     pub world: usize,
     /// The greatest step that was logged.
     pub last_step: Option<u64>,

@@ -18,7 +18,7 @@ use crate::trial::protocol::WorkerPlace;
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct ProcessSpec {
     pub(crate) program: ProcessProgram,
-    /// More than one are started by `accel-launch`.
+    /// The number of ranks; `accel-launch` starts more than one.
     pub(crate) ranks: usize,
     /// The number of threads that may compute at a time, in all ranks.
     pub(crate) threads: usize,

@@ -14,7 +14,7 @@ use crate::view::{SearchView, Trial, TrialStatus};
 /// The number of trials to show.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Rows {
-    /// So many at most, of each status alike.
+    /// That many at most, taken evenly from the statuses.
     AtMost(usize),
     All,
 }
@@ -61,7 +61,7 @@ pub(crate) fn status(view: &SearchView, rows: Rows) -> String {
     text
 }
 
-/// Such as `Current best trial: 358bb_00006 with mean_accuracy=0.1174 and parameters={'lr': 0.1}`.
+/// Returns a line such as `Current best trial: 358bb_00006 with mean_accuracy=0.1174 and parameters={'lr': 0.1}`.
 pub(crate) fn best_line(view: &SearchView) -> Option<String> {
     let objective = &view.objective;
     let scored = view.trials.iter().filter_map(|trial| {
@@ -79,7 +79,7 @@ pub(crate) fn best_line(view: &SearchView) -> Option<String> {
     ))
 }
 
-/// Such as `25 PENDING`, by the names of statuses.
+/// Returns counts such as `25 PENDING`, by the names of statuses.
 pub(crate) fn counts<'a>(trials: impl Iterator<Item = &'a Trial>) -> Vec<String> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for trial in trials {
@@ -122,7 +122,7 @@ const METRICS: [(&str, &str); 6] = [
 /// The number of other metrics that have one.
 const INFERRED: usize = 3;
 
-/// One status after the other gives a trial, until there are enough; those with the lowest numbers.
+/// Takes a trial of each status in turn, until there are enough; those with the lowest numbers.
 fn shown_trials(trials: &[Trial], rows: Rows) -> Vec<&Trial> {
     let mut by_word: BTreeMap<&str, Vec<&Trial>> = BTreeMap::new();
     for trial in trials {
@@ -222,7 +222,7 @@ fn metric_columns(view: &SearchView) -> Vec<(String, String)> {
     columns
 }
 
-/// Such as `Memory usage on this node: 19.0/250.9 GiB`; none where the system does not say.
+/// Returns a line such as `Memory usage on this node: 19.0/250.9 GiB`; `None` if the system does not say.
 fn memory() -> Option<String> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let field = |name: &str| -> Option<f64> {

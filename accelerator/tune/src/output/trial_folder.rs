@@ -13,7 +13,7 @@ use crate::trial_id::TrialId;
 use crate::value::json_number;
 use crate::view::TrialResult;
 
-/// Such as `MnistTrainable_358bb_00006`.
+/// Returns a name such as `MnistTrainable_358bb_00006`.
 pub(crate) fn trial_name(search: &str, id: &str, trial: TrialId) -> String {
     format!("{search}_{id}_{trial}")
 }

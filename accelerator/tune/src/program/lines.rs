@@ -33,7 +33,7 @@ pub(super) enum LineSource {
 #[derive(Clone, Debug, PartialEq)]
 enum Printed {
     Report(MetricsLine),
-    /// Without the metric: the names of its numbers, of which there are some.
+    /// An object without the metric: the names of its numbers, of which there are some.
     Other(Vec<String>),
 }
 
@@ -202,7 +202,7 @@ fn parse(line: &str, metric: &str) -> Option<Printed> {
 /// The number of bytes that a report may have.
 const LINE_BYTES: u64 = 16 << 20;
 
-/// At how many places an object is looked for: a prefix has few braces of its own.
+/// The number of places at which an object is looked for: a prefix has few braces of its own.
 const MOST_BRACES: usize = 16;
 
 /// A JSON object, in which numbers may be `NaN` and infinite, as Python's `json` writes them.

@@ -32,7 +32,7 @@ pub struct Asha {
     pub max_t: u64,
     /// No trial ends before that time.
     pub grace_period: u64,
-    /// One in so many goes on at each rung.
+    /// The reduction at each rung: one in so many trials continues.
     pub reduction_factor: u64,
     /// The number of brackets. Each next one begins a rung later; trials are drawn into one.
     pub brackets: u32,
@@ -105,7 +105,7 @@ pub(super) struct Halving {
     settings: Asha,
     mode: Mode,
     seed: u64,
-    /// Each with its rungs, from the bottom.
+    /// The rungs of each bracket, from the bottom.
     brackets: Vec<Vec<StopRung>>,
     bracket_of: BTreeMap<TrialId, usize>,
     stopped: usize,

@@ -27,7 +27,7 @@ pub struct AshaPromotion {
     pub max_t: u64,
     /// The iterations of the first rung.
     pub grace_period: u64,
-    /// One in so many is promoted from each rung.
+    /// The reduction at each rung: one in so many trials is promoted.
     pub reduction_factor: u64,
 }
 

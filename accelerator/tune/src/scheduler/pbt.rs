@@ -165,7 +165,7 @@ struct Population {
 struct Member {
     config: Config,
     last_perturbation: f64,
-    /// At its last comparison.
+    /// The score at its last comparison.
     score: Option<f64>,
     time: f64,
     /// The iteration and the time of its checkpoint, if it was among the best at its last comparison.
@@ -177,7 +177,7 @@ struct Member {
 #[derive(Clone, Debug)]
 enum Mutation {
     Domain(crate::space::Domain),
-    /// One of these, or its neighbour.
+    /// A list: one of these values is drawn, or a neighbour of the present one is taken.
     List(Vec<Value>),
 }
 

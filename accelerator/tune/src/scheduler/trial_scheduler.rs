@@ -55,7 +55,7 @@ pub(crate) struct Observation {
 pub(crate) enum OtherTrials {
     /// Some have not begun, and can.
     Pending,
-    /// None but those that run.
+    /// Only trials that run.
     Running,
     /// None: unless a paused trial is resumed, the search ends.
     None,

@@ -18,7 +18,7 @@ pub(crate) struct Attempt {
     pub(super) location: Option<Location>,
     /// The checkpoint that it loads, until it has reported.
     pub(super) restores: Option<CheckpointKey>,
-    /// Tells if its newest report came with a checkpoint.
+    /// Tells if its newest report came with a checkpoint that the search takes.
     offer: Offer,
 }
 
@@ -122,7 +122,7 @@ impl Attempt {
         self.branch == branch && saves && reached <= iteration
     }
 
-    /// Returns `true` if it has computed for longer than a trial may.
+    /// Returns `true` if it has computed or saved for longer than a trial may.
     pub(super) fn is_late(&self, most: Duration) -> bool {
         !matches!(self.state, AttemptState::Waiting(_)) && self.since.elapsed() > most
     }

@@ -56,7 +56,7 @@ impl TrialFiles {
         }
     }
 
-    /// Such as `MnistTrainable_358bb_00006`.
+    /// Returns a name such as `MnistTrainable_358bb_00006`.
     pub(crate) fn name(&self, trial: TrialId) -> String {
         trial_name(&self.search, &self.id, trial)
     }

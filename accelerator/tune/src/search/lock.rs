@@ -1,4 +1,4 @@
-//! One search writes a folder at a time.
+//! The lock of a search's folder: one search writes it at a time.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};

@@ -1,4 +1,4 @@
-//! Carrying a search out.
+//! Carries a search out.
 
 pub use builder::Search;
 pub use folder::SearchFolder;

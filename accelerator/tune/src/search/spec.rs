@@ -213,7 +213,7 @@ impl SearchSpec {
     try_from = "Map<String, Value>"
 )]
 pub enum SearchAlgorithm {
-    /// At random, and over grids.
+    /// Draws at random, and tries the points of grids.
     #[default]
     Variants,
     /// A sampler of Optuna.
@@ -252,9 +252,9 @@ impl From<Optuna> for SearchAlgorithm {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "i64", into = "i64")]
 pub enum MaxFailures {
-    /// So often.
+    /// Repeats at most that many times.
     AtMost(u32),
-    /// Until it succeeds.
+    /// Repeats until it succeeds.
     Unlimited,
 }
 

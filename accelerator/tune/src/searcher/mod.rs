@@ -1,4 +1,4 @@
-//! Search algorithms: what suggests configurations.
+//! Search algorithms, which suggest configurations.
 
 use serde_json::Value;
 
@@ -21,7 +21,7 @@ pub trait Searcher: Send {
     /// The configuration of the next trial.
     ///
     /// # Errors
-    /// Where it cannot say, as one that lives in another process which has ended. That ends the search.
+    /// If it cannot say, as one that lives in another process which has ended. That ends the search.
     fn ask(&mut self, trial: TrialId) -> Result<Suggestion>;
 
     /// A trial has reported a value of the objective, which may be NaN, and goes on.

@@ -1,4 +1,4 @@
-//! Drawing a configuration.
+//! Draws configurations.
 
 use serde_json::{Map, Value};
 

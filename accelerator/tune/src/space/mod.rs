@@ -256,13 +256,13 @@ pub fn qrandn(mean: f64, sd: f64, q: f64) -> Parameter {
     Domain::QRandn(mean, sd, q).into()
 }
 
-/// One of the options, each as likely as the others. The contents of an option are drawn if it is chosen.
+/// Draws one of the options, each as likely as the others. The contents of an option are drawn if it is chosen.
 #[must_use]
 pub fn choice(options: impl IntoIterator<Item = Parameter>) -> Parameter {
     Parameter(Node::Choice(options.into_iter().collect()))
 }
 
-/// Each of the options: a trial for each combination with other grids.
+/// Tries each of the options: a trial for each combination with other grids.
 #[must_use]
 pub fn grid_search(options: impl IntoIterator<Item = Parameter>) -> Parameter {
     Parameter(Node::Grid(options.into_iter().collect()))

@@ -117,7 +117,7 @@ impl TrialSession {
     /// A trial that reports so has no checkpoints: it begins anew where it is continued.
     ///
     /// # Errors
-    /// Where the trial is to end: return the error. What is to be given back first is given back before that.
+    /// If the trial is to end: return the error, after giving back what has to be given back.
     pub fn report(&mut self, metrics: impl Into<Metrics>) -> Result<()> {
         self.wait_for_answer(metrics.into(), None, Offer::Nothing)
     }
@@ -126,7 +126,7 @@ impl TrialSession {
     /// [`CheckpointSettings::frequency`](crate::CheckpointSettings::frequency) says. Schedulers may ask for more.
     ///
     /// # Errors
-    /// Where the trial is to end, or `save` fails: return the error.
+    /// If the trial is to end, or `save` fails: return the error.
     pub fn report_with(
         &mut self,
         metrics: impl Into<Metrics>,

@@ -94,9 +94,9 @@ pub trait Trainable: Sized {
 /// The answer of a [`Trainable`] to another configuration.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Reset {
-    /// It has.
+    /// It has taken the configuration.
     Done,
-    /// It has not: another process takes the trial.
+    /// It has not taken it: another process takes the trial.
     Refused,
 }
 
