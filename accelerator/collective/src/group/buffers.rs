@@ -42,12 +42,11 @@ impl ProcessGroup {
         self.start_all_reduce_at(buffer, op, Location::caller())
     }
 
-    /// As [`start_all_reduce`](Self::start_all_reduce), for what is started inside a callback: errors
-    /// name `caller` as the place.
+    /// Runs [`start_all_reduce`](Self::start_all_reduce) inside a callback: errors name `caller` as the place.
     ///
     /// # Errors
     ///
-    /// As [`start_all_reduce`](Self::start_all_reduce).
+    /// The same as for [`start_all_reduce`](Self::start_all_reduce).
     #[doc(hidden)]
     pub fn start_all_reduce_at(
         &self,
@@ -70,17 +69,17 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
+    /// The same as for [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
     #[track_caller]
     pub fn all_reduce_buffer(&self, buffer: &mut Buffer, op: ReduceOp) -> Result<()> {
         self.all_reduce_buffer_at(buffer, op, Location::caller())
     }
 
-    /// As [`all_reduce_buffer`](Self::all_reduce_buffer), in the name of `caller`.
+    /// Runs [`all_reduce_buffer`](Self::all_reduce_buffer) in the name of `caller`.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce).
+    /// The same as for [`all_reduce`](Self::all_reduce).
     #[doc(hidden)]
     pub fn all_reduce_buffer_at(
         &self,
@@ -148,11 +147,11 @@ impl ProcessGroup {
         self.reduce_scatter_buffer_at(buffer, op, layout, Location::caller())
     }
 
-    /// As [`reduce_scatter_buffer`](Self::reduce_scatter_buffer), in the name of `caller`.
+    /// Runs [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) in the name of `caller`.
     ///
     /// # Errors
     ///
-    /// As [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
+    /// The same as for [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
     #[doc(hidden)]
     pub fn reduce_scatter_buffer_at(
         &self,
@@ -185,12 +184,11 @@ impl ProcessGroup {
         self.start_reduce_scatter_at(buffer, op, layout, Location::caller())
     }
 
-    /// As [`start_reduce_scatter`](Self::start_reduce_scatter), for what is started inside a callback:
-    /// errors name `caller` as the place.
+    /// Runs [`start_reduce_scatter`](Self::start_reduce_scatter) inside a callback: errors name `caller` as the place.
     ///
     /// # Errors
     ///
-    /// As [`start_reduce_scatter`](Self::start_reduce_scatter).
+    /// The same as for [`start_reduce_scatter`](Self::start_reduce_scatter).
     #[doc(hidden)]
     pub fn start_reduce_scatter_at(
         &self,

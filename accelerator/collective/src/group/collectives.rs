@@ -31,11 +31,11 @@ impl ProcessGroup {
         self.all_reduce_at(values, op, Location::caller())
     }
 
-    /// As [`all_reduce`](Self::all_reduce), on behalf of a caller further up, whom errors name.
+    /// Runs [`all_reduce`](Self::all_reduce) on behalf of a caller further up, whom errors name.
     ///
     /// # Errors
     ///
-    /// As for [`all_reduce`](Self::all_reduce).
+    /// The same as for [`all_reduce`](Self::all_reduce).
     #[doc(hidden)]
     pub fn all_reduce_at<T: Element>(
         &self,
@@ -72,7 +72,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce).
+    /// The same as for [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather<T: Element>(&self, values: &[T]) -> Result<Vec<T>> {
         let fingerprint =
@@ -101,7 +101,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce), except that lengths may differ.
+    /// The same as for [`all_reduce`](Self::all_reduce), except that lengths may differ.
     #[track_caller]
     pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
         let fingerprint =
@@ -128,7 +128,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_gather_varied`](Self::all_gather_varied).
+    /// The same as for [`all_gather_varied`](Self::all_gather_varied).
     #[track_caller]
     pub fn all_gather_varied_with<T: Element>(
         &self,
@@ -273,7 +273,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce).
+    /// The same as for [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>> {
         let fingerprint =
@@ -297,7 +297,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce).
+    /// The same as for [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         let fingerprint =

@@ -118,7 +118,7 @@ fn connect_shm(
     Ok(path)
 }
 
-/// Why a path does not serve all ranks, in words that are the same on every rank.
+/// The reason that a path does not serve all ranks, in the same words on every rank.
 #[derive(Debug)]
 struct Unavailable {
     kind: UnavailableKind,
@@ -140,7 +140,7 @@ impl fmt::Display for Unavailable {
     }
 }
 
-/// What a rank tells the others.
+/// A rank's account of its host and memory, for the other ranks.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 struct HostInfo {
     /// The machine on which it runs, since when.
@@ -148,11 +148,12 @@ struct HostInfo {
     /// The first rank of its host.
     first: usize,
     pid: u32,
-    /// Where the others find its memory, or why they do not.
+    /// The arena that the others map, or the reason that there is none.
     memory: Result<ArenaId, String>,
 }
 
-/// Why no path can be used, as far as the exchanged infos show it. All ranks asked for the same transport.
+/// Returns the reason that no memory can be shared, if the exchanged infos show one. All ranks asked for the same
+/// transport.
 fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<Unavailable> {
     let hosts = hosts(infos);
     if let Some(second) = hosts.get(1)

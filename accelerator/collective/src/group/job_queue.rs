@@ -17,7 +17,7 @@ pub(super) fn channel<T>() -> (Sender<T>, Receiver<T>) {
     (Sender(Arc::clone(&queue)), Receiver(queue))
 }
 
-/// Where jobs are sent.
+/// The sending end of the queue.
 #[derive(Debug)]
 pub(super) struct Sender<T>(Arc<JobQueue<T>>);
 
@@ -42,7 +42,7 @@ impl<T> Drop for Sender<T> {
     }
 }
 
-/// Where jobs are received.
+/// The receiving end of the queue.
 #[derive(Debug)]
 pub(super) struct Receiver<T>(Arc<JobQueue<T>>);
 

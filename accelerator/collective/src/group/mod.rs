@@ -387,14 +387,14 @@ fn check_faults() -> Result<()> {
     accelerator_fault::check().map_err(|error| Error::caused(Kind::Misuse, refused, error))
 }
 
-/// What the handles of one rank share, beside the state that its communication thread shares, too. When the last handle
-/// is dropped, the rank leaves.
+/// The state that the handles of one rank share, besides the [`RankState`], which its communication thread shares, too.
+/// When the last handle is dropped, the rank leaves.
 struct GroupHandle {
     rank_state: Arc<RankState>,
     /// The way to the communication thread, which starts with the first job and ends when the
     /// handle is dropped.
     jobs: Mutex<Option<job_queue::Sender<Job>>>,
-    /// What started operations hand their results over in.
+    /// The slots in which started operations hand over their results.
     slots: SlotPool,
     /// The key by which the ranks recognize one another, if they are processes.
     key: Option<Key>,

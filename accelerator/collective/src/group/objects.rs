@@ -25,12 +25,11 @@ impl ProcessGroup {
         self.all_gather_object_at(value, Location::caller())
     }
 
-    /// As [`all_gather_object`](Self::all_gather_object), on behalf of a caller further up, whom errors
-    /// name.
+    /// Runs [`all_gather_object`](Self::all_gather_object) on behalf of a caller further up, whom errors name.
     ///
     /// # Errors
     ///
-    /// As for [`all_gather_object`](Self::all_gather_object).
+    /// The same as for [`all_gather_object`](Self::all_gather_object).
     #[doc(hidden)]
     pub fn all_gather_object_at<S: Serialize + DeserializeOwned>(
         &self,
@@ -57,7 +56,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_gather_object`](Self::all_gather_object).
+    /// The same as for [`all_gather_object`](Self::all_gather_object).
     #[track_caller]
     pub fn gather_object<S: Serialize + DeserializeOwned>(
         &self,
@@ -142,11 +141,11 @@ impl ProcessGroup {
         self.scatter_object_at(values, root, Location::caller())
     }
 
-    /// As [`scatter_object`](Self::scatter_object), on behalf of a caller further up, whom errors name.
+    /// Runs [`scatter_object`](Self::scatter_object) on behalf of a caller further up, whom errors name.
     ///
     /// # Errors
     ///
-    /// As for [`scatter_object`](Self::scatter_object).
+    /// The same as for [`scatter_object`](Self::scatter_object).
     #[doc(hidden)]
     pub fn scatter_object_at<S: Serialize, T: DeserializeOwned>(
         &self,

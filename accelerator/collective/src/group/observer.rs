@@ -1,4 +1,4 @@
-//! Who looks on at a rank's operations.
+//! The observer of a rank's operations.
 
 use std::{
     fmt,
@@ -20,11 +20,11 @@ pub struct OpEvent {
     pub sequence: u64,
     /// The size of the data that this rank passed.
     pub bytes: usize,
-    /// When its turn came: the operations before it were done, or it was begun beside them.
+    /// The time at which its turn came: the operations before it were done, or it was begun beside them.
     pub started: Instant,
-    /// When it was done.
+    /// The time at which it was done.
     pub ended: Instant,
-    /// Which thread it ran on.
+    /// The thread it ran on.
     pub thread: ExecThread,
     site: CallSite,
 }
@@ -35,7 +35,7 @@ impl OpEvent {
         self.site
     }
 
-    /// How long it took, waiting for other ranks included.
+    /// Returns the time it took, waiting for other ranks included.
     pub fn duration(&self) -> Duration {
         self.ended.duration_since(self.started)
     }

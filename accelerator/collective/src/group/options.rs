@@ -1,4 +1,4 @@
-//! How a group behaves.
+//! The options of a group: its deadlines and its transport.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ use crate::{
 pub struct GroupOptions {
     connect_timeout: Duration,
     progress_timeout: Duration,
-    /// Where unset, what the launch says, else five seconds.
+    /// `None` stands for the launch's value, else five seconds.
     liveness_timeout: Option<Duration>,
     busy_timeout: Duration,
     warn_after: Duration,
@@ -49,7 +49,7 @@ impl GroupOptions {
         }
     }
 
-    /// How long the ranks may take to find one another and to agree on the path of data.
+    /// Sets the time that the ranks may take to find one another and to agree on the path of data.
     pub fn with_connect_timeout(self, connect_timeout: Duration) -> Self {
         Self {
             connect_timeout,
@@ -57,7 +57,7 @@ impl GroupOptions {
         }
     }
 
-    /// How long an operation may wait for a rank that lives without any progress. A rank that
+    /// Sets the time that an operation may wait for a live rank without any progress. A rank that
     /// [shows that it works](crate::Activity) makes progress. A sign takes up to a second to arrive.
     pub fn with_progress_timeout(self, progress_timeout: Duration) -> Self {
         Self {
@@ -77,13 +77,13 @@ impl GroupOptions {
         }
     }
 
-    /// After how long without a heartbeat a rank is lost: stopped, swapped out, or cut off
-    /// from the network. A rank that lives shows it, however busy it is; one that is merely slow
+    /// Sets the time without a heartbeat after which a rank is lost: stopped, swapped out, or cut off
+    /// from the network. A live rank shows that it lives, however busy it is; one that is merely slow
     /// has the [progress timeout](Self::with_progress_timeout). Below a second, a loaded machine
     /// may make ranks look dead; less than 0.1 seconds is refused. Threads of one process
     /// cannot fall silent.
     ///
-    /// Unset, `ACCEL_LIVENESS_TIMEOUT` of the launch says it.
+    /// If it is not set, the launch's `ACCEL_LIVENESS_TIMEOUT` counts.
     pub fn with_liveness_timeout(self, liveness_timeout: Duration) -> Self {
         Self {
             liveness_timeout: Some(liveness_timeout),
@@ -103,27 +103,27 @@ impl GroupOptions {
         Self { transport, ..self }
     }
 
-    /// How long the ranks may take to find one another, and how they exchange data.
+    /// Returns the time that the ranks may take to find one another and to agree on the path of data.
     pub fn connect_timeout(&self) -> Duration {
         self.connect_timeout
     }
 
-    /// How long an operation may wait for a rank that lives without any progress.
+    /// Returns the time that an operation may wait for a live rank without any progress.
     pub fn progress_timeout(&self) -> Duration {
         self.progress_timeout
     }
 
-    /// How long a rank that is busy counts as one that works.
+    /// Returns the time for which a busy rank counts as one that works.
     pub fn busy_timeout(&self) -> Duration {
         self.busy_timeout
     }
 
-    /// After how long without a heartbeat a rank is lost.
+    /// Returns the time without a heartbeat after which a rank is lost.
     pub fn liveness_timeout(&self) -> Duration {
         self.liveness_timeout.unwrap_or(liveness::DEFAULT_TIMEOUT)
     }
 
-    /// After how long without progress a warning is logged.
+    /// Returns the time without progress after which a warning is logged.
     pub fn warn_after(&self) -> Duration {
         self.warn_after
     }

@@ -91,8 +91,8 @@ thread_local! {
 
 static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 
-/// How many characters of a panic's message are told.
+/// The number of characters of a panic's message that are reported.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
-/// How long a panic that aborts waits for the abort to be sent.
+/// The time that a panic that aborts waits for the abort to be sent.
 const ABORT_SEND_WAIT: Duration = Duration::from_millis(1500);

@@ -38,7 +38,7 @@ impl Pending {
         }
     }
 
-    /// Whether [`wait`](Self::wait) would return at once.
+    /// Returns `true` if [`wait`](Self::wait) would return at once.
     pub fn is_ready(&self) -> bool {
         let slot = self.0.as_ref();
         slot.is_none_or(|slot| !matches!(*slot.lock(), SlotState::Running))
@@ -110,7 +110,7 @@ impl Drop for Completion {
     }
 }
 
-/// What both ends of started operations share, for one operation after the other.
+/// The slots that both ends of started operations share, each for one operation after the other.
 #[derive(Debug, Default)]
 pub(crate) struct SlotPool(Mutex<Vec<Arc<PendingSlot>>>);
 
@@ -175,7 +175,7 @@ fn interrupted() -> Error {
     )
 }
 
-/// How many slots are kept.
+/// The number of slots that are kept.
 const MAX_FREE_SLOTS: usize = 256;
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ use crate::{
     transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
 };
 
-/// What all handles of one rank share.
+/// The state that all handles of one rank and its communication thread share.
 pub(crate) struct RankState {
     pub(crate) topology: Topology,
     pub(crate) options: GroupOptions,
@@ -40,9 +40,9 @@ pub(crate) struct RankState {
     failing: Mutex<()>,
     /// The first error of an operation: the answer to every later one.
     failure: OnceLock<Error>,
-    /// Who had been silent for long when the group failed.
+    /// The ranks that had been silent for long when the group failed.
     suspects: OnceLock<Vec<usize>>,
-    /// Whether the final message has been sent.
+    /// Set when the final message is sent.
     left: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
     /// The connection to the store.
@@ -289,7 +289,7 @@ impl RankState {
         }
     }
 
-    /// Says why a call that communicates must not be made, where it must not.
+    /// Fails with the reason if a call that communicates must not be made.
     pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
         match self.forbidden().last() {
             None => Ok(()),
@@ -356,7 +356,7 @@ impl RankState {
         }
     }
 
-    /// What the store is told: of a failure of its own a rank tells the cause only, since the
+    /// Returns the error to report to the store. For a failure of its own, a rank reports the cause only, since the
     /// store adds who said it, and others where they were.
     fn error_for_store(&self, error: &Error) -> Error {
         match error.culprit() {
@@ -412,14 +412,14 @@ impl Drop for AbortOnPanic<'_> {
     }
 }
 
-/// How long dropping the last handle waits for operations that were started.
+/// The time that dropping the last handle waits for operations that were started.
 const DROP_WAIT: Duration = Duration::from_secs(1);
 
-/// How long to wait for the final messages of others after a failure.
+/// The time to wait for the final messages of others after a failure.
 const FINAL_MESSAGES_WAIT: Duration = Duration::from_secs(2);
 
-/// How long a failing rank waits for what the store knows.
+/// The time that a failing rank waits for what the store knows.
 const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
-/// How long the final message of a rank may come after the notice of its end.
+/// The delay with which the final message of a rank may follow the notice of its end.
 const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);

@@ -1,4 +1,4 @@
-//! How a rank leaves its group, and who is gone.
+//! The ways out of a group, and the ranks that are gone.
 
 use super::{ProcessGroup, panics};
 use crate::error::Result;

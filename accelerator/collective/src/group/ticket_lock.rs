@@ -147,7 +147,7 @@ struct TicketState {
     serving: u64,
     /// Tickets that were dropped before their acquire.
     abandoned: Vec<u64>,
-    /// How many threads wait for a change.
+    /// The number of threads that wait for a change.
     waiting: usize,
 }
 

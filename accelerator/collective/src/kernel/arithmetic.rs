@@ -1,4 +1,4 @@
-//! What is computed for one element.
+//! The arithmetic of one element.
 
 use std::marker::PhantomData;
 
@@ -10,13 +10,13 @@ use super::simd::Convert;
 pub(super) trait Kernel {
     type Value: Copy;
 
-    /// What totals are kept in.
+    /// The type in which totals are kept.
     type Total: Copy;
 
     /// Fills up blocks; what becomes of it is thrown away.
     const ZERO: Self::Value;
 
-    /// Whether it is worth code of its own for two ranks.
+    /// `true` if two ranks are worth code of their own.
     const PAIRS: bool;
 
     fn widen<P: Convert, const N: usize>(convert: P, values: &[Self::Value; N])

@@ -72,7 +72,7 @@ pub(crate) fn combine(dtype: DType, op: ReduceOp, shares: &[impl ReduceInput], o
     combine_by(SimdLevel::best(), dtype, op, shares, out);
 }
 
-/// As [`combine`], by the instructions that are given.
+/// Runs [`combine`] with the given instructions.
 pub(crate) fn combine_by(
     level: SimdLevel,
     dtype: DType,
@@ -115,14 +115,14 @@ pub(crate) fn combine_by(
     unsafe { fold_by(level, dtype, op, sources, &[out], len) }
 }
 
-/// As many ranks find room for their pointers on the stack.
+/// The number of ranks whose pointers find room on the stack.
 const MAX_STACK_POINTERS: usize = 128;
 
-/// As [`fold`], by the instructions that are given.
+/// Runs [`fold`] with the given instructions.
 ///
 /// # Safety
 ///
-/// As for [`fold`].
+/// The same as for [`fold`].
 pub(crate) unsafe fn fold_by(
     level: SimdLevel,
     dtype: DType,
@@ -186,7 +186,7 @@ pub(crate) unsafe fn fold_by(
     }
 }
 
-/// What is combined, and where the results go.
+/// The inputs of a reduction, and the places for its results.
 struct FoldParts<'a> {
     sources: &'a [*const u8],
     targets: &'a [*mut u8],
@@ -197,7 +197,7 @@ struct FoldParts<'a> {
 ///
 /// # Safety
 ///
-/// As for [`fold`], for elements of the kernel's type, with at least one source.
+/// The same as for [`fold`], for elements of the kernel's type, with at least one source.
 unsafe fn run<K: Kernel, const WIDE: usize, const SLIM: usize>(
     level: SimdLevel,
     parts: &FoldParts<'_>,
@@ -216,7 +216,7 @@ unsafe fn run<K: Kernel, const WIDE: usize, const SLIM: usize>(
 
 /// # Safety
 ///
-/// As for [`run`], on a processor with these instructions.
+/// The same as for [`run`], on a processor with these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
@@ -226,7 +226,7 @@ unsafe fn avx2<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
 
 /// # Safety
 ///
-/// As for [`run`], on a processor with these instructions.
+/// The same as for [`run`], on a processor with these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")]
 unsafe fn avx512<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
@@ -238,7 +238,7 @@ unsafe fn avx512<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
 ///
 /// # Safety
 ///
-/// As for [`run`].
+/// The same as for [`run`].
 #[inline(always)]
 unsafe fn blocks<K: Kernel, P: Convert, const N: usize>(convert: P, parts: &FoldParts<'_>) {
     let FoldParts {
@@ -258,7 +258,7 @@ unsafe fn blocks<K: Kernel, P: Convert, const N: usize>(convert: P, parts: &Fold
 
 /// # Safety
 ///
-/// As for [`blocks`].
+/// The same as for [`blocks`].
 #[inline(always)]
 unsafe fn each<K: Kernel, P: Convert, const N: usize>(
     convert: P,

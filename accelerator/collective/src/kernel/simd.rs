@@ -1,4 +1,4 @@
-//! Which instructions are used.
+//! The choice of vector instructions, and the conversions that they make fast.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
@@ -74,7 +74,7 @@ fn has_avx512() -> bool {
 pub(super) trait Convert: Copy {
     fn widen<const N: usize>(self, values: &[f16; N]) -> [f32; N];
 
-    /// To the nearest, of two that are as near to the even one; a NaN becomes a quiet one.
+    /// Rounds to the nearest value, to the even one of two that are as near; a NaN becomes a quiet one.
     fn narrow<const N: usize>(self, totals: &[f32; N]) -> [f16; N];
 }
 
@@ -191,6 +191,6 @@ fn narrow_16(totals: &[f32; 16], values: &mut [f16; 16]) {
     }
 }
 
-/// As the arithmetic rounds, whatever the processor's mode.
+/// The rounding of the arithmetic, whatever the processor's mode.
 #[cfg(target_arch = "x86_64")]
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;

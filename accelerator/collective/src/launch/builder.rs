@@ -75,7 +75,7 @@ impl<'a> LaunchBuilder<'a> {
         Ok(launch)
     }
 
-    /// Where the ranks meet: at `MASTER_ADDR`, or where the launcher tells.
+    /// Finds where the ranks meet: at `MASTER_ADDR`, or where the launcher tells.
     fn meeting(&mut self, launch: &mut Launch, place: &Place) -> Result<()> {
         if let Some(host) = self.vars.text("MASTER_ADDR") {
             let host = host.trim();
@@ -177,8 +177,8 @@ impl<'a> LaunchBuilder<'a> {
         }
     }
 
-    /// Whether rank 0 is told by an operator of Kubernetes that the store is on `localhost`: the other pods are given
-    /// its name.
+    /// Returns `true` if an operator of Kubernetes tells rank 0 that the store is on `localhost`: the other pods are
+    /// given its name.
     fn is_own_pod(&self, place: &Place, rendezvous: &Rendezvous) -> bool {
         place.rank == 0
             && matches!(place.local, LocalTold::Nothing)
@@ -209,7 +209,8 @@ impl<'a> LaunchBuilder<'a> {
         Ok(Some(next))
     }
 
-    /// By what right ranks join, and under which name, which `derived` is where no variable says.
+    /// Completes a meeting from the variables: the store, the job's name (`derived` if none is set), and what ranks
+    /// need to join.
     fn joining(&mut self, rendezvous: Rendezvous, derived: Option<&str>) -> Result<Rendezvous> {
         let mut rendezvous = rendezvous.with_store(self.store()?);
         let named = [env::JOB.name, "TORCHELASTIC_RUN_ID"]

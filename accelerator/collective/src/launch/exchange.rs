@@ -1,4 +1,4 @@
-//! How ranks learn from their launcher where they meet.
+//! The exchange by which ranks learn from their launcher where they meet.
 //!
 //! Rank 0 listens on a port, and gives the launcher one line with its addresses, the port and a token; the launcher
 //! gives it to every rank. That happens once in a process: a launcher kills the job where a process begins again.
@@ -23,11 +23,11 @@ pub(super) struct Exchange {
     pub(super) wire: Wire,
     /// The job, its token where one is given, and the port where one is, else 0; the host is not known.
     pub(super) rendezvous: Rendezvous,
-    /// Whether all ranks are on this host.
+    /// Set if all ranks are on this host.
     pub(super) is_on_one_host: bool,
 }
 
-/// What ranks ask their launcher over.
+/// The protocol by which ranks ask their launcher.
 #[derive(Clone, Debug)]
 pub(super) enum Wire {
     /// PMI-1, over a socket that this process has inherited.
@@ -47,7 +47,7 @@ impl Exchange {
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
-        /// What the launcher has told this process.
+        /// The line that the launcher has told this process.
         static TOLD: OnceLock<Result<String>> = OnceLock::new();
         let deadline = Instant::now() + connect_timeout.min(MAX_WAIT);
         let mut listening = None;
@@ -130,7 +130,7 @@ impl Wire {
         }
     }
 
-    /// What it is, for people.
+    /// Returns the protocol's name, for people.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::PmiDescriptor(_) | Self::PmiPort { .. } => "PMI",
@@ -139,12 +139,12 @@ impl Wire {
     }
 }
 
-/// Where the store of rank 0 is, as one line without spaces: all that PMI-1 allows.
+/// The address of rank 0's store, as one line without spaces: all that PMI-1 allows.
 struct StoreAddress {
     port: u16,
     /// `None` where every rank has one of its own.
     token: Option<Token>,
-    /// At least one; the first that answers is taken.
+    /// One address or more; the first that answers is taken.
     addresses: Vec<IpAddr>,
 }
 

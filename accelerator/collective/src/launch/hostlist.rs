@@ -140,7 +140,7 @@ fn too_many() -> String {
     format!("it names more than {MOST_HOSTS} hosts")
 }
 
-/// As Slurm's own bound.
+/// The most hosts in a list, the same as Slurm's own bound.
 const MOST_HOSTS: usize = 65_536;
 
 #[cfg(test)]

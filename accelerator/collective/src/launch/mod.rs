@@ -1,4 +1,4 @@
-//! What the environment says about a launch.
+//! A launch, as the environment describes it.
 
 mod agent;
 mod builder;
@@ -124,7 +124,7 @@ pub struct Launch {
     /// loopback interface, as all ranks share the host then; otherwise [`Topology::is_local_known`] is false here,
     /// and the [group](crate::ProcessGroup::topology) knows it.
     pub topology: Topology,
-    /// Where the ranks meet; `None` in a world of one, and where rank 0 tells the others through their launcher.
+    /// The place where the ranks meet; `None` in a world of one, or if rank 0 tells the others through their launcher.
     pub rendezvous: Option<Rendezvous>,
     /// The transport that the environment asks for.
     pub transport: TransportKind,
@@ -227,18 +227,18 @@ impl Launch {
         LaunchBuilder::new(LaunchReader(&lookup)).launch()
     }
 
-    /// After how long without a heartbeat a rank counts as lost, where the environment says
+    /// Returns the time without a heartbeat after which a rank counts as lost, if the environment sets it
     /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
     pub fn liveness_timeout(&self) -> Option<Duration> {
         self.liveness_timeout
     }
 
-    /// How often the launcher has restarted this job (`ACCEL_RESTART`); 0 the first time.
+    /// Returns the number of times that the launcher has restarted this job (`ACCEL_RESTART`); 0 the first time.
     pub fn restart(&self) -> u64 {
         self.restart
     }
 
-    /// How often the launcher restarts this job at most (`ACCEL_MAX_RESTARTS`); `None` without
+    /// Returns the most times that the launcher restarts this job (`ACCEL_MAX_RESTARTS`); `None` without
     /// a launcher that restarts.
     pub fn max_restarts(&self) -> Option<u64> {
         self.max_restarts
@@ -282,7 +282,7 @@ impl Launch {
         &self.noticed
     }
 
-    /// Whether this process has nobody to meet: it is the only one, and stays so.
+    /// Returns `true` if this process has nobody to meet: it is the only one, and stays so.
     pub(crate) fn is_alone(&self) -> bool {
         self.topology.world_size() == 1 && self.elastic == Elastic::Fixed
     }
@@ -291,7 +291,7 @@ impl Launch {
     ///
     /// # Errors
     ///
-    /// As [`ProcessGroup::connect`](crate::ProcessGroup::connect).
+    /// The same as for [`ProcessGroup::connect`](crate::ProcessGroup::connect).
     pub(crate) fn meet(
         &self,
         connect_timeout: Duration,
@@ -334,7 +334,7 @@ impl Launch {
     }
 }
 
-/// Whether the number of ranks may change while they run.
+/// Tells if the number of ranks may change while they run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Elastic {
     Fixed,

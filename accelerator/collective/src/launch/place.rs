@@ -13,12 +13,12 @@ pub(super) struct Place {
     pub(super) rank: usize,
     pub(super) world_size: usize,
     pub(super) local: LocalTold,
-    /// Which variables told it.
+    /// The variables that told it.
     pub(super) names: &'static PlaceVariables,
     pub(super) meeting: MeetingTold,
 }
 
-/// What is told of the place on the host.
+/// The part of the place on the host that is told.
 #[derive(Clone, Copy)]
 pub(super) enum LocalTold {
     Nothing,
@@ -28,13 +28,13 @@ pub(super) enum LocalTold {
     Place(usize, usize),
 }
 
-/// Where ranks meet whose variables name no `MASTER_ADDR`.
+/// The meeting place of ranks whose variables name no `MASTER_ADDR`.
 pub(super) enum MeetingTold {
-    /// Nothing tells; why is for the error.
+    /// Nothing tells it; the text says why, for the error.
     Nowhere(String),
-    /// At a store of rank 0's, whose address follows from the variables.
+    /// A store of rank 0's, whose address follows from the variables.
     Store(DerivedStore),
-    /// At an address that rank 0 tells the others through the launcher.
+    /// An address that rank 0 tells the others through the launcher.
     Exchanged(Wire),
 }
 
@@ -60,11 +60,11 @@ pub(super) struct PlaceVariables {
     pub(super) launcher: &'static str,
     /// Its rank among all processes of the job.
     pub(super) rank: &'static str,
-    /// How many processes the job has.
+    /// The number of processes of the job.
     pub(super) world_size: &'static str,
     /// Its rank among those of its host.
     pub(super) local_rank: &'static str,
-    /// How many processes of the job its host has.
+    /// The number of processes of the job on its host.
     pub(super) local_world_size: &'static str,
 }
 
@@ -197,7 +197,7 @@ impl Place {
         }
     }
 
-    /// Whether the variables tell that all ranks are on one host.
+    /// Returns `true` if the variables tell that all ranks are on one host.
     pub(super) fn is_on_one_host(&self) -> bool {
         matches!(self.local, LocalTold::Place(_, size) if size == self.world_size)
     }

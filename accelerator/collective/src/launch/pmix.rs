@@ -57,7 +57,7 @@ pub(super) fn share(
     })
 }
 
-/// What this process knows of its job.
+/// This process's knowledge of its job.
 struct PmixJob {
     namespace: String,
     rank: usize,
@@ -220,14 +220,14 @@ struct PmixValue {
     rest: [u64; 2],
 }
 
-/// What begins a `pmix_value_t` of any version.
+/// The beginning of a `pmix_value_t` of any version.
 #[repr(C)]
 struct PmixHead {
     kind: u16,
     data: PmixData,
 }
 
-/// What of its union is used.
+/// The members of its union that are used.
 #[repr(C)]
 #[derive(Clone, Copy)]
 union PmixData {

@@ -39,7 +39,7 @@ impl LaunchReader<'_> {
             .ok_or_else(|| invalid(format!("{name} is not set, beside {}", self.shown(others))))
     }
 
-    /// Those of these variables that are set, for messages: `A=1, B=2`.
+    /// Returns the variables among these that are set, for messages: `A=1, B=2`.
     pub(super) fn shown(&self, names: &[&str]) -> String {
         let set = names.iter();
         let set = set.filter_map(|name| Some(format!("{name}={}", self.text(name)?)));

@@ -1,4 +1,4 @@
-//! What a launch was told, and by whom.
+//! The settings of a launch, and their origins.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ pub struct Setting {
     pub name: &'static str,
     /// The value as text.
     pub value: String,
-    /// Where the value came from.
+    /// The origin of the value.
     pub origin: Origin,
 }
 

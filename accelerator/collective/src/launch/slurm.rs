@@ -206,7 +206,7 @@ fn list<T>(
     read(&text).map_err(|why| invalid(format!("{name} is {text:?}: {why}")))
 }
 
-/// What every task has.
+/// The variables that every task has.
 const TASK: [&str; 2] = [STEP.rank, STEP.world_size];
 const STEP_ID: &str = "SLURM_STEP_ID";
 const NODE: &str = "SLURM_NODEID";

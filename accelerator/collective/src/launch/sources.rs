@@ -13,7 +13,7 @@ use super::{
 };
 use crate::error::Result;
 
-/// What the variables of all launchers tell.
+/// The place that the variables of all launchers tell.
 pub(super) struct Found {
     pub(super) place: Option<Place>,
     /// Launchers that have left variables, and did not tell the place.
@@ -29,8 +29,8 @@ struct Source {
     place: fn(LaunchReader<'_>) -> Result<Option<Place>>,
 }
 
-/// Those after [`DIRECT`]. A launcher that runs inside another stands before it: `mpirun` in a job of Slurm's starts
-/// its daemons as tasks of a step, whose variables its processes inherit.
+/// The launchers that are asked after [`DIRECT`]. One that runs inside another stands before it: `mpirun` in a job of
+/// Slurm's starts its daemons as tasks of a step, whose variables its processes inherit.
 const SOURCES: [Source; 5] = [
     Source {
         launcher: "Open MPI",

@@ -1,4 +1,4 @@
-//! Which parts of an arena are free.
+//! The free parts of an arena.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! What a rank says about an operation, in words of shared memory.
+//! A rank's declaration of an operation, in words of shared memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -102,7 +102,7 @@ impl ShmHeader {
     }
 }
 
-/// What matters of a header to ranks that agree.
+/// The part of a header that matters to ranks that agree.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct HeaderDigest {
     /// Operation, reduction, element type and root.
@@ -112,7 +112,7 @@ pub(crate) struct HeaderDigest {
     pub(crate) sequence: u64,
     /// A checksum of what the operation is for.
     pub(crate) purpose: u64,
-    /// Where the data lie in the rank's arena.
+    /// The offset of the data in the rank's arena.
     pub(crate) data: Option<u64>,
 }
 

@@ -29,7 +29,7 @@ impl Hosts {
         }
     }
 
-    /// What the ranks of this host share.
+    /// Returns the memory that the ranks of this host share.
     pub(crate) fn peers(&self) -> &ShmPeers {
         &self.peers
     }
@@ -44,7 +44,7 @@ impl Hosts {
         self.host
     }
 
-    /// How many ranks of each host speak with those of others: as many as the smallest one holds.
+    /// Returns the number of ranks per host that exchange data with other hosts: as many as the smallest host holds.
     pub(crate) fn lanes(&self) -> usize {
         self.lanes
     }

@@ -95,7 +95,7 @@ impl RawMemory {
         self.len
     }
 
-    /// Where a range begins; `None` where it does not lie within.
+    /// Returns the beginning of a range; `None` if it does not lie within.
     pub(super) fn at(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         let end = offset.checked_add(len)?;
         if end > self.len {
@@ -109,7 +109,7 @@ impl RawMemory {
     ///
     /// # Panics
     ///
-    /// Where it does not lie within, aligned.
+    /// Panics if it does not lie within, aligned.
     pub(super) fn structure<T: Atomics>(&self, offset: usize) -> &T {
         let place = self.at(offset, size_of::<T>()).map(NonNull::cast::<T>);
         match place {
@@ -141,7 +141,7 @@ impl RawMemory {
     }
 }
 
-/// What can be said about pages.
+/// The advice that can be given about pages.
 #[cfg(target_os = "linux")]
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Advice {

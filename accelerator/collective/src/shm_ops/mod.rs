@@ -128,7 +128,7 @@ impl<'a> ShmOp<'a> {
         }
     }
 
-    /// What a rank wrote into its slot of this step.
+    /// Returns what a rank wrote into its slot of this step.
     pub(crate) fn view(&self, peer: usize, range: Range<usize>) -> &[u8] {
         let slot = self.peers.arena(peer).slot(self.step);
         // SAFETY: the peer writes to this slot again after this rank has published the next step,
@@ -156,13 +156,13 @@ impl<'a> ShmOp<'a> {
         unsafe { fold(dtype, op, &pointers.sources, &[out.as_mut_ptr()], len) };
     }
 
-    /// Whether all other ranks' slots of this step begin with the same bytes.
+    /// Returns `true` if all other ranks' slots of this step begin with the bytes of `head`.
     fn agree_on(&self, head: &[u8]) -> bool {
         let same = |peer: usize| self.view(peer, 0..head.len()) == head;
         self.others().all(same)
     }
 
-    /// Whether all ranks declared a buffer, some, or none.
+    /// Finds out if all ranks declared a buffer, some, or none.
     fn placement(&self) -> Result<Placement> {
         let mut placed = 0;
         for peer in 0..self.size() {
@@ -359,7 +359,7 @@ impl<'a> ShmOp<'a> {
     }
 }
 
-/// Where the data of an operation lie.
+/// The placement of an operation's data in the ranks' memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Placement {
     /// Each rank's in a buffer that all can reach.
@@ -390,5 +390,5 @@ impl ShmScratch {
     }
 }
 
-/// How long a waiting rank sleeps before it asks whether the others still live.
+/// The time that a waiting rank sleeps before it asks if the others still live.
 const SLICE: Duration = Duration::from_millis(10);

@@ -1,4 +1,4 @@
-//! How buffers are split into chunks.
+//! The split of buffers into chunks.
 
 use std::{ops::Range, sync::Arc};
 
@@ -9,7 +9,7 @@ use crate::{
     transport::CHUNK,
 };
 
-/// What each rank keeps of a reduction.
+/// The part of a reduction that each rank keeps.
 #[derive(Clone, Debug)]
 pub(crate) enum Output {
     /// Everything.
@@ -57,7 +57,7 @@ impl ChunkLayout {
         }
     }
 
-    /// Whether a chunk of a round travels by itself, rather than with a header or not at all.
+    /// Returns `true` if a chunk of a round travels by itself, rather than with a header or not at all.
     pub(super) fn sends(&self, chunk: &ChunkRange<'_>, round: usize) -> bool {
         match self {
             Self::Even(_) => round > 0 && !chunk.is_empty(),
@@ -67,7 +67,7 @@ impl ChunkLayout {
     }
 }
 
-/// At most [`CHUNK`] bytes of a buffer.
+/// A chunk of a buffer: at most [`CHUNK`] bytes.
 #[derive(Debug)]
 pub(super) enum ChunkRange<'a> {
     One(Range<usize>),

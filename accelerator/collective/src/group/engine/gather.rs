@@ -167,7 +167,7 @@ impl OpContext<'_> {
     }
 }
 
-/// Where the first chunk of an exchange travels.
+/// The place in which the first chunk of an exchange travels.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum FirstChunk {
     InHeader,
@@ -187,7 +187,7 @@ struct ScatterReader {
     lens: Vec<u8>,
     /// The bytes of the lengths.
     header: usize,
-    /// How many bytes of the parts have gone by.
+    /// The number of bytes of the parts that have gone by.
     passed: usize,
 }
 

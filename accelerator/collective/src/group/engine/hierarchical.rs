@@ -20,9 +20,9 @@ use crate::{
 pub(super) struct HierarchicalScratch {
     /// This rank's values of a chunk as they are added up, where they are held otherwise.
     widened: Storage,
-    /// What the ranks of this host have together, of this rank's lane.
+    /// The combined values of this host's ranks, for this rank's lane.
     partial: Storage,
-    /// Of the chunks under way: this host's share of what it owns, and the results.
+    /// The chunks under way: this host's share of each, then the results.
     owned: Vec<Storage>,
     results: Vec<Storage>,
 }
@@ -35,8 +35,8 @@ impl std::fmt::Debug for HierarchicalScratch {
 }
 
 impl OpContext<'_> {
-    /// Whether a reduction can be computed host by host. A mean of integers is rounded once, from a
-    /// sum that no element can hold.
+    /// Returns `true` if a reduction can be computed host by host. A mean of integers cannot: it is rounded once, from
+    /// a sum that no element can hold.
     pub(super) fn is_hierarchical(dtype: DType, op: ReduceOp) -> bool {
         op != ReduceOp::Mean || wide(dtype) == DType::F32 || dtype == DType::F64
     }
@@ -69,9 +69,9 @@ impl OpContext<'_> {
         outcome
     }
 
-    /// In one step a rank puts a chunk into its slot; a lane then sends its part of what its host
-    /// has, combines its share of an earlier chunk, takes the results of a still earlier one, and
-    /// puts them into the slot with the next step.
+    /// Runs the steps of the plan. In each, a rank puts a chunk into its slot; a lane then sends its part of what its
+    /// host has, combines its share of an earlier chunk, takes the results of a still earlier one, and puts them into
+    /// the slot with the next step.
     fn run_hierarchical(
         &mut self,
         hosts: &Hosts,
@@ -242,11 +242,11 @@ impl OpContext<'_> {
     }
 }
 
-/// How a buffer is cut: into chunks, each into a part for each lane, each into a share for each
-/// host. All counts are of elements.
+/// The cuts of a buffer: into chunks, each into a part per lane, each into a share per host. All counts are of
+/// elements.
 struct HierarchicalPlan {
     dtype: DType,
-    /// In which values are added up.
+    /// The type in which values are added up.
     wide: DType,
     len: usize,
     /// The elements of a chunk.
@@ -254,7 +254,7 @@ struct HierarchicalPlan {
     chunks: usize,
     lanes: usize,
     hosts: usize,
-    /// For how many steps a chunk is on its way to its owners, and back.
+    /// The steps that a chunk takes to its owners, and as many back.
     depth: usize,
 }
 
@@ -318,6 +318,5 @@ impl ByteRange for Range<usize> {
     }
 }
 
-/// For how many steps a chunk is on its way between hosts, each way: what a link carries meanwhile
-/// covers its delay.
+/// The most steps that a chunk takes between hosts, each way: what a link carries meanwhile covers its delay.
 const DEPTH: usize = 4;

@@ -30,15 +30,15 @@ pub(crate) use reduce::Reduction;
 /// Memory that the operations of one rank use again and again.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    /// What has arrived from each rank in the current round.
+    /// The chunk that has arrived from each rank in the current round.
     received: Vec<Option<RecvChunk>>,
-    /// What each rank has declared.
+    /// The operation that each rank has declared.
     headers: Vec<Option<CollectiveFingerprint>>,
-    /// What operations in shared memory use.
+    /// The memory of operations in shared memory.
     shared: shm_ops::ShmScratch,
-    /// What reductions over hosts use.
+    /// The memory of reductions over hosts.
     staging: HierarchicalScratch,
-    /// What lies here and there in a buffer and travels as one.
+    /// Scattered pieces of a buffer, packed to travel as one.
     packed: Storage,
 }
 
@@ -51,7 +51,7 @@ impl Scratch {
     }
 }
 
-/// How far an operation came.
+/// The progress of an operation.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum OpProgress {
     Done,
@@ -209,8 +209,7 @@ impl<'a> OpContext<'a> {
         Ok(OpProgress::Done)
     }
 
-    /// Whether every other rank sent these bytes, and nothing else, with its header. They are
-    /// not kept.
+    /// Returns `true` if every other rank sent exactly these bytes with its header. They are not kept.
     fn agree_on(&mut self, head: &[u8]) -> bool {
         let mut agree = true;
         for chunk in self.received.iter_mut().filter_map(Option::take) {
@@ -219,8 +218,7 @@ impl<'a> OpContext<'a> {
         agree
     }
 
-    /// What an error is where the ranks disagree: the disagreement is the cause; who comes late to
-    /// it adds nothing.
+    /// Replaces `error` with a mismatch if the ranks disagree: that is the cause, and later failures add nothing to it.
     pub(crate) fn disagreement(&self, error: Error) -> Error {
         match self.do_agree() || error.is_mismatch() {
             true => error,
@@ -228,7 +226,7 @@ impl<'a> OpContext<'a> {
         }
     }
 
-    /// Whether the headers that are here agree.
+    /// Returns `true` if the headers that have arrived agree with this rank's.
     fn do_agree(&self) -> bool {
         let mut headers = self.headers.iter().flatten();
         headers.all(|header| header.agrees_with(&self.deadline.fingerprint))
@@ -354,5 +352,5 @@ impl<'a> OpContext<'a> {
     }
 }
 
-/// How many chunks a rank sends ahead of the one it reduces.
+/// The number of chunks that a rank sends ahead of the one it reduces.
 const PREFETCH: usize = 4;

@@ -30,7 +30,7 @@ pub(crate) struct Reduction {
     step: ReductionStep,
 }
 
-/// What is to be done next.
+/// The next step of a reduction.
 #[derive(Clone, Copy, Debug)]
 enum ReductionStep {
     Begin,
@@ -237,7 +237,7 @@ impl OpContext<'_> {
         self.reduce(dtype, op, output, bytes)
     }
 
-    /// From the beginning to the end; see [`Reduction`].
+    /// Runs a [`Reduction`] from beginning to end.
     fn reduce(
         &mut self,
         dtype: DType,

@@ -31,7 +31,7 @@ impl Notes {
         }
     }
 
-    /// What the other rank sent.
+    /// Delivers a chunk as the other rank sends it.
     fn arrive(
         &self,
         phase: OpPhase,

@@ -1,4 +1,4 @@
-//! What engines tell an agent: the launcher that is started once on each host of a job.
+//! The place that engines tell an agent: the launcher that is started once on each host of a job.
 
 mod engines;
 mod values;
@@ -61,13 +61,13 @@ pub struct AgentLaunch {
     pub node: Option<usize>,
     /// The number of hosts of the job.
     pub nodes: Option<NodeCount>,
-    /// How many processes this agent starts.
+    /// The number of processes that this agent starts.
     pub processes: Option<AgentProcesses>,
-    /// Where the agents meet: an address of the first agent's host.
+    /// The meeting place of the agents: an address of the first agent's host.
     pub head: Option<AgentHead>,
     /// The name of the job, where the engine gives it one.
     pub job: Option<String>,
-    /// Which engine told it.
+    /// The engine that told it.
     pub source: LaunchSource,
     /// Engines that have left variables, and did not tell it.
     pub noticed: Vec<LaunchSource>,
@@ -78,7 +78,7 @@ impl AgentLaunch {
     ///
     /// # Errors
     ///
-    /// As [`from_vars`](Self::from_vars).
+    /// The same as for [`from_vars`](Self::from_vars).
     pub fn from_env() -> Result<Option<Self>> {
         Self::from_vars(|name| Some(variable(name)?.to_string_lossy().into_owned()))
     }

@@ -1,4 +1,4 @@
-//! What an engine tells: numbers of hosts and of processes, and an address.
+//! The values that an engine tells: numbers of hosts and of processes, and an address.
 
 use std::{fmt, str::FromStr};
 
@@ -56,7 +56,7 @@ impl fmt::Display for NodeCount {
 pub enum AgentProcesses {
     /// So many; at least 1.
     Number(usize),
-    /// As many as the host has devices (`auto` or `gpu`).
+    /// One per device of the host (`auto` or `gpu`).
     Auto,
 }
 

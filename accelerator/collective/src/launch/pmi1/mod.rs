@@ -27,7 +27,7 @@ use crate::{
 /// A connection to a launcher.
 pub(super) struct PmiClient {
     stream: File,
-    /// What was read and not yet taken.
+    /// The bytes that were read and not yet taken.
     unread: Vec<u8>,
     deadline: Instant,
 }
@@ -291,8 +291,8 @@ fn lost(error: &std::io::Error) -> Error {
 
 /// The key of rank 0's line; those that begin with `PMI_` are the launcher's own.
 const KEY: &str = "accel-store";
-/// How long a launcher may take for an answer that waits for no other rank.
+/// The time that a launcher may take for an answer that waits for no other rank.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How long it may take to let a process go.
+/// The time that it may take to let a process go.
 const FAREWELL: Duration = Duration::from_secs(1);
 const MOST_BYTES: usize = 16 * 1024;

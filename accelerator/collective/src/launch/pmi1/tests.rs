@@ -9,10 +9,10 @@ use super::*;
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// What a launcher answers a command, if anything.
+/// A launcher's answer to a command, if any.
 type Answers = fn(command: &str, key: &Shared) -> Option<String>;
 
-/// What the server of a test keeps.
+/// The state of a test's server.
 struct Shared {
     ranks: usize,
     arrived: Mutex<usize>,
@@ -71,7 +71,7 @@ fn serve(stream: UnixStream, answers: Answers, shared: &Shared) -> Vec<String> {
     commands
 }
 
-/// What each rank gets of what rank 0 says, and the commands of each.
+/// Returns what each rank gets of rank 0's line, and the commands of each.
 fn exchange(
     ranks: usize,
     own: Option<&str>,

@@ -1,4 +1,4 @@
-//! What the variables of engines tell an agent.
+//! Agents' places, from the variables of engines.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What launches are read from variables.
+//! Launches that are read from variables.
 
 mod agents;
 mod programs;

@@ -1,4 +1,4 @@
-//! What the variables of launchers tell a program.
+//! Programs' places, from the variables of launchers.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What Slurm's variables tell a program.
+//! Programs' places, from Slurm's variables.
 
 use super::programs::{AT, address, noticed, refuses, step, tells};
 

@@ -1,4 +1,4 @@
-//! What only the allocator of an arena does: it puts memory behind addresses.
+//! The allocator of an arena, which puts memory behind addresses.
 
 #[cfg(target_os = "linux")]
 use crate::shm::memory::Advice;
@@ -72,5 +72,5 @@ impl ArenaAllocator {
     }
 }
 
-/// From this size on, memory comes in large pages where the system has them.
+/// The size from which on memory comes in large pages, if the system has them.
 pub(super) const LARGE: usize = 2 * 1024 * 1024;

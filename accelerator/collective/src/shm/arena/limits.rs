@@ -1,4 +1,4 @@
-//! How much room for buffers there can be.
+//! The limits of the room for buffers.
 
 use std::io;
 

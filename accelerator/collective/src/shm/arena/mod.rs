@@ -27,17 +27,16 @@ use allocator::ArenaAllocator;
 #[cfg(target_os = "linux")]
 use limits::{installed, permitted};
 
-/// By what an arena is found and known.
+/// The identity of an arena, by which other ranks find and recognize it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct ArenaId {
     /// The number of its file in the process that has it.
     pub(crate) file: i32,
-    /// What is written in it.
+    /// The words that are written in it.
     pub(crate) nonce: [u64; 2],
 }
 
-/// What a rank shares: how far it is, its headers, two slots of data, and the buffers that it
-/// has made.
+/// The memory that a rank shares: its progress, its headers, two slots of data, and the buffers that it has made.
 ///
 /// ```text
 /// 0        counter, two headers
@@ -49,13 +48,13 @@ pub(crate) struct ArenaId {
 /// memory when a buffer is made, and is given back when it is dropped.
 pub(crate) struct Arena {
     memory: RawMemory,
-    /// Who has made it can make buffers in it.
+    /// Present in the process that made the arena, which alone can make buffers in it.
     allocator: Option<ArenaAllocator>,
 }
 
 #[repr(C)]
 struct ArenaHeader {
-    /// By which the others know that it is the one that was meant.
+    /// The words by which the others know that it is the one that was meant.
     nonce: [AtomicU64; 2],
     counter: SeqCounter,
     headers: [ShmHeader; SLOTS],
@@ -206,7 +205,7 @@ impl Arena {
         }
     }
 
-    /// Where a buffer lies; `None` where no buffer can.
+    /// Returns the memory of a buffer; `None` if no buffer can lie there.
     pub(crate) fn buffer(&self, offset: u64, len: usize) -> Option<MemoryRange> {
         let offset = usize::try_from(offset).ok()?;
         if offset < CONTROL || !offset.is_multiple_of(PAGE) {
@@ -252,7 +251,7 @@ const _: () = assert!(
     "the head fits before the slots"
 );
 
-/// What the file is called in lists of a process's files.
+/// The file's name in lists of a process's files.
 #[cfg(target_os = "linux")]
 pub(super) const NAME: &str = "accelerator-arena";
 

@@ -12,7 +12,7 @@ pub(crate) struct Region {
     offset: usize,
     /// Rounded up to pages.
     len: usize,
-    /// Whether another rank may still write to it.
+    /// Set if another rank may still write to it.
     abandoned: bool,
 }
 
@@ -44,12 +44,12 @@ impl Region {
         })
     }
 
-    /// Where it begins in its arena.
+    /// Returns the offset at which it begins in its arena.
     pub(crate) fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Whether it lies in this arena.
+    /// Returns `true` if it lies in this arena.
     pub(crate) fn is_in(&self, arena: &Arc<Arena>) -> bool {
         Arc::ptr_eq(&self.arena, arena)
     }

@@ -1,4 +1,4 @@
-//! How a rank tells the others how far it is, and how they wait for it.
+//! The counter by which a rank tells the others how far it is, and on which they wait.
 //!
 //! A [`SeqCounter`] is one word in shared memory that counts what its owner has done. Only the owner
 //! advances it, so there is no lock, and nothing that a dead rank could leave locked.
@@ -25,7 +25,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How far its owner is, for others to wait for.
+/// The progress of its owner, for others to wait for.
 ///
 /// It may lie in memory that several processes map, each at an address of its own; zeroed memory is
 /// a counter that was never published. It has a cache line, and the adjacent one that processors
@@ -48,14 +48,14 @@ impl SeqCounter {
         }
     }
 
-    /// Says that the owner is at `to`; what it wrote before can be read by who has seen the count.
+    /// Publishes that the owner is at `to`; whoever has seen the count can read what the owner wrote before.
     ///
     /// Only the owner may call this, with counts that never go back.
     pub(crate) fn publish(&self, to: u32) {
         publish(&self.word, to, wake_all);
     }
 
-    /// Whether the owner is at `target` or beyond.
+    /// Returns `true` if the owner is at `target` or beyond.
     pub(crate) fn reached(&self, target: u32) -> bool {
         is_reached(SharedWord::load(&self.word), target)
     }
@@ -81,8 +81,8 @@ impl fmt::Debug for SeqCounter {
     }
 }
 
-/// What a rank does before it goes to sleep: how long it keeps the core, and then how often it
-/// offers the core to others.
+/// The wait of a rank before it goes to sleep: the time for which it keeps the core, and then the number of times
+/// that it offers the core to others.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Spin {
     busy: Duration,
@@ -98,7 +98,7 @@ impl Spin {
         Self { busy, yields }
     }
 
-    /// What suits `ranks` ranks on `cores` cores.
+    /// Returns the values that suit `ranks` ranks on `cores` cores.
     ///
     /// With a core for each rank, a wait that is shorter than two switches to and from sleep costs
     /// nothing but what the core would have idled. With fewer cores, the rank that is waited for may
@@ -149,7 +149,7 @@ fn is_reached(word: u32, target: u32) -> bool {
     (word & !ASLEEP).wrapping_sub(target << 1).cast_signed() >= 0
 }
 
-/// What is asked of a word in shared memory.
+/// The operations on a word in shared memory.
 trait SharedWord {
     /// Reads it; what its owner wrote before can be read after this.
     fn load(&self) -> u32;
@@ -190,7 +190,7 @@ macro_rules! word {
 
 word!(AtomicU32, Ordering);
 
-/// What waiting is made of.
+/// The steps of which waiting is made.
 trait WaitStrategy<W> {
     /// Lets a moment pass, or says that it is time to sleep.
     fn spin(&mut self) -> bool;
@@ -223,10 +223,10 @@ impl Backoff {
     }
 }
 
-/// Between two looks at the clock, which costs as much as a few polls.
+/// The polls between two looks at the clock, which costs as much as a few polls.
 const POLLS: u32 = 16;
 
-/// Who has waited for so long sleeps, so that it is woken rather than scheduled some time.
+/// The wait after which a rank sleeps, so that it is woken rather than scheduled some time.
 const AWAKE: Duration = Duration::from_micros(200);
 
 impl WaitStrategy<AtomicU32> for Backoff {
@@ -280,7 +280,7 @@ fn wake_all(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX.cast_unsigned());
 }
 
-/// Where there is no futex, who sleeps looks again by itself.
+/// Sleeps for a moment: without a futex, the sleeper looks at the word again by itself.
 #[cfg(not(target_os = "linux"))]
 fn sleep(_word: &AtomicU32, _value: u32, limit: Duration) {
     std::thread::sleep(limit.min(Duration::from_micros(50)));

@@ -116,7 +116,7 @@ fn model(preemptions: Option<usize>, ranks: impl Fn() + Send + Sync + 'static) {
     explore(preemptions, None, ranks);
 }
 
-/// As many orders as fit into a minute.
+/// Tries as many orders as fit into a minute.
 fn sample(ranks: impl Fn() + Send + Sync + 'static) {
     explore(Some(2), Some(Duration::from_secs(60)), ranks);
 }
@@ -154,10 +154,10 @@ struct ModelWorld {
     members: Vec<ModelRank>,
 }
 
-/// What one rank shares.
+/// The memory that one rank shares.
 struct ModelRank {
     counter: SharedLine,
-    /// By parity of the step.
+    /// The slots, by parity of the step.
     slots: [UnsafeCell<u32>; 2],
     /// One word for the part of each rank.
     buffer: Vec<UnsafeCell<u32>>,
@@ -323,7 +323,7 @@ impl WaitStrategy<SharedLine> for SleepUntilWoken {
     }
 }
 
-/// Has no time left to sleep.
+/// A strategy without time left to sleep.
 struct NoTimeLeft;
 
 impl WaitStrategy<SharedLine> for NoTimeLeft {
