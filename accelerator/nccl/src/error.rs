@@ -103,7 +103,7 @@ impl StdError for Error {
     }
 }
 
-/// What the predicates tell apart.
+/// The kinds that the predicates tell apart.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 pub(crate) enum Kind {
     Absent,

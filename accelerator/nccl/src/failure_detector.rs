@@ -1,4 +1,4 @@
-//! What a communicator and the group that it belongs to tell each other.
+//! The failures that a communicator and the group that it belongs to tell each other.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,10 +10,10 @@ use accelerator_collective::ProcessGroup;
 /// Both methods are called by a thread of the communicator's, and by those that use it, at any time until
 /// it is dropped; they return at once.
 pub(crate) trait FailureDetector: Send + Sync {
-    /// Why the group has ended, if it has. What is waiting for peers is freed then.
+    /// Returns the reason that the group has ended, if it has. What is waiting for peers is freed then.
     fn failure(&self) -> Option<String>;
 
-    /// Is told, at most once, that the communicator has ended on this rank for a reason that the
+    /// Takes the news, at most once, that the communicator has ended on this rank for a reason that the
     /// group may not know.
     fn failed(&self, text: &str);
 }
@@ -24,10 +24,10 @@ impl fmt::Debug for dyn FailureDetector {
     }
 }
 
-/// That of a process group.
+/// The failure detection of a process group.
 pub(crate) struct GroupFailureDetector {
     group: ProcessGroup,
-    /// Whether all ranks are connected. Until then, a failure of NCCL's is no failure of the group.
+    /// Set once all ranks are connected. Until then, a failure of NCCL's is no failure of the group.
     enabled: AtomicBool,
 }
 
@@ -39,7 +39,7 @@ impl GroupFailureDetector {
         }
     }
 
-    /// From now on what fails ends the group.
+    /// Lets failures of NCCL's end the group from now on.
     pub(crate) fn enable(&self) {
         self.enabled.store(true, Ordering::Release);
     }

@@ -23,8 +23,8 @@ impl Gpu {
     /// The GPU of that number, as CUDA counts those that `CUDA_VISIBLE_DEVICES` leaves: from 0.
     ///
     /// # Errors
-    /// [`is_misuse`](Error::is_misuse) where there are not so many, [`is_cuda`](Error::is_cuda)
-    /// where the driver refuses a context.
+    /// [`is_misuse`](Error::is_misuse) if there are not so many, [`is_cuda`](Error::is_cuda)
+    /// if the driver refuses a context.
     pub fn open(library: &Library, ordinal: usize) -> Result<Self> {
         let api = Arc::clone(library.api());
         let count = api.gpu_count()?;
@@ -54,7 +54,7 @@ impl Gpu {
     }
 
     /// Its place on the PCI bus of this host, such as `0000:3B:00.0`. Two ranks of one host have the
-    /// same where they share a GPU (or have a part of the same one each), which NCCL refuses.
+    /// same if they share a GPU (or have a part of the same one each), which NCCL refuses by default.
     pub fn bus_id(&self) -> &str {
         &self.0.bus_id
     }
@@ -73,7 +73,7 @@ impl Gpu {
         Ok(UniqueId::new(self.0.api.unique_id()?))
     }
 
-    /// Whether this is a handle of the same context.
+    /// Returns `true` if this is a handle of the same context.
     pub(crate) fn is(&self, other: &Self) -> bool {
         self.0.context == other.0.context
     }
@@ -100,10 +100,10 @@ impl Gpu {
     }
 }
 
-/// How work of other streams and of ours is put in order.
+/// The way in which work of other streams and of ours is put in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ordering {
-    /// By events about the whole context; the host does not wait.
+    /// Events about the whole context do it; the host does not wait.
     Events,
     /// The host waits: the driver is older than CUDA 12.5.
     Host,
@@ -166,14 +166,14 @@ impl Event {
         })
     }
 
-    /// Is about all that is enqueued in the stream so far.
+    /// Records all that is enqueued in the stream so far.
     pub(crate) fn record(&self, stream: &Stream) -> CallResult<()> {
         // SAFETY: both handles live as long as their owners, and are of this context, which is current.
         self.gpu
             .inside(|api| unsafe { api.record(self.handle, stream.handle) })
     }
 
-    /// Is about all that is enqueued in the context so far.
+    /// Records all that is enqueued in the context so far.
     pub(crate) fn record_context(&self) -> CallResult<()> {
         let context = self.gpu.0.context;
         // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
@@ -189,7 +189,7 @@ impl Event {
             .inside(|api| unsafe { api.wait_context(context, self.handle) })
     }
 
-    /// Whether what was recorded has ended.
+    /// Returns the progress of what was recorded.
     pub(crate) fn query(&self) -> CallResult<Progress> {
         // SAFETY: the handle lives as long as its owner, and is of this context, which is current.
         self.gpu.inside(|api| unsafe { api.query(self.handle) })
@@ -207,7 +207,7 @@ impl Drop for Event {
     }
 }
 
-/// Says what nobody can be told by an error.
+/// Logs a failure that no error can report.
 pub(crate) fn note(outcome: CallResult<()>) {
     if let Err(fault) = outcome {
         tracing::warn!("{fault}");

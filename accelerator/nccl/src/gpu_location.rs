@@ -1,4 +1,4 @@
-//! What ranks compare before they connect.
+//! The location of a GPU, which ranks compare before they connect.
 
 use accelerator_collective::ProcessGroup;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::Gpu;
 use crate::library::Version;
 
-/// Where a rank's GPU is, and the NCCL that the rank has: what the ranks tell one another first, since NCCL
+/// The place of a rank's GPU, and the NCCL that the rank has. Ranks tell one another first, since NCCL
 /// finds out late, and says less.
 ///
 /// ```no_run
@@ -27,7 +27,7 @@ use crate::library::Version;
 /// ```
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct GpuLocation {
-    /// What tells its host apart.
+    /// The text that tells its host apart.
     host: String,
     bus_id: String,
     nccl: Version,
@@ -35,7 +35,7 @@ pub struct GpuLocation {
 }
 
 impl GpuLocation {
-    /// Of this rank.
+    /// Returns the location of this rank's GPU.
     pub fn of(gpu: &Gpu, group: &ProcessGroup) -> Self {
         let topology = group.topology();
         let nccl = gpu.nccl_version();
@@ -53,10 +53,10 @@ impl GpuLocation {
         &self.bus_id
     }
 
-    /// Why NCCL cannot connect these ranks, given in rank order: two share a GPU, or have another NCCL.
-    /// `None` where nothing is in the way.
+    /// Returns the reason that NCCL cannot connect these ranks, given in rank order: two share a GPU, or one has
+    /// another NCCL than rank 0. `None` if nothing is in the way.
     ///
-    /// Ranks may share a GPU where each of them has NCCL 2.30 or later and
+    /// Ranks may share a GPU if each of them has NCCL 2.30 or later and
     /// `NCCL_MULTI_RANK_GPU_ENABLE=1`, an experiment of NCCL's makers.
     pub fn nccl_unavailable(locations: &[Self]) -> Option<String> {
         for (rank, location) in locations.iter().enumerate() {
@@ -85,7 +85,7 @@ impl GpuLocation {
     }
 }
 
-/// The life of the kernel that this process runs on, which containers of a host have in common; where it cannot
+/// The life of the kernel that this process runs on, which containers of a host have in common; if it cannot
 /// be read, ranks are taken for as many hosts, and NCCL finds out by itself.
 fn this_host(rank: usize) -> String {
     match std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {
@@ -94,7 +94,7 @@ fn this_host(rank: usize) -> String {
     }
 }
 
-/// Whether NCCL lets this rank share its GPU.
+/// Tells if NCCL lets this rank share its GPU.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum Sharing {
     Allowed,

@@ -31,8 +31,8 @@ impl Library {
     /// the system finds libraries, such as a folder in `LD_LIBRARY_PATH`.
     ///
     /// # Errors
-    /// [`is_absent`](Error::is_absent) where there is no GPU or a library is missing or too old,
-    /// [`is_cuda`](Error::is_cuda) where the driver does not start.
+    /// [`is_absent`](Error::is_absent) if there is no GPU or a library is missing or too old,
+    /// [`is_cuda`](Error::is_cuda) if the driver does not start.
     pub fn load() -> Result<Self> {
         static LOADED: Mutex<Option<Library>> = Mutex::new(None);
         // What is there is whole, whoever panicked.
@@ -49,10 +49,10 @@ impl Library {
         self.version
     }
 
-    /// How many GPUs this process sees, which `CUDA_VISIBLE_DEVICES` may restrict.
+    /// Returns the number of GPUs that this process sees, which `CUDA_VISIBLE_DEVICES` may restrict.
     ///
     /// # Errors
-    /// [`is_cuda`](Error::is_cuda) where the driver does not say.
+    /// [`is_cuda`](Error::is_cuda) if the driver does not say.
     pub fn gpu_count(&self) -> Result<usize> {
         Ok(self.api.gpu_count()?)
     }
@@ -105,7 +105,7 @@ impl Version {
         self.patch
     }
 
-    /// From NCCL's number of a version: 2708 is 2.7.8, and since 2.9, 22703 is 2.27.3.
+    /// Reads NCCL's number of a version: 2708 is 2.7.8, and since 2.9, 22703 is 2.27.3.
     fn of_nccl(code: u32) -> Self {
         match code {
             0..10_000 => Self::new(code / 1000, code / 100 % 10, code % 100),
@@ -113,7 +113,7 @@ impl Version {
         }
     }
 
-    /// From CUDA's number of a version: 12050 is 12.5.
+    /// Reads CUDA's number of a version: 12050 is 12.5.
     pub(crate) fn of_cuda(code: u32) -> Self {
         Self::new(code / 1000, code % 1000 / 10, 0)
     }

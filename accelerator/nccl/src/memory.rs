@@ -32,7 +32,7 @@ pub struct DeviceMemory {
     gpu: Gpu,
     at: u64,
     bytes: usize,
-    /// Whether an operation that did not end may still use it.
+    /// Set if an operation that did not end may still use it.
     forfeited: bool,
 }
 
@@ -40,7 +40,7 @@ impl DeviceMemory {
     /// Takes so many bytes; what is in them is not known.
     ///
     /// # Errors
-    /// [`is_misuse`](Error::is_misuse) for no bytes at all, [`is_cuda`](Error::is_cuda) where the GPU
+    /// [`is_misuse`](Error::is_misuse) for no bytes at all, [`is_cuda`](Error::is_cuda) if the GPU
     /// has no room.
     pub fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
         if bytes == 0 {
@@ -57,12 +57,12 @@ impl DeviceMemory {
         })
     }
 
-    /// How much there is, in bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Where it begins. Valid until this value is dropped.
+    /// Returns the beginning, which is valid until this value is dropped.
     pub fn pointer(&self) -> DevicePointer {
         DevicePointer(self.at)
     }
@@ -71,7 +71,7 @@ impl DeviceMemory {
     ///
     /// # Errors
     /// [`is_misuse`](Error::is_misuse) for more bytes than there are, [`is_cuda`](Error::is_cuda)
-    /// where the driver refuses.
+    /// if the driver refuses.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.holds(bytes.len())?;
         // SAFETY: there are so many bytes here, in this context, which is current.
@@ -84,7 +84,7 @@ impl DeviceMemory {
     ///
     /// # Errors
     /// [`is_misuse`](Error::is_misuse) for more bytes than there are, [`is_cuda`](Error::is_cuda)
-    /// where the driver refuses.
+    /// if the driver refuses.
     pub fn read(&self, bytes: &mut [u8]) -> Result<()> {
         self.holds(bytes.len())?;
         // SAFETY: there are so many bytes here, in this context, which is current.

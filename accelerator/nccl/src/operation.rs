@@ -1,4 +1,4 @@
-//! What NCCL is asked to do with elements.
+//! The reductions that NCCL is asked for.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -47,7 +47,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Those that NCCL reduces.
+/// The types that NCCL reduces.
 pub(crate) const DTYPES: [DType; 10] = [
     DType::BF16,
     DType::F16,

@@ -1,23 +1,23 @@
-//! What the ranks of a communicator have in common.
+//! The id that the ranks of a communicator have in common.
 
 use std::fmt;
 
 use crate::error::{Error, Kind, Result};
 
-/// Where ranks meet, and a number drawn by chance. One id makes one communicator; it travels from rank 0
+/// The place where ranks meet, and a random number. One id makes one communicator; it travels from rank 0
 /// to the others.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct UniqueId([u8; Self::SIZE]);
 
 impl UniqueId {
-    /// In bytes.
+    /// The size in bytes.
     pub(crate) const SIZE: usize = 128;
 
     pub(crate) fn new(bytes: [u8; Self::SIZE]) -> Self {
         Self(bytes)
     }
 
-    /// As rank 0 has sent it.
+    /// Reads an id as rank 0 has sent it.
     pub(crate) fn received(bytes: &[u8]) -> Result<Self> {
         match bytes.try_into() {
             Ok(bytes) => Ok(Self(bytes)),

@@ -31,7 +31,7 @@ struct FakeState {
     made: usize,
     memory: HashMap<u64, Vec<u8>>,
     entered: HashMap<ThreadId, usize>,
-    /// How often NCCL says that it is not ready, after each call.
+    /// The number of times that NCCL says that it is not ready, after each call.
     polls: usize,
     left: usize,
     nccl_fault: Option<String>,
@@ -77,18 +77,18 @@ impl Fake {
         }
     }
 
-    /// What ids that it makes consist of.
+    /// Sets the byte of which the ids that it makes consist.
     pub(crate) fn with_id(self, id: u8) -> Self {
         Self { id, ..self }
     }
 
-    /// After each call, NCCL says so often that it is not ready.
+    /// Makes NCCL say so often, after each call, that it is not ready.
     pub(crate) fn with_polls(self, polls: usize) -> Self {
         self.lock().polls = polls;
         self
     }
 
-    /// What is called so fails.
+    /// Lets calls that begin so fail.
     pub(crate) fn failing(self, call: &'static str) -> Self {
         self.fail(call);
         self
@@ -126,7 +126,7 @@ impl Fake {
         self.lock().memory.keys().copied().collect()
     }
 
-    /// How often NCCL was asked how it is getting on.
+    /// Returns how often NCCL was asked for its progress.
     pub(crate) fn looks(&self) -> usize {
         self.lock().looks
     }

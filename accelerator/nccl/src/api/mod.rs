@@ -39,7 +39,7 @@ pub(crate) struct EventHandle(pub(crate) usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Comm(pub(crate) usize);
 
-/// Whether work that was begun has ended.
+/// The progress of work that was begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
@@ -97,7 +97,7 @@ impl From<CallError> for Error {
 
 pub(crate) type CallResult<T> = Result<T, CallError>;
 
-/// What is asked of CUDA's driver and of NCCL.
+/// The calls of CUDA's driver and of NCCL.
 ///
 /// # Safety
 /// Handles that are given to methods were made by the same value and not destroyed since, and belong
@@ -105,9 +105,9 @@ pub(crate) type CallResult<T> = Result<T, CallError>;
 /// uses a communicator at the same time. Memory that is given lies on the device of the context and
 /// holds as many bytes as are asked for.
 pub(crate) trait Api: fmt::Debug + Send + Sync {
-    /// As the driver numbers its releases: 12050 is 12.5.
+    /// Returns the version as the driver numbers its releases: 12050 is 12.5.
     fn driver_version(&self) -> CallResult<u32>;
-    /// Whether events can be about a whole context.
+    /// Returns `true` if events can be about a whole context.
     fn has_context_events(&self) -> bool;
     fn gpu_count(&self) -> CallResult<usize>;
     fn device(&self, ordinal: i32) -> CallResult<Device>;
@@ -142,12 +142,12 @@ pub(crate) trait Api: fmt::Debug + Send + Sync {
     unsafe fn write(&self, at: u64, bytes: &[u8]) -> CallResult<()>;
     unsafe fn read(&self, at: u64, bytes: &mut [u8]) -> CallResult<()>;
 
-    /// As NCCL numbers its releases: 22703 is 2.27.3.
+    /// Returns the version as NCCL numbers its releases: 22703 is 2.27.3.
     fn nccl_version(&self) -> CallResult<u32>;
     fn unique_id(&self) -> CallResult<[u8; 128]>;
     /// Begins to connect the device of the current context.
     unsafe fn connect(&self, id: &[u8; 128], rank: i32, world_size: i32) -> CallResult<Comm>;
-    /// How the last call is getting on, or what failed since.
+    /// Returns the progress of the last call, or what failed since.
     unsafe fn progress(&self, comm: Comm) -> CallResult<Progress>;
     unsafe fn all_reduce(
         &self,

@@ -24,10 +24,10 @@ impl Communicator {
     ///
     /// # Errors
     /// The outer error is the group's, which failed meanwhile or had failed before. The inner one says which
-    /// rank could not connect, and why: [`is_timeout`](Error::is_timeout) where not all ranks came within the
-    /// deadline, [`is_misuse`](Error::is_misuse) where `NCCL_COMM_BLOCKING` asks for calls that no deadline
-    /// ends, [`is_aborted`](Error::is_aborted) where NCCL failed while it connected, [`is_nccl`](Error::is_nccl)
-    /// or [`is_cuda`](Error::is_cuda) where a rank could not even begin. What was connected is aborted then.
+    /// rank could not connect, and why: [`is_timeout`](Error::is_timeout) if not all ranks came within the
+    /// deadline, [`is_misuse`](Error::is_misuse) if `NCCL_COMM_BLOCKING` asks for calls that no deadline
+    /// ends, [`is_aborted`](Error::is_aborted) if NCCL failed while it connected, [`is_nccl`](Error::is_nccl)
+    /// or [`is_cuda`](Error::is_cuda) if a rank could not even begin. What was connected is aborted then.
     #[track_caller]
     pub fn connect_group(
         gpu: &Gpu,
@@ -76,7 +76,7 @@ fn begin(gpu: &Gpu, group: &ProcessGroup, blocking: Option<&str>) -> Result<Vec<
     }
 }
 
-/// What a rank tells the others of its error.
+/// A rank's account of its error, for the others.
 #[derive(Debug, Deserialize, Serialize)]
 struct Refusal {
     kind: Kind,
@@ -93,7 +93,7 @@ impl<E: std::borrow::Borrow<Error>> From<E> for Refusal {
     }
 }
 
-/// What all ranks have, or else the error of one: of the first that did not just wait for others.
+/// Returns what all ranks have, or else the error of one: of the first that did not just wait for others.
 fn all<T>(outcomes: Vec<Result<T, Refusal>>) -> Result<Vec<T>> {
     let mut values = Vec::with_capacity(outcomes.len());
     let mut refused: Option<(usize, Refusal)> = None;

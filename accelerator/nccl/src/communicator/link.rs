@@ -27,7 +27,7 @@ impl Link {
         })
     }
 
-    /// How the last call is getting on, or what has failed since.
+    /// Returns the progress of the last call, or what has failed since.
     pub(super) fn progress(&mut self) -> CallResult<Progress> {
         // SAFETY: the handle is whole, since nothing has taken `self`, and `&mut` keeps others away.
         self.gpu.inside(|api| unsafe { api.progress(self.handle) })

@@ -37,13 +37,13 @@ use crate::unique_id::UniqueId;
 /// ([`is_aborted`](Error::is_aborted)). There is no way back: ranks that are left make another
 /// communicator, with another id.
 ///
-/// All ranks call the same operations in the same order, and where a process has several communicators on a
+/// All ranks call the same operations in the same order, and if a process has several communicators on a
 /// GPU, those of all of them: each operation begins after what the context held, other communicators'
 /// included. Hence two ranks of one communicator cannot share a context either. Calls of several threads of a rank are
 /// safe, and take turns, but then nothing says in which order.
 ///
 /// Dropping it waits for operations under way and ends in good order with the peers, for 5 seconds at
-/// most; then, and where the group has ended, it aborts. It does not wait for longer than some
+/// most; then, and once the group has ended, it aborts. It does not wait for longer than some
 /// seconds.
 ///
 /// ```no_run
@@ -94,7 +94,7 @@ impl Communicator {
         self.rank
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
@@ -114,8 +114,8 @@ impl Communicator {
     /// # Errors
     /// [`is_misuse`](Error::is_misuse) for elements of a type that is not among
     /// [`DTYPES`](Self::DTYPES), [`is_aborted`](Error::is_aborted)
-    /// where the communicator has ended, with the reason. A failure of this very call ends it as well, and is told to the group: the others have an operation that
-    /// this rank has not.
+    /// if the communicator has ended, with the reason. A failure of this very call ends it as well, and is
+    /// told to the group: the others have an operation that this rank has not.
     ///
     /// # Safety
     /// - At that place, on the GPU of this communicator, are `elements` elements of that type.
@@ -136,10 +136,10 @@ impl Communicator {
         unsafe { self.enqueue(at, elements, operation) }
     }
 
-    /// As [`all_reduce`](Self::all_reduce), of what is known to be one.
+    /// Runs [`all_reduce`](Self::all_reduce) for an operation that NCCL is known to have.
     ///
     /// # Safety
-    /// As there.
+    /// The same as for [`all_reduce`](Self::all_reduce).
     #[expect(unsafe_code, reason = "whose memory it is, only the caller knows")]
     unsafe fn enqueue(
         &self,
@@ -235,7 +235,7 @@ impl Communicator {
     /// that matters, look at [`is_done`](Self::is_done) or [`wait`](Self::wait) before it is kept.
     ///
     /// # Errors
-    /// [`is_aborted`](Error::is_aborted) where the communicator has ended, with the reason.
+    /// [`is_aborted`](Error::is_aborted) if the communicator has ended, with the reason.
     pub fn order_after(&self) -> Result<()> {
         let inner = &*self.inner;
         if inner.gpu.ordering() == Ordering::Host {
@@ -251,10 +251,10 @@ impl Communicator {
         held.map_err(|fault| inner.end_by(&fault))
     }
 
-    /// Whether all operations so far have ended.
+    /// Returns `true` if all operations so far have ended.
     ///
     /// # Errors
-    /// [`is_aborted`](Error::is_aborted) where the communicator has ended, with the reason.
+    /// [`is_aborted`](Error::is_aborted) if the communicator has ended, with the reason.
     pub fn is_done(&self) -> Result<bool> {
         self.inner.is_done()
     }
@@ -262,7 +262,7 @@ impl Communicator {
     /// Waits, on the host, until all operations so far have ended.
     ///
     /// # Errors
-    /// [`is_aborted`](Error::is_aborted) where the communicator has ended, before or meanwhile, with the
+    /// [`is_aborted`](Error::is_aborted) if the communicator has ended, before or meanwhile, with the
     /// reason. NCCL has let go of all memory then, or has failed to for 10 seconds.
     pub fn wait(&self) -> Result<()> {
         let began = Instant::now();
@@ -401,11 +401,11 @@ fn relax(began: Instant) {
     }
 }
 
-/// How long peers have to end together.
+/// The time that peers have to end together.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// How long a wait keeps its core.
+/// The time for which a wait keeps its core.
 const EAGER: Duration = Duration::from_micros(50);
 
-/// How long it only lets others run.
+/// The time until which it only lets others run.
 const LIVELY: Duration = Duration::from_millis(1);

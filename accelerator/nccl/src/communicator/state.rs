@@ -1,4 +1,4 @@
-//! What the caller of a communicator and its watching thread have in common.
+//! The state that the caller of a communicator and its watching thread share.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,28 +15,28 @@ use crate::gpu::{Event, Gpu, Stream};
 pub(super) struct CommunicatorInner {
     pub(super) gpu: Gpu,
     pub(super) stream: Stream,
-    /// What the next operation waits for.
+    /// The event that the next operation waits for.
     pub(super) before: Event,
     /// The end of the latest operation.
     pub(super) done: Event,
     pub(super) detector: Arc<dyn FailureDetector>,
     pub(super) timeouts: CommTimeouts,
-    /// For messages, such as `rank 1 of 4`.
+    /// This rank's name in messages, such as `rank 1 of 4`.
     pub(super) who: String,
     state: Mutex<CommState>,
     changed: Condvar,
 }
 
-/// How long peers are waited for.
+/// The longest waits for peers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CommTimeouts {
-    /// Until all are there.
+    /// The wait until all are there.
     pub(super) connecting: Duration,
-    /// Until all end.
+    /// The wait until all end.
     pub(super) closing: Duration,
 }
 
-/// Where a communicator is in its life.
+/// The changing state of a communicator.
 #[derive(Debug)]
 pub(super) struct CommState {
     pub(super) phase: Phase,
@@ -55,14 +55,14 @@ pub(super) enum Phase {
     Ending(Error),
     /// NCCL has let go of everything.
     Ended(Error),
-    /// In good order.
+    /// The communicator has ended in good order.
     Closed,
 }
 
-/// What is enqueued, as far as is known.
+/// The work that is enqueued, as far as is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
-    /// Nothing, or nothing that has not ended.
+    /// Nothing that has not ended.
     None,
     /// The event does not tell of it yet.
     Enqueuing,
@@ -70,14 +70,14 @@ pub(super) enum Work {
     Enqueued,
 }
 
-/// Whether the communicator is still there for callers.
+/// Tells if callers still hold the communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CallerHandle {
     Held,
     Dropped,
 }
 
-/// Whether the group is told of an end.
+/// Tells if an end is reported to the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notify {
     Group,
@@ -155,7 +155,7 @@ impl CommunicatorInner {
     /// The state of a communicator that can be used.
     ///
     /// # Errors
-    /// What it ended with, once NCCL has let go of everything, or does not for long.
+    /// The error that it ended with, once NCCL has let go of everything, or does not for long.
     pub(super) fn ready(&self) -> Result<MutexGuard<'_, CommState>> {
         let state = self.lock();
         if matches!(state.phase, Phase::Ready) {
@@ -175,7 +175,7 @@ impl CommunicatorInner {
         }
     }
 
-    /// Whether all that was enqueued has ended.
+    /// Returns `true` if all that was enqueued has ended.
     pub(super) fn is_done(&self) -> Result<bool> {
         let mut state = self.ready()?;
         match state.work {
@@ -195,7 +195,7 @@ impl CommunicatorInner {
         }
     }
 
-    /// Why the group has ended, if it has.
+    /// Returns an error with the reason that the group has ended, if it has.
     pub(super) fn group_failure(&self) -> Option<Error> {
         let asked = catch_unwind(AssertUnwindSafe(|| self.detector.failure()));
         let reason = asked.unwrap_or_else(|_| Some("its failure detection panicked".to_owned()))?;
@@ -214,7 +214,7 @@ impl CommunicatorInner {
         self.ready().err().unwrap_or(error)
     }
 
-    /// As [`end`](Self::end), by a call that failed here.
+    /// Runs [`end`](Self::end) because of a call that failed here.
     pub(super) fn end_by(&self, fault: &CallError) -> Error {
         self.end(self.aborted_by(fault), Notify::Group)
     }
@@ -225,7 +225,7 @@ impl CommunicatorInner {
         Error::caused(Kind::Aborted, message, fault.clone())
     }
 
-    /// As [`end`](Self::end), without waiting for it.
+    /// Starts to end the communicator, unless it has ended, as [`end`](Self::end) does, without waiting for it.
     pub(super) fn start_abort(&self, error: Error, notify: Notify) {
         let mut state = self.lock();
         if !matches!(state.phase, Phase::Connecting | Phase::Ready) {
@@ -251,5 +251,5 @@ pub(super) fn after(began: Instant, time: Duration) -> Instant {
     began.checked_add(time).unwrap_or_else(|| began + never)
 }
 
-/// How long callers wait for NCCL to abort.
+/// The time that callers wait for NCCL to abort.
 pub(super) const ABORTING: Duration = Duration::from_secs(10);

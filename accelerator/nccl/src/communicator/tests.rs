@@ -76,7 +76,7 @@ impl Setting {
         self.connect_within(LONG).unwrap()
     }
 
-    /// What was called since connecting; nothing is left, no thread either.
+    /// Returns the calls since connecting, and checks that nothing is left, no thread either.
     fn calls(mut self) -> Vec<String> {
         self.gpu = None;
         // A thread that watches would keep it.

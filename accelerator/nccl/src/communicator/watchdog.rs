@@ -61,11 +61,11 @@ fn run(inner: &CommunicatorInner) {
     inner.notify();
 }
 
-/// What there is to do.
+/// The next thing to do.
 enum WatchdogStep {
-    /// To wait until that changes.
+    /// Wait until the state changes.
     Rest,
-    /// So long after the last look.
+    /// Look, so long after the last time.
     Look(Duration),
     Abort(Error),
     Close,

@@ -1,4 +1,4 @@
-//! Where the libraries are.
+//! The files of the libraries.
 
 use std::mem::ManuallyDrop;
 
@@ -6,7 +6,7 @@ use libloading::Library;
 
 use crate::error::{Error, Kind, Result};
 
-/// A library, and what is said where it is not there.
+/// A library, and what is said if it is not there.
 pub(super) struct Files {
     what: &'static str,
     names: &'static [&'static str],
@@ -34,7 +34,7 @@ pub(super) fn open(files: &Files) -> Result<ManuallyDrop<Library>> {
         // do is beyond proof, as with any library that a program is linked to.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(ManuallyDrop::new(library)),
-            // The text of the system's, where there is one.
+            // The text of the system's, if there is one.
             Err(error) => reasons.push(
                 std::error::Error::source(&error).map_or_else(|| error.to_string(), <_>::to_string),
             ),

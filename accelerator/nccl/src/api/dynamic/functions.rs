@@ -1,4 +1,4 @@
-//! What is called, as NVIDIA's headers declare it (cuda.h, nccl.h).
+//! The functions that are called, as NVIDIA's headers declare them (cuda.h, nccl.h).
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -66,7 +66,7 @@ functions! {
 }
 
 functions! {
-    /// Those of drivers for CUDA 12.5 and later.
+    /// The functions of drivers for CUDA 12.5 and later.
     ContextEvents {
         record: "cuCtxRecordEvent" (Pointer, Pointer);
         wait: "cuCtxWaitEvent" (Pointer, Pointer);
@@ -124,7 +124,7 @@ impl Config {
     }
 }
 
-/// Of both libraries.
+/// The success code of both libraries.
 pub(super) const SUCCESS: c_int = 0;
 /// `ncclInProgress`.
 pub(super) const IN_PROGRESS: c_int = 7;
