@@ -63,7 +63,7 @@ impl Activity {
         self.activity.record();
     }
 
-    /// Shows that this rank works for as long as the guard lives, where the work itself cannot: at most
+    /// Shows that this rank works for as long as the guard lives, if the work itself cannot: at most
     /// for the [busy timeout](crate::GroupOptions::with_busy_timeout) after the last
     /// [`keep_alive`](Self::keep_alive), so that work that hangs is found.
     pub fn busy(&self) -> Busy {

@@ -35,7 +35,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// At once where the operation is not admitted or the communication thread cannot be
+    /// Fails at once if the operation is not admitted or the communication thread cannot be
     /// started; otherwise from [`Pending::wait`], as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
@@ -134,8 +134,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where the layout is one of another number of ranks, or of a buffer of another
-    /// length; a mismatch error, with the same text on every rank, where ranks pass other layouts;
+    /// A misuse error if the layout is one of another number of ranks, or of a buffer of another
+    /// length; a mismatch error, with the same text on every rank, if ranks pass other layouts;
     /// otherwise as [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
     #[track_caller]
     pub fn reduce_scatter_buffer(
@@ -171,7 +171,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// At once where the layout does not fit, the operation is not admitted or the communication thread
+    /// Fails at once if the layout does not fit, the operation is not admitted or the communication thread
     /// cannot be started; otherwise from [`Pending::wait`], as
     /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
     #[track_caller]

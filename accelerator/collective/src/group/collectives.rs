@@ -20,11 +20,11 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// - a mismatch error, with the same text on every rank, where the ranks call different
+    /// - a mismatch error, with the same text on every rank, if the ranks call different
     ///   operations or pass different lengths, element types or reductions;
     /// - a peer-lost error that names the rank that is gone;
     /// - a timeout error that names the ranks that did not come within the progress timeout;
-    /// - a misuse error where collectives are [forbidden](Self::forbid), a closed error after
+    /// - a misuse error if collectives are [forbidden](Self::forbid), a closed error after
     ///   [`close`](Self::close).
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
@@ -55,7 +55,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where the root is no rank; otherwise as [`all_reduce`](Self::all_reduce).
+    /// A misuse error if the root is no rank; otherwise as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn broadcast<T: Element>(&self, values: &mut [T], root: usize) -> Result<()> {
         let fingerprint =
@@ -154,10 +154,10 @@ impl ProcessGroup {
     /// number among the parts of that rank, its own ones too. All ranks pass buffers of the same
     /// lengths, and the same `parts`, by rank, of which those of different ranks must not overlap.
     ///
-    /// Where ranks share memory they see the parts where they lie, without a copy. What a rank has in its
+    /// If ranks share memory, they see the parts where they lie, without a copy. What a rank has in its
     /// own buffers of the parts of others is unspecified then and after errors.
     ///
-    /// `sink` is called for everything or not at all, also where an error is returned: it is called when
+    /// `sink` is called for everything or not at all, also if an error is returned: it is called when
     /// all parts of all ranks are there.
     ///
     /// ```
@@ -188,8 +188,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where parts do not lie within the buffers, or are not those of as many ranks as
-    /// there are; a mismatch error where ranks pass other parts; otherwise as
+    /// A misuse error if parts do not lie within the buffers, or are not those of as many ranks as
+    /// there are; a mismatch error if ranks pass other parts; otherwise as
     /// [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather_parts(
@@ -235,7 +235,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where there is not one part for each rank; otherwise as [`all_reduce`](Self::all_reduce),
+    /// A misuse error if there is not one part for each rank; otherwise as [`all_reduce`](Self::all_reduce),
     /// except that lengths may differ.
     #[track_caller]
     pub fn all_to_all<T: Element>(&self, parts: &[impl AsRef<[T]>]) -> Result<Vec<Vec<T>>> {

@@ -40,7 +40,7 @@ struct Candidate {
 ///
 /// # Errors
 ///
-/// Where a path was asked for that does not serve all ranks, the reason, the same on every rank; otherwise as an
+/// The reason, the same on every rank, if a path was asked for that does not serve all ranks; otherwise as an
 /// operation.
 pub(super) fn negotiate(
     rank_state: &RankState,

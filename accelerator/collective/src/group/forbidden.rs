@@ -38,7 +38,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where they are [forbidden](Self::forbid), with the reason. The group stays usable.
+    /// A misuse error if they are [forbidden](Self::forbid), with the reason. The group stays usable.
     pub fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
         self.0.rank_state.check_allowed(&call)
     }

@@ -103,8 +103,8 @@ enum OpState {
 }
 
 impl<'a> InFlightOps<'a> {
-    /// Lets jobs in, as many as there is room for; waits for one where nothing is under way. Says
-    /// whether there is anything to do.
+    /// Lets jobs in, as many as there is room for; waits for one if nothing is under way. Returns `true` if
+    /// there is anything to do.
     fn admit(&mut self, jobs: &Receiver<Job>, max_in_flight: usize) -> bool {
         while self.ops.len() < max_in_flight {
             let job = match self.next.take() {
@@ -177,7 +177,7 @@ impl<'a> InFlightOps<'a> {
         });
     }
 
-    /// Goes on with everything, ends what is done, and waits for an event after `version` where
+    /// Continues all operations, ends those that are done, and waits for an event after `version` if
     /// there is nothing else to do.
     fn advance(&mut self, version: u64) {
         let inbox = self.rank_state.transport.inbox();

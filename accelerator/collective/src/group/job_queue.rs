@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// The two ends of a queue. Where one end is gone the queue is closed: nothing more can be sent,
+/// The two ends of a queue. Once one end is gone, the queue is closed: nothing more can be sent,
 /// and what was sent before is still received, or dropped with the receiving end.
 pub(super) fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let queue = Arc::new(JobQueue {
@@ -22,7 +22,7 @@ pub(super) fn channel<T>() -> (Sender<T>, Receiver<T>) {
 pub(super) struct Sender<T>(Arc<JobQueue<T>>);
 
 impl<T> Sender<T> {
-    /// Sends a job, or gives it back where nobody will receive it.
+    /// Sends a job, or gives it back if nobody will receive it.
     pub(super) fn send(&self, job: T) -> Result<(), T> {
         let mut state = self.0.lock();
         if state.closed {
@@ -54,7 +54,7 @@ impl<T> Receiver<T> {
         waited.jobs.pop_front()
     }
 
-    /// The next job, where it is there.
+    /// Returns the next job, if it is there.
     pub(super) fn try_recv(&self) -> Option<T> {
         self.0.lock().jobs.pop_front()
     }

@@ -159,17 +159,17 @@ impl ProcessGroup {
     ///
     /// - a misuse error for a timeout of zero, for a transport that does not connect processes, or
     ///   for planned faults that this program cannot carry out;
-    /// - a topology error where the launch does not say where the ranks meet, or this rank's local rank, and the
-    ///   system does not tell which ranks share a host; where the ranks ask their launcher, and there is no way to;
-    /// - a rendezvous error where the ranks do not find one another within the connect timeout,
+    /// - a topology error if the launch does not say where the ranks meet, or this rank's local rank, and the
+    ///   system does not tell which ranks share a host; or if the ranks ask their launcher, and there is no way to;
+    /// - a rendezvous error if the ranks do not find one another within the connect timeout,
     ///   disagree about the job, have local ranks that cannot be, or were asked to use different transports;
     /// - a peer-lost error that names the rank that is gone before all are connected;
-    /// - an unauthorized error where the job token is missing, or wrong on either side;
-    /// - an address-in-use error where rank 0 is to host the store and its address is taken;
-    /// - a topology error, the same on every rank, where shared memory was asked for and there is
+    /// - an unauthorized error if the job token is missing, or wrong on either side;
+    /// - an address-in-use error if rank 0 is to host the store and its address is taken;
+    /// - a topology error, the same on every rank, if shared memory was asked for and there is
     ///   none that all ranks can reach;
-    /// - a protocol error where the store, or what is at its address, does not speak as it should;
-    /// - an I/O error where the operating system refuses a socket, a file or a thread.
+    /// - a protocol error if the store, or what is at its address, does not speak as it should;
+    /// - an I/O error if the operating system refuses a socket, a file or a thread.
     pub fn connect(launch: &Launch, options: &GroupOptions) -> Result<Self> {
         options.check()?;
         check_faults()?;
@@ -248,7 +248,7 @@ impl ProcessGroup {
 
     /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
     /// is behind the first 40 bytes is cut off. It must be the same on every rank: ranks that exchange values for different
-    /// purposes are told so, even where the values look alike.
+    /// purposes are told so, even if the values look alike.
     ///
     /// ```
     /// use std::thread;
@@ -278,7 +278,7 @@ impl ProcessGroup {
     ///
     /// # Panics
     ///
-    /// As a `Vec` does, where the memory does not suffice.
+    /// Panics as a `Vec` does, if the memory does not suffice.
     pub fn buffer(&self, dtype: DType, len: usize) -> Buffer {
         let buffer = self.0.rank_state.transport.buffer(dtype, len);
         buffer.counted_by(&self.0.rank_state.buffers)
@@ -292,7 +292,7 @@ impl ProcessGroup {
 
     /// Calls `observer` after each operation of this rank, before its result is given out: to
     /// measure, not to compute. It runs on the thread that ran the operation, must not wait, and must
-    /// call no collective. Nothing is measured where nobody observes.
+    /// call no collective. Nothing is measured if nobody observes.
     ///
     /// ```
     /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
@@ -314,7 +314,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where this rank has an observer already.
+    /// A misuse error if this rank has an observer already.
     pub fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
         self.0.rank_state.observe(Box::new(observer))
     }

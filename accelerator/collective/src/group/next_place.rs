@@ -45,7 +45,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A rendezvous error where none comes in time; a topology error where the launcher tells a place that cannot be.
+    /// A rendezvous error if none comes in time; a topology error if the launcher tells a place that cannot be.
     pub fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
         let store = self.0.rank_state.store();
         let Some(told) = store.and_then(|store| store.next_place(timeout)) else {

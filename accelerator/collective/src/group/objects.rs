@@ -12,13 +12,13 @@ use crate::{
 };
 
 /// Objects travel as CBOR, which keeps what serde describes (NaN and maps with any keys
-/// included) and lets the receiver's type differ where the format allows.
+/// included) and lets the receiver's type differ if the format allows it.
 impl ProcessGroup {
     /// Gives every rank the values of all ranks, in rank order.
     ///
     /// # Errors
     ///
-    /// A misuse error where the value cannot be written or read as `S`; otherwise as
+    /// A misuse error if the value cannot be written or read as `S`; otherwise as
     /// [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather_object<S: Serialize + DeserializeOwned>(&self, value: &S) -> Result<Vec<S>> {
@@ -87,7 +87,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where the root passes `None`; otherwise as
+    /// A misuse error if the root passes `None`; otherwise as
     /// [`all_gather_object`](Self::all_gather_object).
     #[track_caller]
     pub fn broadcast_object<S: Serialize + DeserializeOwned>(
@@ -130,7 +130,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// A misuse error where the root passes `None` or not one value for each rank, or a value cannot be
+    /// A misuse error if the root passes `None` or not one value for each rank, or a value cannot be
     /// written, or read as `T`; otherwise as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn scatter_object<S: Serialize, T: DeserializeOwned>(

@@ -161,7 +161,7 @@ impl GroupOptions {
         Ok(())
     }
 
-    /// The same options with what the launch says where they say nothing.
+    /// The same options, with the launch's values for those that are not set.
     pub(crate) fn completed_by(&self, launch: &Launch) -> Self {
         Self {
             liveness_timeout: self.liveness_timeout.or(launch.liveness_timeout()),

@@ -15,9 +15,9 @@ use super::rank_state::RankState;
 /// Lets a rank abort its group with the text of a panic. The first call installs a panic hook, in front of
 /// the one that was there.
 ///
-/// Where panics unwind, the hook only keeps what each thread said, and the rank sends it when
+/// If panics unwind, the hook only keeps what each thread said, and the rank sends it when
 /// the unwinding drops its group: a panic of a thread that holds no group concerns nobody else.
-/// Where panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
+/// If panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
 /// all ranks tell.
 pub(super) fn install_hook(rank_state: &Arc<RankState>) {
     if cfg!(panic = "abort") {

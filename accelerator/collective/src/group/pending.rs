@@ -22,7 +22,7 @@ impl Pending {
     ///
     /// # Errors
     ///
-    /// The error of the operation, as of the blocking one; or that of an earlier one, where it failed.
+    /// The error of the operation, as of the blocking one; or that of an earlier one, if it failed.
     pub fn wait(mut self) -> Result<Buffer> {
         // Only this method takes it.
         let Some(slot) = self.0.take() else {
@@ -143,7 +143,7 @@ struct PendingSlot {
 }
 
 impl PendingSlot {
-    /// Takes the slot where it is free, and says whether it was.
+    /// Takes the slot if it is free, and returns whether it was.
     fn occupy(&self) -> bool {
         let mut outcome = self.lock();
         let free = matches!(*outcome, SlotState::Free);

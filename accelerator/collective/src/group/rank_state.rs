@@ -85,7 +85,7 @@ impl RankState {
         self.store.as_ref()
     }
 
-    /// Starts to detect failures: installs the panic hook, and starts heartbeats where the ranks are processes.
+    /// Starts to detect failures: installs the panic hook, and starts heartbeats if the ranks are processes.
     /// A world of one has neither.
     pub(crate) fn start_failure_detection(self: &Arc<Self>) -> Result<()> {
         if self.topology.world_size() == 1 {
@@ -173,7 +173,7 @@ impl RankState {
         deliver(outcome)
     }
 
-    /// Starts to time an operation, where the program observes.
+    /// Starts to time an operation, if the program observes.
     pub(super) fn start_timer(&self, thread: ExecThread) -> Option<OpTimer<'_>> {
         OpTimer::begin(self.observer.get(), thread)
     }
@@ -204,7 +204,7 @@ impl RankState {
         body(ctx).map_err(|error| self.fail(sequence, error))
     }
 
-    /// Leaves in good order, after everything that was started. Does nothing where the final
+    /// Leaves in good order, after everything that was started. Does nothing if the final
     /// message has been sent.
     pub(crate) fn close(&self) {
         if self.left.load(Ordering::Acquire) {
@@ -342,7 +342,7 @@ impl RankState {
         error
     }
 
-    /// Adds what the store knows about the end of the culprit, where that may be more.
+    /// Adds what the store knows about the end of the culprit, if that may be more.
     fn ask_store_for_cause(&self, error: Error) -> Error {
         let (Some(store), Some(culprit)) = (&self.store, error.culprit()) else {
             return error;

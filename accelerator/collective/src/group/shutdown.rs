@@ -8,7 +8,7 @@ impl ProcessGroup {
     /// this rank fail, and those of other ranks say that this rank finished.
     ///
     /// A rank that drops its last handle without this leaves as well, and waits for started
-    /// operations only for a moment. Where others then still need it, they say that it is lost:
+    /// operations only for a moment. If others then still need it, they say that it is lost:
     /// its program returned early or failed.
     ///
     /// # Errors
@@ -23,7 +23,7 @@ impl ProcessGroup {
     /// pending and next collectives fail with an error that names this rank and says why. Later
     /// collectives of this rank fail with the same error.
     ///
-    /// The reason goes on from "rank 1 is lost: ", as in "its data set is empty". A group that
+    /// The reason continues "rank 1 is lost: ", as in "its data set is empty". A group that
     /// has failed before, or is closed, stays as it is.
     ///
     /// ```
@@ -65,7 +65,7 @@ impl ProcessGroup {
     /// The ranks that are gone as far as this rank knows, in ascending order: those that failed by
     /// themselves, whose connection ended, that were silent for too long, that left or dropped
     /// their group, or that another rank or the launcher reports so. This rank itself is among
-    /// them where it failed by itself or others gave it up.
+    /// them if it failed by itself or others gave it up.
     ///
     /// An error names the [culprit](crate::Error::culprit) alone; several ranks may have died with it. A
     /// rank that gave up because of them is not lost: it may still run. What it does afterwards

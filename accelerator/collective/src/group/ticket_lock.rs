@@ -77,7 +77,7 @@ impl TicketLock {
         state.serving = number;
         let awaited = state.waiting > 0;
         drop(state);
-        // The system is asked only where somebody waits: it takes longer than a small operation.
+        // The system is asked only if somebody waits: it takes longer than a small operation.
         if awaited {
             self.changed.notify_all();
         }

@@ -67,7 +67,7 @@ pub(crate) trait ReduceInput {
 ///
 /// # Panics
 ///
-/// Panics where a share has another length, or is not aligned to the elements.
+/// Panics if a share has another length, or is not aligned to the elements.
 pub(crate) fn combine(dtype: DType, op: ReduceOp, shares: &[impl ReduceInput], out: &mut [u8]) {
     combine_by(SimdLevel::best(), dtype, op, shares, out);
 }
@@ -193,7 +193,7 @@ struct FoldParts<'a> {
     len: usize,
 }
 
-/// Combines in blocks of `WIDE` elements, or of `SLIM` where vectors are short.
+/// Combines in blocks of `WIDE` elements, or of `SLIM` if vectors are short.
 ///
 /// # Safety
 ///

@@ -21,7 +21,7 @@ pub(crate) fn wide(dtype: DType) -> DType {
 ///
 /// # Panics
 ///
-/// Panics where `target` has not as many elements of that type, or either is not aligned.
+/// Panics if `target` has not as many elements of that type, or either is not aligned.
 pub(crate) fn widen(dtype: DType, source: &[u8], target: &mut [u8]) {
     match dtype {
         DType::BF16 => widen_all::<bf16>(source, target),

@@ -186,7 +186,7 @@ impl<'a> LaunchBuilder<'a> {
             && self.vars.is_set("KUBERNETES_SERVICE_HOST")
     }
 
-    /// The port of the store, where a variable tells it.
+    /// The port of the store, if a variable tells it.
     fn port(&mut self) -> Result<Option<u16>> {
         if let Some(port) = self.vars.port(env::PORT.name)? {
             self.note("store port", port, Origin::Variable(env::PORT.name));

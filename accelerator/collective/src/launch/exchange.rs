@@ -1,7 +1,7 @@
 //! The exchange by which ranks learn from their launcher where they meet.
 //!
 //! Rank 0 listens on a port, and gives the launcher one line with its addresses, the port and a token; the launcher
-//! gives it to every rank. That happens once in a process: a launcher kills the job where a process begins again.
+//! gives it to every rank. That happens once per process: a launcher kills the job if a process begins again.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -21,7 +21,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub(super) struct Exchange {
     pub(super) wire: Wire,
-    /// The job, its token where one is given, and the port where one is, else 0; the host is not known.
+    /// The job, its token if one is given, and the port if one is, else 0; the host is not known.
     pub(super) rendezvous: Rendezvous,
     /// Set if all ranks are on this host.
     pub(super) is_on_one_host: bool,
@@ -39,7 +39,7 @@ pub(super) enum Wire {
 }
 
 impl Exchange {
-    /// Meets the other ranks, as [`Rendezvous::meet`] does where the address is known.
+    /// Meets the other ranks, as [`Rendezvous::meet`] does if the address is known.
     pub(super) fn meet(
         &self,
         topology: &Topology,
@@ -142,7 +142,7 @@ impl Wire {
 /// The address of rank 0's store, as one line without spaces: all that PMI-1 allows.
 struct StoreAddress {
     port: u16,
-    /// `None` where every rank has one of its own.
+    /// `None` if every rank has one of its own.
     token: Option<Token>,
     /// One address or more; the first that answers is taken.
     addresses: Vec<IpAddr>,

@@ -22,7 +22,7 @@ use crate::error;
 ///
 /// # Errors
 ///
-/// A topology error that says what is wrong with the text, also where it names no host or more than 65,536.
+/// A topology error that says what is wrong with the text, also if it names no host or more than 65,536.
 pub fn expand_hosts(list: &str) -> error::Result<Vec<String>> {
     hosts(list).map_err(|error| invalid(format!("the list of hosts {list:?}: {error}")))
 }
@@ -31,7 +31,7 @@ pub fn expand_hosts(list: &str) -> error::Result<Vec<String>> {
 ///
 /// # Errors
 ///
-/// What is wrong with the text.
+/// A text that says what is wrong with the list.
 pub(super) fn hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts = Vec::new();
     for item in items(list)? {
@@ -50,7 +50,7 @@ pub(super) fn hosts(list: &str) -> Result<Vec<String>, String> {
 ///
 /// # Errors
 ///
-/// What is wrong with the text.
+/// A text that says what is wrong with the list.
 pub(super) fn tasks_per_node(list: &str) -> Result<Vec<usize>, String> {
     let mut counts = Vec::new();
     for item in list.split(',') {

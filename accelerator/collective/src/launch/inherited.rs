@@ -28,7 +28,7 @@ use crate::error::{Error, Result};
 ///
 /// # Errors
 ///
-/// A topology error where there is no socket of this number, an I/O error where the system refuses it.
+/// A topology error if there is no socket of this number, an I/O error if the system refuses it.
 pub(super) fn socket(number: usize) -> Result<OwnedFd> {
     let descriptor: Option<RawFd> = number.try_into().ok().filter(|number| *number > 2);
     let is_socket = fs::read_link(format!("/proc/self/fd/{number}"))
@@ -73,7 +73,7 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
 ///
 /// # Errors
 ///
-/// Those of [`Command::spawn`], and an error of the system if it has no room for the file.
+/// The errors of [`Command::spawn`], and an error of the system if it has no room for the file.
 #[cfg(target_os = "linux")]
 pub fn spawn_with_inherited(
     mut command: Command,
@@ -101,7 +101,7 @@ pub fn spawn_with_inherited(
 ///
 /// # Errors
 ///
-/// If the process has inherited it, and cannot read it.
+/// Fails if the process has inherited it, and cannot read it.
 #[cfg(target_os = "linux")]
 pub fn inherited(variable: &str) -> io::Result<Option<Vec<u8>>> {
     let number = accelerator_env::variable(variable);

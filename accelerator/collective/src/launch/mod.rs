@@ -80,8 +80,8 @@ use crate::{
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
 ///
-/// Where no launcher tells a place, the process is a world of its own. Anything incomplete, malformed or contradictory
-/// is an error: a process never becomes rank 0 by accident. So it is an error, too, where a job has several processes,
+/// If no launcher tells a place, the process is a world of its own. Anything incomplete, malformed or contradictory
+/// is an error: a process never becomes rank 0 by accident. So it is an error, too, if a job has several processes,
 /// but this one has no place among them: the body of a batch script or a shell of `salloc` in a job of several tasks, a
 /// program that an operator of Kubernetes has set up for an agent (`PET_NNODES`, `PET_NPROC_PER_NODE`; start it with
 /// `accel-launch`), PMI or PMIx without a rank and a size; and where `RANK` is set by none of the launchers above and
@@ -194,13 +194,13 @@ impl Launch {
         }
     }
 
-    /// Reads the environment of this process. Where `PMI_PORT` and `PMI_ID` are set, but not `PMI_RANK`, it asks the
+    /// Reads the environment of this process. If `PMI_PORT` and `PMI_ID` are set, but not `PMI_RANK`, it asks the
     /// launcher at that address for the rank; nothing else is sent before the ranks connect.
     ///
     /// # Errors
     ///
     /// A topology error that names the variable, what it holds and what was expected; a rendezvous or protocol error
-    /// where the launcher at `PMI_PORT` does not answer.
+    /// if the launcher at `PMI_PORT` does not answer.
     pub fn from_env() -> Result<Self> {
         // Whatever finds its place here can be checked by its launcher.
         keep_mark();
@@ -249,7 +249,7 @@ impl Launch {
         &self.settings
     }
 
-    /// The launcher that told the place of this process; `None` where none did, and the process is alone or was given
+    /// The launcher that told the place of this process; `None` if none did, and the process is alone or was given
     /// its place by the program.
     ///
     /// ```
@@ -299,7 +299,7 @@ impl Launch {
         transport: TransportKind,
     ) -> Result<Meeting> {
         let connect_timeout = match self.elastic {
-            // The others come when they have ended their step. The launcher ends the wait where they do not.
+            // The others come when they have ended their step. The launcher ends the wait if they do not.
             Elastic::Joining => MAX_WAIT,
             Elastic::Fixed | Elastic::Running => connect_timeout,
         };
@@ -321,7 +321,7 @@ impl Launch {
     ///
     /// # Errors
     ///
-    /// A topology error where that is not found, or is not what the launcher told.
+    /// A topology error if that is not found, or is not what the launcher told.
     pub(crate) fn met(&self, ranks: &[Registration]) -> Result<Topology> {
         let topology = resolve_local_rank(self.topology, ranks)?;
         match self.local_rank {
@@ -344,7 +344,7 @@ enum Elastic {
     Joining,
 }
 
-/// Refuses to take this process for one that is alone where another launcher has started several alike, for a launcher,
+/// Refuses to take this process for one that is alone if another launcher has started several alike, for a launcher,
 /// which gives its ranks their places itself. It may run in the body of a batch script, where [`Launch::from_vars`]
 /// refuses a program.
 ///

@@ -78,7 +78,7 @@ pub(super) fn pmi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     })
 }
 
-/// The address and the id by which a process asks a launcher of PMI for its place, where it is told no other way.
+/// The address and the id by which a process asks a launcher of PMI for its place, if it is told no other way.
 pub(super) fn pmi_to_ask(vars: LaunchReader<'_>) -> Result<Option<(String, usize)>> {
     let told = [
         "RANK",
@@ -107,7 +107,7 @@ pub(super) fn pmix(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     }
 }
 
-/// Refuses the place `rank` of `world_size`, which a bare RANK tells, where MPI tells another.
+/// Refuses the place `rank` of `world_size`, which a bare RANK tells, if MPI tells another.
 ///
 /// # Errors
 ///

@@ -69,11 +69,11 @@ pub(super) struct PlaceVariables {
 }
 
 impl PlaceVariables {
-    /// The place that they tell; `None` where none of them is set.
+    /// The place that they tell; `None` if none of them is set.
     ///
     /// # Errors
     ///
-    /// A topology error where they are incomplete, malformed or impossible.
+    /// A topology error if they are incomplete, malformed or impossible.
     pub(super) fn place(
         &'static self,
         vars: LaunchReader<'_>,
@@ -188,7 +188,7 @@ impl Place {
         }
     }
 
-    /// The topology, without a place on the host where that is not told in full.
+    /// The topology, without a place on the host if that is not told in full.
     pub(super) fn topology(&self) -> Result<Topology> {
         let topology = Topology::new(self.rank, self.world_size)?;
         match self.local {

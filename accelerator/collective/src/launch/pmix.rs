@@ -23,8 +23,8 @@ use crate::{
 ///
 /// # Errors
 ///
-/// A topology error where there is no library, no server, or another job than the variables tell; a rendezvous error
-/// where the ranks do not come by the deadline, or the server refuses.
+/// A topology error if there is no library, no server, or another job than the variables tell; a rendezvous error
+/// if the ranks do not come by the deadline, or the server refuses.
 pub(super) fn share(
     namespace: &str,
     is_old: bool,
@@ -42,7 +42,7 @@ pub(super) fn share(
         world_size: topology.world_size(),
         own: own.map(text).transpose()?,
     };
-    // A fence has no timeout that all versions know: where a rank does not come, the thread is left behind.
+    // A fence has no timeout that all versions know: if a rank does not come, the thread is left behind.
     let (sender, told) = mpsc::channel();
     let asking = thread::Builder::new().name("pmix".to_owned());
     asking

@@ -33,7 +33,7 @@ impl LaunchReader<'_> {
             .map_or(Ok(false), |value| is_on(name, &value))
     }
 
-    /// A number that has to be there, where these `others` are.
+    /// A number that has to be there if these `others` are.
     pub(super) fn required(&self, name: &str, others: &[&str]) -> Result<usize> {
         self.number(name)?
             .ok_or_else(|| invalid(format!("{name} is not set, beside {}", self.shown(others))))

@@ -79,7 +79,7 @@ impl SlurmStep {
     ///
     /// # Errors
     ///
-    /// A topology error where the variables are incomplete, malformed or contradict one another.
+    /// A topology error if the variables are incomplete, malformed or contradict one another.
     pub(super) fn read(vars: LaunchReader<'_>) -> Result<Option<Self>> {
         let (Some(task), Some(step)) = (vars.number(STEP.rank)?, step_id(vars)) else {
             return Ok(None);
@@ -181,7 +181,7 @@ fn is_arbitrary(vars: LaunchReader<'_>) -> bool {
         .is_some_and(|how| how.starts_with("arbitrary"))
 }
 
-/// The number of the step, where the variables are those of one that `srun` has started.
+/// The number of the step, if the variables are those of one that `srun` has started.
 fn step_id(vars: LaunchReader<'_>) -> Option<u64> {
     /// Numbers from here on are the batch script, the shell of `salloc` and the like; so are negative ones.
     const FIRST_SPECIAL: u64 = 0xffff_fff0;

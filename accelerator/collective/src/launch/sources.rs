@@ -25,7 +25,7 @@ struct Source {
     launcher: &'static str,
     /// Any of these variables shows that it was there.
     shown_by: &'static [&'static str],
-    /// The place that it tells; an error where it has started several processes and tells this one no place.
+    /// The place that it tells; an error if it has started several processes and tells this one no place.
     place: fn(LaunchReader<'_>) -> Result<Option<Place>>,
 }
 
@@ -73,7 +73,7 @@ const DIRECT: PlaceVariables = PlaceVariables {
 ///
 /// # Errors
 ///
-/// A topology error where what one says is incomplete, malformed or contradictory, and where there are other processes
+/// A topology error if what one says is incomplete, malformed or contradictory, or if there are other processes
 /// of the same job, but this one has no place among them.
 pub(super) fn find(vars: LaunchReader<'_>) -> Result<Found> {
     let mut place = direct(vars)?;
@@ -161,7 +161,7 @@ fn direct(vars: LaunchReader<'_>) -> Result<Option<Place>> {
 ///
 /// # Errors
 ///
-/// A topology error where the operator expects an agent that starts several processes in the pod.
+/// A topology error if the operator expects an agent that starts several processes in the pod.
 fn local_in_pod(vars: LaunchReader<'_>, place: &Place) -> Result<LocalTold> {
     let processes = vars
         .text("PET_NPROC_PER_NODE")

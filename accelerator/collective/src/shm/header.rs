@@ -72,7 +72,7 @@ impl ShmHeader {
         self.words[2].fetch_xor(1, Ordering::Relaxed);
     }
 
-    /// Reads what matters to ranks that agree; `None` where the check is wrong.
+    /// Reads what matters to ranks that agree; `None` if the check is wrong.
     pub(crate) fn read(&self) -> Option<HeaderDigest> {
         let words: [u64; CHECK + 1] = std::array::from_fn(|i| self.word(i));
         if words[..CHECK].iter().copied().fold(SEED, mix) != words[CHECK] {
@@ -81,7 +81,7 @@ impl ShmHeader {
         Some(HeaderDigest::of(&words))
     }
 
-    /// Reads everything; `None` where it is no header.
+    /// Reads everything; `None` if it is no header.
     pub(crate) fn fingerprint(&self) -> Option<CollectiveFingerprint> {
         let mut bytes = [0; CollectiveFingerprint::BOUND];
         bytes[..8].copy_from_slice(&self.word(0).to_le_bytes());

@@ -49,7 +49,7 @@ impl Hosts {
         self.lanes
     }
 
-    /// This rank's lane, where it has one.
+    /// This rank's lane, if it has one.
     pub(crate) fn lane(&self) -> Option<usize> {
         Some(self.peers.rank()).filter(|place| *place < self.lanes)
     }

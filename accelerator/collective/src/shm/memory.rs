@@ -205,7 +205,7 @@ impl MemoryRange {
     ///
     /// # Panics
     ///
-    /// Where that does not lie within.
+    /// Panics if that does not lie within.
     pub(crate) fn part(self, at: usize, len: usize) -> Self {
         assert!(
             at <= self.len && len <= self.len - at,

@@ -107,7 +107,7 @@ impl ShmOp<'_> {
         self.staged(dtype, op, bytes)
     }
 
-    /// Fails on every rank alike where the slots of this step do not begin with the digest of one
+    /// Fails on every rank alike if the slots of this step do not begin with the digest of one
     /// layout.
     fn check_layout(&self, layout: &ShardLayout) -> Result<()> {
         match self.agree_on(layout.digest()) {

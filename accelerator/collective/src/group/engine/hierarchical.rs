@@ -18,7 +18,7 @@ use crate::{
 /// Memory that reductions over hosts use again and again.
 #[derive(Default)]
 pub(super) struct HierarchicalScratch {
-    /// This rank's values of a chunk as they are added up, where they are held otherwise.
+    /// This rank's values of a chunk as they are added up, if they are held otherwise.
     widened: Storage,
     /// The combined values of this host's ranks, for this rank's lane.
     partial: Storage,
@@ -42,7 +42,7 @@ impl OpContext<'_> {
     }
 
     /// Reduces `bytes` over all ranks, in place: within each host in rank order, then host by host.
-    /// See "Several hosts" in `group/README.md`. Where the ranks pass a shard layout, it must be the same.
+    /// See "Several hosts" in `group/README.md`. If the ranks pass a shard layout, it must be the same.
     pub(super) fn all_reduce_hierarchical(
         &mut self,
         hosts: &Hosts,
@@ -287,7 +287,7 @@ impl HierarchicalPlan {
         }
     }
 
-    /// The chunk that was put so many steps before, where there is one.
+    /// The chunk that was put so many steps before, if there is one.
     fn chunk_before(&self, step: usize, steps: usize) -> Option<usize> {
         step.checked_sub(steps).filter(|index| *index < self.chunks)
     }

@@ -1,5 +1,5 @@
 //! The algorithms over connections: `reduce` and `gather`, `hierarchical` over several hosts, and here what they
-//! share. Where all ranks share memory, operations go through `shm_ops`.
+//! share. If all ranks share memory, operations go through `shm_ops`.
 
 mod chunks;
 mod gather;
@@ -126,7 +126,7 @@ impl<'a> OpContext<'a> {
         self.exchange_headers(|_, _| 0)
     }
 
-    /// The same operation through shared memory, where there is some.
+    /// The same operation through shared memory, if there is some.
     fn shm_op(&mut self) -> Option<ShmOp<'_>> {
         let world = self.transport.shared()?;
         Some(ShmOp::new(
@@ -157,7 +157,7 @@ impl<'a> OpContext<'a> {
         self.inject_fault(Point::Operation(self.deadline.sequence))
     }
 
-    /// Waits for everyone's header, and fails on every rank alike where they disagree. The
+    /// Waits for everyone's header, and fails on every rank alike if they disagree. The
     /// data that came with them is kept; `expected` says how much it should be.
     fn exchange_headers(
         &mut self,
@@ -283,7 +283,7 @@ impl<'a> OpContext<'a> {
         }
     }
 
-    /// The part that comes next from a peer; none where an operation that is resumed has to wait.
+    /// The part that comes next from a peer; none if an operation that is resumed has to wait.
     fn try_receive(
         &mut self,
         from: usize,

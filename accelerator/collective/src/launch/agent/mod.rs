@@ -57,7 +57,7 @@ use engines::ENGINES;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AgentLaunch {
-    /// The index of this agent's host, from 0; `None` where the first agent gives it.
+    /// The index of this agent's host, from 0; `None` if the first agent gives it.
     pub node: Option<usize>,
     /// The number of hosts of the job.
     pub nodes: Option<NodeCount>,
@@ -65,7 +65,7 @@ pub struct AgentLaunch {
     pub processes: Option<AgentProcesses>,
     /// The meeting place of the agents: an address of the first agent's host.
     pub head: Option<AgentHead>,
-    /// The name of the job, where the engine gives it one.
+    /// The name of the job, if the engine gives it one.
     pub job: Option<String>,
     /// The engine that told it.
     pub source: LaunchSource,
@@ -83,12 +83,12 @@ impl AgentLaunch {
         Self::from_vars(|name| Some(variable(name)?.to_string_lossy().into_owned()))
     }
 
-    /// Reads variables through `lookup`; one that is empty counts as not set. `None` where no engine tells anything,
+    /// Reads variables through `lookup`; one that is empty counts as not set. `None` if no engine tells anything,
     /// and in a rank of another launcher, which `LOCAL_RANK` shows.
     ///
     /// # Errors
     ///
-    /// A topology error that names the variables where what an engine tells is malformed or contradictory, and where
+    /// A topology error that names the variables if what an engine tells is malformed or contradictory, or if
     /// a step of Slurm has several tasks on a host: an agent starts the processes of its host itself.
     pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let vars = LaunchReader(&lookup);
@@ -118,7 +118,7 @@ impl AgentLaunch {
     ///
     /// # Errors
     ///
-    /// A topology error that names the engine's variable where it does not tell.
+    /// A topology error that names the engine's variable if it does not tell.
     pub fn node_count(&self) -> Result<NodeCount> {
         self.nodes.ok_or_else(|| {
             let LaunchSource { launcher, variable } = self.source;

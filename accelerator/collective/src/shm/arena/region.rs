@@ -22,7 +22,7 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Zeroes; `None` where there is no room or no memory.
+    /// Zeroes; `None` if there is no room or no memory.
     pub(crate) fn new(arena: &Arc<Arena>, len: usize) -> Option<Self> {
         let allocator = arena.allocator.as_ref()?;
         let len = len.max(1).checked_next_multiple_of(PAGE)?;

@@ -191,7 +191,7 @@ impl ModelWorld {
         }
     }
 
-    /// `None` where the rank died, or gave up waiting.
+    /// `None` if the rank died, or gave up waiting.
     fn rank(&self, rank: usize, operations: &[ModelOp], death: Death) -> Option<()> {
         let mut left = match death {
             Death::After {
