@@ -95,7 +95,7 @@ impl DeviceMemory {
         &self.gpu
     }
 
-    /// It is not freed any more.
+    /// Keeps the memory from being freed.
     pub(crate) fn forfeit(&mut self) {
         self.forfeited = true;
     }

@@ -38,7 +38,7 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// Without the bytes: who knows them may take a rank's place.
+    /// Leaves out the bytes: whoever knows them may take a rank's place.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("UniqueId(..)")
     }

@@ -78,7 +78,7 @@ impl fmt::Debug for Activity {
     }
 }
 
-/// While it lives, this rank counts as one that works; see [`Activity::busy`].
+/// A guard that makes this rank count as one that works while it lives; see [`Activity::busy`].
 #[must_use = "the rank counts as idle again when this is dropped"]
 pub struct Busy(Arc<ActivityClock>);
 

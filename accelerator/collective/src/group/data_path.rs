@@ -152,8 +152,8 @@ struct HostInfo {
     memory: Result<ArenaId, String>,
 }
 
-/// Returns the reason that no memory can be shared, if the exchanged infos show one. All ranks asked for the same
-/// transport.
+/// Returns the reason that memory cannot be shared as `asked`, if the exchanged infos show one. All ranks asked for
+/// the same transport.
 fn unavailable(asked: TransportKind, infos: &[HostInfo]) -> Option<Unavailable> {
     let hosts = hosts(infos);
     if let Some(second) = hosts.get(1)

@@ -44,7 +44,7 @@ impl ProcessGroup {
     }
 }
 
-/// While it lives, collectives of this rank fail; see [`ProcessGroup::forbid`].
+/// A guard that makes collectives of this rank fail while it lives; see [`ProcessGroup::forbid`].
 #[derive(Debug)]
 #[must_use = "collectives are allowed again when this is dropped"]
 pub struct Forbidden {

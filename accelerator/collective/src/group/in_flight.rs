@@ -75,7 +75,7 @@ pub(super) fn serve(rank_state: &RankState, jobs: &Receiver<Job>) {
 
 /// The operations under way, in their order.
 ///
-/// Each goes on whenever its parts have come. They end in their order, and an error waits for its
+/// Each continues whenever its parts have come. They end in their order, and an error waits for its
 /// permit: what a rank sees is what it would see if they ran one after the other.
 struct InFlightOps<'a> {
     rank_state: &'a RankState,

@@ -26,15 +26,15 @@ use crate::{
 /// ```
 #[derive(Clone, Debug)]
 pub enum NextPlace {
-    /// It is this rank of the next group.
+    /// The process is this rank of the next group.
     Join(Box<Launch>),
-    /// It is no rank of the next group, and ends.
+    /// The process is no rank of the next group, and ends.
     Leave,
 }
 
 impl ProcessGroup {
-    /// Returns true if the launcher has told this process its place in a next group. Nothing is sent or awaited. Other
-    /// ranks may learn of theirs a moment earlier or later. It is always false without a launcher that does so.
+    /// Returns `true` if the launcher has told this process its place in a next group. Nothing is sent or awaited.
+    /// Other ranks may learn of theirs a moment earlier or later. It is always `false` without a launcher that does so.
     pub fn has_next_place(&self) -> bool {
         let store = self.0.rank_state.store();
         store.is_some_and(|store| store.has_next_place())

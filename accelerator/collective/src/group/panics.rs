@@ -91,7 +91,7 @@ thread_local! {
 
 static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
 
-/// The number of characters of a panic's message that are reported.
+/// The most characters of a panic's message that are reported.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
 /// The time that a panic that aborts waits for the abort to be sent.

@@ -175,7 +175,7 @@ fn interrupted() -> Error {
     )
 }
 
-/// The number of slots that are kept.
+/// The most slots that are kept.
 const MAX_FREE_SLOTS: usize = 256;
 
 #[cfg(test)]

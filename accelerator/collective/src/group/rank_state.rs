@@ -421,5 +421,5 @@ const FINAL_MESSAGES_WAIT: Duration = Duration::from_secs(2);
 /// The time that a failing rank waits for what the store knows.
 const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
-/// The delay with which the final message of a rank may follow the notice of its end.
+/// The longest time by which the final message of a rank may follow the notice of its end.
 const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);

@@ -93,7 +93,7 @@ impl TicketLock {
 #[derive(Debug)]
 pub(crate) struct Ticket {
     number: u64,
-    /// Until it is used.
+    /// `None` once the ticket is used.
     lock: Option<Arc<TicketLock>>,
 }
 

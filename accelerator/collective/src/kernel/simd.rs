@@ -70,7 +70,7 @@ fn has_avx512() -> bool {
 
 /// Conversions of `f16`, which only vector instructions make fast.
 ///
-/// A value stands for instructions that the processor has: who holds one may use them.
+/// A value stands for instructions that the processor has: whoever holds one may use them.
 pub(super) trait Convert: Copy {
     fn widen<const N: usize>(self, values: &[f16; N]) -> [f32; N];
 

@@ -32,7 +32,7 @@ proptest! {
     }
 }
 
-/// Around the ends of blocks, and some blocks further.
+/// Lengths around the ends of blocks, and some blocks further.
 fn length() -> impl Strategy<Value = usize> {
     let blocks = select(&[0_usize, 8, 16, 32, 64, 128, 256][..]);
     (blocks, 0_usize..3, -2_isize..=2)

@@ -40,7 +40,7 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
         )));
     };
     // SAFETY: the descriptor is open, as was just seen. By PMI's contract it is the launcher's end of this very
-    // process, and it is taken once in a process (`Exchange::meet`), which uses no MPI beside it.
+    // process, and it is taken once per process (`Exchange::meet`), which uses no MPI besides.
     let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
     match fcntl_setfd(&socket, FdFlags::CLOEXEC) {
         Ok(()) => Ok(socket),

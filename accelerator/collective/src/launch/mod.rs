@@ -55,7 +55,7 @@ use crate::{
 /// | a step of Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` | the first host of `SLURM_STEP_NODELIST`, at port 21000 + (job + 257 · step) mod 8000; the job is `slurm-JOB.STEP` |
 ///
 /// What rank 0 tells the others through a launcher are the addresses of its host, a port and a new token; they
-/// are exchanged when the ranks connect, once in a process. Slurm's variables come without a token, so ranks on several
+/// are exchanged when the ranks connect, once per process. Slurm's variables come without a token, so ranks on several
 /// hosts need `ACCEL_TOKEN_FILE`, or `srun --mpi=pmi2`.
 ///
 /// `LOCAL_RANK` may be told without `LOCAL_WORLD_SIZE`: the ranks find out the rest, and whether it agrees.
@@ -141,7 +141,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// The variables of this project that belong to a launch, beside torchrun's:
+    /// The variables of this project that belong to a launch, besides torchrun's:
     /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which
     /// `burn-accelerate-fault` reads, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
     pub const VARIABLES: [&'static str; 13] = [
@@ -338,9 +338,9 @@ impl Launch {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Elastic {
     Fixed,
-    /// It may; this process waits for the others as long as any.
+    /// The number may change; this process waits for the others as long as any.
     Running,
-    /// It may, and the other ranks run already.
+    /// The number may change, and the other ranks run already.
     Joining,
 }
 

@@ -15,7 +15,7 @@ const OPEN_MPI: PlaceVariables = PlaceVariables {
     local_world_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
 };
 
-/// MPICH, Intel MPI and other launchers that are built on Hydra, and `srun --mpi=pmi2`.
+/// The variables of MPICH, Intel MPI and other launchers that are built on Hydra, and of `srun --mpi=pmi2`.
 const PMI: PlaceVariables = PlaceVariables {
     launcher: "PMI",
     rank: "PMI_RANK",

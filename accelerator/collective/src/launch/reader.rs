@@ -1,4 +1,4 @@
-//! Reading the variables of a launch, with errors that name them.
+//! The reader of a launch's variables, with errors that name them.
 
 use accelerator_env as env;
 

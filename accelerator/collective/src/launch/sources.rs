@@ -60,7 +60,7 @@ const SOURCES: [Source; 5] = [
     },
 ];
 
-/// accel-launch, torchrun, and whoever else sets what torchrun sets.
+/// The variables of accel-launch, torchrun, and whoever else sets what torchrun sets.
 const DIRECT: PlaceVariables = PlaceVariables {
     launcher: "RANK and WORLD_SIZE",
     rank: "RANK",
@@ -102,7 +102,7 @@ pub(super) fn find(vars: LaunchReader<'_>) -> Result<Found> {
     })
 }
 
-/// Refuses a process that another launcher has started beside others, unless RANK gives it a place.
+/// Refuses a process that another launcher has started with others, unless RANK gives it a place.
 ///
 /// # Errors
 ///

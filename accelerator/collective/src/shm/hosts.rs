@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::peers::ShmPeers;
 
-/// One rank's view of the hosts: the memory of its own, and who is where.
+/// One rank's view of the hosts: the memory of its own, and the ranks of each.
 #[derive(Debug)]
 pub(crate) struct Hosts {
     peers: ShmPeers,

@@ -122,7 +122,7 @@ impl RawMemory {
         }
     }
 
-    /// Advice to the system about whole pages, and whether it follows it.
+    /// Gives the system advice about whole pages, and returns `true` if the system accepts it.
     #[cfg(target_os = "linux")]
     pub(super) fn advise(&self, offset: usize, len: usize, advice: Advice) -> bool {
         use rustix::mm;
@@ -145,11 +145,11 @@ impl RawMemory {
 #[cfg(target_os = "linux")]
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Advice {
-    /// They are better large.
+    /// The pages are better large.
     Large,
-    /// They are written soon.
+    /// The pages are written soon.
     Touch,
-    /// Their content is not needed any more: private pages are zeroes again.
+    /// The pages' content is not needed any more: private pages are zeroes again.
     Forget,
 }
 

@@ -1,4 +1,4 @@
-//! Memory that the ranks of one host share: what is where, and who may touch what.
+//! Memory that the ranks of one host share: its layout, and the rules of who may touch what.
 #![expect(
     unsafe_code,
     reason = "memory that other ranks write to has no references; see the README of this folder"

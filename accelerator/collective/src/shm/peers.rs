@@ -38,7 +38,7 @@ impl ShmPeers {
         self.arenas.len()
     }
 
-    /// The rank in the whole group of who has this place here.
+    /// Returns the rank, in the whole group, of the peer that has this place here.
     pub(crate) fn global_rank(&self, place: usize) -> usize {
         self.first + place
     }

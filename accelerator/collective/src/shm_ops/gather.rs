@@ -99,7 +99,7 @@ impl ShmOp<'_> {
         Ok(())
     }
 
-    /// Through the slots, chunk by chunk, into the buffers.
+    /// Gathers through the slots, chunk by chunk, into the buffers.
     fn gather_staged(
         mut self,
         buffers: &mut [&mut Buffer],

@@ -332,7 +332,7 @@ impl<'a> ShmOp<'a> {
                 match self.wait(peer) {
                     Ok(()) => {}
                     Err(error) if error.is_mismatch() => return error,
-                    // The disagreement is the cause; who comes late to it adds nothing.
+                    // The disagreement is the cause; a rank that comes late to it adds nothing.
                     Err(_) => break,
                 }
             }
@@ -362,11 +362,11 @@ impl<'a> ShmOp<'a> {
 /// The placement of an operation's data in the ranks' memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Placement {
-    /// Each rank's in a buffer that all can reach.
+    /// Each rank's data lie in a buffer that all can reach.
     All,
-    /// Some ranks' in such a buffer.
+    /// Some ranks' data lie in such a buffer.
     Some,
-    /// Nobody's.
+    /// No rank's data lie in such a buffer.
     None,
 }
 

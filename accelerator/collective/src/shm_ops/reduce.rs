@@ -123,8 +123,8 @@ impl ShmOp<'_> {
         Ok(())
     }
 
-    /// Chunk by chunk, where the first one is in the slots. In one step a rank puts a chunk, reduces
-    /// its part of the one before, and takes the results of the one before that.
+    /// Reduces chunk by chunk through the slots, which hold the first chunk already. In one step a rank puts a chunk,
+    /// reduces its part of the one before, and takes the results of the one before that.
     fn staged(&mut self, dtype: DType, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
         let (len, size, rank) = (bytes.len(), self.size(), self.rank());
         let part = |index: usize, rank: usize| {
@@ -249,7 +249,7 @@ impl ShmOp<'_> {
     }
 }
 
-/// Whose buffers get a result.
+/// The buffers that get a result.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Targets {
     All,

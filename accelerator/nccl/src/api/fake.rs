@@ -142,7 +142,7 @@ impl Fake {
         }
     }
 
-    /// Nothing was left behind.
+    /// Checks that nothing was left behind.
     pub(crate) fn assert_clean(&self) {
         let state = self.lock();
         assert!(state.handles.is_empty(), "{:?} are left", state.handles);

@@ -46,7 +46,7 @@ pub(crate) enum Progress {
     UnderWay,
 }
 
-/// Whose function it is.
+/// The library that a function belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Foreign {
     /// CUDA's driver.

@@ -27,8 +27,8 @@ use crate::unique_id::UniqueId;
 
 /// This rank's end of a group of GPUs that reduce together, by NCCL.
 ///
-/// Operations run on a stream of the communicator's own, one after the other, beside what else the GPU
-/// does. Each begins after all that was enqueued in the context before it. Nothing that is enqueued
+/// Operations run on a stream of the communicator's own, one after the other, alongside the GPU's other
+/// work. Each begins after all that was enqueued in the context before it. Nothing that is enqueued
 /// after it waits for it, until [`order_after`](Self::order_after) says so.
 ///
 /// While operations are under way, a thread asks the group every 20 ms whether it has ended, and NCCL

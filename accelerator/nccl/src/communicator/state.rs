@@ -40,7 +40,7 @@ pub(super) struct CommTimeouts {
 #[derive(Debug)]
 pub(super) struct CommState {
     pub(super) phase: Phase,
-    /// None once it is given back.
+    /// `None` once it is given back.
     pub(super) link: Option<Link>,
     pub(super) work: Work,
     pub(super) owner: CallerHandle,
@@ -81,7 +81,7 @@ pub(super) enum CallerHandle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notify {
     Group,
-    /// It knows.
+    /// Nobody is told: the group knows.
     Nobody,
 }
 
@@ -245,7 +245,7 @@ impl CommunicatorInner {
     }
 }
 
-/// So long from then. What no clock reaches never comes.
+/// Returns the instant `time` after `began`; one that no clock reaches never comes.
 pub(super) fn after(began: Instant, time: Duration) -> Instant {
     let never = Duration::from_secs(u32::MAX.into());
     began.checked_add(time).unwrap_or_else(|| began + never)

@@ -136,11 +136,11 @@ fn close(inner: &CommunicatorInner, mut link: Link) {
     note(closed);
 }
 
-/// Between looks while ranks come together.
+/// The time between looks while ranks come together.
 const CONNECTING: Duration = Duration::from_millis(1);
 
-/// Between looks while operations are under way.
+/// The time between looks while operations are under way.
 const WORKING: Duration = Duration::from_millis(20);
 
-/// Between looks while NCCL finalizes.
+/// The time between looks while NCCL finalizes.
 const FINALIZING: Duration = Duration::from_millis(1);

@@ -87,7 +87,7 @@ impl<'a> OpContext<'a> {
         Self::view(transport, deadline, scratch, None)
     }
 
-    /// An operation that goes on as far as it can; its memory was cleared before the first time.
+    /// An operation that continues as far as it can; its memory was cleared before the first time.
     pub(crate) fn resumed(
         transport: &'a Transport,
         deadline: &'a mut OpDeadline,

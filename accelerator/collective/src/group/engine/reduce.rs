@@ -16,9 +16,9 @@ use crate::{
     transport::OpPhase,
 };
 
-/// A reduction of a buffer that can stop wherever it waits for others, and go on later.
+/// A reduction of a buffer that can stop wherever it waits for others, and continue later.
 ///
-/// Each rank owns one part: it receives that part from everyone, reduces it in rank order and, where
+/// Each rank owns one part: it receives that part from everyone, reduces it in rank order and, if
 /// all keep everything, sends the result to everyone. Chunks are pipelined: while one is reduced, the
 /// next [`PREFETCH`] are on their way. A short buffer that all keep goes to everyone at once, and every
 /// rank reduces all of it, in the same order and so to the same bits.

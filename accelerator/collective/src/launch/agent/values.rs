@@ -54,7 +54,7 @@ impl fmt::Display for NodeCount {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum AgentProcesses {
-    /// So many; at least 1.
+    /// This number; at least 1.
     Number(usize),
     /// One per device of the host (`auto` or `gpu`).
     Auto,

@@ -10,7 +10,7 @@ pub(crate) struct Region {
     arena: Arc<Arena>,
     start: NonNull<u8>,
     offset: usize,
-    /// Rounded up to pages.
+    /// The length, rounded up to pages.
     len: usize,
     /// Set if another rank may still write to it.
     abandoned: bool,

@@ -53,7 +53,7 @@ fn another_mapping_sees_the_same() {
     assert!(Arena::in_file_of_peer(&file).is_err());
 }
 
-/// It runs itself in a process of its own, whose limits it changes.
+/// Runs itself in a process of its own, whose limits it changes.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_limit_of_files_is_kept() {

@@ -112,10 +112,10 @@ impl Spin {
     }
 }
 
-/// Somebody sleeps until the word changes.
+/// The bit of a word that says that somebody sleeps until it changes.
 const ASLEEP: u32 = 1;
 
-/// Moves the owner's word to `to`, and wakes who sleeps on it.
+/// Moves the owner's word to `to`, and wakes those that sleep on it.
 fn publish<W: SharedWord>(word: &W, to: u32, wake_all: impl FnOnce(&W)) {
     let before = word.swap(to << 1);
     debug_assert!(is_reached(to << 1, before >> 1), "a count went back");
@@ -154,7 +154,7 @@ trait SharedWord {
     /// Reads it; what its owner wrote before can be read after this.
     fn load(&self) -> u32;
 
-    /// Writes it and returns what it was; what was written before this can be read by who reads it.
+    /// Writes it and returns what it was; whoever reads it can read what was written before this.
     fn swap(&self, value: u32) -> u32;
 
     /// Writes `to` if it is `from`, and says whether it was.

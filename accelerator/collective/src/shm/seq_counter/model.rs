@@ -263,7 +263,7 @@ fn write(cell: &UnsafeCell<u32>, value: u32) {
 
 word!(atomic::AtomicU32, atomic::Ordering);
 
-/// A word with what the system does for who sleeps on it.
+/// A word, with the system's part in sleeping on it.
 struct SharedLine {
     word: atomic::AtomicU32,
     bed: Mutex<()>,
