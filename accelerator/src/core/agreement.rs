@@ -1,4 +1,4 @@
-//! What must be the same on every rank, compared once and named where it is not.
+//! Compares what must be the same on every rank; an error names the ranks that differ.
 
 use core::fmt;
 
@@ -23,7 +23,7 @@ pub(crate) struct Term {
     sides: Sides,
 }
 
-/// Which ranks an error tells of.
+/// The ranks that an error names.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Sides {
     All,
@@ -62,14 +62,14 @@ impl Term {
         }
     }
 
-    /// By what it is set.
+    /// Names the place where it is set.
     pub(crate) fn set_by(self, origin: &'static str) -> Self {
         let origin = Some(origin);
         Self { origin, ..self }
     }
 }
 
-/// What each rank has, in rank order, with ranks that have the same together:
+/// Lists the value of each rank, in rank order, ranks with the same value together:
 /// `ranks 0, 2: a; rank 1: b`.
 pub(crate) fn sides<T: fmt::Display>(all: impl IntoIterator<Item = T>) -> String {
     let mut sides: Vec<(String, Vec<String>)> = Vec::new();

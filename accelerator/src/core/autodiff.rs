@@ -17,18 +17,18 @@ use burn::backend::{
 };
 use burn::tensor::Tensor;
 
-/// What a node does when backward comes to it, on the thread that runs backward.
+/// The work of a node when backward reaches it, on the thread that runs backward.
 ///
 /// The graph is locked meanwhile: the model's own tensors must not be computed with. Plain tensors, which
 /// gradients are, may.
 pub(crate) trait Node: fmt::Debug + Send + Sync {
-    /// A gradient that it leaves alone goes no further.
+    /// Runs when backward reaches the node. A gradient that it leaves alone goes no further.
     fn backward(&self, here: &mut dyn NodeContext);
 }
 
 /// A node's surroundings in the midst of backward.
 pub(crate) trait NodeContext {
-    /// How deep the node's first parent is in the graph; `None` where nothing asks for a gradient of it.
+    /// The depth of the node's first parent in the graph; `None` if nothing asks for a gradient of it.
     fn depth(&self) -> Option<usize>;
 
     /// The gradient of a leaf so far.
@@ -42,7 +42,7 @@ pub(crate) trait NodeContext {
     fn hand_on_as(&mut self, new: &dyn Fn(DispatchTensor) -> DispatchTensor);
 }
 
-/// Whether nodes can be placed above this tensor: its device is one that is known, and it is tracked.
+/// Returns `true` if nodes can be placed above this tensor: its device is a known one, and it is tracked.
 pub(crate) fn serves(tensor: &Tensor<1>) -> bool {
     let DispatchTensorKind::Autodiff(kind) = tensor.clone().into_dispatch().kind else {
         return false;
@@ -58,7 +58,7 @@ pub(crate) fn serves(tensor: &Tensor<1>) -> bool {
     }
 }
 
-/// Whether two tracked tensors are one node, which gets one gradient.
+/// Returns `true` if two tracked tensors are one node, which gets one gradient.
 pub(crate) fn is_same_leaf(left: &DispatchTensor, right: &DispatchTensor) -> bool {
     let left = leaf_number(left);
     left.is_some() && left == leaf_number(right)
@@ -123,7 +123,7 @@ trait OutputDevice: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// What a backend under autodiff must tell of its tensors.
+/// Access to the tensors of a backend under autodiff.
 trait BackendParts: OutputDevice {
     /// The autodiff tensor in `leaf`, where it is one of this backend.
     fn leaf(leaf: &DispatchTensor) -> Option<&FloatTensor<Autodiff<Self>>>;

@@ -26,7 +26,7 @@ pub struct Error(Arc<ErrorInner>);
 struct ErrorInner {
     kind: Kind,
     message: String,
-    /// Where another rank's error was one that its source said.
+    /// Set if another rank's error was a misuse by its own account.
     misuse: bool,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
@@ -101,7 +101,7 @@ impl Error {
         }))
     }
 
-    /// Where ranks disagree about what they do together, with the batch that this one was at.
+    /// Adds the batch that this rank was at, if ranks disagree about what they do together.
     pub(crate) fn at_batch(self, batch: impl fmt::Display) -> Self {
         let cause = self.collective().filter(|cause| cause.is_mismatch());
         match cause.cloned() {
@@ -289,14 +289,14 @@ impl StdError for Error {
 }
 
 impl From<std::io::Error> for Error {
-    /// With the message of the cause; [`Error::is_io`] holds.
+    /// Takes the message of the cause; [`Error::is_io`] holds.
     fn from(error: std::io::Error) -> Self {
         Self::with_source(Kind::Io, error.to_string(), error)
     }
 }
 
 impl From<accelerator_collective::Error> for Error {
-    /// With the message of the cause, which names ranks and places.
+    /// Takes the message of the cause, which names ranks and places.
     fn from(error: accelerator_collective::Error) -> Self {
         // What the variables or the builder said about the ranks is a setting like others.
         let kind = if error.is_topology() {
@@ -316,7 +316,7 @@ impl From<accelerator_collective::Error> for Error {
 }
 
 impl From<accelerator_manifest::Error> for Error {
-    /// With the message of the cause, which names the file.
+    /// Takes the message of the cause, which names the file.
     fn from(error: accelerator_manifest::Error) -> Self {
         let kind = if error.is_io() || error.is_not_found() {
             Kind::Io

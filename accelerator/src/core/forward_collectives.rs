@@ -5,11 +5,11 @@ use accelerator_collective::ProcessGroup;
 
 use super::error::{Error, Result};
 
-/// Whether there are layers that communicate. Their collectives run in the order of the graph during backward, so no
-/// bucket of gradients may be sent then.
+/// A note that there are layers that communicate. Their collectives run in the order of the graph during backward, so
+/// no bucket of gradients may be sent then.
 #[derive(Debug, Default)]
 pub(crate) struct ForwardCollectives {
-    /// Why such a layer, which can return no error, gave values of no use.
+    /// The error of such a layer, which cannot return one and gave useless values instead.
     failure: Mutex<Option<Error>>,
     noted: AtomicBool,
 }

@@ -13,7 +13,7 @@ pub(crate) fn drawing() -> Drawing {
     Drawing { turn }
 }
 
-/// Whether it is this thread's turn to draw.
+/// Returns `true` if it is this thread's turn to draw.
 pub(crate) fn is_drawing() -> bool {
     DRAWING.get()
 }

@@ -1,8 +1,8 @@
-/// Where a visitor or mapper is in a model: `layers.0.weight`. For its `enter_module` and `exit_module`.
+/// The place of a visitor or mapper in a model: `layers.0.weight`. For its `enter_module` and `exit_module`.
 #[derive(Debug, Default)]
 pub(crate) struct ModulePath {
     joined: String,
-    /// How long it was before each of its names.
+    /// The length of `joined` before each of its names.
     before: Vec<usize>,
 }
 

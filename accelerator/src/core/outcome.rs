@@ -1,4 +1,4 @@
-//! What rank 0 did for all, told to the others.
+//! The outcome of what rank 0 did for all ranks, as the others get it.
 
 use accelerator_collective::ProcessGroup;
 use serde::{Deserialize, Serialize};
@@ -59,10 +59,10 @@ pub(crate) fn exchange(group: &ProcessGroup, mine: Option<&Error>, action: &str)
     }
 }
 
-/// What ranks tell each other here for.
+/// The purpose of this exchange between ranks.
 const PURPOSE: &str = "how the work of a rank went";
 
-/// As much of an error as can travel.
+/// The part of an error that can be sent to other ranks.
 #[derive(Clone, Deserialize, Serialize)]
 pub(crate) struct Failure {
     kind: Kind,
@@ -79,7 +79,7 @@ impl Failure {
         }
     }
 
-    /// That `rank` failed to do `action`.
+    /// Returns the error that `rank` failed to do `action`.
     pub(crate) fn into_error(self, rank: usize, action: &str) -> Error {
         let message = format!("rank {rank} failed to {action}: {}", self.message);
         match self.misuse {
@@ -93,7 +93,7 @@ impl Failure {
 mod tests {
     use super::*;
 
-    /// What two ranks get for one outcome of rank 0.
+    /// Returns what two ranks get for one outcome of rank 0.
     fn ranks(work: impl Fn(&ProcessGroup) -> Result<()> + Send + Sync) -> Vec<Result<()>> {
         crate::launch(2, |accelerator| {
             let group = accelerator.group();

@@ -9,7 +9,7 @@ use super::error::Result;
 use super::signals::SignalListener;
 use super::user_message;
 
-/// What tells a rank that its place is about to be taken: signals, a deadline, a file. For
+/// The signals, deadline and file that tell a rank that its place is about to be taken. For
 /// [`Accelerator::on_preemption`](crate::Accelerator::on_preemption).
 ///
 /// ```
@@ -104,7 +104,7 @@ impl Default for Preemption {
     }
 }
 
-/// What this rank watches, and whether it has been told to leave, which stays.
+/// The notices that this rank watches. Once it has been told to leave, this stays.
 #[derive(Debug, Default)]
 pub(crate) struct PreemptionNotice {
     deadline: Option<SystemTime>,
@@ -128,7 +128,7 @@ impl PreemptionNotice {
         Ok(())
     }
 
-    /// Whether this rank is to leave.
+    /// Returns `true` if this rank is to leave.
     pub(crate) fn is_given(&mut self, rank: usize) -> bool {
         if self.told {
             return true;

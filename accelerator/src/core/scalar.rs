@@ -8,13 +8,13 @@ use burn::tensor::Tensor;
 pub(crate) struct Scalar(Arc<ScalarValue>);
 
 struct ScalarValue {
-    /// Of one element; `None` where it was never on a device.
+    /// The one element; `None` if it was never on a device.
     tensor: Option<Tensor<1>>,
     read: OnceLock<f64>,
 }
 
 impl Scalar {
-    /// What a device has in one element.
+    /// Wraps the one element of a tensor on a device.
     pub(crate) fn on_device(tensor: Tensor<1>) -> Self {
         Self(Arc::new(ScalarValue {
             tensor: Some(tensor),
@@ -22,7 +22,7 @@ impl Scalar {
         }))
     }
 
-    /// Where it lies.
+    /// Returns the tensor that holds it, if it is on a device.
     pub(crate) fn tensor(&self) -> Option<&Tensor<1>> {
         self.0.tensor.as_ref()
     }

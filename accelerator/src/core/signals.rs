@@ -45,7 +45,7 @@ impl SignalListener {
 }
 
 impl Drop for SignalListener {
-    /// Where a signal has arrived, it stays handled: the process is about to end with an exit code of its own, and
+    /// Stops listening, unless a signal has arrived: the process is about to end with an exit code of its own, and
     /// another signal must not end it before.
     fn drop(&mut self) {
         if self.received.load(Ordering::SeqCst) {
@@ -68,7 +68,7 @@ struct Listeners {
     has_none: Arc<AtomicBool>,
 }
 
-/// By signal: those that this process has ever listened to.
+/// The listeners of each signal that this process has ever listened to.
 static HANDLED: Mutex<BTreeMap<i32, Listeners>> = Mutex::new(BTreeMap::new());
 
 fn handled() -> MutexGuard<'static, BTreeMap<i32, Listeners>> {

@@ -1,5 +1,4 @@
-//! What must not go unnoticed and is no error: where the program collects no logs, its standard error
-//! is told.
+//! Messages that must not go unnoticed but are no errors. If the program collects no logs, they go to standard error.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,19 +9,19 @@ use accelerator_collective::stderr_fallback;
 pub(crate) struct Once(AtomicBool);
 
 impl Once {
-    /// Whether it was not said yet. It counts as said from here on.
+    /// Returns `true` on the first call only.
     pub(crate) fn first(&self) -> bool {
         !self.0.swap(true, Ordering::Relaxed)
     }
 }
 
-/// Says what went wrong.
+/// Warns that something is wrong.
 pub(crate) fn warn(text: &str) {
     tracing::warn!("{text}");
     stderr_fallback(text);
 }
 
-/// Says what the user asked for.
+/// Reports what the user asked for.
 pub(crate) fn tell(text: &str) {
     tracing::info!("{text}");
     stderr_fallback(text);

@@ -1,12 +1,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How many of the optimizers that an accelerator has prepared live, by where their state lies.
+/// The number of living optimizers that an accelerator has prepared, by where their state is.
 #[derive(Debug, Default)]
 pub(crate) struct OptimizerCount {
     sharded: Arc<()>,
     whole: Arc<()>,
-    /// Whether the last step of one was skipped.
+    /// Set if the last step of any of them was skipped.
     skipped: Arc<AtomicBool>,
 }
 
@@ -29,7 +29,7 @@ impl CountedOptimizer {
     }
 }
 
-/// Where the state of an optimizer lies.
+/// The place of an optimizer's state.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum StateOf {
     /// Each rank has a part.
@@ -54,7 +54,7 @@ impl OptimizerCount {
         self.skipped.load(Ordering::Relaxed)
     }
 
-    /// Whether there are optimizers, and each rank has only a part of the state of all of them.
+    /// Returns `true` if there are optimizers and all of them are sharded.
     pub(crate) fn has_only_shards(&self) -> bool {
         // One handle is the count's own.
         Arc::strong_count(&self.sharded) > 1 && Arc::strong_count(&self.whole) == 1

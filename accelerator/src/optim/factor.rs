@@ -35,7 +35,7 @@ pub(super) fn scaled<M: Module>(
         .step()
 }
 
-/// By path, the rate of each parameter that is trained, times a factor.
+/// Returns the rate of each trained parameter, times a factor, with the parameter's path.
 pub(super) fn by_path<M: Module>(
     rate: &ModuleLearningRate,
     factor: f64,

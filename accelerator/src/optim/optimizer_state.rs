@@ -13,13 +13,13 @@ use crate::core::scalar::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {
-    /// Of a sharded optimizer, this rank's part.
+    /// Set for a sharded optimizer, of which `optimizer` holds this rank's part.
     full_state: Option<FullState>,
     optimizer: ModuleOptimizer,
     pub(crate) state: OptimizerState,
 }
 
-/// What a checkpoint keeps of an optimizer beside Burn's record.
+/// The state of an optimizer that a checkpoint keeps beside Burn's record.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct OptimizerState {
     pub(crate) factor: f64,
@@ -52,7 +52,7 @@ pub(crate) struct ScheduleState {
 }
 
 impl OptimizerState {
-    /// What its schedule, if it has one, gave for the last step, without the factor of the job.
+    /// Returns the rate that its schedule, if it has one, gave for the last step, without the factor of the job.
     pub(crate) fn scheduled_rate(&self) -> Option<f64> {
         self.schedule.as_ref()?.rate
     }
@@ -76,7 +76,7 @@ impl OptimizerSnapshot {
         }
     }
 
-    /// Whether there is state of other ranks beside it.
+    /// Returns `true` if other ranks have parts of the state.
     pub(crate) fn is_sharded(&self) -> bool {
         self.full_state.is_some()
     }
@@ -113,7 +113,7 @@ impl<S> PreparedOptimizer<S> {
         })
     }
 
-    /// What its schedule, if it has one, gave for the last step, without the factor of the job.
+    /// Returns the rate that its schedule, if it has one, gave for the last step, without the factor of the job.
     pub(crate) fn scheduled_rate(&self) -> Option<f64>
     where
         S: ScheduleKind,
@@ -159,21 +159,21 @@ impl<S> PreparedOptimizer<S> {
     }
 }
 
-/// What a schedule, or the want of one, keeps in a checkpoint.
+/// The state that a schedule, or the lack of one, keeps in a checkpoint.
 pub(crate) trait ScheduleKind {
-    /// What it gave for the last step.
+    /// Returns the rate that the schedule gave for the last step.
     fn rate(&self) -> Option<f64>;
 
     fn state(&self) -> Result<Option<ScheduleState>>;
 
     fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()>;
 
-    /// What the program told for the first step of all.
+    /// Returns the rate that the program passed for the very first step.
     fn first_rate(&self) -> Option<f64> {
         None
     }
 
-    /// What the program told for the first step of all, and for the last one before a resume.
+    /// Takes the rates that the program passed for the very first step, and for the last one before a resume.
     fn resume_rates(&mut self, _first: Option<f64>, _last: Option<f64>) {}
 }
 

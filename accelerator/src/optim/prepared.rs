@@ -44,7 +44,7 @@ pub enum StepOutcome {
     /// model is as it was, and so is the schedule. The next losses are scaled by less. In a
     /// [local step](crate::local) it is this rank alone, whose schedule keeps pace with the others'.
     Skipped {
-        /// By what the loss was multiplied.
+        /// The factor of the loss.
         scale: f64,
     },
     /// The model was updated.
@@ -63,10 +63,10 @@ pub enum StepOutcome {
 /// [`Scheduled`], without one it is [`Manual`] and `step` takes the rate, as Burn's own does.
 pub struct PreparedOptimizer<S> {
     counted: CountedOptimizer,
-    /// What the rates of the schedule are multiplied by, since training went on at another size.
+    /// The factor of the schedule's rates since training continued at another size.
     pub(super) factor: f64,
     kinds: FusedSupport,
-    /// Of the last step; it may still be on the device.
+    /// The norm of the last step; it may still be on the device.
     pub(super) norm: Option<Scalar>,
     pub(super) optimizer: ModuleOptimizer,
     /// Without the norm.
@@ -74,11 +74,11 @@ pub struct PreparedOptimizer<S> {
     /// The parameters that a checkpoint had state for, until the first step after it.
     pub(super) resumed: HashSet<u64>,
     pub(super) schedule: S,
-    /// Of an optimizer whose state is shared out over several ranks.
+    /// The shards, if the state is sharded over several ranks.
     pub(super) shards: Option<Shards>,
     pub(super) steps: u64,
     timeline: Timeline,
-    /// Where to step samples, until it is known that state which came with the optimizer fits the model.
+    /// The device for sample steps, until state that came with the optimizer is known to fit the model.
     pub(super) unchecked: Option<Device>,
 }
 
@@ -252,7 +252,7 @@ impl<S> PreparedOptimizer<S> {
         }
     }
 
-    /// What the last `step` did; `Accumulated` before the first.
+    /// Returns the outcome of the last `step`; `Accumulated` before the first.
     ///
     /// On one GPU, a norm that a clip was made by may not have been read: this waits until the device has computed
     /// it. A loop that looks at it every few steps keeps the device busy.
@@ -271,7 +271,7 @@ impl<S> PreparedOptimizer<S> {
         matches!(self.outcome, StepOutcome::Skipped { .. })
     }
 
-    /// How many times the model was updated; in [local training](crate::local), on any rank.
+    /// Returns the number of updates of the model; in [local training](crate::local), those on any rank.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -378,7 +378,7 @@ impl PreparedOptimizer<Scheduled> {
         })
     }
 
-    /// How many times the schedule advances in so many optimizer steps and epochs.
+    /// Returns how many times the schedule advances in so many optimizer steps and epochs.
     pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         self.schedule.0.advances(steps, epochs)
     }

@@ -28,13 +28,13 @@ impl<T: Into<ModuleLearningRate>> IntoLearningRate for T {
 /// The base rates that an optimizer without a schedule was told.
 #[derive(Clone, Debug)]
 pub(super) struct ManualRates {
-    /// Of the first step, in this process or an earlier one.
+    /// The rate of the first step, in this process or an earlier one.
     first: Option<f64>,
-    /// Of the last step before a resume, until the first one behind it.
+    /// The rate of the last step before a resume, until the first step after it.
     before_resume: Option<f64>,
-    /// Of the first micro-step of the open window.
+    /// The rate of the first micro-step of the open window.
     dropped: Option<f64>,
-    /// Whether this rank says what is wrong with them, and has not yet.
+    /// Set on the main process until it has warned of them.
     warns: bool,
 }
 
@@ -48,7 +48,7 @@ impl ManualRates {
         }
     }
 
-    /// Of the first step.
+    /// Returns the rate of the first step.
     pub(super) fn first(&self) -> Option<f64> {
         self.first
     }

@@ -1,4 +1,4 @@
-//! What is written of an optimizer, and read again, as Burn's records.
+//! Writing and reading of optimizers as Burn's records.
 
 use core::fmt;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -13,10 +13,10 @@ use super::sharded::probe;
 use crate::core::error::{Error, Kind, Result};
 use crate::model::{KEEP_THE_ID, Trainable};
 
-/// What an optimizer without state keeps of a parameter, for errors.
+/// The name of an empty state, for errors.
 const NOTHING: &str = "nothing";
 
-/// What to do where Burn cannot load state in the type of its parameter.
+/// The remedy if Burn cannot load state in the type of its parameter.
 const HINT: &str = "build the optimizer with `init_fused()`, which loads the state of Adam, AdamW and SGD in the type \
                     in which it was saved, or give the default device the type of the parameters before the first \
                     tensor: `Device::default().configure(…)`";
@@ -76,7 +76,7 @@ pub(super) fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
     Ok(fields.ids().collect())
 }
 
-/// What was saved of a parameter, and what this optimizer keeps of it, where that is not the same: settings, such as a
+/// Returns what was saved of a parameter, and what this optimizer keeps of it, if the two differ: settings, such as a
 /// momentum, are in no record.
 ///
 /// A parameter of one dimension is asked for, as biases are: of others, some optimizers keep what depends on the size.
@@ -146,7 +146,7 @@ pub(crate) fn check_types(
     Ok(())
 }
 
-/// Whether the state in `record` belongs to parameters with these ids alone.
+/// Fails if the state in `record` belongs to other parameters than those with these ids.
 pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Result<()> {
     let fields = RecordFields::of(record)?;
     let unknown: BTreeSet<_> = fields.ids().filter(|id| !ids.contains(id)).collect();
@@ -164,9 +164,9 @@ pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Res
 
 /// Everything that is in a record.
 struct RecordFields {
-    /// Of parameters, by id.
+    /// The paths of parameters, by id.
     paths: BTreeMap<String, String>,
-    /// By name; `None` for numbers that are no tensors.
+    /// The types of entries, by name; `None` for numbers that are not tensors.
     types: BTreeMap<String, Option<DType>>,
 }
 
@@ -193,12 +193,12 @@ impl RecordFields {
         self.types.keys().collect()
     }
 
-    /// What is kept of each parameter, for errors.
+    /// Lists what is kept of each parameter, for errors.
     fn kept(&self) -> String {
         Self::listed(self.types.keys())
     }
 
-    /// What is kept of one parameter, for errors.
+    /// Lists what is kept of one parameter, for errors.
     fn kept_of(&self, id: u64) -> String {
         Self::listed(self.types.keys().filter(|name| id_of(name) == Some(id)))
     }
@@ -214,7 +214,7 @@ impl RecordFields {
         }
     }
 
-    /// What errors call an entry.
+    /// Returns the name of an entry in errors.
     fn shown(&self, field: &str) -> String {
         let (id, field) = field.split_once('.').unwrap_or(("", field));
         let path = self.paths.get(id).map_or(id, String::as_str);
@@ -227,7 +227,7 @@ fn id_of(field: &str) -> Option<u64> {
     field.split_once('.')?.0.parse().ok()
 }
 
-/// As messages show a type.
+/// A type, as messages show it.
 struct ShownType(DType);
 
 impl fmt::Display for ShownType {

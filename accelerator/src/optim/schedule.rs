@@ -92,7 +92,7 @@ pub(crate) struct Scheduler {
     pub(super) scheduler: ModuleLrScheduler,
     pub(super) unit: ScheduleUnit,
     pub(super) current: Option<ModuleLearningRate>,
-    /// How it stood before it gave the current rate, which Burn has no record for.
+    /// Its state before it gave the current rate, which Burn has no record for.
     pub(super) before: Option<LrSchedulerRecord>,
 }
 
@@ -109,7 +109,7 @@ pub(super) enum ScheduleUnit {
 }
 
 impl ScheduleUnit {
-    /// What a schedule advances with, in words.
+    /// Returns the unit that a schedule advances with, in words.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Step => "step",
@@ -147,7 +147,7 @@ impl Scheduler {
         }
     }
 
-    /// How many times it advances in so many optimizer steps and epochs.
+    /// Returns how many times it advances in so many optimizer steps and epochs.
     pub(super) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         match self.unit {
             ScheduleUnit::Step => steps,

@@ -5,10 +5,10 @@ use super::{PreparedOptimizer, Scheduled};
 /// The rule by which a learning rate that was found on one process follows the world size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum RateScaling {
-    /// As many times as large as there are ranks, as is usual for SGD ([Goyal et al.,
+    /// Multiplies the rate by the number of ranks, as is usual for SGD ([Goyal et al.,
     /// 2017](https://arxiv.org/abs/1706.02677)), after some steps of warm-up.
     Linear,
-    /// With the square root of the number of ranks, as is usual for Adam and its kin.
+    /// Multiplies the rate by the square root of the number of ranks, as is usual for Adam and its kin.
     Sqrt,
 }
 
@@ -36,13 +36,12 @@ pub struct TrainingPlan {
     pub epochs: u64,
     /// Optimizer steps in all, if none is skipped.
     pub steps: Option<u64>,
-    /// How many times the learning rate advances in all; `None` where it is not known, or there is no
-    /// scheduler.
+    /// Advances of the learning rate in all; `None` if that is not known, or there is no scheduler.
     pub rate_steps: Option<u64>,
 }
 
 impl TrainingPlan {
-    /// With the schedule of that optimizer.
+    /// Adds the schedule of that optimizer.
     #[must_use]
     pub fn with_schedule(self, optimizer: &PreparedOptimizer<Scheduled>) -> Self {
         let rate_steps = optimizer.advances(self.steps, self.epochs);

@@ -14,7 +14,7 @@ use crate::core::tensor_rank::register;
 use crate::model::Trainable;
 use crate::reduce::GradientMeans;
 
-/// Which parameters a fused optimizer steps.
+/// The parameters that a fused optimizer steps.
 #[derive(Debug, Default)]
 pub(super) struct FusedSupport(HashMap<ParamId, FusedKind>);
 
@@ -211,7 +211,7 @@ impl<P: ModuleMapper> ModuleMapper for StepObserver<'_, P> {
     }
 }
 
-/// Whether an optimizer without state steps a parameter in the loops of `fused`.
+/// Returns `true` if an optimizer without state steps a parameter in the loops of `fused`.
 pub(super) fn is_fused(blank: &ModuleOptimizer, parameter: &Trainable, device: &Device) -> bool {
     !blank.has_gradient_clipping()
         && step::steps_in_loops(|| drop(probe::step_sample(blank, parameter, device)))

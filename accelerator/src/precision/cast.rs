@@ -42,7 +42,7 @@ impl Cast {
         (Tensor::from_dispatch(half), Some(cast))
     }
 
-    /// Whether `full` is what `half` was cast to, by `same`, which compares memory. It can be asked once.
+    /// Returns `true` if `half` was cast to `full`, by `same`, which compares memory. It can be asked once.
     pub(crate) fn has_made(
         &self,
         full: &DispatchTensor,
@@ -54,9 +54,9 @@ impl Cast {
     }
 }
 
-/// What backward runs.
+/// The node that backward runs.
 struct CastBackward {
-    /// Where somebody will ask.
+    /// The record of the cast, if it will be asked for.
     cast: Weak<Cast>,
     full: DType,
 }

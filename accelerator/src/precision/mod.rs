@@ -96,7 +96,7 @@ pub enum Precision {
     Bf16,
     /// Half precision of 11 bits, in a narrow range: the loss is [scaled](LossScale).
     F16,
-    /// That of the parameters.
+    /// The type of the parameters.
     #[default]
     No,
 }

@@ -34,13 +34,13 @@ impl LossScale {
         self
     }
 
-    /// By what the scale is multiplied after so many good steps, from 1 to 65536. Default: 2.
+    /// Sets the factor of the scale after so many good steps, from 1 to 65536. Default: 2.
     pub fn with_growth(mut self, factor: f64) -> Self {
         self.growth = factor;
         self
     }
 
-    /// By what the scale is multiplied when a step is skipped, from 1/65536 to less than 1. Default: 0.5.
+    /// Sets the factor of the scale after a skipped step, from 1/65536 to less than 1. Default: 0.5.
     pub fn with_backoff(mut self, factor: f64) -> Self {
         self.backoff = factor;
         self
@@ -118,10 +118,10 @@ impl fmt::Display for LossScale {
 const LARGEST: f64 = (1_u64 << 40) as f64;
 const SMALLEST: f64 = 1.0 / LARGEST;
 
-/// By no more than this does it move at once: with more, it would go from bound to bound, and fit nowhere.
+/// The largest factor of one move: with a larger one, the scale would jump from bound to bound, and never fit.
 const STEEPEST: f64 = (1_u64 << 16) as f64;
 
-/// Whether all gradients of a window are finite.
+/// The finiteness of all gradients of a window.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Finiteness {
     Finite,
@@ -145,7 +145,7 @@ struct Skips {
     total: u64,
 }
 
-/// What is to be said of a step that was skipped.
+/// A reason to warn of a skipped step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum SkipNotice {
     /// It is the first one.
@@ -154,10 +154,10 @@ pub(crate) enum SkipNotice {
     Many(u64),
 }
 
-/// How many skipped steps in a row are too many: the default scale is 1 after them.
+/// The number of skipped steps in a row that is too many: the default scale is 1 after them.
 const MANY_SKIPS: u64 = 16;
 
-/// What a checkpoint keeps of it.
+/// The state of a [`Scaler`] that a checkpoint keeps.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct ScalerState {
     scale: f64,
@@ -191,7 +191,7 @@ impl Scaler {
         self.state
     }
 
-    /// What is to be said of the step that was skipped last.
+    /// Returns the reason to warn of the last skipped step, if there is one.
     pub(crate) fn skip_notice(&self) -> Option<SkipNotice> {
         let Skips {
             in_row,

@@ -1,4 +1,4 @@
-//! Which of its host's devices a rank takes.
+//! The choice of a rank's device among those of its host.
 
 use accelerator_collective::Topology;
 
@@ -71,7 +71,7 @@ pub(crate) fn take(
     Ok(index)
 }
 
-/// What is worth saying of ranks that share devices.
+/// Returns the remark that ranks share devices, if they do.
 fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
     (ranks > devices).then(|| {
         format!(
@@ -82,7 +82,7 @@ fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
     })
 }
 
-/// What is counted.
+/// Returns the name of the devices that are counted.
 fn noun(kind: BackendKind) -> &'static str {
     match kind {
         BackendKind::Cuda => "`cuda` device",
@@ -91,7 +91,7 @@ fn noun(kind: BackendKind) -> &'static str {
     }
 }
 
-/// Where to look, at the end of an error.
+/// Returns a hint where to look, for the end of an error.
 fn advice(kind: BackendKind) -> &'static str {
     match kind {
         BackendKind::Cuda => {

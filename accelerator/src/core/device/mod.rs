@@ -48,7 +48,7 @@ impl BackendKind {
     /// Every kind there is, compiled in or not.
     pub const ALL: [Self; 4] = [Self::Cuda, Self::Wgpu, Self::Flex, Self::NdArray];
 
-    /// Whether this build of the crate has the feature for this kind.
+    /// Returns `true` if this build of the crate has the feature for this kind.
     pub fn is_compiled_in(self) -> bool {
         match self {
             Self::Cuda => cfg!(feature = "cuda"),
@@ -191,7 +191,7 @@ fn graphics(
 ) -> Result<burn::tensor::BackendKind> {
     use burn::tensor::BackendKind::{DefaultDevice, DiscreteGpu};
 
-    /// By which the user says what the default device is.
+    /// The variable that names the default device.
     const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
 
     if place.local_world_size() == 1 || std::env::var_os(NAMED).is_some() {

@@ -112,7 +112,7 @@ impl AdamSettings {
     }
 }
 
-/// What the moments do to a parameter.
+/// The update of a parameter by its moments.
 #[derive(Clone, Copy)]
 struct AdamUpdate<E> {
     factor: E,

@@ -114,7 +114,7 @@ impl AdamWSettings {
     }
 }
 
-/// What the moments do to a parameter.
+/// The update of a parameter by its moments.
 #[derive(Clone, Copy)]
 struct AdamWUpdate<E> {
     correction_1: E,
@@ -136,11 +136,11 @@ impl<E: Real> AdamWUpdate<E> {
 #[derive(Clone, Copy)]
 struct Plain<E>(AdamWUpdate<E>);
 
-/// With decay, of which so much is left.
+/// An update with decay, which leaves this share of the parameter.
 #[derive(Clone, Copy)]
 struct AdamWDecayed<E>(AdamWUpdate<E>, E);
 
-/// With decay at that rate, where it does not go against the moment.
+/// An update with this rate of decay, if the decay does not go against the moment.
 #[derive(Clone, Copy)]
 struct Cautious<E>(AdamWUpdate<E>, E);
 

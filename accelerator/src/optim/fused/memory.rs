@@ -68,7 +68,7 @@ impl Real for f64 {
     }
 }
 
-/// What the loops can work on.
+/// The tensors that the loops can work on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum KernelInput {
     F32,
@@ -78,7 +78,7 @@ pub(super) enum KernelInput {
 }
 
 impl KernelInput {
-    /// Of tensors that belong together.
+    /// Finds the kind of tensors that belong together.
     pub(super) fn of<const D: usize>(tensors: &[&Tensor<D>]) -> Self {
         let Some(dtype) = tensors.first().map(|tensor| tensor.dtype()) else {
             return Self::None;

@@ -72,11 +72,11 @@ pub trait InitFused {
     /// The fused optimizer.
     type Fused: Optimizer;
 
-    /// As Burn's `build`: the bare optimizer, for
+    /// Builds the bare optimizer, as Burn's `build` does, for
     /// [`ModuleOptimizer::with_group`], without the configured gradient clipping.
     fn build_fused(&self) -> Self::Fused;
 
-    /// As Burn's `init`: an optimizer for modules, with the configured gradient clipping.
+    /// Builds an optimizer for modules, as Burn's `init` does, with the configured gradient clipping.
     fn init_fused(&self) -> ModuleOptimizer;
 }
 

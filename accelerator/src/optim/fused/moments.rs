@@ -1,4 +1,4 @@
-//! What Adam and AdamW have in common: two moments of the gradient.
+//! The common part of Adam and AdamW: two moments of the gradient.
 
 use burn::backend::DispatchTensor;
 use burn::optim::{AdaptiveMomentumState, RecordState, StateSink, StateSource, join_path};
@@ -16,7 +16,7 @@ pub struct FusedAdamState<const D: usize> {
     pub(super) momentum: AdaptiveMomentumState<D>,
 }
 
-/// How fast the moments move.
+/// The decay rates of the moments.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Betas {
     pub(super) beta_1: f32,
@@ -41,7 +41,7 @@ pub(super) struct Moments {
     max_moment_2: Option<DispatchTensor>,
 }
 
-/// How a step can reach the elements of all tensors that it takes.
+/// Returns how a step can reach the elements of all tensors that it takes.
 pub(super) fn reach<const D: usize>(
     tensor: &Tensor<D>,
     grad: &Tensor<D>,
@@ -187,7 +187,7 @@ impl<const D: usize> RecordState for FusedAdamState<D> {
     }
 }
 
-/// What Burn's states call their moments.
+/// The name of the moments in Burn's states.
 const MOMENTUM: &str = "momentum";
 
 #[derive(Clone, Copy)]

@@ -22,7 +22,7 @@ pub struct FusedSgd {
 #[derive(Clone, Copy)]
 struct SgdStep {
     momentum: Option<Momentum>,
-    /// What is added to the gradient, times the parameter.
+    /// The factor of the parameter in the weight decay that is added to the gradient.
     penalty: Option<f64>,
 }
 
@@ -32,14 +32,14 @@ struct SgdStep {
 #[allow(missing_debug_implementations, reason = "Burn's states have none")]
 pub struct FusedSgdState<const D: usize> {
     velocity: Option<Tensor<D>>,
-    /// In its place, where Burn's own steps.
+    /// Burn's own state, in place of `velocity`, if Burn's optimizer steps.
     burn: Option<SgdState<D>>,
 }
 
 #[derive(Clone, Copy)]
 struct Momentum {
     factor: f64,
-    /// Of the gradient.
+    /// The factor of the gradient.
     share: f64,
     nesterov: bool,
 }
@@ -72,7 +72,7 @@ impl FusedSgd {
         self.settings.is_some()
     }
 
-    /// As for a configuration that tells serde something else.
+    /// Builds an optimizer as for a configuration that serde cannot read.
     #[cfg(test)]
     pub(super) fn unread(config: &SgdConfig) -> Self {
         Self {
@@ -81,7 +81,7 @@ impl FusedSgd {
         }
     }
 
-    /// By Burn's own optimizer, whose state is of another type.
+    /// Steps by Burn's own optimizer, whose state is of another type.
     fn step_of_burn<const D: usize>(
         &self,
         lr: f64,
@@ -101,7 +101,7 @@ impl FusedSgd {
 }
 
 impl SgdStep {
-    /// As Burn does it, with tensors.
+    /// Steps with tensor operations, as Burn does.
     fn step_of_tensors<const D: usize>(
         &self,
         lr: f64,
@@ -284,7 +284,7 @@ impl Optimizer for FusedSgd {
 }
 
 impl<const D: usize> FusedSgdState<D> {
-    /// As Burn keeps it; what was loaded from a record is not yet.
+    /// Converts it to Burn's state; state that was loaded from a record is not in this form yet.
     fn into_burn(self, device: &Device) -> Option<SgdState<D>> {
         if self.burn.is_some() {
             return self.burn;

@@ -18,27 +18,27 @@ use crate::reduce::{GradientMeans, SumLocation};
 const BLOCK: usize = 1024;
 
 thread_local! {
-    /// How many parameters the loops have stepped on this thread.
+    /// The number of parameters that the loops have stepped on this thread.
     static STEPPED: Cell<usize> = const { Cell::new(0) };
     static WAITING: RefCell<Option<PendingStep>> = const { RefCell::new(None) };
 }
 
-/// Where a parameter lies after the step.
+/// The place of a parameter after the step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::optim) enum StepOutput {
-    /// Where it was.
+    /// The place where it was.
     Parameter,
-    /// In the place of its sums. The tensor stays as it was.
+    /// The place of its sums. The tensor stays as it was.
     Sums,
 }
 
-/// What a step works on.
+/// A step in progress on sums of gradients.
 struct PendingStep {
     means: GradientMeans,
     output: StepOutput,
     /// The elements of the parameter that comes next, where its gradient stands for sums.
     next: Option<(ParamId, Range<usize>)>,
-    /// Whether the last one was written over its sums.
+    /// Set if the last parameter was written over its sums.
     wrote_sums: bool,
 }
 
@@ -97,8 +97,8 @@ pub(in crate::optim) fn step_next<R>(
     (result, wrote_sums)
 }
 
-/// Whether `work` has stepped a parameter in the loops of this module, which can read sums of gradients where they
-/// lie.
+/// Returns `true` if `work` has stepped a parameter in the loops of this module, which can read sums of gradients
+/// in place.
 pub(in crate::optim) fn steps_in_loops(work: impl FnOnce()) -> bool {
     let before = STEPPED.get();
     work();

@@ -182,7 +182,7 @@ fn settings_are_read_and_not_guessed() {
     assert!(super::sgd::FusedSgd::new(&SgdConfig::new()).is_fused());
 }
 
-/// What Burn's operations do in place of the loops.
+/// Steps that Burn's operations do in place of the loops.
 mod beyond_the_loops {
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::Optimizer;
@@ -199,7 +199,7 @@ mod beyond_the_loops {
         }
     }
 
-    /// With every setting, with momentum alone, and with none.
+    /// Returns configurations with every setting, with momentum or decay alone, and with none.
     fn configs() -> [SgdConfig; 4] {
         let with = |decay, momentum| {
             SgdConfig::new()

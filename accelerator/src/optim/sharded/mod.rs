@@ -84,7 +84,7 @@ pub struct Sharded<O>(
     pub O,
 );
 
-/// What a sharded optimizer knows beside Burn's, which holds the state of this rank's pieces.
+/// The state of a sharded optimizer beside Burn's, which holds the state of this rank's pieces.
 pub(crate) struct Shards {
     /// Without any state.
     blank: ModuleOptimizer,
@@ -299,8 +299,8 @@ impl Shards {
         Ok(bounds.map(Arc::new))
     }
 
-    /// Whether each parameter is stepped element by element, of those that are settled next and are large. Rank 0
-    /// decides: the processors of other hosts may round otherwise.
+    /// Tells which of the large parameters that are settled next are stepped element by element. Rank 0 decides: the
+    /// processors of other hosts may round otherwise.
     #[track_caller]
     fn judge(&self, means: &GradientMeans) -> Result<Vec<bool>> {
         let parameters = means.all_parameters().iter();

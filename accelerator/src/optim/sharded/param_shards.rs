@@ -20,10 +20,10 @@ pub(super) struct ParamShards(Vec<ParamShard>);
 pub(super) struct ParamShard {
     pub(super) id: ParamId,
     path: String,
-    /// Which elements of the parameter it has.
+    /// The elements of the parameter that it has.
     pub(super) range: Range<usize>,
     shape: Vec<usize>,
-    /// Where it is stepped from sums of gradients, and lands.
+    /// The source of its gradient, and the place of its result.
     pub(super) sums: ShardGradients,
     /// On a plain device.
     pub(super) value: DispatchTensor,
@@ -55,7 +55,7 @@ impl ParamShards {
         self.0.iter_mut()
     }
 
-    /// Those that do not lie in the place of their sums.
+    /// Returns the shards that do not lie in the place of their sums.
     pub(super) fn into_elsewhere(self) -> impl Iterator<Item = ParamShard> {
         let shards = self.0.into_iter();
         shards.filter(|shard| shard.sums != ShardGradients::Replaced)
@@ -169,7 +169,7 @@ pub(super) struct ShardReader<'a> {
 }
 
 impl<'a> ShardReader<'a> {
-    /// For the parameters with these ids.
+    /// Creates a reader for the parameters with these ids.
     pub(super) fn new(
         rank: usize,
         partitions: &'a HashMap<ParamId, Partition>,

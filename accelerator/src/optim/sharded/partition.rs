@@ -44,10 +44,10 @@ impl Partition {
     }
 }
 
-/// Where the parameters live of models that were stepped so far.
+/// The partitions of the parameters of all models that were stepped so far.
 #[derive(Debug)]
 pub(super) struct Partitioner {
-    /// What bounds of gradients are known by.
+    /// The identity that bounds of gradients are known by.
     identity: Arc<()>,
     known: HashMap<ParamId, Partition>,
     /// Bytes of parameters, by rank.
@@ -67,18 +67,18 @@ impl Partitioner {
         &self.known
     }
 
-    /// Whether these bounds are of these homes.
+    /// Returns `true` if these bounds are of this partitioner.
     pub(super) fn are_at(&self, bounds: &ShardMap) -> bool {
         bounds.are_of(&self.identity)
     }
 
-    /// Where gradients of parameters are cut that have these homes, by number.
+    /// Returns the bounds of gradients of parameters with these partitions, by number.
     pub(super) fn bounds(&self, partitions: Vec<Partition>) -> ShardMap {
         let bounds = partitions.into_iter().map(|partition| partition.bounds);
         ShardMap::new(bounds.collect(), self.loads.len(), &self.identity)
     }
 
-    /// Whether [`settle`](Self::settle) asks if this parameter may be cut.
+    /// Returns `true` if [`settle`](Self::settle) asks if this parameter may be cut.
     pub(super) fn asks_about(&self, parameter: &Trainable) -> bool {
         !self.known.contains_key(&parameter.id) && self.is_large(parameter)
     }

@@ -9,10 +9,10 @@ use crate::model::Trainable;
 
 /// Elements of the tensor that is stepped: 8 rows and 6 columns, where there are two dimensions.
 const ELEMENTS: usize = 48;
-/// How large the gradients of the steps are: what clips by itself does in one of them.
+/// The sizes of the gradients of the steps: an optimizer that clips by itself does so at one of them.
 const SCALES: [f64; 3] = [1.0, 1e-3, 1e3];
 
-/// Whether an optimizer without state steps each element of a parameter by itself: a small tensor in
+/// Returns `true` if an optimizer without state steps each element of a parameter by itself: a small tensor in
 /// its place comes out the same, bit for bit, as a whole and in pieces.
 ///
 /// Numbers are fixed, but processors with other vectors may round otherwise: one rank asks, and tells the others.

@@ -17,7 +17,7 @@ pub(super) struct Records(BTreeMap<ParamId, RecordEntry>);
 #[derive(Clone, Default)]
 pub(super) struct RecordEntry {
     path: Option<String>,
-    /// By name, without the id.
+    /// The scalars by name, without the id.
     scalars: Vec<(String, Scalar)>,
     tensors: Vec<RecordField>,
 }
@@ -62,7 +62,7 @@ impl Records {
         Ok(records)
     }
 
-    /// As Burn writes it.
+    /// Encodes the records as Burn writes them.
     pub(super) fn into_bytes(self) -> Result<Bytes> {
         let mut tensors = Vec::new();
         let (mut scalars, mut paths) = (Vec::new(), Vec::new());
@@ -122,7 +122,7 @@ impl Records {
 }
 
 impl RecordEntry {
-    /// What a rank keeps of the state of a whole parameter.
+    /// Returns a rank's part of the state of a whole parameter.
     pub(super) fn cut(self, partition: &Partition, rank: usize) -> Option<Self> {
         let range = partition.range(rank);
         if range.is_empty() && partition.elements() > 0 {
