@@ -150,7 +150,7 @@ struct Skips {
 pub(crate) enum SkipNotice {
     /// It is the first one.
     First,
-    /// For the first time, there are so many in a row.
+    /// There are so many in a row, for the first time.
     Many(u64),
 }
 

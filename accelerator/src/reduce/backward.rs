@@ -22,15 +22,15 @@ use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::timeline::{EventSubject, Phase};
 
-/// Where the gradients of a micro-step come from.
+/// The source of the gradients of a micro-step.
 #[allow(
     clippy::large_enum_variant,
     reason = "there is one at a time, for a moment"
 )]
 pub(crate) enum MicroStep {
-    /// From the backward pass of this loss, which is the mean over the batch.
+    /// The backward pass of this loss, which is the mean over the batch.
     Loss(Tensor<1>),
-    /// From one that the program has run.
+    /// A backward pass that the program has run.
     Finished(GradientsParams),
 }
 
@@ -352,7 +352,7 @@ fn sum_locally<M: Module>(
     reducer.finish(model_state, gradients, loss, weight.ticket.clone())
 }
 
-/// In full precision, times the loss scale: small gradients in half precision would be 0 without.
+/// Multiplies the loss by its scale, in full precision: small gradients in half precision would be 0 without.
 fn scaled(loss: Tensor<1>, scale: Option<f64>) -> Tensor<1> {
     match scale {
         Some(scale) => in_full(loss).mul_scalar(scale),
@@ -360,7 +360,7 @@ fn scaled(loss: Tensor<1>, scale: Option<f64>) -> Tensor<1> {
     }
 }
 
-/// In `f32`, where it is in half precision.
+/// Casts the loss to `f32` if it is in half precision.
 fn in_full(loss: Tensor<1>) -> Tensor<1> {
     match loss.dtype() {
         DType::F16 | DType::BF16 => loss.cast(DType::F32),
@@ -382,7 +382,7 @@ fn check_some_trained(model_state: &ModelState, some: bool) -> Result<()> {
     )))
 }
 
-/// Says once a model that what was asked for is not done: its steps compute in full precision.
+/// Warns once per model that a precision was asked for but is not used: its steps compute in full precision.
 fn warn_precision_unused(context: &ReduceContext, model_state: &ModelState) {
     let precision = context.settings.precision;
     if precision != Precision::No
@@ -397,7 +397,7 @@ fn warn_precision_unused(context: &ReduceContext, model_state: &ModelState) {
     }
 }
 
-/// Says at the first skipped step what that is, and after many in a row that something else is wrong.
+/// Explains the first skipped step, and warns after many in a row that something else is wrong.
 fn report_skip(model_state: &ModelState, scale: f64) {
     match model_state.skip_notice() {
         None => {}
@@ -415,11 +415,11 @@ fn report_skip(model_state: &ModelState, scale: f64) {
     }
 }
 
-/// In how many windows, one after the other, ranks have the same loss before it is said. A model that begins with
-/// zeros, and whose first steps overflow or have a rate of 0, has the same one for any samples.
+/// The number of consecutive windows with the same loss on all ranks before the warning. A model that begins with
+/// zeros, and whose first steps overflow or have a rate of 0, has the same loss for any samples.
 const SAME_LOSSES: u64 = 8;
 
-/// Says once a model that its ranks compute the same, so that several do what one does.
+/// Warns once per model that its ranks compute the same, so that several do the work of one.
 fn warn_same_losses(context: &ReduceContext, model_state: &ModelState, same_losses: bool) {
     if context.settings.same_batches == SameBatches::Allowed
         || !model_state.count_same_losses(same_losses, SAME_LOSSES)

@@ -8,7 +8,7 @@ use burn::tensor::TensorData;
 use super::element_values::ElementValues;
 use crate::model::Float;
 
-/// How a gradient enters its place.
+/// The effect of a gradient on its place.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum WriteMode {
     /// The first of the window: what lies there is of another one.
@@ -117,7 +117,7 @@ pub(super) fn powers(
     }
 }
 
-/// What the [powers](powers) of the blocks of a parameter come to.
+/// Returns the sum of the [powers](powers) of the blocks of a parameter, or their maximum for an infinite order.
 pub(super) fn joined(blocks: impl Iterator<Item = f64>, divisor: f64, order: f64) -> f64 {
     if order == 2.0 {
         blocks.sum::<f64>() / (divisor * divisor)
@@ -229,7 +229,7 @@ fn sum_of_powers<T: Copy>(values: &[T], widen: impl Fn(T) -> f64, order: f64) ->
     }
 }
 
-/// In eight lanes, which the compiler can turn into vector instructions; the order is fixed.
+/// Sums in eight lanes, which the compiler can turn into vector instructions; the order is fixed.
 fn sum_of_squares<T: Copy>(values: &[T], widen: impl Fn(T) -> f64) -> f64 {
     let mut lanes = [0.0; 8];
     let chunks = values.chunks_exact(8);

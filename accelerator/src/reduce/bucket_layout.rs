@@ -11,16 +11,15 @@ use super::shard::{BucketShards, ShardMap};
 use crate::core::error::Result;
 use crate::model::{Float, Trainable};
 
-/// What is worth an all-reduce of its own, in bytes: the most that the first bucket holds, so that
-/// communication starts soon, and what a bucket holds at least before it is sent without one that is
-/// ready later.
+/// The size in bytes that is worth an all-reduce of its own: the first bucket holds no more, so that communication
+/// starts soon, and no bucket that holds less is sent without a gradient that is ready later.
 const WORTHWHILE: usize = 1 << 20;
 
-/// Where each parameter's gradient lies.
+/// The place of each parameter's gradient.
 #[derive(Debug)]
 pub(super) struct Buckets {
     buckets: Vec<Bucket>,
-    /// Of which elements ranks get the sums; `None` where all get all.
+    /// The elements that each rank gets the sums of; `None` if all ranks get all.
     cuts: Option<Arc<BucketShards>>,
     places: Vec<BucketRange>,
 }
@@ -28,7 +27,7 @@ pub(super) struct Buckets {
 #[derive(Clone, Debug, PartialEq)]
 struct Bucket {
     dtype: DType,
-    /// In elements.
+    /// The number of elements.
     length: usize,
     /// The parameters whose gradients lie there, one after the other.
     members: Vec<usize>,
@@ -147,12 +146,12 @@ impl Buckets {
         }
     }
 
-    /// How sums are shared out, where not every rank gets all.
+    /// Returns how sums are shared out, if not every rank gets all.
     pub(super) fn cuts(&self) -> Option<&Arc<BucketShards>> {
         self.cuts.as_ref()
     }
 
-    /// Whether everything lies in the same places.
+    /// Returns `true` if everything lies in the same places.
     pub(super) fn is_placed_as(&self, other: &Self) -> bool {
         self.buckets == other.buckets && self.places == other.places
     }
@@ -181,7 +180,7 @@ impl Buckets {
         width(self.buckets[bucket].dtype)
     }
 
-    /// Where the sums of a bucket will be kept.
+    /// Creates the storage for the sums of a bucket.
     pub(super) fn store(
         &self,
         group: &ProcessGroup,

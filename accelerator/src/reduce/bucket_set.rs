@@ -16,27 +16,27 @@ use crate::precision::Cast;
 /// that steps allocate nothing and pages stay warm.
 #[derive(Debug)]
 pub(super) struct BucketSet {
-    /// Where the sums lie.
+    /// The place of the sums.
     pub(super) placement: Placement,
     pub(super) layout: Arc<Buckets>,
-    /// By bucket.
+    /// The state of each bucket.
     pub(super) states: Vec<BucketState>,
-    /// By bucket: the sums before the last micro-step, so that the bucket can be filled again.
+    /// The sums of each bucket before the last micro-step, so that it can be filled again.
     pub(super) undo: Vec<Option<BucketStorage>>,
-    /// By bucket: whether this rank asks all ranks to reduce it again. It has sent it too early; or, for a hook, its values
-    /// are not finite.
+    /// Set for a bucket if this rank asks all ranks to reduce it again. It has sent it too early; or, for a hook, its
+    /// values are not finite.
     pub(super) needs_retry: Vec<bool>,
-    /// By bucket: the buffer that is sent, where the bucket is compressed or lies on a device.
+    /// The buffer of each bucket that is sent, if the bucket is compressed or lies on a device.
     pub(super) wires: Vec<Option<Buffer>>,
-    /// By parameter: whether an earlier micro-step of the window has added a gradient.
+    /// Set for a parameter if an earlier micro-step of the window has added a gradient.
     pub(super) written: Vec<bool>,
-    /// By parameter: whether this micro-step has a gradient.
+    /// Set for a parameter if this micro-step has a gradient.
     pub(super) has_gradient: Vec<bool>,
-    /// By parameter: a gradient that is about to be added to its bucket.
+    /// The gradient of each parameter that is about to be added to its bucket.
     pub(super) gradients: Vec<Option<DispatchTensor>>,
-    /// By parameter: the gradient that was added before backward ended.
+    /// The gradient of each parameter that was added before backward ended.
     pub(super) flushed: Vec<FlushedGradient>,
-    /// By parameter: whether any rank has a gradient; known when the control vector was received.
+    /// Set for a parameter if any rank has a gradient; known once the control vector was received.
     pub(super) present: Vec<bool>,
     /// The control vector; `None` while it is reduced.
     pub(super) control: Option<Buffer>,
@@ -67,7 +67,7 @@ pub(super) enum BucketState {
     Lost,
 }
 
-/// Whether rounded sums are within the range of the type in which they were sent.
+/// The range of rounded sums, compared to that of the type in which they were sent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RangeCheck {
     Within,
@@ -99,7 +99,7 @@ impl FlushedGradient {
         }
     }
 
-    /// Whether it is the gradient at the end of backward, or the one from which `cast` made that.
+    /// Returns `true` for the gradient at the end of backward, and for the one from which `cast` made that.
     pub(super) fn is_of(&self, gradient: Option<&DispatchTensor>, cast: Option<&Cast>) -> bool {
         match (self, gradient) {
             (Self::Absent, None) => true,
@@ -137,7 +137,7 @@ impl BucketSet {
         }
     }
 
-    /// Whether the sums lie on a device.
+    /// Returns `true` if the sums lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
         matches!(self.placement, Placement::Device(_))
     }
@@ -192,7 +192,7 @@ impl BucketSet {
         self.wires.fill_with(|| None);
     }
 
-    /// Whether the sums lie in this placement.
+    /// Returns `true` if the sums lie in this placement.
     pub(super) fn is_at(&self, placement: &Placement) -> bool {
         matches!(
             (&self.placement, placement),
@@ -353,7 +353,7 @@ impl BucketSet {
         self.placement = Placement::Host;
     }
 
-    /// Whether an earlier micro-step has added to a bucket.
+    /// Returns `true` if an earlier micro-step has added to a bucket.
     fn is_written(&self, bucket: usize) -> bool {
         let members = self.layout.members(bucket);
         members.iter().any(|&parameter| self.written[parameter])

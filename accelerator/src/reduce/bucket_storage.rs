@@ -11,13 +11,13 @@ use super::bucket::{self, WriteMode};
 use super::device_bucket::DeviceBucket;
 use super::element_values::{ElementValues, with_values};
 
-/// Where the sums of a model lie.
+/// The place of a model's sums.
 #[derive(Clone, Debug, Default)]
 pub(crate) enum Placement {
-    /// In host memory, where the CPU and other processes reduce them.
+    /// Host memory, where the CPU and other processes reduce them.
     #[default]
     Host,
-    /// On the device of the gradients.
+    /// The device of the gradients.
     Device(Device),
 }
 

@@ -25,14 +25,14 @@ pub(super) struct BucketSums {
     pub(super) apart: Option<ProcessGroup>,
     /// There until it is dropped. In a box, which its model state keeps with it: gradients are moved often.
     pub(super) bucket_set: Option<Box<BucketSet>>,
-    /// What sums are divided by: the total weight, times the scale of the loss.
+    /// The divisor of the sums: the total weight, times the scale of the loss.
     pub(super) divisor: f64,
     /// Σ weight · loss.
     pub(super) loss: LossSum,
-    /// Of how many ranks they are.
+    /// The number of ranks that they are summed over.
     pub(super) ranks: usize,
     pub(super) model_state: Arc<ModelState>,
-    /// Which of them this rank has.
+    /// The part of them that this rank has.
     pub(super) sum_scope: SumScope,
     pub(super) total: f64,
 }
@@ -49,12 +49,12 @@ impl BucketSums {
         })
     }
 
-    /// Whether this rank has its own part of them alone.
+    /// Returns `true` if this rank has its own part of them only.
     pub(super) fn is_sharded(&self) -> bool {
         !self.sum_scope.is_whole()
     }
 
-    /// Whether they lie on a device.
+    /// Returns `true` if they lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
         self.bucket_set
             .as_ref()
@@ -68,14 +68,14 @@ impl BucketSums {
         }
     }
 
-    /// Which elements of a parameter this rank has the sums of.
+    /// Returns the elements of a parameter that this rank has the sums of.
     fn own(&self, index: usize) -> Range<usize> {
         let shape = &self.model_state.parameters()[index].shape;
         self.sum_scope.of_parameter(index, shape.iter().product())
     }
 
-    /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
-    /// infinite; 0 for what has no gradient, or is not asked for. Where sums are spread, each rank adds its
+    /// Returns for each parameter the sum of `|x|^order` of its elements, or the largest magnitude if the order is
+    /// infinite; 0 for a parameter that has no gradient, or is not asked for. If sums are sharded, each rank adds its
     /// own blocks up, and all ranks call it. A device adds up in its own order and type.
     #[track_caller]
     pub(super) fn powers(&self, order: f64, asked: impl Fn(usize) -> bool) -> Result<Vec<f64>> {
@@ -145,7 +145,7 @@ impl BucketSums {
         }
     }
 
-    /// What the other ranks wait for does not come: they are told, and no step takes place.
+    /// Aborts the group if other ranks wait for this one: no step takes place.
     pub(super) fn give_up(&self, error: &Error) {
         let waiting = match &self.sum_scope {
             SumScope::Own { group, .. } => Some(group),
@@ -195,7 +195,7 @@ impl BucketSums {
         Ok(())
     }
 
-    /// Where the sum of a parameter lies, if it has a gradient.
+    /// Returns the place of a parameter's sum, if it has a gradient.
     pub(super) fn place(&self, index: usize) -> Option<(&BucketStorage, &Range<usize>)> {
         let bucket_set = self.bucket_set.as_ref()?;
         let place = bucket_set.layout.place(index);
@@ -230,7 +230,7 @@ impl BucketSums {
         self.divisor = 1.0;
     }
 
-    /// What is chosen, on its device: whole buckets where they are.
+    /// Returns the chosen sums, on their device: a whole bucket in one tensor if all of it is chosen.
     pub(super) fn chosen_on_device(&self, chosen: &[bool]) -> Vec<Tensor<1>> {
         let Some(bucket_set) = self.bucket_set.as_ref() else {
             return Vec::new();
@@ -349,12 +349,12 @@ impl BucketSums {
     }
 }
 
-/// What is done to averages.
+/// A change of averages.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum MeanChange<'a> {
-    /// What is chosen is held within `-max..=max`.
+    /// Clamps the chosen ones to `-max..=max`.
     Clamp { max: f64, chosen: &'a [bool] },
-    /// By parameter.
+    /// Multiplies each parameter by its factor.
     Multiply(&'a [f64]),
 }
 
@@ -383,7 +383,7 @@ fn divided(sums: Tensor<1>, divisor: f64) -> Tensor<1> {
     }
 }
 
-/// As [`factor`] returns it.
+/// Multiplies values by a factor that [`factor`] returned.
 pub(super) fn multiplied(values: Tensor<1>, factor: Option<f64>) -> Tensor<1> {
     match factor {
         Some(factor) => values.mul_scalar(factor),
@@ -391,8 +391,7 @@ pub(super) fn multiplied(values: Tensor<1>, factor: Option<f64>) -> Tensor<1> {
     }
 }
 
-/// What the elements of a parameter are multiplied by. What is 1 changes no bit, and costs nothing where
-/// it is left out.
+/// Returns the factor of a parameter's elements; `None` if there is none, or it is 1, which would change no bit.
 pub(super) fn factor(factors: &[f64], index: usize) -> Option<f64> {
     factors.get(index).copied().filter(|&factor| factor != 1.0)
 }

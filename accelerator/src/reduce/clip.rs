@@ -1,6 +1,6 @@
 use core::fmt;
 
-/// How gradients are clipped: see [`AveragedGradients::clip`](crate::AveragedGradients::clip).
+/// A rule to clip gradients: see [`AveragedGradients::clip`](crate::AveragedGradients::clip).
 ///
 /// ```
 /// use accelerator::Clip;
@@ -18,7 +18,7 @@ use core::fmt;
 #[must_use]
 pub struct Clip<'a> {
     pub(super) limit: Limit,
-    /// Which parameters, by path; `None` is all.
+    /// Selects parameters by path; `None` is all.
     chosen: Option<Chosen<'a>>,
 }
 
@@ -48,7 +48,7 @@ impl<'a> Clip<'a> {
         }
     }
 
-    /// By the norm `(Σ |x|ᵖ)^(1/p)` of that order instead, which is positive; with an infinite one, the
+    /// Clips by the norm `(Σ |x|ᵖ)^(1/p)` of that order instead, which is positive; with an infinite one, by the
     /// largest magnitude. Means nothing for [`value`](Self::value).
     ///
     /// # Panics

@@ -41,13 +41,12 @@ pub enum Compression {
     Bf16,
     /// More digits, and a narrow range.
     F16,
-    /// As computed.
+    /// Sends gradients as computed.
     #[default]
     None,
 }
 
-/// By what a sum is multiplied before it is rounded, and divided afterwards: a power of two, so
-/// that it adds no error.
+/// The factor of a sum before it is rounded, and its divisor afterwards: a power of two, so that it adds no error.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct CompressionScale {
     exponent: i32,
@@ -139,7 +138,7 @@ pub(super) fn expand(
     }
 }
 
-/// Whether everything in a range of `wire` is finite.
+/// Returns `true` if everything in a range of `wire` is finite.
 pub(super) fn is_finite(wire: &Buffer, range: Range<usize>) -> bool {
     // Infinities and NaN have all bits of the exponent.
     let (bits, exponent) = match wire.dtype() {
@@ -150,8 +149,8 @@ pub(super) fn is_finite(wire: &Buffer, range: Range<usize>) -> bool {
     magnitudes.fold(0_u16, Ord::max) < exponent
 }
 
-/// How far above the mean gradient `f16` values travel: its largest value is 2¹⁶, and gradients
-/// are mostly small.
+/// The exponent of the factor by which `f16` values travel above the mean gradient: the largest value is 2¹⁶, and
+/// gradients are mostly small.
 const HEADROOM: i32 = 8;
 
 /// The least exponent whose power of two is more than `value`, which is positive; 0 for

@@ -22,7 +22,7 @@ pub(super) struct ControlHeader {
     pub(super) window: WindowFingerprint,
     pub(super) batches: WindowFingerprint,
     pub(super) losses: WindowFingerprint,
-    /// How many ranks ask for the norm.
+    /// The number of ranks that ask for the norm.
     pub(super) norm: f64,
 }
 
@@ -73,8 +73,8 @@ impl WindowFingerprint {
         })
     }
 
-    /// Whether all ranks that sent a hash sent the same one, and whether `wanted` ranks did. Equal hashes are equal to their
-    /// mean, and so are their second hashes. All ranks have the same sums, and so the same result.
+    /// Returns `true` if all ranks that sent a hash sent the same one, and `wanted` ranks did. Equal hashes are equal
+    /// to their mean, and so are their second hashes. All ranks have the same sums, and so the same result.
     fn all_equal(self, ranks: usize, wanted: Option<usize>) -> bool {
         let [senders, hashes, seconds] = self.0;
         let mean = (hashes as u64)
@@ -96,9 +96,9 @@ fn bounded_hash(ranks: usize, numbers: &[u64]) -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ControlSums<'a> {
     pub(super) header: ControlHeader,
-    /// By parameter: how many ranks have a gradient.
+    /// The number of ranks that have a gradient, by parameter.
     pub(super) present: &'a [f64],
-    /// By bucket: how many ranks ask for another reduction of it.
+    /// The number of ranks that ask for another reduction, by bucket.
     needs_retry: &'a [f64],
     /// The number of the `Trigger`.
     pub(super) trigger: f64,
@@ -130,12 +130,12 @@ impl<'a> ControlSums<'a> {
         self.header.norm > 0.0
     }
 
-    /// By bucket: whether any rank asks for another reduction of it.
+    /// Tells of each bucket if any rank asks for another reduction of it.
     pub(super) fn needs_retry(&self) -> impl Iterator<Item = bool> {
         self.needs_retry.iter().map(|ranks| *ranks > 0.0)
     }
 
-    /// Whether the windows of all ranks have the same length, model and batches, and no rank has missed a window.
+    /// Checks if the windows of all ranks have the same length, model and batches, and no rank has missed a window.
     pub(super) fn windows_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
         let ControlHeader {
@@ -144,7 +144,7 @@ impl<'a> ControlSums<'a> {
         window.all_equal(ranks, Some(ranks)) && batches.all_equal(ranks, None)
     }
 
-    /// Whether all ranks have sent a loss, and the same one to the bit.
+    /// Checks if all ranks have sent a loss, and the same one to the bit.
     pub(super) fn losses_agree(&self, group: &ProcessGroup) -> bool {
         let ranks = group.world_size();
         ranks > 1 && self.header.losses.all_equal(ranks, Some(ranks))

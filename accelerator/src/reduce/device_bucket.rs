@@ -12,7 +12,7 @@ use burn::tensor::{DType as TensorDType, Device, Tensor, TensorData, Transaction
 pub(super) struct DeviceBucket {
     device: Device,
     dtype: TensorDType,
-    /// In elements.
+    /// The number of elements.
     length: usize,
     /// `None` where all of it is 0.
     sums: Option<Tensor<1>>,
@@ -33,7 +33,7 @@ impl DeviceBucket {
         }
     }
 
-    /// With those sums in place of its own.
+    /// Returns a bucket with those sums in place of its own.
     pub(super) fn with(&self, sums: Tensor<1>) -> Self {
         Self {
             sums: Some(sums.cast(self.dtype)),
@@ -214,16 +214,16 @@ pub(super) fn norm(tensors: &[Tensor<1>]) -> Option<Tensor<1>> {
     Some(norm.mask_where(largest.clone().is_inf(), largest))
 }
 
-/// By what values of that norm are multiplied, so that theirs is `max` at most, which is a number. A norm that is
-/// none is passed on: nothing is hidden then.
+/// Returns the factor that brings values of that norm down to `max` at most, which is a number. A NaN norm is passed
+/// on, so that nothing is hidden.
 pub(super) fn down_to(max: f64, norm: Tensor<1>) -> Tensor<1> {
     let factor = norm.clone().add_scalar(1e-6).recip().mul_scalar(max);
     let factor = factor.clamp_max(1.0);
     factor.mask_where(norm.clone().is_nan(), norm)
 }
 
-/// Of each tensor: `Σ |value / divisor|^order`, or the largest of them where the order is infinite. Added up on
-/// the device, in the type of the values, or `f32` where that is narrower, and read at once.
+/// Returns for each tensor `Σ |value / divisor|^order`, or the largest of them if the order is infinite. Added up on
+/// the device, in the type of the values, or `f32` if that is narrower, and read at once.
 pub(super) fn powers(tensors: Vec<Tensor<1>>, divisor: f64, order: f64) -> Vec<f64> {
     let magnitudes = |values: &Tensor<1>| {
         let values = match values.dtype() {

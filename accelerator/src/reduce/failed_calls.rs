@@ -16,7 +16,7 @@ pub(crate) struct FailedCalls(Mutex<Failed>);
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct Failed {
     pub(super) calls: u64,
-    /// What the last of them failed with.
+    /// The error of the last of them.
     pub(super) last: String,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Failed {
 #[derive(Clone, Debug)]
 pub(super) struct BackwardCall {
     calls: Arc<FailedCalls>,
-    /// Whether the ranks have communicated in it.
+    /// Set once the ranks have communicated in it.
     synchronized: Arc<AtomicBool>,
 }
 
@@ -56,12 +56,12 @@ impl BackwardCall {
         self.synchronized.store(true, Ordering::Relaxed);
     }
 
-    /// How many calls failed before this one.
+    /// Returns the number of calls that failed before this one.
     pub(super) fn count(&self) -> u64 {
         self.calls.lock().calls
     }
 
-    /// Those calls, with what the last of them failed with.
+    /// Returns those calls, with the error of the last of them.
     pub(super) fn failed(&self) -> Failed {
         self.calls.lock().clone()
     }

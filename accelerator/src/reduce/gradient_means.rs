@@ -25,7 +25,7 @@ pub(crate) struct GradientMeans {
     pub(super) sums: BucketSums,
 }
 
-/// What an optimizer steps with.
+/// The gradients that an optimizer steps with.
 #[allow(
     clippy::large_enum_variant,
     reason = "there is one at a time, for a moment"
@@ -39,11 +39,11 @@ pub(crate) enum GradientMean {
 /// Sums of elements, where they lie.
 pub(crate) struct SumLocation<'a, E> {
     pub(crate) sums: &'a mut [E],
-    /// What makes gradients of them.
+    /// The scale that makes gradients of them.
     pub(crate) scale: MeanScale<E>,
 }
 
-/// How sums become gradients: `sum / total · factor`.
+/// The conversion of sums to gradients: `sum / total · factor`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MeanScale<E> {
     by: MeanFactor<E>,
@@ -63,12 +63,12 @@ impl GradientMeans {
         self.model_state.parameters()
     }
 
-    /// Where those of their model's next window are cut.
+    /// Returns the bounds of the sums of their model's next window.
     pub(crate) fn next_bounds(&self) -> Option<Arc<ShardMap>> {
         self.model_state.bounds()
     }
 
-    /// What these are cut at, where each rank has its own part of them alone.
+    /// Returns the bounds of these sums, if each rank has only its own part.
     pub(crate) fn bounds(&self) -> Option<&Arc<ShardMap>> {
         self.sums.sum_scope.bounds()
     }
@@ -85,18 +85,18 @@ impl GradientMeans {
         Ok(())
     }
 
-    /// Of how many ranks they are.
+    /// Returns the number of ranks that they are summed over.
     pub(crate) fn ranks(&self) -> usize {
         self.sums.ranks
     }
 
-    /// Whether ranks can get their own part of the next windows alone.
+    /// Returns `true` if each rank can get only its own part of the next windows.
     pub(crate) fn can_shard(&self) -> bool {
         self.model_state.can_shard()
     }
 
-    /// From the next window on, each rank gets the sums within its bounds alone. All ranks call it between
-    /// the same windows.
+    /// Gives each rank only the sums within its bounds, from the next window on. All ranks call it between the same
+    /// windows.
     pub(crate) fn shard_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
         self.model_state.shard(bounds)
     }
@@ -108,7 +108,7 @@ impl GradientMeans {
             .map(|(_, parameter, _, _)| parameter)
     }
 
-    /// Whether they lie on a device, where nothing can be read or written in parts.
+    /// Returns `true` if they lie on a device, where nothing can be read or written in parts.
     pub(crate) fn are_on_device(&self) -> bool {
         self.sums.is_on_device()
     }
@@ -118,8 +118,8 @@ impl GradientMeans {
         self.sums.move_to_host(group);
     }
 
-    /// Those elements of a parameter's gradient, clipped if that was asked for, in that shape; `None` where
-    /// it has none, or it is on a device.
+    /// Returns those elements of a parameter's gradient, clipped if that was asked for, in that shape; `None` if
+    /// it has no gradient, or it is on a device.
     pub(crate) fn part(
         &self,
         id: ParamId,
@@ -157,8 +157,8 @@ impl GradientMeans {
         Some(SumLocation { sums, scale })
     }
 
-    /// What is registered as the gradient of a parameter whose sums are read where they lie. Whoever
-    /// reads it finds that it is no number.
+    /// Returns a stand-in to register as the gradient of a parameter whose sums are read in place. It is NaN, so that
+    /// no reader takes it for a gradient.
     pub(crate) fn stand_in(&self, id: ParamId) -> Option<DispatchTensor> {
         let parameter = &self.model_state.parameters()[self.model_state.number(id)?];
         let shape = vec![1; parameter.shape.len()];
@@ -228,7 +228,7 @@ impl GradientMeans {
     }
 }
 
-/// What sums can be.
+/// A type of sums.
 pub(crate) trait GradientFloat: Copy + Div<Output = Self> + Mul<Output = Self> {
     /// The nearest number.
     fn near(value: f64) -> Self;

@@ -155,7 +155,7 @@ impl AveragedGradients {
         })))
     }
 
-    /// What the scale of losses learns of them.
+    /// Notes their finiteness for the scale of losses.
     pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
         if let WindowResult::Reduced(closed) = &mut self.0
             && let Some(commit) = &mut closed.commit
@@ -164,7 +164,7 @@ impl AveragedGradients {
         }
     }
 
-    /// As those of this rank alone, which are in use for as long as they hold `token`.
+    /// Marks them as those of this rank alone, which are in use for as long as they hold `token`.
     pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
         if let WindowResult::Reduced(closed) = &mut self.0 {
             closed.token = Some(token.clone());
@@ -186,13 +186,13 @@ impl AveragedGradients {
         (!search.found || search.is_clone_from_before).then_some(first.path.as_str())
     }
 
-    /// Which places of their model hold the same parameter; `None` where no two do.
+    /// Returns the places of their model that hold the same parameter; `None` if no two do.
     pub(crate) fn tied_parameters(&self) -> Option<Arc<TiedParameters>> {
         let tied = self.closed_ref()?.model_state.tied();
         (!tied.is_empty()).then(|| tied.clone())
     }
 
-    /// Whether they are those of this rank alone.
+    /// Returns `true` if they are those of this rank alone.
     pub(crate) fn is_own(&self) -> bool {
         self.closed_ref()
             .is_some_and(|closed| closed.token.is_some())
@@ -205,12 +205,12 @@ impl AveragedGradients {
         }
     }
 
-    /// Whether this rank had no sample in a step of its own.
+    /// Returns `true` if this rank had no sample in a step of its own.
     pub(crate) fn is_idle(&self) -> bool {
         matches!(self.0, WindowResult::Idle { .. })
     }
 
-    /// Whether this is a step of the job that this rank alone does not take.
+    /// Returns `true` if this is a step of the job that this rank alone does not take.
     pub(crate) fn is_missed(&self) -> bool {
         match self.0 {
             WindowResult::Idle { .. } => true,
@@ -424,7 +424,7 @@ impl AveragedGradients {
         }
     }
 
-    /// As Burn's own type, clipped if that was asked for; `None` while the window is open, and where
+    /// Returns Burn's own type, clipped if that was asked for; `None` while the window is open, and if
     /// the step is skipped.
     ///
     /// The window counts as stepped from here on: [save](crate::Accelerator::save_state) behind the step of your
@@ -478,7 +478,7 @@ impl AveragedGradients {
         Some(params)
     }
 
-    /// For an optimizer that reads sums where they lie; `None` while the window is open, and where the
+    /// Returns gradients for an optimizer that reads sums in place; `None` while the window is open, and if the
     /// step is skipped.
     pub(crate) fn into_averaged(self) -> Option<GradientMean> {
         let WindowResult::Reduced(mut closed) = self.0 else {
@@ -515,18 +515,18 @@ impl AveragedGradients {
         }
     }
 
-    /// Whether each rank has a part of them alone.
+    /// Returns `true` if each rank has only a part of them.
     pub(crate) fn is_sharded(&self) -> bool {
         let values = self.closed_ref().map(|closed| &closed.values);
         matches!(values, Some(GradientStorage::Sums(sums)) if sums.is_sharded())
     }
 
-    /// Whether something that all ranks do with them failed.
+    /// Returns `true` if something that all ranks do with them failed.
     pub(crate) fn is_lost(&self) -> bool {
         self.closed_ref().is_some_and(|closed| closed.lost)
     }
 
-    /// What a step with them moves on, once.
+    /// Takes the commit of a step with them, once.
     pub(crate) fn take_commit(&mut self) -> Option<StepCommit> {
         match &mut self.0 {
             WindowResult::Accumulating
@@ -582,7 +582,7 @@ impl fmt::Debug for AveragedGradients {
 struct KnownParameterSearch<'a> {
     model_state: &'a ModelState,
     found: bool,
-    /// Whether it is still what was given to `prepare`.
+    /// Set if it is still the parameter that was given to `prepare`.
     is_clone_from_before: bool,
 }
 

@@ -1,19 +1,19 @@
 use crate::core::error::{Error, Result};
 
-/// What a rank did to a model by itself since the replicas of all ranks were the same.
+/// The local steps of a rank on a model since the replicas of all ranks were the same.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LocalRound {
-    /// Whether replicas differ, or something beside the model waits for the end of the round.
+    /// Set while replicas differ, or something beside the model waits for the end of the round.
     apart: bool,
     /// The weight of the samples that this rank stepped with.
     samples: f64,
-    /// Whether a sharded optimizer was to step, which is to be told.
+    /// Set if a sharded optimizer was to step, until the error is returned.
     met_shards: bool,
     /// Windows that ended, this rank's idle ones included: the same number on every rank.
     steps: u64,
 }
 
-/// What an unfinished round means for what is done outside of it.
+/// The effect of an unfinished round on calls outside of it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OpenRoundConcern {
     /// Replicas differ, or the outer optimizer waits.
@@ -38,7 +38,7 @@ impl LocalRound {
         self.samples
     }
 
-    /// Whether replicas differ, so that there is nothing to save.
+    /// Returns `true` if replicas differ, so that there is nothing to save.
     pub(crate) fn is_apart(&self) -> bool {
         self.apart
     }
@@ -71,7 +71,7 @@ impl LocalRound {
     }
 }
 
-/// What comes of an optimizer whose state is shared out over the ranks.
+/// Returns the error for an optimizer whose state is sharded over the ranks.
 pub(crate) fn sharded() -> Error {
     Error::misuse(
         "local training steps each rank by itself, and each rank has only a part of the state of an optimizer \

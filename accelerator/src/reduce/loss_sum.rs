@@ -22,7 +22,7 @@ pub(super) struct LossSum {
     pub(super) read: f64,
     /// Losses of one element, with their weights.
     pub(super) unread: Vec<(f64, Tensor<1>)>,
-    /// Whether the loss of a micro-step is not known, and so the sum is not.
+    /// Set if the loss of a micro-step is not known, so that the sum is not known either.
     pub(super) is_unknown: bool,
 }
 
@@ -37,7 +37,7 @@ impl LossSum {
         }
     }
 
-    /// What lies on the device, in one element there that is nobody else's.
+    /// Returns the sum of what lies on the device, in a new tensor of one element there.
     pub(super) fn sum_on(&self, device: &burn::tensor::Device) -> Tensor<1> {
         let dtype = burn::tensor::DType::F32;
         let zero = Tensor::zeros([1], (device, dtype));

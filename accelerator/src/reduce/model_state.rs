@@ -28,73 +28,72 @@ use crate::core::user_message::{self, Once};
 use crate::model::{TiedParameters, Trainable};
 use crate::precision::{Finiteness, Scaler, ScalerState, SkipNotice};
 
-/// What is kept for a prepared model: which gradients it has, where they lie, and the window
-/// that is open.
+/// The state that is kept for a prepared model: its gradients, their places, and the open window.
 #[derive(Debug)]
 pub(crate) struct ModelState {
     bucket_size: usize,
     /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
     leaf_before_prepare: Option<u64>,
-    /// Where sums are kept that are not cut.
+    /// The place of sums that are not cut.
     placement: Placement,
-    /// Where a hook of the program's reduces the gradients.
+    /// The program's hook, if one reduces the gradients.
     hook: Option<HookInstance>,
-    /// Of all that the model holds, frozen parameters and buffers included, in order.
+    /// The ids of all that the model holds, frozen parameters and buffers included, in order.
     ids: Vec<u64>,
     /// The parameters' numbers.
     numbers: HashMap<ParamId, usize>,
     on_non_finite_loss: OnNonFiniteLoss,
-    /// How the last window was sent: beside what sends it, which is in use for the whole of a window.
+    /// The report of the last window. It is apart from the sender, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Held by gradients that wait for their step.
     pending: Arc<()>,
-    /// How sums on a device get to other ranks.
+    /// The path of sums on a device to other ranks.
     device_reducer: Option<Arc<DeviceReducer>>,
     said: ModelWarnings,
-    /// In how many windows up to now, one after the other, all ranks had the same loss.
+    /// The number of consecutive windows up to now in which all ranks had the same loss.
     same_losses: AtomicU64,
-    /// What this rank did by itself.
+    /// The local steps of this rank.
     round: Mutex<LocalRound>,
     pool: Mutex<BucketPool>,
-    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
+    /// The number of windows that an optimizer has stepped with, skipped ones included, over the whole job.
     steps: AtomicU64,
-    /// Which of its places hold the same parameter.
+    /// The places that hold the same parameter.
     tied: Arc<TiedParameters>,
-    /// Of the threads that add to the window.
+    /// The guard of the threads that add to the window.
     turn: BackwardGuard,
-    /// How this rank's replica was updated.
+    /// The updates of this rank's replica.
     updates: Updates,
     scheduler: Mutex<OverlapScheduler>,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
-    /// Whether a copy was ever made to be trained through.
+    /// Set once a copy was made to be trained through.
     works_on_copies: AtomicBool,
-    /// Whether its replicas were ever compared where something becomes of them.
+    /// Set once its replicas were compared before something becomes of them.
     was_compared: AtomicBool,
-    /// Whether `backward` was ever called for it.
+    /// Set once `backward` was called for it.
     was_trained: AtomicBool,
-    /// Where losses are scaled.
+    /// The scaler, if losses are scaled.
     scaler: Mutex<Option<Scaler>>,
-    /// Whether somebody has asked for the norm of gradients.
+    /// Set once the norm of gradients was asked for.
     wants_norm: AtomicBool,
 }
 
-/// What was said of a model.
+/// The warnings that a model has caused, each given once.
 #[derive(Debug, Default)]
 struct ModelWarnings {
-    /// That an epoch was left in the midst of a window.
+    /// An epoch was left in the midst of a window.
     left_epoch: Once,
-    /// That only other ranks had a gradient of some parameter.
+    /// Only other ranks had a gradient of some parameter.
     missing_gradient: Once,
     non_finite_loss: Once,
-    /// That steps are in full precision, where another one was asked for.
+    /// Steps are in full precision, though another one was asked for.
     precision: Once,
-    /// That a bucket did not fit the compressed type.
+    /// A bucket did not fit the compressed type.
     range: Once,
-    /// That a clip covers nothing.
+    /// A clip covers nothing.
     unclipped: Once,
-    /// That gradients are not read, of which this rank has a part alone.
+    /// Gradients are not logged, since this rank has only a part of them.
     unread: Once,
 }
 
@@ -119,7 +118,7 @@ impl fmt::Display for ModelName {
     }
 }
 
-/// How gradients are laid out, and a bucket set that nobody uses.
+/// The layout of gradients, and a bucket set that is not in use.
 #[derive(Debug)]
 struct BucketPool {
     layout: Arc<Buckets>,
@@ -142,8 +141,8 @@ impl BucketPool {
 }
 
 impl ModelState {
-    /// With `overlap`, buckets are laid out anew when it is known which gradients are ready
-    /// first.
+    /// Creates the state of a new model. With `overlap`, buckets are laid out anew once it is known which gradients
+    /// are ready first.
     pub(crate) fn new(
         parameters: Vec<Trainable>,
         bucket_size: usize,
@@ -194,7 +193,7 @@ impl ModelState {
         }
     }
 
-    /// For a model that has parameters in several places.
+    /// Sets the parameters that the model has in several places.
     pub(crate) fn with_tied(self, tied: TiedParameters) -> Self {
         Self {
             tied: Arc::new(tied),
@@ -202,12 +201,12 @@ impl ModelState {
         }
     }
 
-    /// Which places of the model hold the same parameter.
+    /// Returns the places of the model that hold the same parameter.
     pub(crate) fn tied(&self) -> &Arc<TiedParameters> {
         &self.tied
     }
 
-    /// For a model whose first parameter was that leaf of the graph when it was given to `prepare`.
+    /// Sets the leaf of the graph that the first parameter was when the model was given to `prepare`.
     pub(crate) fn with_leaf_before_prepare(self, leaf_before_prepare: Option<u64>) -> Self {
         Self {
             leaf_before_prepare,
@@ -219,8 +218,8 @@ impl ModelState {
         self.leaf_before_prepare
     }
 
-    /// Whether a parameter is still what the program gave to `prepare`, and so one of a clone from before. Checked
-    /// before the first step only, since reading the leaf allocates.
+    /// Returns `true` if a parameter is still the one that the program gave to `prepare`, and so of a clone from
+    /// before. Checked before the first step only, since reading the leaf allocates.
     pub(crate) fn is_clone_from_before<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
         let first = self.parameters.first().map(|first| first.id);
         self.leaf_before_prepare.is_some()
@@ -229,22 +228,22 @@ impl ModelState {
             && autodiff::leaf_number(&param.val().into_dispatch()) == self.leaf_before_prepare
     }
 
-    /// For a model that holds all of these.
+    /// Sets the ids of all that the model holds.
     pub(crate) fn with_ids(self, ids: Vec<u64>) -> Self {
         Self { ids, ..self }
     }
 
-    /// Of all that the model holds, frozen parameters and buffers included, in order.
+    /// Returns the ids of all that the model holds, frozen parameters and buffers included, in order.
     pub(crate) fn ids(&self) -> &[u64] {
         &self.ids
     }
 
-    /// By which models are told apart, also where parts of them are frozen or unfrozen.
+    /// Returns the id that tells models apart, also if parts of them are frozen or unfrozen.
     pub(super) fn first_id(&self) -> u64 {
         self.ids.first().copied().unwrap_or_default()
     }
 
-    /// For a model that was trained for so many steps before.
+    /// Sets the number of steps that the model was trained for before.
     pub(crate) fn with_steps(self, steps: u64) -> Self {
         Self {
             steps: AtomicU64::new(steps),
@@ -252,7 +251,7 @@ impl ModelState {
         }
     }
 
-    /// With gradients that get to other ranks by that device reducer, or that a hook reduces, which it does in memory.
+    /// Sets the device reducer for its gradients, or the hook that reduces them, which it does in memory.
     pub(crate) fn with_device_reducer(
         self,
         device_reducer: Arc<DeviceReducer>,
@@ -270,7 +269,7 @@ impl ModelState {
         }
     }
 
-    /// With steps of which that becomes where their loss is not finite.
+    /// Sets what becomes of steps whose loss is not finite.
     pub(crate) fn with_non_finite_losses(self, on_non_finite_loss: OnNonFiniteLoss) -> Self {
         Self {
             on_non_finite_loss,
@@ -282,14 +281,14 @@ impl ModelState {
         self.on_non_finite_loss
     }
 
-    /// Says once that a loss is not finite, and whose.
+    /// Warns once that a loss is not finite, and names the ranks.
     pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
         if self.said.non_finite_loss.first() {
             non_finite_loss::warn(self.steps(), whose, loss, self.loss_scale());
         }
     }
 
-    /// Whether `backward` reads the loss: on the CPU it is ready; with `stop_at_non_finite_loss` it is waited for.
+    /// Returns `true` if `backward` reads the loss: on the CPU it is ready; `stop_at_non_finite_loss` waits for it.
     pub(super) fn reads_losses(&self) -> bool {
         matches!(self.placement, Placement::Host)
             || self.on_non_finite_loss == OnNonFiniteLoss::Fail
@@ -304,7 +303,7 @@ impl ModelState {
         }
     }
 
-    /// How sums on a device get to other ranks.
+    /// Returns the path of sums on a device to other ranks.
     pub(super) fn device_reducer(&self) -> Option<&Arc<DeviceReducer>> {
         self.device_reducer.as_ref()
     }
@@ -313,7 +312,7 @@ impl ModelState {
         self.hook.as_ref()
     }
 
-    /// With losses that are scaled so.
+    /// Sets the scaler of its losses.
     pub(crate) fn with_scaler(self, scaler: Option<Scaler>) -> Self {
         Self {
             scaler: Mutex::new(scaler),
@@ -321,12 +320,12 @@ impl ModelState {
         }
     }
 
-    /// By what losses are multiplied before backward.
+    /// Returns the factor of losses before backward.
     pub(crate) fn loss_scale(&self) -> Option<f64> {
         self.scaler().as_ref().map(Scaler::scale)
     }
 
-    /// How the scale of losses stands, for a checkpoint.
+    /// Returns the state of the scale of losses, for a checkpoint.
     pub(crate) fn scaler_state(&self) -> Option<ScalerState> {
         self.scaler().as_ref().map(Scaler::state)
     }
@@ -338,7 +337,7 @@ impl ModelState {
         }
     }
 
-    /// What is to be said of the step that was skipped last.
+    /// Returns the reason to warn of the last skipped step, if there is one.
     pub(super) fn skip_notice(&self) -> Option<SkipNotice> {
         self.scaler().as_ref().and_then(Scaler::skip_notice)
     }
@@ -352,7 +351,7 @@ impl ModelState {
         self.works_on_copies.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it is to be said that no copy was ever made to be trained through; true once.
+    /// Returns `true` once if no copy was ever made to be trained through, so that the caller warns.
     pub(super) fn claim_precision_warning(&self) -> bool {
         !self.works_on_copies.load(Ordering::Relaxed) && self.said.precision.first()
     }
@@ -383,12 +382,12 @@ impl ModelState {
         self.was_trained.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it was trained here, or before it was resumed.
+    /// Returns `true` if it was trained here, or before it was resumed.
     pub(crate) fn was_trained(&self) -> bool {
         self.was_trained.load(Ordering::Relaxed) || self.steps() > 0
     }
 
-    /// Says once that a clip is of none of the parameters.
+    /// Warns once that a clip covers none of the parameters.
     pub(super) fn warn_unclipped(&self) {
         if let Some(first) = self.parameters.first()
             && self.said.unclipped.first()
@@ -402,7 +401,7 @@ impl ModelState {
         }
     }
 
-    /// Says once that gradients are not logged where each rank has a part of them.
+    /// Warns once that gradients are not logged, since each rank has only a part of them.
     pub(super) fn warn_unread(&self) {
         if self.said.unread.first() {
             user_message::warn(
@@ -412,7 +411,7 @@ impl ModelState {
         }
     }
 
-    /// Says once that so many micro-steps of an epoch that was left go into a step of another one.
+    /// Warns once that this many micro-steps of an epoch that was left go into a step of another epoch.
     pub(super) fn warn_left_epoch(&self, epoch: u64, micro_steps: usize) {
         if self.said.left_epoch.first() {
             user_message::warn(&format!(
@@ -423,7 +422,7 @@ impl ModelState {
         }
     }
 
-    /// Says that micro-steps are left, of which nothing comes any more.
+    /// Warns that an open window holds micro-steps that will never be stepped with.
     pub(crate) fn warn_open_window(&self) {
         let (open, first) = (self.open_micro_steps(), self.parameters.first());
         if let Some(first) = first.filter(|_| open > 0) {
@@ -454,7 +453,7 @@ impl ModelState {
         };
     }
 
-    /// What the forward of this backward used.
+    /// Takes the working copy that the forward of this backward used.
     pub(super) fn take_working(&self) -> WorkingCopy {
         let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
         core::mem::take(&mut *working)
@@ -474,12 +473,12 @@ impl ModelState {
         self.pending.clone()
     }
 
-    /// Whether there are gradients of whole windows that no optimizer has stepped with yet.
+    /// Returns `true` if there are gradients of whole windows that no optimizer has stepped with yet.
     pub(crate) fn has_pending_step(&self) -> bool {
         Arc::strong_count(&self.pending) > 1
     }
 
-    /// How many windows an optimizer has stepped with, skipped ones included, over the whole job.
+    /// Returns the number of windows that an optimizer has stepped with, skipped ones included, over the whole job.
     pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
@@ -493,12 +492,12 @@ impl ModelState {
         &self.updates
     }
 
-    /// How many micro-steps of the next step are done.
+    /// Returns the number of micro-steps of the next step that are done.
     pub(crate) fn open_micro_steps(&self) -> usize {
         self.window().micro_steps()
     }
 
-    /// Says once, by path, that this rank had no gradient for a parameter that others trained.
+    /// Warns once, with paths, that this rank had no gradient for parameters that others trained.
     pub(super) fn warn_missing_gradients(&self, rank: usize, written: &[bool], present: &[bool]) {
         let missing = self.parameters.iter().zip(written.iter().zip(present));
         let paths: Vec<_> = missing
@@ -513,7 +512,7 @@ impl ModelState {
         }
     }
 
-    /// Says once that a compressed bucket had to be reduced again.
+    /// Warns once that a compressed bucket had to be reduced again.
     pub(super) fn warn_range(&self, compression: Compression) {
         if self.said.range.first() {
             user_message::warn(&format!(
@@ -524,12 +523,12 @@ impl ModelState {
         }
     }
 
-    /// What this rank did by itself since replicas were the same.
+    /// Returns the local steps of this rank since replicas were the same.
     pub(crate) fn round(&self) -> MutexGuard<'_, LocalRound> {
         self.round.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How gradients are laid out, which is the same on every rank.
+    /// Returns the layout of gradients, which is the same on every rank.
     pub(super) fn layout(&self) -> Arc<Buckets> {
         self.pool().layout.clone()
     }
@@ -542,7 +541,7 @@ impl ModelState {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How the last window was sent. Nobody waits for it: a hook of the program's may ask in the midst of one.
+    /// Returns the report of the last window, without waiting: the program's hook may ask in the midst of a window.
     pub(crate) fn overlap_report(&self) -> OverlapReport {
         *self.last_overlap()
     }
@@ -615,8 +614,8 @@ impl ModelState {
         Ok(layout)
     }
 
-    /// From the next window on, ranks get the sums of what they step, and no others. All ranks call it
-    /// between the same windows.
+    /// Gives each rank only the sums that it steps, from the next window on. All ranks call it between the same
+    /// windows.
     pub(super) fn shard(&self, bounds: &Arc<ShardMap>) -> Result<()> {
         let mut pool = self.pool();
         let layout = pool.layout.cut_at(bounds)?;
@@ -624,7 +623,7 @@ impl ModelState {
         Ok(())
     }
 
-    /// Whether sums can be shared out: a hook reduces all of them.
+    /// Returns `true` if sums can be sharded: a hook reduces all of them.
     pub(super) fn can_shard(&self) -> bool {
         self.hook.is_none()
     }
@@ -639,14 +638,14 @@ impl ModelState {
         }
     }
 
-    /// From the next window on, every rank gets all sums.
+    /// Gives every rank all sums, from the next window on.
     pub(super) fn unshard(&self) {
         let mut pool = self.pool();
         let layout = pool.layout.uncut();
         self.replace(&mut pool, layout);
     }
 
-    /// Where sums are kept that are laid out so. Those of which ranks get parts are cut in memory.
+    /// Returns the place of sums with that layout. Sums that ranks get parts of are cut in memory.
     fn placement_of(&self, layout: &Buckets) -> &Placement {
         match layout.cuts() {
             Some(_) => &Placement::Host,
@@ -661,7 +660,7 @@ impl ModelState {
         pool.replace(layout);
     }
 
-    /// What the buckets are cut at.
+    /// Returns the bounds that the buckets are cut at.
     pub(super) fn bounds(&self) -> Option<Arc<ShardMap>> {
         let pool = self.pool();
         pool.layout.cuts().map(|cuts| cuts.bounds.clone())
@@ -672,7 +671,7 @@ impl ModelState {
         self.wants_norm.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the norm of gradients is to be there when a window is reduced.
+    /// Returns `true` if the norm of gradients is needed once a window is reduced.
     pub(super) fn wants_norm(&self) -> bool {
         self.wants_norm.load(Ordering::Relaxed) || self.scaler().is_some()
     }

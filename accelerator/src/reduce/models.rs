@@ -124,13 +124,13 @@ impl Models {
             .for_each(|model_state| model_state.warn_open_window());
     }
 
-    /// Whether a model is in the middle of a round of local training, in which the replicas differ.
+    /// Returns `true` if a model is in the middle of a round of local training, in which the replicas differ.
     pub(crate) fn is_any_apart(&self) -> bool {
         self.models()
             .any(|model_state| model_state.round().is_apart())
     }
 
-    /// How each model was updated on this rank, in an order that is the same on all ranks.
+    /// Returns the updates of each model on this rank, in an order that is the same on all ranks.
     pub(crate) fn updates(&self) -> Vec<SeenUpdates> {
         let mut models: Vec<_> = self.models().collect();
         models.sort_by_key(|model_state| {
@@ -265,13 +265,13 @@ struct IdSearch<'a> {
     frozen: FoundIds,
     /// The trainable parameters that belong to no known model.
     unprepared: Vec<ParamId>,
-    /// Whether any parameter is trainable.
+    /// Set if any parameter is trainable.
     trains: bool,
-    /// Whether a trainable parameter is one that was given to `prepare`, not one that `prepare` returned.
+    /// Set if a trainable parameter is one that was given to `prepare`, not one that `prepare` returned.
     is_clone_from_before: bool,
 }
 
-/// How many models a set of parameters belongs to.
+/// The models that a set of parameters belongs to.
 #[derive(Default)]
 enum FoundIds {
     #[default]

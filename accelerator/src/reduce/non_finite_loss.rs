@@ -3,7 +3,7 @@
 use crate::core::error::{Error, Kind};
 use crate::core::user_message;
 
-/// What becomes of a step whose loss is not finite.
+/// The fate of a step whose loss is not finite.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) enum OnNonFiniteLoss {
     /// It takes place, and is told once.

@@ -10,10 +10,10 @@ use crate::reduce::bucket::{self, WriteMode};
 use crate::reduce::element_values::{ElementValues, with_values};
 use crate::reduce::model_state::ModelState;
 
-/// What a rank counts in a mean over all of them.
+/// The weight of a rank in a mean over all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct MeanWeight {
-    /// Over all ranks.
+    /// The sum over all ranks.
     pub(crate) total: f64,
     pub(crate) weight: f64,
 }

@@ -22,7 +22,7 @@ pub(crate) struct ReduceContext {
     /// Between its device and the other ranks.
     pub(crate) device_reducer: Arc<DeviceReducer>,
     pub(crate) failed_calls: Arc<FailedCalls>,
-    /// Of the threads that reduce gradients.
+    /// The guard of the threads that reduce gradients.
     pub(crate) guard: BackwardGuard,
     pub(crate) models: Models,
     pub(crate) overlap: OverlapSwitch,
@@ -31,12 +31,12 @@ pub(crate) struct ReduceContext {
     pub(crate) working: WorkingUse,
 }
 
-/// How gradients are reduced, as the program asks for it.
+/// The settings of the program for the reduction of gradients.
 #[derive(Clone, Debug)]
 pub(crate) struct ReduceSettings {
-    /// In bytes.
+    /// The size in bytes.
     pub(crate) bucket_size: usize,
-    /// After how many optimizer steps the parameters of all ranks are compared.
+    /// The number of optimizer steps between comparisons of all ranks' parameters.
     pub(crate) check_replicas: Option<NonZeroU64>,
     pub(crate) compression: Compression,
     pub(crate) hook: Option<HookFactory>,
@@ -48,7 +48,7 @@ pub(crate) struct ReduceSettings {
     pub(crate) same_batches: SameBatches,
 }
 
-/// What the program says of ranks that compute the same.
+/// The program's setting for ranks that compute the same.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum SameBatches {
     Allowed,
@@ -60,7 +60,7 @@ pub(crate) enum SameBatches {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum ReduceScope {
     Global,
-    /// Those of this rank alone: nothing is communicated.
+    /// The samples of this rank alone: nothing is communicated.
     Local,
 }
 

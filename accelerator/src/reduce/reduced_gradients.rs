@@ -23,24 +23,23 @@ pub(super) struct ReducedGradients {
     pub(super) epoch: Option<u64>,
     /// The mean, once it was read; `None` within where it is not known.
     pub(super) loss: OnceLock<Option<f64>>,
-    /// By parameter: what its elements are multiplied by in the end; empty where they stay as they
-    /// are.
+    /// The final factor of each parameter's elements; empty if they stay as they are.
     pub(super) factors: Vec<f64>,
     /// Something that all ranks do with them failed here: no step may come of them.
     pub(super) lost: bool,
     /// Before clipping.
     pub(super) norm: Option<KnownNorm<Scalar>>,
-    /// By parameter: the sum of the squares of its elements, before clipping.
+    /// The sum of the squares of each parameter's elements, before clipping.
     pub(super) squares: Option<KnownNorm<Vec<f64>>>,
     pub(super) model_state: Arc<ModelState>,
-    /// Of gradients of this rank alone: held until they are used.
+    /// The token of gradients of this rank alone, held until they are used.
     pub(super) token: Option<Arc<()>>,
-    /// What the step moves on; `None` where none comes of it.
+    /// The commit of the step; `None` if no step comes of them.
     pub(super) commit: Option<StepCommit>,
     pub(super) values: GradientStorage,
 }
 
-/// Who asks for a norm.
+/// The ranks that ask for a norm.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum NormAsked {
     /// All ranks, which get the same bits.
@@ -49,7 +48,7 @@ pub(super) enum NormAsked {
     ByOne,
 }
 
-/// What was found, for whom.
+/// A norm that was computed, and the ranks that it was computed for.
 #[derive(Clone, Debug)]
 pub(super) struct KnownNorm<T> {
     pub(super) value: T,
@@ -90,7 +89,7 @@ impl ReducedGradients {
         }
     }
 
-    /// By parameter: whether it is clipped.
+    /// Tells of each parameter if it is clipped.
     pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
         let parameters = self.model_state.parameters().iter();
         parameters.map(|known| clip.covers(&known.path)).collect()
@@ -133,7 +132,7 @@ impl ReducedGradients {
         self.apart().is_none() || asked == NormAsked::ByOne || known.by == NormAsked::ByAll
     }
 
-    /// Whether the L2 norm can be had without the other ranks.
+    /// Returns `true` if the L2 norm can be had without the other ranks.
     pub(super) fn knows_norm(&self) -> bool {
         let is_sharded = match &self.values {
             GradientStorage::Sums(sums) => sums.is_sharded(),
@@ -306,7 +305,7 @@ impl ReducedGradients {
         }
     }
 
-    /// What the other ranks wait for does not come: they are told, and no step takes place.
+    /// Aborts the group if other ranks wait for this one, and lets no step take place.
     pub(super) fn give_up(&mut self, error: &Error) {
         if let GradientStorage::Sums(sums) = &self.values {
             sums.give_up(error);
@@ -376,7 +375,7 @@ impl ReducedGradients {
 }
 
 impl GradientStorage {
-    /// Whether all of them are on a device, and reading them waits for it.
+    /// Returns `true` if all of them are on a device, so that reading waits for it.
     fn is_on_device(&self, model_state: &ModelState) -> bool {
         match self {
             Self::Sums(sums) => sums.is_on_device(),
@@ -389,8 +388,8 @@ impl GradientStorage {
         }
     }
 
-    /// By parameter: the sum of `|x|^order` of its elements, or the largest magnitude where the order is
-    /// infinite; 0 for what has no gradient, or is not asked for.
+    /// Returns for each parameter the sum of `|x|^order` of its elements, or the largest magnitude if the order is
+    /// infinite; 0 for a parameter that has no gradient, or is not asked for.
     #[track_caller]
     fn powers(
         &mut self,
@@ -432,7 +431,7 @@ impl GradientStorage {
     }
 }
 
-/// Whether the CPU reads it where it lies.
+/// Returns `true` if the CPU reads it in place.
 fn is_in_memory(tensor: &DispatchTensorKind) -> bool {
     match tensor {
         #[cfg(feature = "flex")]

@@ -1,4 +1,4 @@
-//! How a model becomes known to the reduction: when it is prepared, and when it is resumed.
+//! Makes a model known to the reduction, when it is prepared and when it is resumed.
 
 use accelerator_collective::Activity;
 use burn::module::Module;
@@ -71,13 +71,13 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
     make_known(context, model, &layout, known.as_deref())
 }
 
-/// What ranks tell each other of a model that they prepare.
+/// The message between ranks about a model that they prepare.
 #[derive(Deserialize, Serialize)]
 struct PrepareReport {
-    /// Whether it lies where gradients are recorded.
+    /// Fails if the model is not on a device that records gradients.
     on_autodiff: Result<(), Failure>,
     layout: Layout,
-    /// Of one that was prepared before: whether nothing of a step of it is lost.
+    /// Fails, for a model that was prepared before, if something of a step of it would be lost.
     between_steps: Option<Result<(), Failure>>,
 }
 
@@ -158,7 +158,7 @@ pub(crate) fn resume<M: Module>(
     Ok(model)
 }
 
-/// What a model brings along from before it is made known.
+/// The state that a model brings along from before it is made known.
 #[derive(Default)]
 struct PriorState {
     /// See [`ModelState::is_clone_from_before`].

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use accelerator_collective::{ProcessGroup, ShardLayout};
 
-/// By parameter of a model, by number: which of its elements each rank steps. Those of one rank begin at
-/// whole [blocks](super::BLOCK) of the parameter, unless they are none.
+/// The elements of each parameter that each rank steps, by number of the parameter. Those of one rank begin at
+/// whole [blocks](super::BLOCK) of the parameter, unless there are none.
 #[derive(Debug)]
 pub(crate) struct ShardMap {
-    /// By parameter: where the part of each rank begins, and where the last one ends.
+    /// The beginning of each rank's part, and the end of the last one, by parameter.
     bounds: Vec<Vec<usize>>,
-    /// Of the optimizer that has settled them.
+    /// The identity of the optimizer that has settled them.
     owner: Arc<()>,
     ranks: usize,
 }
@@ -25,7 +25,7 @@ impl ShardMap {
         }
     }
 
-    /// Whether they are those of that optimizer.
+    /// Returns `true` if they are those of that optimizer.
     pub(crate) fn are_of(&self, owner: &Arc<()>) -> bool {
         Arc::ptr_eq(&self.owner, owner)
     }
@@ -40,15 +40,15 @@ impl ShardMap {
     }
 }
 
-/// How the sums of a layout are shared out.
+/// The division of a layout's sums among the ranks.
 #[derive(Debug)]
 pub(super) struct BucketShards {
     pub(super) bounds: Arc<ShardMap>,
-    /// By bucket: which of its elements each rank gets.
+    /// The elements that each rank gets, by bucket.
     pub(super) buckets: Vec<Arc<ShardLayout>>,
 }
 
-/// Which sums of a window a rank has.
+/// The sums of a window that a rank has.
 #[derive(Clone, Debug)]
 pub(super) enum SumScope {
     /// All of them.
@@ -65,7 +65,7 @@ impl SumScope {
         matches!(self, Self::Whole)
     }
 
-    /// What the parts are cut at.
+    /// Returns the bounds that the parts are cut at.
     pub(super) fn bounds(&self) -> Option<&Arc<ShardMap>> {
         match self {
             Self::Whole => None,
@@ -73,7 +73,7 @@ impl SumScope {
         }
     }
 
-    /// Which elements of a bucket each rank gets, where that is not all.
+    /// Returns the elements of a bucket that each rank gets, if that is not all.
     pub(super) fn cut(&self, bucket: usize) -> Option<&Arc<ShardLayout>> {
         match self {
             Self::Whole => None,

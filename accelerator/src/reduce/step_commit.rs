@@ -1,4 +1,4 @@
-//! What an optimizer's step moves on beside the model.
+//! The state beside the model that an optimizer's step advances.
 
 use std::sync::Arc;
 
@@ -7,13 +7,13 @@ use super::updates::Clips;
 use crate::data::ConsumeTicket;
 use crate::precision::Finiteness;
 
-/// What moves on when an optimizer has stepped with a window's gradients: until then, a checkpoint holds neither
-/// the step nor its samples. If the gradients are dropped without a step, nothing moves.
+/// The state that advances once an optimizer has stepped with a window's gradients: until then, a checkpoint holds
+/// neither the step nor its samples. If the gradients are dropped without a step, nothing advances.
 pub(crate) struct StepCommit {
-    /// What the gradients were clipped by.
+    /// The clips of the gradients.
     pub(super) clips: Clips,
     pub(super) tickets: Vec<ConsumeTicket>,
-    /// What the scale of losses learns of this window, where losses are scaled.
+    /// The finiteness of this window for the scale of losses, if losses are scaled.
     pub(super) finiteness: Option<Finiteness>,
     pub(super) _pending: Arc<()>,
     pub(super) model_state: Arc<ModelState>,

@@ -14,10 +14,10 @@ use super::overlap::OverlapSwitch;
 use super::reduce_context::ReduceContext;
 use crate::core::error::Result;
 
-/// How many batches a window holds.
+/// The number of batches that a window holds.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Windows {
-    /// As many as the accelerator accumulates.
+    /// The number that the accelerator accumulates.
     AsConfigured,
     /// Several: the program keeps windows open.
     KeptOpen,

@@ -7,8 +7,9 @@ use crate::core::error::Result;
 use crate::core::preemption::{Preemption, PreemptionNotice};
 use crate::core::user_message;
 
-/// What ranks tell each other with each window, beside the gradients: the flag, whether one of them is preempted,
-/// whether rank 0 has written the checkpoint that was begun last, and whether it has a place in a next group.
+/// The signals that ranks send each other with each window, beside the gradients: the flag, whether one of them
+/// is preempted, whether rank 0 has written the last checkpoint that was begun, and whether it has a place in the
+/// next group.
 #[derive(Default)]
 pub(crate) struct Trigger(Mutex<TriggerState>);
 
@@ -16,30 +17,30 @@ pub(crate) struct Trigger(Mutex<TriggerState>);
 struct TriggerState {
     /// Raised on this rank, and not told to the others yet.
     set: bool,
-    /// What windows since the last check have told; `None` where there was none.
+    /// The flag of all windows since the last check; `None` if there was no window.
     told: Option<bool>,
-    /// What this rank watches.
+    /// The preemption notices that this rank watches.
     notice: PreemptionNotice,
-    /// Whether windows since the last look have told of a preempted rank, which stays; `None` where there was none.
+    /// `true` once a window told of a preempted rank, which stays; `None` if there was no window since the last look.
     preempted: Option<bool>,
     /// The same of a next group.
     regroups: Option<bool>,
-    /// Whether the user knows what becomes of the next group.
+    /// Set once the user was told what becomes of the next group.
     told_user: bool,
-    /// Of the last checkpoint that was begun beside training.
+    /// The last checkpoint that was begun beside training.
     saving: Option<Weak<dyn WatchedSave>>,
 }
 
 /// A checkpoint that is written beside training.
 pub(crate) trait WatchedSave: Send + Sync {
-    /// Whether this rank has written, and has done so.
+    /// Returns `true` if this rank writes it, and has finished.
     fn has_ended(&self) -> bool;
 
     /// Notes what all ranks have heard.
     fn hear(&self, progress: SaveProgress);
 }
 
-/// What windows of gradients have told about the writing since the program asked last.
+/// The state of the writing, as told by windows of gradients since the program asked last.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) enum SaveProgress {
     /// No window was reduced.
@@ -71,14 +72,14 @@ impl Trigger {
         next.state().notice = notice;
     }
 
-    /// What a window tells of this rank, as a summand.
+    /// Returns what a window tells of this rank, as a summand.
     pub(crate) fn send(&self, group: &ProcessGroup) -> f64 {
         let saving = self.state().saving.as_ref().and_then(Weak::upgrade);
         let written = saving.is_some_and(|work| work.has_ended());
         self.take() + digit(written, WRITTEN) + self.state().departures(group)
     }
 
-    /// What a window has told, as the sum over all ranks.
+    /// Takes what a window has told, as the sum over all ranks.
     pub(crate) fn receive(&self, sum: f64) {
         let mut state = self.state();
         state.told = Some(state.told == Some(true) || sum % PREEMPTED > 0.0);
@@ -101,17 +102,17 @@ impl Trigger {
         any(group, mine).inspect_err(|_| self.state().set |= mine > 0.0)
     }
 
-    /// Whether all ranks have learned that one is preempted.
+    /// Returns `true` if all ranks have learned that one is preempted.
     pub(crate) fn has_told_of_preemption(&self) -> bool {
         self.state().preempted == Some(true)
     }
 
-    /// Whether all ranks have learned that they are to leave for the next group.
+    /// Returns `true` if all ranks have learned that they are to leave for the next group.
     pub(crate) fn has_told_of_regroup(&self) -> bool {
         self.state().regroups == Some(true)
     }
 
-    /// Whether some rank is preempted, or all are to leave for the next group, as all ranks know, or ask each other now.
+    /// Checks if some rank is preempted, or all are to leave for the next group. If no window told, ranks ask.
     #[track_caller]
     pub(crate) fn is_preempted(&self, group: &ProcessGroup) -> Result<bool> {
         let told = self.learn(group, |state| &mut state.preempted)?;
@@ -123,7 +124,7 @@ impl Trigger {
         Ok(told || regroups)
     }
 
-    /// Whether all ranks are to leave for the next group, as they know, or ask each other now.
+    /// Checks if all ranks are to leave for the next group. If no window told, ranks ask each other.
     #[track_caller]
     pub(crate) fn is_regroup_pending(&self, group: &ProcessGroup) -> Result<bool> {
         let told = self.learn(group, |state| &mut state.regroups)?;
@@ -134,8 +135,8 @@ impl Trigger {
         Ok(told)
     }
 
-    /// What windows have told since the last look, which is taken unless it is "yes". Where there was none, ranks ask
-    /// each other.
+    /// Returns what windows have told since the last look, and resets it unless it is "yes". If there was no window,
+    /// ranks ask each other.
     #[track_caller]
     fn learn(
         &self,
@@ -166,7 +167,7 @@ impl Trigger {
 }
 
 impl TriggerState {
-    /// Whether this rank is preempted, and whether it is rank 0 and has a place in a next group, as a summand.
+    /// Returns as a summand if this rank is preempted, and if it is rank 0 and has a place in a next group.
     fn departures(&mut self, group: &ProcessGroup) -> f64 {
         let preempted = self.notice.is_given(group.rank());
         let regroups = group.rank() == 0 && group.has_next_place();
@@ -183,7 +184,7 @@ impl TriggerState {
         }
     }
 
-    /// Says once, on rank 0, what the program does.
+    /// Tells the user once, on rank 0, what the program does.
     fn tell_user(&mut self, group: &ProcessGroup, what: &str) {
         if group.rank() == 0 && !std::mem::replace(&mut self.told_user, true) {
             let ranks = group.world_size();
@@ -194,21 +195,21 @@ impl TriggerState {
     }
 }
 
-/// What stands for a preempted rank: more than there are ranks to raise the flag.
+/// The summand of a preempted rank: more than there are ranks to raise the flag.
 const PREEMPTED: f64 = (1_u64 << 20) as f64;
 
-/// What stands for a checkpoint that is written, which is one rank's to say: more than all preempted ranks, and the sum
+/// The summand of a written checkpoint, which only one rank sends: more than all preempted ranks, and the sum
 /// is exact.
 const WRITTEN: f64 = (1_u64 << 40) as f64;
 
-/// What stands for a next group, which is rank 0's to say, too.
+/// The summand of a next group, which only rank 0 sends.
 const REGROUPS: f64 = (1_u64 << 41) as f64;
 
 fn digit(is_set: bool, place: f64) -> f64 {
     if is_set { place } else { 0.0 }
 }
 
-/// Whether it is more than 0 on some rank.
+/// Returns `true` if it is more than 0 on some rank.
 #[track_caller]
 fn any(group: &ProcessGroup, mine: f64) -> Result<bool> {
     let mut flag = [mine];
@@ -242,7 +243,7 @@ mod tests {
         }
     }
 
-    /// What a window has told: of the flag, of a preemption, of the save, of a next group.
+    /// Returns what a window has told: of the flag, of a preemption, of the save, of a next group.
     fn told(sum: f64) -> (Option<bool>, Option<bool>, SaveProgress, Option<bool>) {
         let (trigger, save) = (Trigger::default(), Arc::new(WrittenSave::default()));
         let watched: Weak<WrittenSave> = Arc::downgrade(&save);

@@ -1,4 +1,4 @@
-//! How replicas were updated, which is to be the same on every rank.
+//! The updates of replicas, which must be the same on every rank.
 
 use core::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,11 +23,11 @@ impl Clips {
     }
 }
 
-/// How a replica was updated since its model was prepared: the same on all ranks.
+/// The updates of a replica since its model was prepared: the same on all ranks.
 #[derive(Debug, Default)]
 pub(crate) struct Updates {
     count: AtomicU64,
-    /// Of all of them.
+    /// The digest of all updates.
     digest: AtomicU64,
     /// The bits of the last rate and the last clip.
     rate: AtomicU64,

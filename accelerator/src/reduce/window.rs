@@ -12,17 +12,17 @@ use crate::model::Trainable;
 /// The sums of the micro-steps since the last optimizer step.
 #[derive(Debug, Default)]
 pub(super) struct Window {
-    /// Whether the program said with the last micro-step that the window stays open.
+    /// Set if the program said with the last micro-step that the window stays open.
     kept_open: bool,
     bucket_set: Option<Box<BucketSet>>,
-    /// By what its losses are multiplied: a step of the window before may move the scale meanwhile.
+    /// The factor of its losses: a step of the window before may move the scale meanwhile.
     loss_scale: Option<f64>,
-    /// Where the batches end that are in it: the last one of each pass.
+    /// The ends of its batches: the last one of each pass.
     tickets: Vec<ConsumeTicket>,
     totals: Totals,
 }
 
-/// What a window adds up to beside its gradients.
+/// The totals of a window beside its gradients.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Totals {
     pub(super) weight: f64,
@@ -31,11 +31,11 @@ pub(super) struct Totals {
     pub(super) batches: BatchFingerprint,
 }
 
-/// Which batches a window was made from: a number that is the same on all ranks that have taken the same ones.
+/// A fingerprint of a window's batches: a number that is the same on all ranks that have taken the same ones.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct BatchFingerprint {
     sum: u64,
-    /// Whether it holds a weight that is of no batch.
+    /// Set if it holds a weight that is of no batch.
     has_others: bool,
 }
 
@@ -133,7 +133,7 @@ impl Window {
         self.totals.micro_steps
     }
 
-    /// Whether a weight in it is of no batch, and so does not know where its epoch ends.
+    /// Returns `true` if a weight in it is of no batch, and so does not know where its epoch ends.
     pub(super) fn has_bare_weights(&self) -> bool {
         self.totals.batches.has_others
     }
@@ -146,7 +146,7 @@ impl Window {
         Some(left.epoch())
     }
 
-    /// What was added up so far, to be completed by the last micro-step.
+    /// Returns what was added up so far, to be completed by the last micro-step.
     pub(super) fn into_parts(
         self,
         lend: impl FnOnce() -> Box<BucketSet>,

@@ -50,12 +50,12 @@ pub(crate) fn working_copy<M: Module>(
 struct Caster<'a, K> {
     dtype: FloatDType,
     keep: &'a K,
-    /// Inside of how many layers that do not compute in half precision.
+    /// The number of enclosing layers that do not compute in half precision.
     norms: usize,
     parts: Vec<Option<WorkingPart>>,
     path: ModulePath,
     model_state: Option<&'a ModelState>,
-    /// Whether there is a parameter that takes a gradient.
+    /// Set if there is a parameter that takes a gradient.
     trains: bool,
 }
 

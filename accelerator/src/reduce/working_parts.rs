@@ -1,4 +1,4 @@
-//! What a forward pass in half precision uses in the place of parameters.
+//! The tensors that a forward pass in half precision uses in place of parameters.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,27 +7,27 @@ use burn::backend::DispatchTensor;
 
 use crate::precision::Cast;
 
-/// What was made of the parameters for the forward that comes next.
+/// The copy of the parameters for the next forward.
 #[derive(Debug, Default)]
 pub(crate) enum WorkingCopy {
     /// The parameters themselves are used.
     #[default]
     None,
-    /// By parameter: what the forward uses in its place, where that is something else.
+    /// The part that the forward uses in place of each parameter, if that is another tensor.
     One(Vec<Option<WorkingPart>>),
     /// Several, whose gradients are added up at the end.
     Several,
 }
 
-/// What the forward uses in the place of a parameter.
+/// The tensor that the forward uses in place of a parameter.
 #[derive(Debug)]
 pub(crate) struct WorkingPart {
     pub(crate) tensor: DispatchTensor,
-    /// What makes gradients of the parameter of its gradients, if that can be asked.
+    /// The cast that makes the parameter's gradient of that of this tensor, if it can be asked.
     pub(crate) cast: Option<Arc<Cast>>,
 }
 
-/// Which half of a forward pass in half precision the program has ever asked for.
+/// The halves of a forward pass in half precision that the program has ever asked for.
 #[derive(Debug, Default)]
 pub(crate) struct WorkingUse {
     /// An input was cast.
@@ -45,7 +45,7 @@ impl WorkingUse {
         self.cast.store(true, Ordering::Relaxed);
     }
 
-    /// Whether inputs are in half precision, and no model is: most models panic then, without a word of what is missing.
+    /// Returns `true` if inputs are in half precision, and no model is: most models panic then, with no clear message.
     pub(crate) fn lacks_copy(&self) -> bool {
         self.cast.load(Ordering::Relaxed) && !self.copied.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What stands for NCCL in a program that is built without it: nothing that could be had.
+//! A stand-in for NCCL in a program that is built without it.
 
 use accelerator_collective::ProcessGroup;
 use burn::tensor::{Device, Tensor};
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::device::BackendKind;
 use crate::core::error::Result;
 
-/// Whether a program can have it.
+/// `true` in a program that is built with NCCL.
 pub(super) const IS_BUILT: bool = false;
 
 #[derive(Debug)]

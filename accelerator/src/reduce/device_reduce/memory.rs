@@ -1,4 +1,4 @@
-//! Where a tensor lies on a CUDA device.
+//! The address of a tensor on a CUDA device.
 
 use core::any::Any;
 
@@ -81,8 +81,8 @@ fn elsewhere(why: &str) -> Error {
 }
 
 mod plain {
-    //! Whether Burn fuses operations is decided by features of other crates, so that both kinds of tensors
-    //! are there, and the compiler chooses.
+    //! Features of other crates decide if Burn fuses operations, so both kinds of tensors are handled, and the
+    //! compiler chooses.
 
     use burn_fusion::{FusionBackend, FusionTensor};
 

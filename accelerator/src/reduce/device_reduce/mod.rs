@@ -30,13 +30,13 @@ use crate::core::user_message;
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum GradientReduction {
-    /// By NCCL where every rank has it and a CUDA device of its own, and staged otherwise; which one, and
-    /// why, is logged. Gradients that are computed on the CPU are reduced where they lie.
+    /// Uses NCCL if every rank has it and a CUDA device of its own, and stages buckets otherwise; which one, and
+    /// why, is logged. Gradients that are computed on the CPU are reduced in place.
     #[default]
     Auto,
-    /// From device to device, by NCCL 2.18 or later, and an error of `build` and `launch` on every rank where that
+    /// Reduces from device to device, by NCCL 2.18 or later. `build` and `launch` fail on every rank if that
     /// cannot be: with a [hook](crate::hook) or [`Compression::F16`](crate::Compression::F16), which work in memory,
-    /// or where a rank has no NCCL or no GPU of its own. One rank alone needs none. The sums that a
+    /// or if a rank has no NCCL or no GPU of its own. One rank alone needs none. The sums that a
     /// [`Sharded`](crate::optim::Sharded) optimizer cuts go through memory all the same.
     ///
     /// The host does not wait for the GPU with a driver of CUDA 12.5 or later; with an older one it does.
@@ -212,7 +212,7 @@ impl DeviceReducer {
         }
     }
 
-    /// Whether all that was stepped with is known to be complete, after the group has failed too.
+    /// Returns `true` if all that was stepped with is known to be complete, also after the group has failed.
     pub(crate) fn is_sound(&self) -> bool {
         self.nccl().is_none_or(Nccl::is_sound)
     }
@@ -221,8 +221,7 @@ impl DeviceReducer {
         self.kind
     }
 
-    /// Where the sums are kept of a model whose gradients travel so: on the device of each rank, or in the
-    /// memory of each.
+    /// Returns the place of a model's sums that travel this way: the device of each rank, or the memory of each.
     pub(crate) fn placement(&self) -> &Placement {
         &self.placement
     }
@@ -236,7 +235,7 @@ impl DeviceReducer {
     }
 }
 
-/// What f16 does to sums is looked at in memory, and so is bf16 rounded for a device that has none.
+/// Returns the place of sums. Those in f16 are checked in memory, and bf16 is rounded there for a device without it.
 fn placement(
     asked: GradientReduction,
     kind: BackendKind,

@@ -15,13 +15,13 @@ use super::memory::{self, DeviceMemory};
 use crate::core::device::BackendKind;
 use crate::core::error::{Error, Kind, Result};
 
-/// Whether a program can have it.
+/// `true` in a program that is built with NCCL.
 pub(super) const IS_BUILT: bool = true;
 
-/// How long ranks wait for each other to connect.
+/// The time limit for ranks to connect to each other.
 const CONNECT: Duration = Duration::from_secs(60);
 
-/// How long the end of a program waits for its last sums.
+/// The time limit for the last sums at the end of a program.
 const REST: Duration = Duration::from_secs(10);
 
 /// NCCL among all ranks.
@@ -31,7 +31,7 @@ pub(in crate::reduce) struct Nccl {
     is_sound: AtomicBool,
 }
 
-/// What a rank needs for it.
+/// The requirements of NCCL on a rank.
 #[derive(Debug)]
 pub(super) struct NcclSetup {
     gpu: Gpu,
@@ -46,7 +46,7 @@ pub(in crate::reduce) struct PendingReduce {
 }
 
 impl NcclSetup {
-    /// For that device; or what the rank has in its place.
+    /// Finds them for that device, or returns what the rank has instead.
     pub(super) fn find(kind: BackendKind, device: &Device) -> core::result::Result<Self, String> {
         let Some(ordinal) = memory::ordinal(device) else {
             return Err(format!("the device `{kind}`"));
@@ -141,7 +141,7 @@ impl Nccl {
         self.is_sound.store(false, Ordering::Release);
     }
 
-    /// Whether all that was stepped with is complete, as far as that is known when NCCL has ended.
+    /// Returns `true` if all that was stepped with is complete, as far as that is known once NCCL has ended.
     pub(super) fn is_sound(&self) -> bool {
         self.communicator.wait().is_ok() || self.is_sound.load(Ordering::Acquire)
     }

@@ -1,13 +1,12 @@
-//! Whether all ranks can take the way from GPU to GPU.
+//! Decides if all ranks can reduce from GPU to GPU.
 
 use super::nccl::GpuLocation;
 use crate::core::error::{Error, Kind};
 
-/// What a rank has to offer: the GPU that it would reduce on, with the NCCL that it has; or what it has in
-/// their place.
+/// The offer of a rank: the GPU that it would reduce on, with the NCCL that it has; or what it has instead.
 pub(super) type Capability = core::result::Result<GpuLocation, String>;
 
-/// Why not, if they cannot: the same on all ranks, which see the same offers.
+/// Returns why they cannot, if so: the same on all ranks, which see the same offers.
 pub(super) fn obstacle(offers: Vec<Capability>) -> Option<String> {
     let mut places = Vec::with_capacity(offers.len());
     for (rank, offer) in offers.into_iter().enumerate() {

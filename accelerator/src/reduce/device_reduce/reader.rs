@@ -24,7 +24,7 @@ struct ReadRequest {
 
 type Answer = core::result::Result<TensorData, String>;
 
-/// What is on its way from a device.
+/// A read from a device that is in progress.
 pub(in crate::reduce) struct PendingRead {
     answer: Receiver<Answer>,
     received: Option<Answer>,
@@ -64,7 +64,7 @@ impl DeviceReader {
 }
 
 impl PendingRead {
-    /// Whether [`wait`](Self::wait) returns at once.
+    /// Returns `true` if [`wait`](Self::wait) returns at once.
     pub(in crate::reduce) fn is_ready(&mut self) -> bool {
         if self.received.is_none() {
             self.received = match self.answer.try_recv() {

@@ -70,7 +70,7 @@ pub struct BucketParameter<'a> {
     pub shape: &'a [usize],
     /// Its elements' places among the values of the bucket.
     pub range: Range<usize>,
-    /// Whether some rank has a gradient for it in this step. Where none has, its values are zeros on all
+    /// Set if some rank has a gradient for it in this step. If none has, its values are zeros on all
     /// ranks, and what becomes of them is not looked at.
     pub is_present: bool,
 }
@@ -78,9 +78,9 @@ pub struct BucketParameter<'a> {
 /// The values of a bucket. Half-precision gradients are reduced in `f32`.
 #[derive(Debug)]
 pub enum BucketValues<'a> {
-    /// Of parameters in `f32` or less.
+    /// The values of parameters in `f32` or less.
     F32(&'a mut [f32]),
-    /// Of parameters in `f64`.
+    /// The values of parameters in `f64`.
     F64(&'a mut [f64]),
 }
 
@@ -122,13 +122,13 @@ impl<'a> GradientBucket<'a> {
         self.number
     }
 
-    /// How many buckets the model has.
+    /// Returns the number of the model's buckets.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// How many steps of the model were reduced before this one, over the whole job: it goes on after a
-    /// resume.
+    /// Returns the number of steps of the model that were reduced before this one, over the whole job: it continues
+    /// after a resume.
     pub fn step(&self) -> u64 {
         self.step
     }

@@ -69,8 +69,8 @@ impl HookInstance {
         }
     }
 
-    /// What this rank keeps from step to step; empty where that is nothing. Where the hook is called, as when it
-    /// saves a checkpoint itself, it is in the midst of a step, and would wait for itself.
+    /// Returns the state that this rank keeps from step to step; empty if there is none. If the hook itself calls this,
+    /// by saving a checkpoint, it is in the midst of a step and would wait for itself, which is an error.
     pub(crate) fn save(&self) -> Result<Vec<u8>> {
         let hook = match self.hook.try_lock() {
             Ok(hook) => hook,

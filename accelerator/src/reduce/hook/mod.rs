@@ -74,8 +74,8 @@ pub type HookError = Box<dyn StdError + Send + Sync>;
 /// [`Error::is_panic`](crate::Error::is_panic), on the others as a lost peer, whose cause is this error. An
 /// error of [`Ranks`] is handed on as it is.
 pub trait CommunicationHook: Send {
-    /// What it is, with every setting on which the result depends. It is compared between the ranks when
-    /// the accelerator is built, and between a checkpoint and the program that goes on from it.
+    /// Returns the name of the hook, with every setting on which the result depends. It is compared between the ranks
+    /// when the accelerator is built, and between a checkpoint and the program that continues from it.
     fn name(&self) -> String;
 
     /// Puts the sum over the ranks in the place of this rank's share.
@@ -89,7 +89,7 @@ pub trait CommunicationHook: Send {
         ranks: &Ranks<'_>,
     ) -> Result<(), HookError>;
 
-    /// What this rank keeps from step to step, for a checkpoint. Called between steps. Empty, as by
+    /// Returns the state that this rank keeps from step to step, for a checkpoint. Called between steps. Empty by
     /// default: there is nothing to keep.
     ///
     /// # Errors
@@ -152,8 +152,8 @@ pub trait CommunicationHook: Send {
 /// The rank whose saved state a hook continues from.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum SavedBy {
-    /// That of one of the ranks, the same one for all: the job had another number of ranks, or not all of
-    /// them were left to save. What a rank has for itself alone is to be left out.
+    /// One of the ranks, the same one for all: the job had another number of ranks, or not all of
+    /// them were left to save. The hook must leave out what a rank has for itself alone.
     OneForAll,
     /// This rank's own.
     ThisRank,

@@ -60,7 +60,7 @@ impl<'a> Ranks<'a> {
         self.group.rank()
     }
 
-    /// How many there are.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.group.world_size()
     }

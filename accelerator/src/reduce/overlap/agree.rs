@@ -3,31 +3,31 @@ use accelerator_collective::ProcessGroup;
 use super::ready_order::ReadyOrder;
 use crate::core::error::Result;
 
-/// For how many windows ranks wait for one that had no samples in any of them.
+/// The number of windows that ranks wait for one that had no samples in any of them.
 const MAX_WINDOWS: u32 = 32;
 
-/// What a rank knows about when gradients are ready, from windows whose last micro-step had samples
-/// for it. What an idle rank computes may be anything, and teaches nothing.
+/// The knowledge of a rank about when gradients are ready, from windows whose last micro-step had samples
+/// for it. An idle rank may compute anything, which teaches nothing.
 #[derive(Debug, Eq, PartialEq)]
 pub(in crate::reduce) enum WindowObservation {
-    /// How deep is the loss?
+    /// The depth of the loss is to be found.
     Depth,
-    /// Of a loss that is so deep: where is which gradient ready?
+    /// The loss is this deep: it is to be found where each gradient is ready.
     Places(usize),
-    /// By parameter: the depth at which its gradient is ready, where that is before the end.
+    /// The depth at which each parameter's gradient is ready, if that is before the end.
     Learnt(Vec<Option<usize>>),
 }
 
-/// How the first windows teach a model's ranks. Each rank learns by itself, and all of them end
+/// The calibration of a model's ranks in the first windows. Each rank learns by itself, and all of them end
 /// this together.
 #[derive(Debug)]
 pub(super) struct RankCalibration {
     pub(super) observation: WindowObservation,
-    /// How many windows passed.
+    /// The number of windows that passed.
     windows: u32,
 }
 
-/// What all ranks come to, which is the same on each of them.
+/// The result of all ranks, which is the same on each of them.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum CalibrationOutcome {
     /// Some rank is still calibrating.
@@ -46,7 +46,7 @@ impl RankCalibration {
         }
     }
 
-    /// By parameter, where its gradient is ready on this rank.
+    /// Returns the depth at which each parameter's gradient is ready on this rank.
     pub(super) fn ready(&self, parameters: usize) -> Vec<Option<usize>> {
         match &self.observation {
             WindowObservation::Learnt(ready) => ready.clone(),
@@ -92,7 +92,7 @@ impl RankCalibration {
     }
 }
 
-/// How far a rank is, as it is told to the others.
+/// The progress of a rank, as it is sent to the others.
 #[derive(Clone, Copy, Debug)]
 #[repr(u8)]
 enum CalibrationProgress {
@@ -117,7 +117,7 @@ impl CalibrationProgress {
 mod tests {
     use super::*;
 
-    /// What two ranks come to that know `observations` after so many windows.
+    /// Returns the result of two ranks that know `observations` after this many windows.
     fn agreement(observations: [fn() -> WindowObservation; 2], windows: u32) -> CalibrationOutcome {
         let both = crate::launch(2, |accelerator| {
             let mut calibration = RankCalibration {

@@ -22,7 +22,7 @@ pub(super) struct Chain {
     device: Device,
     /// Makes tracked what has it as a parent.
     leaf: DispatchTensor,
-    /// By depth. The one of depth 0 is always there.
+    /// The tensors by depth. The one of depth 0 is always there.
     made: BTreeMap<usize, DispatchTensor>,
 }
 

@@ -265,7 +265,7 @@ fn at_points(
         .collect()
 }
 
-/// By parameter: what makes its gradient of that of its working copy.
+/// Returns for each parameter the cast that makes its gradient of that of its working copy.
 fn casts(copy: &WorkingCopy) -> Vec<Option<Arc<Cast>>> {
     match copy {
         WorkingCopy::One(parts) => {
@@ -283,8 +283,8 @@ struct Leaves<'a> {
 }
 
 impl<'a> Leaves<'a> {
-    /// Those of a working copy are looked at in its place: their gradients are complete long before
-    /// they are cast to the type of the parameter, which is the last that backward does.
+    /// Collects the leaves. Those of a working copy are looked at in its place: their gradients are complete long
+    /// before they are cast to the type of the parameter, which is the last that backward does.
     fn of<M: Module>(
         model: &M,
         copy: WorkingCopy,

@@ -33,7 +33,7 @@ struct ObservedGradient {
 }
 
 impl Calibration {
-    /// For so many parameters, and points at these depths.
+    /// Creates a calibration for so many parameters, and points at these depths.
     pub(super) fn new(parameters: usize, depths: Vec<usize>) -> Self {
         Self {
             depths,
@@ -41,7 +41,7 @@ impl Calibration {
         }
     }
 
-    /// What the parameters' gradients are at the point of that number. Points come in order.
+    /// Notes the parameters' gradients at the point of that number. Points come in order.
     pub(super) fn observe(
         &mut self,
         point: usize,

@@ -2,8 +2,8 @@ use burn::backend::{BackendTensor, DispatchTensor, DispatchTensorKind};
 
 use crate::precision::Cast;
 
-/// Whether a gradient that was seen is the one that its parameter has in the end, or one in half precision
-/// that `cast` has made that of.
+/// Returns `true` if a gradient that was seen is the one that its parameter has in the end, or one in half
+/// precision that `cast` has made that of.
 pub(in crate::reduce) fn is_of(
     seen: &DispatchTensor,
     gradient: &DispatchTensor,
@@ -15,7 +15,7 @@ pub(in crate::reduce) fn is_of(
     }
 }
 
-/// Whether two gradients are the same values, because they are the same memory.
+/// Returns `true` if two gradients are the same values, because they are the same memory.
 ///
 /// Both must be held when they are compared: nothing is written in place then, and no memory can
 /// have been given to somebody else. Where a backend cannot tell, they are taken for different.
@@ -43,7 +43,7 @@ pub(in crate::reduce) fn same(one: &DispatchTensor, other: &DispatchTensor) -> b
     }
 }
 
-/// Where an array begins, and how it lies there.
+/// Returns where an array begins, with its shape and strides.
 #[cfg(feature = "ndarray")]
 #[allow(deprecated, reason = "ndarray is, and is served while it is there")]
 fn ndarray(tensor: &burn_ndarray::NdArrayTensor) -> Option<(usize, Vec<usize>, Vec<isize>)> {
@@ -67,8 +67,8 @@ fn ndarray(tensor: &burn_ndarray::NdArrayTensor) -> Option<(usize, Vec<usize>, V
 
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 mod cube {
-    //! Whether Burn fuses operations is decided by features of other crates, so that both kinds
-    //! of tensors are asked, and the compiler chooses.
+    //! Features of other crates decide if Burn fuses operations, so both kinds of tensors are compared, and the
+    //! compiler chooses.
 
     pub(super) fn same<T: Identity>(one: &T, other: &T) -> bool {
         one.is(other)

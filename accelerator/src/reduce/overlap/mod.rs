@@ -26,7 +26,7 @@ use self::watch::{Observer, ProbeWatch};
 /// A place in backward at which to look at gradients.
 #[derive(Debug)]
 struct ProbePoint {
-    /// What is deeper has run when it is reached.
+    /// The depth of the point: everything deeper has run when it is reached.
     depth: usize,
     /// The parameters whose gradients are looked at; `None` is one that has none.
     leaves: Vec<Option<DispatchTensor>>,

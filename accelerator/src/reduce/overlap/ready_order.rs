@@ -6,13 +6,12 @@
 pub(in crate::reduce) struct ReadyOrder {
     pub(in crate::reduce) parameters: Vec<usize>,
     pub(in crate::reduce) early: usize,
-    /// By place in `parameters`: whether that gradient is ready later than the one in front of it.
+    /// Set at a place in `parameters` if that gradient is ready later than the one in front of it.
     later: Vec<bool>,
 }
 
 impl ReadyOrder {
-    /// From the last visited to the first, which is about the order in which backward makes
-    /// gradients.
+    /// Orders from the last visited to the first, which is about the order in which backward makes gradients.
     pub(in crate::reduce) fn reversed(parameters: usize) -> Self {
         Self::of(&vec![None; parameters])
     }
@@ -33,7 +32,7 @@ impl ReadyOrder {
         }
     }
 
-    /// Whether the gradient at that place is ready later than the one in front of it.
+    /// Returns `true` if the gradient at that place is ready later than the one in front of it.
     pub(in crate::reduce) fn is_later(&self, place: usize) -> bool {
         self.later[place]
     }

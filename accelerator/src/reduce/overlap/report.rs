@@ -30,17 +30,17 @@
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct OverlapReport {
-    /// Whether they are sent while backward runs.
+    /// The state of sending buckets while backward runs.
     pub state: OverlapState,
     /// The number of buckets of the last window; 0 before the first one.
     pub buckets: usize,
-    /// How many of them this rank began to send before its backward ended.
+    /// The number of them that this rank began to send before its backward ended.
     pub early: usize,
-    /// As `early`, of all `windows` together.
+    /// The sum of `early` over all `windows`.
     pub early_total: u64,
-    /// How many windows were sent since buckets may go early.
+    /// The number of windows sent since buckets may go early.
     pub windows: u64,
-    /// In how many steps some rank had sent a bucket before it was complete, so that it was reduced
+    /// The number of steps in which some rank had sent a bucket before it was complete, so that it was reduced
     /// once more.
     pub repairs: u32,
 }

@@ -3,7 +3,7 @@ use super::agree::RankCalibration;
 use super::ready_order::FlushPoint;
 use super::report::{OverlapReport, OverlapState};
 
-/// Whether buckets are to be sent while backward runs: the same on all ranks.
+/// The switch to send buckets while backward runs: the same on all ranks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OverlapSwitch {
     Off,
@@ -19,16 +19,16 @@ impl OverlapSwitch {
     }
 }
 
-/// What is known about when a model's gradients are ready. All ranks go from phase to phase
+/// The knowledge about when a model's gradients are ready. All ranks go from phase to phase
 /// together, at the end of a window.
 #[derive(Debug)]
 pub(in crate::reduce) struct OverlapScheduler {
     pub(super) anchors: Anchors,
     pub(super) phase: SchedulerPhase,
-    /// In the last window: buckets, and how many were sent before backward ended.
+    /// The buckets of the last window; `early` is the number of them that were sent before backward ended.
     pub(super) buckets: usize,
     pub(super) early: usize,
-    /// In all windows in which buckets could be sent early, and how many these were.
+    /// The buckets sent early in all `windows` in which they could be.
     pub(super) early_total: u64,
     pub(super) windows: u64,
     pub(super) repairs: u32,
@@ -37,11 +37,11 @@ pub(in crate::reduce) struct OverlapScheduler {
 #[derive(Debug)]
 pub(super) enum SchedulerPhase {
     Off,
-    /// When gradients are ready is not known to all ranks yet.
+    /// Not all ranks know yet when gradients are ready.
     Calibrating(RankCalibration),
     /// Buckets are sent at these points.
     Sending(Vec<FlushPoint>),
-    /// What was ready changed too often.
+    /// The set of ready gradients changed too often.
     GivenUp,
 }
 

@@ -15,9 +15,9 @@ pub enum Overlap {
     /// to hide, and ranks that compute on all of its cores have none left over for sending.
     #[default]
     Auto,
-    /// When backward has ended.
+    /// Sends buckets once backward has ended.
     Off,
-    /// As soon as gradients are ready, wherever there is more than one rank.
+    /// Sends buckets as soon as gradients are ready, if there is more than one rank.
     On,
 }
 

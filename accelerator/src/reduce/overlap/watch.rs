@@ -8,7 +8,7 @@ use burn::backend::DispatchTensor;
 
 use crate::core::autodiff::{self, Node, NodeContext};
 
-/// Who is called in the middle of a backward pass, as a [`Node`] is.
+/// An observer that is called in the middle of a backward pass, as a [`Node`] is.
 pub(super) trait Observer: fmt::Debug + Send + Sync {
     /// Backward begins, at a loss that is so deep.
     fn begins(&self, depth: usize);
@@ -18,7 +18,7 @@ pub(super) trait Observer: fmt::Debug + Send + Sync {
     fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>);
 }
 
-/// What a watch does when backward comes to it.
+/// A node that reports to an observer when backward reaches it.
 #[derive(Debug)]
 pub(super) struct ProbeWatch {
     /// `None` is one that has no gradient.

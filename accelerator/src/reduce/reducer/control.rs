@@ -1,4 +1,4 @@
-//! What ranks tell each other beside the sums.
+//! The messages of ranks beside the sums.
 
 use accelerator_collective::{DType, ReduceOp};
 
@@ -27,7 +27,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Whether it is so on all ranks.
+    /// Returns `true` if `here` is `true` on all ranks.
     pub(super) fn all_agree(&mut self, here: bool) -> Result<bool> {
         let spare = self.bucket_set.weight_buffer.take();
         let mut others = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
@@ -104,7 +104,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// What all ranks have told each other, once it is there.
+    /// Returns what all ranks have told each other, once it is there.
     pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
         ControlSums::read(&self.bucket_set.control, self.bucket_set.present.len())
     }
@@ -135,8 +135,8 @@ impl Reducer {
     }
 }
 
-/// Whether windows of the same length, of the same model and the same batches, ended on all ranks, none of which has
-/// missed one, or updated its replica otherwise. All ranks see the same numbers, so all get the same error.
+/// Checks that windows of the same length, of the same model and the same batches, ended on all ranks, none of which
+/// has missed one, or updated its replica otherwise. All ranks see the same numbers, so all get the same error.
 pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let group = &reducer.group;
     if reducer.sums()?.windows_agree(group) {
@@ -208,8 +208,8 @@ fn ends_of(tickets: &[ConsumeTicket]) -> String {
     ends.join(", ")
 }
 
-/// Where windows of different batches end, by rank: all that is known of their batches. A rank does not say where it is
-/// that has a weight of the program's own.
+/// Lists where windows of different batches end, by rank: all that is known of their batches. The place of a rank with
+/// a weight of the program's own is not known.
 fn different_batches(ends: Vec<Option<String>>) -> String {
     let mut known = ends.iter().flatten();
     match known.next() {

@@ -42,90 +42,90 @@ pub(super) struct Reducer {
     /// The first field: it is dropped before operations in flight, so that the other ranks receive the failure first.
     collective: PendingCollective,
     batches: BatchFingerprint,
-    /// Where the program called `backward`, for errors: much is sent from inside Burn.
+    /// The place of the program's call of `backward`, for errors: much is sent from inside Burn.
     caller: &'static Location<'static>,
-    /// By parameter: what makes its gradient of the one that is looked at in backward.
+    /// The cast that makes each parameter's gradient of the one that is looked at in backward.
     casts: Vec<Option<Arc<Cast>>>,
     compression: Compression,
     control: Option<Pending>,
     /// Buckets that were sent before backward ended.
     early: usize,
-    /// What this rank tells of calls before this one.
+    /// The call of `backward`, which knows the failed calls before it.
     call: Option<BackwardCall>,
     group: ProcessGroup,
-    /// Whether buckets hold the mean gradient in the end, or sums.
+    /// Set if buckets hold the mean gradient in the end, not sums.
     handed_over: bool,
     bucket_set: Box<BucketSet>,
     loss: LossSum,
-    /// By what the loss was multiplied before backward.
+    /// The factor of the loss before backward.
     loss_scale: f64,
     tickets: Vec<ConsumeTicket>,
-    /// How many calls of `backward` are in the window.
+    /// The number of calls of `backward` in the window.
     micro_steps: usize,
-    /// Whose gradients these are.
+    /// The model that these gradients are of.
     model: ModelName,
     /// The bucket that is sent next.
     next: usize,
-    /// What went wrong while nobody could be told.
+    /// The first error that could not be returned when it happened.
     outcome: Result<()>,
     send_mode: SendMode,
     repair: Repair,
-    /// How sums on a device get to other ranks.
+    /// The path of sums on a device to other ranks.
     device_reducer: Option<Arc<DeviceReducer>>,
     scale: Option<CompressionScale>,
     /// The loss, on its way from device to device.
     sent_loss: Option<PendingReduce>,
     sum_scope: SumScope,
     timeline: Timeline,
-    /// How this rank has updated the model before this window.
+    /// The updates of the model on this rank before this window.
     updates: SeenUpdates,
     /// The weight of the window, with the last micro-step.
     total: f64,
     /// The flag that travels along.
     trigger: Option<Arc<Trigger>>,
-    /// Whether this rank wants to know the norm.
+    /// Set if this rank wants to know the norm.
     wants_norm: bool,
     weighing: Option<Pending>,
     /// The weight of the last micro-step.
     weight: f64,
 }
 
-/// Whether buckets may have to be filled once more, on this rank or another one.
+/// The need to fill buckets once more, on this rank or another one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Repair {
     Possible,
     Unneeded,
 }
 
-/// What a window comes to, over all ranks.
+/// The result of a window, over all ranks.
 #[derive(Debug)]
 pub(super) struct ReducedWindow {
-    /// With Σ weight · gradient, and which parameters had a gradient somewhere.
+    /// The sums Σ weight · gradient, and which parameters had a gradient somewhere.
     pub(super) bucket_set: Box<BucketSet>,
     pub(super) loss: LossSum,
     /// The ranks, where each has the sums on a device of its own.
     pub(super) apart: Option<ProcessGroup>,
-    /// How many ranks sent theirs.
+    /// The number of ranks that the sums are over.
     pub(super) ranks: usize,
-    /// Which of the sums this rank has.
+    /// The part of the sums that this rank has.
     pub(super) sum_scope: SumScope,
-    /// Whether all ranks have the same loss, to the bit.
+    /// Set if all ranks have the same loss, to the bit.
     pub(super) same_losses: bool,
-    /// Whether some rank wants to know the norm.
+    /// Set if some rank wants to know the norm.
     pub(super) wants_norm: bool,
-    /// Where the batches end that are in it.
+    /// The ends of its batches.
     pub(super) tickets: Vec<ConsumeTicket>,
     /// Σ weight.
     pub(super) total: f64,
-    /// What the sums are to be divided by.
+    /// The divisor of the sums.
     pub(super) divisor: f64,
-    /// How many buckets this rank sent before its backward ended.
+    /// The number of buckets that this rank sent before its backward ended.
     pub(super) early: usize,
-    /// How many buckets were reduced again, since a rank had sent them too early.
+    /// The number of buckets that were reduced again, since a rank had sent them too early.
     pub(super) repaired: usize,
 }
 
-/// Whether to wait for what is being read.
+/// The choice to wait for a pending read, or not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ReadWait {
     Yes,
@@ -133,7 +133,7 @@ enum ReadWait {
     No,
 }
 
-/// Whether an operation runs on this thread, or beside others on the communication thread.
+/// The thread of an operation: this one, or the communication thread, beside other operations.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum SendMode {
     Blocking,
@@ -143,7 +143,7 @@ enum SendMode {
 }
 
 impl Reducer {
-    /// For a window, whose last micro-step has that weight. Every rank calls it before that
+    /// Creates the reducer of a window, whose last micro-step has that weight. Every rank calls it before that
     /// step's backward.
     #[track_caller]
     pub(super) fn new(
@@ -188,7 +188,7 @@ impl Reducer {
         Ok(reducer)
     }
 
-    /// For a window that stays on this rank: its sums are those of its own gradients.
+    /// Creates the reducer of a window that stays on this rank: its sums are those of its own gradients.
     #[track_caller]
     pub(super) fn alone(
         model_state: &ModelState,
@@ -234,7 +234,7 @@ impl Reducer {
         }
     }
 
-    /// For gradients of a loss that was multiplied by `scale`.
+    /// Sets the factor of the loss that the gradients are of.
     pub(super) fn with_loss_scale(self, scale: f64) -> Self {
         Self {
             loss_scale: scale,
@@ -242,7 +242,7 @@ impl Reducer {
         }
     }
 
-    /// For gradients that are looked at in half precision: what makes those of the parameters of them.
+    /// Sets the casts that make the parameters' gradients of those that are looked at in half precision.
     pub(super) fn with_casts(self, casts: Vec<Option<Arc<Cast>>>) -> Self {
         Self { casts, ..self }
     }
@@ -263,7 +263,7 @@ impl Reducer {
         }
     }
 
-    /// Whether this rank has nothing to give in the last micro-step.
+    /// Returns `true` if this rank has nothing to give in the last micro-step.
     pub(super) fn is_idle(&self) -> bool {
         self.weight <= 0.0
     }

@@ -239,7 +239,7 @@ impl Reducer {
     }
 }
 
-/// What came of a bucket: sums in memory, or those of a device, which get back there.
+/// Returns the sums of a reduced bucket, in memory or uploaded to the device that they are kept on.
 fn arrived(
     bucket_set: &mut BucketSet,
     bucket: usize,
@@ -291,7 +291,7 @@ pub(super) fn waited(
     Ok(pending.wait()?)
 }
 
-/// Whether started operations gain from others in flight: connections carry several, whereas
+/// Returns `true` if started operations gain from others in flight: connections carry several, whereas
 /// memory is as fast as the thread that works on it.
 pub(super) fn is_networked(group: &ProcessGroup) -> bool {
     matches!(

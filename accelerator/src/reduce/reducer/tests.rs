@@ -22,7 +22,7 @@ fn model_state() -> ModelState {
     ModelState::new(parameters, 1024, OverlapSwitch::On)
 }
 
-/// For a window whose only micro-step has the weight 1.
+/// Creates the reducer of a window whose only micro-step has the weight 1.
 fn reducer(model_state: &ModelState, group: &ProcessGroup) -> Reducer {
     let reducer = Reducer::new(
         model_state,
@@ -59,7 +59,7 @@ fn loss(value: f64) -> MicroLoss {
     MicroLoss::Read(value)
 }
 
-/// Of both parameters.
+/// Registers gradients of both parameters.
 fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
     let mut gradients = GradientsParams::new();
     gradients.register(ParamId::from(1), first);

@@ -9,37 +9,37 @@ use super::{ErrorFeedback, IterationStart, PowerSgdSettings};
 use crate::core::error::Result;
 use crate::reduce::hook::{BucketParameter, Ranks};
 
-/// What is kept of the parameters of one type, and memory to work in. Names are the paper's: a gradient M is approximated
+/// The state of the parameters of one type, and memory to work in. Names are the paper's: a gradient M is approximated
 /// by the product of its factors P and Qᵀ.
 #[derive(Debug)]
 pub(super) struct PowerSgdState<T> {
-    /// By path.
+    /// The state of each parameter, by path.
     pub(super) tensors: BTreeMap<String, Tensor<T>>,
-    /// What the first all-reduce sends: the values that are sent exactly, and each P.
+    /// The values of the first all-reduce: those that are sent exactly, and each P.
     exact_and_p: Vec<T>,
-    /// What the second all-reduce sends: each Q.
+    /// The values of the second all-reduce: each Q.
     q: Vec<T>,
     /// This rank's part of the sums in `q`.
     own_q: Vec<T>,
 }
 
-/// What is kept of a parameter from step to step.
+/// The state of a parameter from step to step.
 #[derive(Debug)]
 pub(super) struct Tensor<T> {
     /// Q, column by column: the same on every rank. A column of zeros is to be drawn.
     pub(super) q: Vec<T>,
     /// The error: what of this rank's gradients was not sent yet; empty without error feedback.
     pub(super) error: Vec<T>,
-    /// How many elements a row of M has.
+    /// The number of elements in a row of M.
     pub(super) columns: usize,
 }
 
-/// What a bucket still needs.
+/// The part of a bucket that is summed already.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum PendingFactors {
-    /// Nothing: it holds the sum of all ranks.
+    /// It holds the sum of all ranks.
     Everything,
-    /// An exact sum of what it holds.
+    /// It still needs an exact sum of its values.
     Nothing,
 }
 
@@ -161,7 +161,7 @@ impl<T: MatrixFloat> PowerSgdState<T> {
 }
 
 impl<'a> Matrix<'a> {
-    /// As which matrix a parameter is sent, where that pays.
+    /// Returns the matrix as which a parameter is sent, if that pays.
     fn of(parameter: &'a BucketParameter<'_>, settings: &PowerSgdSettings) -> Option<Self> {
         let [rows, others @ ..] = parameter.shape else {
             return None;
@@ -184,7 +184,7 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// What is kept of a parameter: zeros, where nothing of that form is.
+/// Returns the state of a parameter: zeros, if there is none of that shape.
 fn tensor_of<'a, T: MatrixFloat>(
     tensors: &'a mut BTreeMap<String, Tensor<T>>,
     matrix: &Matrix<'_>,

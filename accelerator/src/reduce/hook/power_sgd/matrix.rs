@@ -14,7 +14,7 @@ use super::rng::StepRng;
 pub(super) trait MatrixFloat:
     Element + AddAssign + Default + Mul<Output = Self> + SubAssign
 {
-    /// What is left of a column without its parts along others is rounding, if it is so much shorter.
+    /// The relative length below which the rest of a column, without its parts along others, is rounding.
     const ROUNDING: f64;
 
     fn narrowed(value: f64) -> Self;
@@ -46,7 +46,7 @@ impl MatrixFloat for f64 {
     }
 }
 
-/// Whether everything is finite.
+/// Returns `true` if everything is finite.
 pub(super) fn is_finite<T: MatrixFloat>(values: &[T]) -> bool {
     // Without an early end, so that it is done in vectors.
     values
@@ -133,7 +133,7 @@ pub(super) fn orthonormalize<T: MatrixFloat>(
     }
 }
 
-/// How often a column is drawn that has nothing new in it.
+/// The number of times that a column is drawn that has nothing new in it.
 const ATTEMPTS: usize = 8;
 
 /// Takes the parts along orthonormal columns out of another one, and gives it the length 1; `false` if
@@ -160,7 +160,7 @@ fn normalize<T: MatrixFloat>(before: &[T], column: &mut [T]) -> bool {
     true
 }
 
-/// In eight lanes, which the compiler can turn into vector instructions.
+/// Computes the dot product in eight lanes, which the compiler can turn into vector instructions.
 fn dot<T: MatrixFloat>(left: &[T], right: &[T]) -> T {
     let mut lanes = [T::default(); 8];
     let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));

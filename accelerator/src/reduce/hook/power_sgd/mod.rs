@@ -61,18 +61,18 @@ enum ErrorFeedback {
     On,
 }
 
-/// Where each step's iteration begins.
+/// The start of each step's iteration.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum IterationStart {
-    /// At random directions.
+    /// Random directions.
     Cold,
-    /// Where the step before has ended.
+    /// The end of the step before.
     Warm,
 }
 
 impl PowerSgd {
-    /// With factors of that many columns: 0 is taken as 1, and more than a gradient's rows or columns as
-    /// these. 1 to 4 are usual.
+    /// Creates the hook with factors of that many columns: 0 is taken as 1, and more than a gradient's rows or columns
+    /// as these. 1 to 4 are usual.
     pub fn new(rank: usize) -> Self {
         Self {
             settings: PowerSgdSettings {
@@ -88,21 +88,21 @@ impl PowerSgd {
         }
     }
 
-    /// How many steps of the job are reduced exactly, before any is compressed: gradients of the first
+    /// Sets the number of the job's steps that are reduced exactly, before any is compressed: gradients of the first
     /// steps are large and change fast. Default: 1000, as in PyTorch.
     pub fn start_after(mut self, steps: u64) -> Self {
         self.start_after = steps;
         self
     }
 
-    /// How many times fewer values must travel for a parameter to be compressed; with 0, every parameter of
+    /// Sets how many times fewer values must travel for a parameter to be compressed; with 0, every parameter of
     /// two or more dimensions is. Default: 2.
     pub fn min_compression(mut self, times: f64) -> Self {
         self.settings.min_compression = times;
         self
     }
 
-    /// What random directions are drawn from, with the parameter's path. Default: 0.
+    /// Sets the seed of the random directions, which are drawn from it and the parameter's path. Default: 0.
     pub fn seed(mut self, seed: u64) -> Self {
         self.settings.seed = seed;
         self

@@ -1,4 +1,4 @@
-//! What goes into checkpoints, as a safetensors file: Q as `right/PATH`, a column a row, and the error as `rest/PATH`.
+//! The state in checkpoints, a safetensors file: Q as `right/PATH`, one column per row, and the error as `rest/PATH`.
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
@@ -6,7 +6,7 @@ use super::factors::{PowerSgdState, Tensor};
 use super::matrix::MatrixFloat;
 use crate::reduce::hook::{HookError, SavedBy};
 
-/// In front of the path, in the file.
+/// The prefix of the path, in the file.
 const Q: &str = "right/";
 const ERROR: &str = "rest/";
 
@@ -49,7 +49,7 @@ trait StoredFloat: MatrixFloat {
 
     fn append_to(self, bytes: &mut Vec<u8>);
 
-    /// Of as many bytes as it has.
+    /// Reads a value from as many bytes as it has.
     fn of_bytes(bytes: &[u8]) -> Self;
 }
 

@@ -16,7 +16,7 @@ struct Bench {
     group: ProcessGroup,
     hook: PowerSgd,
     parameters: Vec<Trainable>,
-    /// By number.
+    /// The number of a parameter without a gradient.
     absent: Option<usize>,
     step: u64,
 }
@@ -39,7 +39,7 @@ impl Bench {
         }
     }
 
-    /// What one step makes of this rank's values.
+    /// Returns the result of one step on this rank's values.
     fn reduce<T: MatrixFloat>(&mut self, values: &[T]) -> Vec<T> {
         let mut buffer: Buffer = self.group.buffer(T::DTYPE, values.len());
         buffer.as_mut_slice().unwrap().copy_from_slice(values);
