@@ -146,75 +146,75 @@ impl Error {
         )
     }
 
-    /// A checkpoint does not fit this program, is damaged, or none in the folder is whole; a hook
+    /// Returns `true` if a checkpoint does not fit this program, is damaged, or none in the folder is whole; a hook
     /// that runs at a save or a resume failed; or two jobs saved into one folder at the same time.
     pub fn is_checkpoint(&self) -> bool {
         self.0.kind == Kind::Checkpoint
     }
 
-    /// A setting of the builder or the environment is unknown, out of range, or contradicts
+    /// Returns `true` if a setting of the builder or the environment is unknown, out of range, or contradicts
     /// another one.
     pub fn is_config(&self) -> bool {
         self.0.kind == Kind::Config
     }
 
-    /// A device is not compiled in, is not there, or cannot do what was asked of it.
+    /// Returns `true` if a device is not compiled in, is not there, or cannot do what was asked of it.
     pub fn is_device(&self) -> bool {
         self.0.kind == Kind::Device
     }
 
-    /// A data set failed to deliver a sample.
+    /// Returns `true` if a data set failed to deliver a sample.
     pub fn is_data(&self) -> bool {
         self.0.kind == Kind::Data
     }
 
-    /// The parameters of a model are no longer the same on every rank, or were updated otherwise on some; see
+    /// Returns `true` if the parameters of a model are no longer the same on every rank, or were updated otherwise on
+    /// some; see
     /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
     pub fn is_drift(&self) -> bool {
         self.0.kind == Kind::Drift
     }
 
-    /// A communication hook failed to reduce gradients, with an error of its own; see
+    /// Returns `true` if a communication hook failed to reduce gradients, with an error of its own; see
     /// [`CommunicationHook`](crate::hook::CommunicationHook).
     pub fn is_hook(&self) -> bool {
         self.0.kind == Kind::Hook
     }
 
-    /// No batch is small enough for the memory of every rank; see
+    /// Returns `true` if no batch is small enough for the memory of every rank; see
     /// [`find_executable_batch_size`](crate::Accelerator::find_executable_batch_size).
     pub fn is_out_of_memory(&self) -> bool {
         self.0.kind == Kind::Memory
     }
 
-    /// A model differs between ranks, or does not fit a file.
+    /// Returns `true` if a model differs between ranks, or does not fit a file.
     pub fn is_model(&self) -> bool {
         self.0.kind == Kind::Model
     }
 
-    /// The communication with other ranks failed; see [`Error::collective`].
+    /// Returns `true` if the communication with other ranks failed; see [`Error::collective`].
     pub fn is_collective(&self) -> bool {
         self.0.kind == Kind::Collective
     }
 
-    /// Another rank is gone: it exited, was killed, is silent, or cannot be reached. The message
+    /// Returns `true` if another rank is gone: it exited, was killed, is silent, or cannot be reached. The message
     /// names it.
     pub fn is_peer_lost(&self) -> bool {
         self.collective()
             .is_some_and(accelerator_collective::Error::is_peer_lost)
     }
 
-    /// The rank that is lost, where one is: its number, host, process, and what is known about
-    /// why.
+    /// Returns the lost rank, if there is one: its number, host, process, and what is known about the cause.
     pub fn culprit(&self) -> Option<&accelerator_collective::Culprit> {
         self.collective()?.culprit()
     }
 
-    /// A file could not be read or written.
+    /// Returns `true` if a file could not be read or written.
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
     }
 
-    /// The library was used in a way that it does not support; the message says what to do
+    /// Returns `true` if the library was used in a way that it does not support; the message says what to do
     /// instead.
     pub fn is_misuse(&self) -> bool {
         self.0.kind == Kind::Misuse
@@ -224,24 +224,24 @@ impl Error {
                 .is_some_and(accelerator_collective::Error::is_misuse)
     }
 
-    /// Returns true if what [local training](crate::local) would average is not finite on some rank, or too
-    /// large to be added up; or a loss is not finite, where that is to
+    /// Returns `true` if what [local training](crate::local) would average is not finite on some rank, or too
+    /// large to be added up; or if a loss is not finite and was set to
     /// [stop](crate::AcceleratorBuilder::stop_at_non_finite_loss) the training.
     pub fn is_not_finite(&self) -> bool {
         self.0.kind == Kind::NotFinite
     }
 
-    /// It is the program's own; see [`Error::other`].
+    /// Returns `true` if it is the program's own; see [`Error::other`].
     pub fn is_other(&self) -> bool {
         self.0.kind == Kind::Other
     }
 
-    /// A rank of [`launch`](crate::launch), a worker of a loader, or a communication hook panicked.
+    /// Returns `true` if a rank of [`launch`](crate::launch), a worker of a loader, or a communication hook panicked.
     pub fn is_panic(&self) -> bool {
         self.0.kind == Kind::Panic
     }
 
-    /// The communication error behind this one, whose own predicates tell a lost peer from a
+    /// Returns the communication error behind this one, whose own predicates tell a lost peer from a
     /// timeout or a mismatch.
     pub fn collective(&self) -> Option<&accelerator_collective::Error> {
         let mut source = self.source();

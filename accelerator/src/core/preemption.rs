@@ -57,7 +57,7 @@ pub enum PreemptionSignal {
 }
 
 impl Preemption {
-    /// SIGTERM, SIGUSR1 and SIGUSR2.
+    /// Watches SIGTERM, SIGUSR1 and SIGUSR2.
     pub fn new() -> Self {
         Self {
             deadline: None,
@@ -78,7 +78,7 @@ impl Preemption {
         }
     }
 
-    /// Also from this moment on, by the clock of the host: early enough before the end that all ranks can save.
+    /// Gives notice from this moment on, too, by the host's clock: early enough before the end that all ranks can save.
     ///
     /// It is a time of day and no duration, so that it is the same one after a restart within an allocation.
     pub fn with_deadline(self, deadline: SystemTime) -> Self {
@@ -88,8 +88,8 @@ impl Preemption {
         }
     }
 
-    /// Also as soon as this file exists, whatever it holds. It is looked for at most once a second. A job that is
-    /// started again finds it again: remove it before.
+    /// Gives notice once this file exists, too, whatever it holds. It is looked for at most once a second. A job that
+    /// is started again finds it again: remove it before.
     pub fn with_file(self, path: impl Into<PathBuf>) -> Self {
         Self {
             file: Some(path.into()),

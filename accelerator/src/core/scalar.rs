@@ -47,7 +47,7 @@ impl From<f64> for Scalar {
     }
 }
 
-/// Without a wait.
+/// Shows the value without a wait.
 impl fmt::Debug for Scalar {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0.read.get() {

@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(heard, [true, true, false]);
     }
 
-    /// Is ended by a signal, once nothing listens to it any more.
+    /// A process that a signal ends once nothing listens to it any more.
     #[test]
     #[ignore = "a part of another test"]
     fn end_a_child() {

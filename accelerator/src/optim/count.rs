@@ -18,12 +18,12 @@ pub(crate) struct CountedOptimizer {
 }
 
 impl CountedOptimizer {
-    /// It has taken a step.
+    /// Notes that it has taken a step.
     pub(super) fn note_stepped(&self) {
         self.skipped.store(false, Ordering::Relaxed);
     }
 
-    /// It has skipped a step, whose gradients were not finite.
+    /// Notes that it has skipped a step, whose gradients were not finite.
     pub(super) fn note_skipped(&self) {
         self.skipped.store(true, Ordering::Relaxed);
     }

@@ -38,7 +38,7 @@ pub(crate) struct OptimizerState {
 /// A scheduler, as Burn's records.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct ScheduleState {
-    /// Before it gave the current rate, if it has given one.
+    /// Its state before it gave the current rate, if it has given one.
     before: Option<Vec<u8>>,
     after: Vec<u8>,
     /// The current base rate, without the factor of the job.
@@ -59,7 +59,7 @@ impl OptimizerState {
 }
 
 impl OptimizerSnapshot {
-    /// Burn's record, as the bytes of a file.
+    /// Returns Burn's record, as the bytes of a file.
     pub(crate) fn bytes(&self) -> Result<Bytes> {
         match &self.full_state {
             Some(full_state) => full_state.bytes(),

@@ -69,7 +69,7 @@ pub struct PreparedOptimizer<S> {
     /// The norm of the last step; it may still be on the device.
     pub(super) norm: Option<Scalar>,
     pub(super) optimizer: ModuleOptimizer,
-    /// Without the norm.
+    /// The outcome of the last step, without the norm.
     pub(super) outcome: StepOutcome,
     /// The parameters that a checkpoint had state for, until the first step after it.
     pub(super) resumed: HashSet<u64>,
@@ -290,8 +290,8 @@ impl<S> PreparedOptimizer<S> {
         Ok(size_of(&self.optimizer)? + waiting)
     }
 
-    /// State of the size that this rank has to keep for a model after its first step. `None` where the optimizer has
-    /// stepped, and keeps it already.
+    /// Returns state of the size that this rank has to keep for a model after its first step. `None` if the optimizer
+    /// has stepped, and keeps it already.
     pub(crate) fn reserve<M: Module>(
         &self,
         model: &M,
@@ -306,7 +306,7 @@ impl<S> PreparedOptimizer<S> {
         })
     }
 
-    /// Burn's optimizer inside, for its records: of a [`Sharded`](super::Sharded) one, this rank's part of the state.
+    /// Returns Burn's optimizer, for its records: of a [`Sharded`](super::Sharded) one, this rank's part of the state.
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.optimizer
     }

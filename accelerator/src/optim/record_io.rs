@@ -261,7 +261,7 @@ pub(super) fn reader(record: Bytes) -> Result<Reader> {
     })
 }
 
-/// Shared, so that names can be read from them without a copy.
+/// Encodes the record in shared bytes, so that names can be read from them without a copy.
 pub(super) fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
     optimizer
         .into_bytes()

@@ -46,7 +46,7 @@ impl LossScale {
         self
     }
 
-    /// After how many good steps in a row the scale grows, at least 1. Default: 2000.
+    /// Sets the number of good steps in a row after which the scale grows, at least 1. Default: 2000.
     pub fn with_growth_interval(mut self, steps: u64) -> Self {
         self.interval = steps;
         self
@@ -161,7 +161,7 @@ const MANY_SKIPS: u64 = 16;
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct ScalerState {
     scale: f64,
-    /// Since it changed, or a step was skipped.
+    /// Good steps since the scale changed, or a step was skipped.
     good_steps: u64,
 }
 

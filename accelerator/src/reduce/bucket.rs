@@ -93,8 +93,8 @@ pub(super) fn read(
 /// that sums of powers have the same bits however parameters are cut.
 pub(crate) const BLOCK: usize = 1024;
 
-/// Block by block of a place: the sum of `|value / divisor|^order`, in f64, or the largest of them, where the
-/// order is infinite. Squares are those of values that are not divided. Powers are those of one library,
+/// Passes to `give`, for each block of a place, the sum of `|value / divisor|^order` in f64, or the largest of them
+/// if the order is infinite. Squares are those of values that are not divided. Powers are those of one library,
 /// whatever the system has: ranks on other hosts get the same bits.
 pub(super) fn powers(
     buffer: &Buffer,

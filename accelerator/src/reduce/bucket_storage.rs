@@ -49,7 +49,7 @@ pub(super) struct MemberGradient<'a> {
 }
 
 impl BucketStorage {
-    /// New memory for `length` elements, all 0.
+    /// Allocates memory for `length` elements, all 0.
     pub(super) fn new(
         group: &ProcessGroup,
         placement: &Placement,

@@ -65,8 +65,8 @@ impl<'a> Clip<'a> {
         self
     }
 
-    /// Only parameters with such paths (`layers.0.weight`): the norm is theirs, and only they are
-    /// scaled. It must choose the same ones on every rank. Where it chooses none, nothing is clipped, and a
+    /// Clips only parameters with such paths (`layers.0.weight`): the norm is theirs, and only they are
+    /// scaled. It must choose the same ones on every rank. If it chooses none, nothing is clipped, and a
     /// warning says so.
     pub fn only(mut self, chosen: impl Fn(&str) -> bool + 'a) -> Self {
         self.chosen = Some(Box::new(chosen));

@@ -19,7 +19,7 @@ pub(super) struct DeviceBucket {
 }
 
 impl DeviceBucket {
-    /// All zeros, of which there is nothing on the device yet.
+    /// Creates a bucket of zeros, of which there is nothing on the device yet.
     pub(super) fn new(dtype: DType, length: usize, device: &Device) -> Self {
         let dtype = match dtype {
             DType::F64 => TensorDType::F64,

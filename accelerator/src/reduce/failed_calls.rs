@@ -40,7 +40,7 @@ impl FailedCalls {
         })
     }
 
-    /// All ranks come here, and so are at one place again.
+    /// Forgets all failed calls. All ranks come here, and so are at one place again.
     pub(crate) fn reset(&self) {
         *self.lock() = Failed::default();
     }
@@ -90,7 +90,7 @@ impl OpenCall {
 }
 
 impl Drop for OpenCall {
-    /// Dropped without `end`: the call panicked.
+    /// Notes that the call panicked, if it is dropped without `end`.
     fn drop(&mut self) {
         self.note(|| "it panicked".to_owned());
     }

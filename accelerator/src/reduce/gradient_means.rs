@@ -32,7 +32,7 @@ pub(crate) struct GradientMeans {
 )]
 pub(crate) enum GradientMean {
     Sums(GradientMeans),
-    /// One rank, no accumulation: as Burn made them.
+    /// The gradients as Burn made them, of one rank without accumulation.
     Untouched(GradientsParams),
 }
 
@@ -58,7 +58,7 @@ enum MeanFactor<E> {
 }
 
 impl GradientMeans {
-    /// All parameters of their model, in path order, with or without gradients.
+    /// Returns all parameters of their model, in path order, with or without gradients.
     pub(crate) fn all_parameters(&self) -> &[Trainable] {
         self.model_state.parameters()
     }
@@ -233,7 +233,7 @@ pub(crate) trait GradientFloat: Copy + Div<Output = Self> + Mul<Output = Self> {
     /// The nearest number.
     fn near(value: f64) -> Self;
 
-    /// One over it, where it is a power of two and neither is subnormal.
+    /// Returns one over it, if it is a power of two and neither is subnormal.
     fn exact_share(self) -> Option<Self>;
 }
 

@@ -398,7 +398,7 @@ impl AveragedGradients {
         }
     }
 
-    /// Over how many samples (or tokens) of all ranks this is the average; `None` while the window is
+    /// Returns the number of samples (or tokens) of all ranks that this is the average over; `None` while the window is
     /// open. As the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
         match &self.closed_ref()?.values {

@@ -57,7 +57,7 @@ impl LossSum {
         (!self.is_unknown).then(|| self.value() / samples)
     }
 
-    /// All of it, read from the device at once.
+    /// Returns all of it, read from the device at once.
     pub(super) fn value(&self) -> f64 {
         let losses = self.unread.iter().map(|(_, loss)| loss.clone()).collect();
         let losses = device_bucket::numbers(losses);

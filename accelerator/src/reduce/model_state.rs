@@ -468,7 +468,7 @@ impl ModelState {
         self.numbers.get(&id).copied()
     }
 
-    /// Kept for as long as gradients wait for their step.
+    /// Returns a token that is kept for as long as gradients wait for their step.
     pub(super) fn pending_step(&self) -> Arc<()> {
         self.pending.clone()
     }
@@ -666,7 +666,7 @@ impl ModelState {
         pool.layout.cuts().map(|cuts| cuts.bounds.clone())
     }
 
-    /// Somebody has asked for the norm of gradients, and may again.
+    /// Notes that the norm of gradients was asked for, and may be again.
     pub(super) fn note_norm_wanted(&self) {
         self.wants_norm.store(true, Ordering::Relaxed);
     }

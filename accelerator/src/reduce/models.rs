@@ -29,8 +29,8 @@ impl Models {
         Ok(self.search(model)?.0)
     }
 
-    /// Like [`find`](Self::find), for a model that is trained: fails if it has trainable parameters that it did not
-    /// have, or that were frozen, when it was prepared.
+    /// Finds a model that is trained, as [`find`](Self::find) does: fails if it has trainable parameters that it did
+    /// not have, or that were frozen, when it was prepared.
     pub(super) fn find_to_train<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
         let (model_state, unprepared) = self.search(model)?;
         match unprepared.is_empty() {
@@ -118,7 +118,7 @@ impl Models {
         Some(model_state.parameters()[model_state.number(id)?].clone())
     }
 
-    /// At the end of the program, warns of each model whose window still holds micro-steps.
+    /// Warns at the end of the program of each model whose window still holds micro-steps.
     pub(crate) fn warn_open_windows(&self) {
         self.models()
             .for_each(|model_state| model_state.warn_open_window());
@@ -148,7 +148,7 @@ impl Models {
             .for_each(|model_state| model_state.release_spare());
     }
 
-    /// Each model once.
+    /// Returns each model once.
     fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
         let known = self.lock();
         let firsts = known

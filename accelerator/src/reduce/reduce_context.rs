@@ -19,7 +19,7 @@ use crate::precision::{LossScale, Precision, Scaler};
 #[derive(Debug)]
 pub(crate) struct ReduceContext {
     pub(crate) context: Arc<Context>,
-    /// Between its device and the other ranks.
+    /// The path of sums between its device and the other ranks.
     pub(crate) device_reducer: Arc<DeviceReducer>,
     pub(crate) failed_calls: Arc<FailedCalls>,
     /// The guard of the threads that reduce gradients.
@@ -56,7 +56,7 @@ pub(crate) enum SameBatches {
     Unexpected,
 }
 
-/// Whose samples gradients are the average over.
+/// The samples that gradients are the average over.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum ReduceScope {
     Global,

@@ -25,9 +25,9 @@ pub(super) struct ReducedGradients {
     pub(super) loss: OnceLock<Option<f64>>,
     /// The final factor of each parameter's elements; empty if they stay as they are.
     pub(super) factors: Vec<f64>,
-    /// Something that all ranks do with them failed here: no step may come of them.
+    /// Set if something that all ranks do with them failed here: no step may come of them.
     pub(super) lost: bool,
-    /// Before clipping.
+    /// The norm before clipping.
     pub(super) norm: Option<KnownNorm<Scalar>>,
     /// The sum of the squares of each parameter's elements, before clipping.
     pub(super) squares: Option<KnownNorm<Vec<f64>>>,
@@ -59,7 +59,7 @@ pub(super) struct KnownNorm<T> {
 pub(super) enum GradientStorage {
     /// Sums over all ranks.
     Sums(BucketSums),
-    /// One rank, no accumulation: as Burn made them.
+    /// The gradients as Burn made them, of one rank without accumulation.
     Untouched {
         gradients: GradientsParams,
         loss: Option<Tensor<1>>,

@@ -15,7 +15,7 @@ pub(crate) struct Trigger(Mutex<TriggerState>);
 
 #[derive(Default)]
 struct TriggerState {
-    /// Raised on this rank, and not told to the others yet.
+    /// Set while the flag is raised on this rank and not told to the others yet.
     set: bool,
     /// The flag of all windows since the last check; `None` if there was no window.
     told: Option<bool>,

@@ -101,7 +101,7 @@ fn advice(kind: BackendKind) -> &'static str {
     }
 }
 
-/// So many of them.
+/// Returns a count with its noun.
 fn counted(count: usize, noun: &str) -> String {
     match count {
         1 => format!("1 {noun}"),

@@ -45,7 +45,7 @@ pub enum BackendKind {
 }
 
 impl BackendKind {
-    /// Every kind there is, compiled in or not.
+    /// Every kind of backend, compiled in or not.
     pub const ALL: [Self; 4] = [Self::Cuda, Self::Wgpu, Self::Flex, Self::NdArray];
 
     /// Returns `true` if this build of the crate has the feature for this kind.

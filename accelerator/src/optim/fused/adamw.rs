@@ -132,7 +132,7 @@ impl<E: Real> AdamWUpdate<E> {
     }
 }
 
-/// Without decay.
+/// An update without decay.
 #[derive(Clone, Copy)]
 struct Plain<E>(AdamWUpdate<E>);
 

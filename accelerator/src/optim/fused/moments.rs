@@ -257,7 +257,7 @@ fn update_parameters<E: Real, R: MomentRule<E>>(rule: R, p: &mut [E], m: &[E], v
     }
 }
 
-/// Burn's `max_pair`, which keeps what is not less.
+/// Raises `max` to `v`, as Burn's `max_pair` does, which keeps what is not less.
 fn raise<E: Real>(max: &mut [E], v: &[E]) {
     for (max, v) in max.iter_mut().zip(v) {
         if *max < *v {

@@ -79,7 +79,7 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Bits, but that one NaN is as good as another.
+/// Returns the bits, but one NaN is as good as another.
 fn bits(data: &TensorData) -> Vec<u64> {
     let one = |value: f64| {
         if value.is_nan() {

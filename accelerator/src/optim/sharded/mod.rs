@@ -86,7 +86,7 @@ pub struct Sharded<O>(
 
 /// The state of a sharded optimizer beside Burn's, which holds the state of this rank's pieces.
 pub(crate) struct Shards {
-    /// Without any state.
+    /// The optimizer without any state.
     blank: ModuleOptimizer,
     group: ProcessGroup,
     partitions: Partitioner,
@@ -99,7 +99,7 @@ pub(crate) struct Shards {
 pub(super) struct FullState {
     partitions: HashMap<ParamId, Partition>,
     loaded: Records,
-    /// Each rank's own, once they came together on rank 0.
+    /// The part of each rank, once they came together on rank 0.
     parts: Vec<Vec<u8>>,
 }
 

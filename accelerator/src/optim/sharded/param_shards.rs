@@ -25,7 +25,7 @@ pub(super) struct ParamShard {
     shape: Vec<usize>,
     /// The source of its gradient, and the place of its result.
     pub(super) sums: ShardGradients,
-    /// On a plain device.
+    /// The elements, on a plain device.
     pub(super) value: DispatchTensor,
 }
 

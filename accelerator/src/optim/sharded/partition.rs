@@ -11,7 +11,7 @@ use crate::reduce::{BLOCK, ShardMap};
 /// itself is more than what is saved.
 const WORTH_A_PIECE: usize = 4096;
 
-/// On which ranks the elements of a parameter live.
+/// The ranks on which the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Partition {
     /// Rank `r` has the elements from the `r`-th to the next one.

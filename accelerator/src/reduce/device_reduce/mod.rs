@@ -41,7 +41,7 @@ pub enum GradientReduction {
     ///
     /// The host does not wait for the GPU with a driver of CUDA 12.5 or later; with an older one it does.
     Nccl,
-    /// Each bucket is read in one copy, summed in memory as gradients of the CPU are, and written
+    /// Reads each bucket in one copy, sums it in memory as gradients of the CPU are, and writes it
     /// back in one copy. Sums are those of the CPU, bit by bit; norms are added up on the device, in its own order.
     ///
     /// Ranks with different kinds of devices can train together so.
@@ -83,7 +83,7 @@ pub(crate) struct DeviceReducer {
     placement: Placement,
     kind: BackendKind,
     reader: OnceLock<DeviceReader>,
-    /// Once all ranks have agreed.
+    /// The path of all ranks, once they have agreed.
     way: OnceLock<ReducePath>,
 }
 
@@ -173,7 +173,7 @@ impl DeviceReducer {
         }
     }
 
-    /// NCCL among all ranks, where that is the way.
+    /// Returns NCCL among all ranks, if that is the path.
     pub(super) fn nccl(&self) -> Option<&Nccl> {
         match self.way.get()? {
             ReducePath::Nccl(nccl) => Some(nccl),

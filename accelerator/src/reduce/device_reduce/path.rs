@@ -18,7 +18,7 @@ pub(super) fn obstacle(offers: Vec<Capability>) -> Option<String> {
     GpuLocation::nccl_unavailable(&places)
 }
 
-/// NCCL was asked for, and cannot be had.
+/// Returns the error that NCCL was asked for, and cannot be had.
 pub(super) fn refused(obstacle: &str) -> Error {
     Error::new(
         Kind::Device,

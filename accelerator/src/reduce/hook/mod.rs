@@ -35,7 +35,7 @@ pub(crate) use self::instance::{HookFactory, HookInstance};
 pub use self::power_sgd::PowerSgd;
 pub use self::ranks::Ranks;
 
-/// Whatever a hook fails with.
+/// The error of a hook.
 pub type HookError = Box<dyn StdError + Send + Sync>;
 
 /// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.

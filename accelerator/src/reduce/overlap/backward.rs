@@ -20,7 +20,7 @@ use crate::reduce::model_state::ModelState;
 use crate::reduce::reducer::{ReducedWindow, Reducer, Repair};
 use crate::reduce::working_parts::{WorkingCopy, WorkingPart};
 
-/// After how many steps in which a bucket was sent too early it is given up.
+/// The number of steps in which a bucket was sent too early before sending early is given up.
 const MAX_REPAIRS: u32 = 3;
 
 /// Backward with a reducer that looks on.
@@ -107,7 +107,7 @@ impl OverlapScheduler {
         (gradients, reducer, observation)
     }
 
-    /// After a window was reduced, with what it has taught this rank: goes on to the next phase. All
+    /// Goes to the next phase after a window was reduced, with what it has taught this rank. All
     /// ranks call it.
     #[track_caller]
     pub(in crate::reduce) fn learn(

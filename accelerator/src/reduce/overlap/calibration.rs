@@ -2,7 +2,7 @@ use burn::backend::DispatchTensor;
 
 use super::identity;
 
-/// At how many depths of a backward pass is looked, at most.
+/// The largest number of depths of a backward pass to look at.
 pub(super) const POINTS: usize = 64;
 
 /// The depths at which to look, from the deepest to the shallowest, for a loss that is so deep.

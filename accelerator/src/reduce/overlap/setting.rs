@@ -11,7 +11,7 @@ use crate::core::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Overlap {
-    /// On where ranks are on several hosts, or compute on CUDA devices. On the CPUs of one host there is little
+    /// On if ranks are on several hosts, or compute on CUDA devices. On the CPUs of one host there is little
     /// to hide, and ranks that compute on all of its cores have none left over for sending.
     #[default]
     Auto,

@@ -60,7 +60,7 @@ fn depth_of(loss: Tensor<1>, anchors: &mut Anchors) -> usize {
     seen.depth.unwrap()
 }
 
-/// At which depth each leaf's gradient is ready.
+/// Returns the depth of the loss, and that at which each leaf's gradient is ready.
 fn calibrate(
     loss: impl Fn() -> Tensor<1>,
     leaves: &[&Tensor<2>],

@@ -32,7 +32,7 @@ pub(super) fn deepen(tensor: DispatchTensor) -> DispatchTensor {
     autodiff::above(tensor.clone(), tensor, Arc::new(Deepen))
 }
 
-/// Something to join to a loss, whose backward comes after that of everything that is deeper
+/// Returns a tensor to join to a loss, whose backward comes after that of everything that is deeper
 /// than `anchor`. `below` makes it tracked: it is a leaf, or another watch.
 pub(super) fn watch(
     below: DispatchTensor,

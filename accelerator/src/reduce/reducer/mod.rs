@@ -315,8 +315,7 @@ impl Reducer {
         self.early = self.next;
     }
 
-    /// Backward has ended, and these are the gradients. Sends what is left, and waits for the
-    /// sums.
+    /// Sends what is left once backward has ended with these gradients, and waits for the sums.
     ///
     /// Where this fails although something was sent, the group fails with it: the other ranks wait
     /// for what this one does not send.

@@ -216,7 +216,7 @@ fn tensor_of<'a, T: MatrixFloat>(
     tensor
 }
 
-/// So many zeros more, at the end.
+/// Appends this many zeros, and returns them.
 fn grown<T: MatrixFloat>(values: &mut Vec<T>, count: usize) -> &mut [T] {
     let start = values.len();
     values.resize(start + count, T::default());
