@@ -80,7 +80,7 @@ pub(crate) fn leaf_number(leaf: &DispatchTensor) -> Option<u64> {
 }
 
 /// The values of `values`, one deeper than `parent`: backward comes to `node` when everything that is
-/// deeper has run. Where nothing asks for a gradient of `parent`, it never does. All is of one device.
+/// deeper has run. If nothing asks for a gradient of `parent`, it never does. All is of one device.
 pub(crate) fn above(
     parent: DispatchTensor,
     values: DispatchTensor,
@@ -125,13 +125,13 @@ trait OutputDevice: Backend {
 
 /// Access to the tensors of a backend under autodiff.
 trait BackendParts: OutputDevice {
-    /// The autodiff tensor in `leaf`, where it is one of this backend.
+    /// The autodiff tensor in `leaf`, if it is one of this backend.
     fn leaf(leaf: &DispatchTensor) -> Option<&FloatTensor<Autodiff<Self>>>;
 
     /// A gradient, with its backend known at run time.
     fn erase(gradient: FloatTensor<Self>) -> DispatchTensor;
 
-    /// The tensor in it, where it is one of this backend.
+    /// The tensor in it, if it is one of this backend.
     fn restore(gradient: DispatchTensor) -> Option<FloatTensor<Self>>;
 }
 

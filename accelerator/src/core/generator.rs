@@ -1,8 +1,8 @@
 use core::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// One of the threads of this process at a time sets the device's generator and draws from it. A thread
-/// whose turn it is goes on.
+/// Waits for this thread's turn to set the device's generator and draw from it: one thread of the process at a time. A
+/// thread that has the turn already continues.
 pub(crate) fn drawing() -> Drawing {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let turn = (!is_drawing()).then(|| {

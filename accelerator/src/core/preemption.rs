@@ -169,7 +169,7 @@ impl PreemptionNotice {
 /// A look at a file system of a network takes time.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
-/// `None` where the system has no such signal.
+/// `None` if the system has no such signal.
 fn number(named: PreemptionSignal) -> Option<i32> {
     match named {
         PreemptionSignal::Int => Some(signal::SIGINT),

@@ -23,7 +23,7 @@ pub(crate) struct OptimizerSnapshot {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct OptimizerState {
     pub(crate) factor: f64,
-    /// The rate of the first step of all, where the program tells it.
+    /// The rate of the first step of all, if the program passes it.
     #[serde(default)]
     first_rate: Option<f64>,
     /// Rate and norm of the last step, if the model was updated by it.
@@ -44,7 +44,7 @@ pub(crate) struct ScheduleState {
     /// The current base rate, without the factor of the job.
     #[serde(default)]
     rate: Option<f64>,
-    /// The epoch of the current rate, where it advances with epochs.
+    /// The epoch of the current rate, if it advances with epochs.
     epoch: Option<u64>,
     per_epoch: bool,
     #[serde(default)]

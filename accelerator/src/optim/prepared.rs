@@ -52,7 +52,7 @@ pub enum StepOutcome {
         /// The base learning rate of this step; those of groups with rates of their own are told by
         /// [`PreparedOptimizer::learning_rates`].
         rate: f64,
-        /// The norm of the averaged gradient before clipping, where it was computed.
+        /// The norm of the averaged gradient before clipping, if it was computed.
         norm: Option<f64>,
     },
 }

@@ -15,7 +15,7 @@ pub enum RateScaling {
 /// The size of a training: how many samples make a step, how many steps there are. Made by
 /// [`Accelerator::plan`](crate::Accelerator::plan), and printed once at the start.
 ///
-/// Figures are `None` where a loader does not tell its length or the size of its batches, and where they do
+/// Figures are `None` if a loader does not tell its length or the size of its batches, or if they do
 /// not fit into 64 bits.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]

@@ -17,7 +17,7 @@ struct CastPair {
 }
 
 impl Cast {
-    /// `value`, in that type of half precision, and the cast that backward comes to; `None` where it is Burn's
+    /// `value`, in that type of half precision, and the cast that backward comes to; `None` if it is Burn's
     /// own.
     ///
     /// It is where that of a gradient rounds, as from bf16 to f16: whoever sees one before the cast must be able

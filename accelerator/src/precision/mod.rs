@@ -38,7 +38,7 @@
 //!
 //! `f16` has few exponents: gradients below 6·10⁻⁸ are 0, and nothing above 65504 is finite. So with
 //! [`Precision::F16`] the loss is multiplied by a [scale](LossScale) before backward, and the averaged
-//! gradients are divided by it. Where a reduced gradient is not finite, the step is left out on all ranks,
+//! gradients are divided by it. If a reduced gradient is not finite, the step is left out on all ranks,
 //! which see the same bits: the optimizer says
 //! [`StepOutcome::Skipped`](crate::optim::StepOutcome::Skipped), its schedule stays, and the scale is
 //! smaller from then on. Each model has a scale of its own, which checkpoints keep.
@@ -113,7 +113,7 @@ impl Precision {
         }
     }
 
-    /// The type of a working copy; `None` where there is none.
+    /// The type of a working copy; `None` if there is none.
     pub(crate) fn dtype(self) -> Option<FloatDType> {
         match self {
             Self::Bf16 => Some(FloatDType::BF16),

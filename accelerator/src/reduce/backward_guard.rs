@@ -12,7 +12,7 @@ use crate::core::error::{Error, Result};
 pub(crate) struct BackwardGuard(Mutex<()>);
 
 impl BackwardGuard {
-    /// Takes the turn, until the guard is dropped. Where another thread has it, the group fails: that
+    /// Takes the turn, until the guard is dropped. If another thread has it, the group fails: that
     /// thread's gradients may be paired with the wrong ones already. One rank alone has no order to
     /// keep.
     pub(super) fn take(&self, group: &ProcessGroup) -> Result<Option<MutexGuard<'_, ()>>> {

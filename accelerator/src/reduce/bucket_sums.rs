@@ -61,7 +61,7 @@ impl BucketSums {
             .is_some_and(|bucket_set| bucket_set.is_on_device())
     }
 
-    /// Brings them to memory, where they lie on a device.
+    /// Brings them to memory, if they lie on a device.
     pub(super) fn move_to_host(&mut self, group: &ProcessGroup) {
         if let Some(bucket_set) = &mut self.bucket_set {
             bucket_set.move_to_host(group);
@@ -283,7 +283,7 @@ impl BucketSums {
     }
 
     /// The gradients of the parameters that are asked for. Elements are multiplied by the factor of their
-    /// parameter, where there are any. A bucket on a device is taken out where all of it is asked for.
+    /// parameter, if there are any. A bucket on a device is taken out if all of it is asked for.
     pub(super) fn params(
         &mut self,
         device: &Device,

@@ -64,7 +64,7 @@ impl Compression {
         }
     }
 
-    /// The type in which a bucket of that type travels, where it is another one.
+    /// The type in which a bucket of that type travels, if it is another one.
     pub(super) fn wire(self, bucket: DType) -> Option<DType> {
         match (self, bucket) {
             (Self::Bf16, DType::F32) => Some(DType::BF16),

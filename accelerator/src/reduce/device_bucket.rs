@@ -14,7 +14,7 @@ pub(super) struct DeviceBucket {
     dtype: TensorDType,
     /// The number of elements.
     length: usize,
-    /// `None` where all of it is 0.
+    /// `None` if all of it is 0.
     sums: Option<Tensor<1>>,
 }
 

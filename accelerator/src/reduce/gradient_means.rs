@@ -113,7 +113,7 @@ impl GradientMeans {
         self.sums.is_on_device()
     }
 
-    /// Brings them to memory, where they lie on a device.
+    /// Brings them to memory, if they lie on a device.
     pub(crate) fn move_to_host(&mut self, group: &ProcessGroup) {
         self.sums.move_to_host(group);
     }
@@ -137,7 +137,7 @@ impl GradientMeans {
         Some(from_data(data, &self.device))
     }
 
-    /// The sums of those elements of a parameter; `None` where it has no gradient, or sums of another type, or
+    /// The sums of those elements of a parameter; `None` if it has no gradient, or sums of another type, or
     /// on a device.
     pub(crate) fn place<E>(
         &mut self,

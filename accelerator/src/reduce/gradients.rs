@@ -219,7 +219,7 @@ impl AveragedGradients {
         }
     }
 
-    /// Scales the gradient down to the norm `max`, where it is longer: one norm over all
+    /// Scales the gradient down to the norm `max`, if it is longer: one norm over all
     /// parameters, as `clip_grad_norm_` does in PyTorch, not one for each as Burn's
     /// `GradientClippingConfig::Norm`. Nothing happens while the window is open.
     ///
@@ -306,7 +306,7 @@ impl AveragedGradients {
     /// open.
     ///
     /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
-    /// collective. Where it fails it is `None`, and the next call that communicates fails too.
+    /// collective. If it fails it is `None`, and the next call that communicates fails too.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
         let WindowResult::Reduced(closed) = &mut self.0 else {
@@ -414,7 +414,7 @@ impl AveragedGradients {
 
     /// The scale of the loss with which the gradient left the range of
     /// [`Precision::F16`](crate::precision::Precision::F16): it is dropped, on all ranks, and the optimizer skips
-    /// this step. `None` where it did not.
+    /// this step. `None` if it did not.
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             WindowResult::Overflowed { scale, .. } => Some(scale),
@@ -453,7 +453,7 @@ impl AveragedGradients {
     /// ```
     ///
     /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
-    /// collective that returns whole gradients. Where it fails it is `None`, and the next call that communicates
+    /// collective that returns whole gradients. If it fails it is `None`, and the next call that communicates
     /// returns the error.
     #[track_caller]
     pub fn into_params(mut self) -> Option<GradientsParams> {
@@ -544,7 +544,7 @@ impl AveragedGradients {
         }
     }
 
-    /// The norm, if somebody asked for it, or for a clip.
+    /// Returns the norm, if it was asked for, or a clip was.
     pub(crate) fn known_norm(&self) -> Option<Scalar> {
         let known = self.closed_ref()?.norm.as_ref()?;
         Some(known.value.clone())

@@ -52,7 +52,7 @@ impl LossSum {
         self.unread.clear();
     }
 
-    /// The mean over so many samples, read from the device; `None` where it is not known.
+    /// The mean over so many samples, read from the device; `None` if it is not known.
     pub(super) fn mean(&self, samples: f64) -> Option<f64> {
         (!self.is_unknown).then(|| self.value() / samples)
     }

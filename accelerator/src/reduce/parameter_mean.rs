@@ -23,7 +23,7 @@ pub(crate) struct MeanWeight {
 /// the plain device.
 ///
 /// All ranks pass shares of the same total. A rank whose share is nothing is left out, rather than
-/// multiplied by zero. Where a mean is not finite, all ranks get the same error, which names the rank.
+/// multiplied by zero. If a mean is not finite, all ranks get the same error, which names the rank.
 #[track_caller]
 pub(crate) fn mean_over_ranks(
     context: &ReduceContext,

@@ -68,7 +68,7 @@ pub(super) enum GradientStorage {
 }
 
 impl ReducedGradients {
-    /// Shows the gradients as a step would take them, in path order. Where this rank has a part of them alone it shows
+    /// Shows the gradients as a step would take them, in path order. If this rank has a part of them alone it shows
     /// none, and says so once.
     pub(super) fn read_each(&self, mut read: impl FnMut(&Trainable, TensorData)) {
         match &self.values {
@@ -209,7 +209,7 @@ impl ReducedGradients {
         })
     }
 
-    /// Scales what is chosen down to the norm `max`, where it is longer. All ranks call it where their sums are
+    /// Scales what is chosen down to the norm `max`, if it is longer. All ranks call it where their sums are
     /// spread.
     #[track_caller]
     pub(super) fn clip_norm(&mut self, max: f64, order: f64, chosen: &[bool]) -> Result<()> {

@@ -47,7 +47,7 @@ impl BatchFingerprint {
         }
     }
 
-    /// `None` where it is not known: nothing is said of a weight that the program made.
+    /// `None` if it is not known: nothing is said of a weight that the program made.
     pub(super) fn number(self) -> Option<u64> {
         (!self.has_others).then_some(self.sum)
     }

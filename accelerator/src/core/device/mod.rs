@@ -36,7 +36,7 @@ pub enum BackendKind {
     /// Graphics devices by Vulkan, Metal or WebGPU. A rank that is alone on its host takes the best.
     ///
     /// Of several ranks of a host, each takes the discrete GPU of its local rank; with fewer such GPUs than
-    /// ranks see [`Oversubscription`]. Where there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
+    /// ranks see [`Oversubscription`]. If there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
     /// a device, they share one. Gradients are gathered on the device and reduced
     /// [through memory](crate::GradientReduction::Staged).
     ///

@@ -108,7 +108,7 @@ fn is_plain_memory(_tensor: &DispatchTensor) -> bool {
     false
 }
 
-/// The elements of a tensor, taken out of it: moved where nobody else holds them, and copied else.
+/// The elements of a tensor, taken out of it: moved if nobody else holds them, and copied else.
 pub(super) struct TakenElements<E> {
     data: TensorData,
     device: Device,

@@ -6,7 +6,7 @@
 //! reads the sums of gradients where they lie, which Burn's own get divided and copied.
 //!
 //! An optimizer from [`InitFused::init_fused`] is a [`ModuleOptimizer`] like any other: it takes
-//! groups and gradient clipping, and its records are Burn's, so either optimizer goes on from what
+//! groups and gradient clipping, and its records are Burn's, so either optimizer continues from what
 //! the other one has saved. It loads state in the float type in which that was saved, where Burn's own takes that of
 //! the default device: parameters of another type go on with fused optimizers alone. On other devices than `flex`, and for other types than `f32` and
 //! `f64`, it runs Burn's own operations.
@@ -106,7 +106,7 @@ init_fused!(AdamConfig => FusedAdam, AdamWConfig => FusedAdamW, SgdConfig => Fus
 
 /// The settings of a Burn configuration, whose fields are private. It tells them to serde alone.
 ///
-/// `None` where a field has another name or type than expected: Burn's own operations are right then.
+/// `None` if a field has another name or type than expected: Burn's own operations are right then.
 fn settings<S: DeserializeOwned>(config: &impl Serialize) -> Option<S> {
     let told = serde_json::to_value(config).ok()?;
     serde_json::from_value(told).ok()

@@ -105,7 +105,7 @@ pub(in crate::optim) fn steps_in_loops(work: impl FnOnce()) -> bool {
     STEPPED.get() > before
 }
 
-/// The gradient for Burn's own operations: what it stands for, where it does.
+/// Returns the gradient for Burn's own operations: the mean of the sums that it stands for, or itself.
 pub(super) fn gradient<const D: usize>(tensor: &Tensor<D>, gradient: Tensor<D>) -> Tensor<D> {
     let part = with_waiting(|waiting| {
         let (id, elements) = waiting.next.take()?;

@@ -3,7 +3,7 @@ use std::collections::{HashMap, HashSet};
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 
-/// Takes the elements of parameters out of a model: moved, where nobody else holds its tensors.
+/// Takes the elements of parameters out of a model: moved, if nobody else holds its tensors.
 pub(super) struct ParameterTaker<'a> {
     asked: HashSet<ParamId>,
     taken: &'a mut Elements,

@@ -1,4 +1,4 @@
-//! Optimizers whose state is shared out over the ranks.
+//! Optimizers whose state is sharded over the ranks.
 
 mod elements;
 mod param_shards;
@@ -29,14 +29,14 @@ use crate::model::Trainable;
 use crate::optim::record_io::{bytes_of, check_types};
 use crate::reduce::{GradientMeans, ShardMap};
 
-/// An optimizer whose state is shared out over the ranks: prepare `Sharded(optimizer)` in its place,
+/// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` in its place,
 /// with or without a scheduler.
 ///
 /// Each rank keeps its part of the state, steps its part of the parameters, and gets the rest from the
 /// others (ZeRO stage 1): time and memory of the optimizer are divided by the number of ranks, and a step
 /// ends with an all-gather of the parameters. Gradients are reduced to the part that a rank steps, from the
-/// second step on: so a step sends what it would send without, and the norm is added up over the ranks where somebody
-/// asks for it ([`AveragedGradients::norm`](crate::AveragedGradients::norm)). Training has the same bits as without, on the CPU. One
+/// second step on: so a step sends what it would send without, and the norm is added up over the ranks if it is
+/// asked for ([`AveragedGradients::norm`](crate::AveragedGradients::norm)). Training has the same bits as without, on the CPU. One
 /// rank alone has nothing to share.
 ///
 /// ```
@@ -73,7 +73,7 @@ use crate::reduce::{GradientMeans, ShardMap};
 /// shows when a parameter is first stepped, by stepping a small tensor in both ways: an optimizer of your
 /// own that is element-wise there, and not everywhere, must not be sharded.
 ///
-/// In a checkpoint the state is whole: it goes on at another number of ranks, and with or without
+/// In a checkpoint the state is whole: training continues at another number of ranks, and with or without
 /// sharding. While ranks step they are joined by the all-gather; when another rank is lost in it, the
 /// model is as it was, [`outcome`](super::PreparedOptimizer::outcome) is
 /// [`Lost`](super::StepOutcome::Lost), and the next call that communicates returns the error. An
@@ -104,7 +104,7 @@ pub(super) struct FullState {
 }
 
 impl Shards {
-    /// Takes what state the optimizer has, to be cut later. `None` where there is one rank alone.
+    /// Takes what state the optimizer has, to be cut later. `None` if there is one rank alone.
     pub(crate) fn new(
         group: &ProcessGroup,
         optimizer: ModuleOptimizer,
@@ -159,7 +159,7 @@ impl Shards {
         ));
     }
 
-    /// Steps this rank's pieces and gives the model all ranks' new values. Where other ranks are lost,
+    /// Steps this rank's pieces and gives the model all ranks' new values. If other ranks are lost,
     /// the model is as it was, in `Err`; the group has failed then.
     #[track_caller]
     pub(super) fn step<M: Module>(
@@ -322,7 +322,7 @@ impl Shards {
 }
 
 impl FullState {
-    /// Brings the state of all ranks together on rank 0. Where one rank cannot write its own, all fail.
+    /// Brings the state of all ranks together on rank 0. If one rank cannot write its own, all fail.
     #[track_caller]
     pub(super) fn gather(
         &mut self,

@@ -34,7 +34,7 @@ pub(super) fn is_element_wise(
     catch_unwind(AssertUnwindSafe(probe)).unwrap_or(false)
 }
 
-/// An optimizer without state, after it has stepped a small tensor in the place of a parameter; `None` where it
+/// An optimizer without state, after it has stepped a small tensor in the place of a parameter; `None` if it
 /// does not step such tensors.
 pub(in crate::optim) fn step_sample(
     blank: &ModuleOptimizer,

@@ -149,7 +149,7 @@ impl RecordEntry {
         })
     }
 
-    /// The state of a whole parameter, of what each rank keeps of it; `None` where a rank has none of
+    /// The state of a whole parameter, of what each rank keeps of it; `None` if a rank has none of
     /// elements that live there, or other tensors than the first.
     pub(super) fn join(parts: Vec<Option<Self>>, partition: &Partition) -> Option<Self> {
         let mut parts = parts.into_iter().enumerate();

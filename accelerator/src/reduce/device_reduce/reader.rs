@@ -1,4 +1,4 @@
-//! A thread that reads what lies on a device, so that the one that runs backward goes on.
+//! A thread that reads what lies on a device, so that the one that runs backward continues.
 
 use core::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

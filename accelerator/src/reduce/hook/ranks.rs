@@ -4,7 +4,7 @@ use crate::core::error::Result;
 
 /// All ranks, as a [`CommunicationHook`](super::CommunicationHook) talks to them.
 ///
-/// Every rank calls the same methods with as many values, in one order; where they do not, all of them get
+/// Every rank calls the same methods with as many values, in one order; if they do not, all of them get
 /// an error that says so.
 ///
 /// A hook by which ranks vote on signs (Bernstein et al. 2018, "signSGD with Majority Vote"):

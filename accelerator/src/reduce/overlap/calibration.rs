@@ -61,7 +61,7 @@ impl Calibration {
     }
 
     /// The depth of the first point at which each parameter's gradient was the one that it has in
-    /// the end, which `is_final` tells; `None` where it was so at no point, or has none.
+    /// the end, which `is_final` tells; `None` if it was so at no point, or has none.
     pub(super) fn result(
         self,
         is_final: impl Fn(usize, &DispatchTensor) -> bool,

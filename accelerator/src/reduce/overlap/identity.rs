@@ -18,7 +18,7 @@ pub(in crate::reduce) fn is_of(
 /// Returns `true` if two gradients are the same values, because they are the same memory.
 ///
 /// Both must be held when they are compared: nothing is written in place then, and no memory can
-/// have been given to somebody else. Where a backend cannot tell, they are taken for different.
+/// have been given to somebody else. If a backend cannot tell, they are taken for different.
 pub(in crate::reduce) fn same(one: &DispatchTensor, other: &DispatchTensor) -> bool {
     match (&one.kind, &other.kind) {
         #[cfg(feature = "flex")]

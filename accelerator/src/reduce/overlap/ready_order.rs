@@ -17,7 +17,7 @@ impl ReadyOrder {
     }
 
     /// The deepest first. `ready` has, for each parameter, the depth at which its gradient is
-    /// ready, where that is before the end.
+    /// ready, if that is before the end.
     pub(in crate::reduce) fn of(ready: &[Option<usize>]) -> Self {
         let mut parameters: Vec<usize> = (0..ready.len()).rev().collect();
         // `None` is less than every depth. The sort keeps the order of equals.

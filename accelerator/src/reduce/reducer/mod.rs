@@ -317,7 +317,7 @@ impl Reducer {
 
     /// Sends what is left once backward has ended with these gradients, and waits for the sums.
     ///
-    /// Where this fails although something was sent, the group fails with it: the other ranks wait
+    /// If this fails although something was sent, the group fails with it: the other ranks wait
     /// for what this one does not send.
     pub(super) fn finish(
         mut self,

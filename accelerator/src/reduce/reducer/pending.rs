@@ -3,7 +3,7 @@ use accelerator_collective::ProcessGroup;
 use crate::core::error::Error;
 
 /// The collective operations of one window. A rank that has started them must issue all of them: the other ranks wait for
-/// the rest, or would take this rank's next operations for it. Where the rest does not follow, the group fails on all
+/// the rest, or would take this rank's next operations for it. If the rest does not follow, the group fails on all
 /// ranks.
 #[derive(Debug)]
 pub(super) struct PendingCollective {

@@ -13,13 +13,13 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 /// together. Of `rows · columns` values, `rank · (rows + columns)` travel: one step of a power iteration
 /// finds the directions in which the sum of all ranks is largest. In the paper's names, a gradient M is replaced by P · Qᵀ.
 /// What is not sent is not lost: each rank adds its error, the part that was not sent, to its next gradient (error
-/// feedback), and the iteration goes on from the Q of the step before (warm start).
+/// feedback), and the iteration continues from the Q of the step before (warm start).
 ///
 /// Where it does not pay, for biases and small parameters among others, gradients are sent exactly. A bucket takes two
 /// all-reduces: one of the exact values and each P, and one of each Q.
 ///
 /// Each rank keeps its error of every compressed parameter, as much memory as the gradient has, and each Q. They go into
-/// checkpoints: a run that goes on with as many ranks repeats the bits of one that was not interrupted. With another number
+/// checkpoints: a run that continues with as many ranks repeats the bits of one that was not interrupted. With another number
 /// of ranks, each Q is kept, and the errors start at zero.
 ///
 /// Gradients are approximate, so losses differ from those of exact training; the learning rate and the
