@@ -327,7 +327,7 @@ impl PreparedOptimizer<Manual> {
     ///
     /// # Panics
     ///
-    /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
+    /// With gradients of another model: if none of the parameters that `backward` was given is in this one. In the
     /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this
     /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
@@ -366,7 +366,7 @@ impl PreparedOptimizer<Scheduled> {
     ///
     /// # Panics
     ///
-    /// With gradients of another model: where none of the parameters that `backward` was given is in this one. In the
+    /// With gradients of another model: if none of the parameters that `backward` was given is in this one. In the
     /// first step, with a clone of the model from before `prepare`, and where the optimizer was prepared before this
     /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]

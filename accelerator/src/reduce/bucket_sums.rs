@@ -29,7 +29,7 @@ pub(super) struct BucketSums {
     pub(super) divisor: f64,
     /// Σ weight · loss.
     pub(super) loss: LossSum,
-    /// The number of ranks that they are summed over.
+    /// The number of ranks in the group of their window.
     pub(super) ranks: usize,
     pub(super) model_state: Arc<ModelState>,
     /// The part of them that this rank has.

@@ -53,7 +53,7 @@ impl<'a> Clip<'a> {
     ///
     /// # Panics
     ///
-    /// Where `order` is not above 0: there is no such norm.
+    /// If `order` is not above 0: there is no such norm.
     pub fn of_order(mut self, order: f64) -> Self {
         assert!(
             order > 0.0,

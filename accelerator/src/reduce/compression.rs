@@ -30,7 +30,7 @@ use crate::core::error::{Error, Result};
 /// for it: where backward is shorter than this exchange, none leaves before backward ends (see
 /// [`OverlapReport`](crate::OverlapReport)).
 ///
-/// Where NCCL sums `bf16` from GPU to GPU, it rounds after each addition. Sums of `f16` always go through memory.
+/// If NCCL sums `bf16` from GPU to GPU, it rounds after each addition. Sums of `f16` always go through memory.
 ///
 /// It pays if the network is slow. Within a host, memory is faster than the conversion. As text, the
 /// settings have the names of `ACCEL_COMPRESSION`.

@@ -85,7 +85,7 @@ impl GradientMeans {
         Ok(())
     }
 
-    /// Returns the number of ranks that they are summed over.
+    /// Returns the number of ranks in the group of their window.
     pub(crate) fn ranks(&self) -> usize {
         self.sums.ranks
     }

@@ -27,7 +27,7 @@ pub enum Oversubscription {
 ///
 /// # Errors
 ///
-/// Where there is none, and where there are more ranks than devices and they may not share: on every rank
+/// If there is none, or if there are more ranks than devices and they may not share: on every rank
 /// of the host alike, so that none of them waits for another.
 pub(crate) fn choose(
     place: &Topology,

@@ -19,7 +19,7 @@ pub use self::assign::Oversubscription;
 
 /// A kind of device that a program can run on.
 ///
-/// Which kinds there are is decided by the crate's features: `flex` (the default) and `ndarray`
+/// The crate's features decide which kinds there are: `flex` (the default) and `ndarray`
 /// on the CPU, `wgpu`, and `cuda`.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]

@@ -79,7 +79,7 @@ impl Drop for RestorePending {
 ///
 /// # Panics
 ///
-/// Where the optimizer does not take the sums, though it [steps in loops](steps_in_loops), and where there are not
+/// If the optimizer does not take the sums, though it [steps in loops](steps_in_loops), or if there are not
 /// as many as elements of the parameter.
 pub(in crate::optim) fn step_next<R>(
     id: ParamId,

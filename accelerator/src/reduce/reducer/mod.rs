@@ -105,7 +105,7 @@ pub(super) struct ReducedWindow {
     pub(super) loss: LossSum,
     /// The ranks, where each has the sums on a device of its own.
     pub(super) apart: Option<ProcessGroup>,
-    /// The number of ranks that the sums are over.
+    /// The number of ranks in the group, also if the window stays on this rank.
     pub(super) ranks: usize,
     /// The part of the sums that this rank has.
     pub(super) sum_scope: SumScope,

@@ -15,7 +15,7 @@ use super::{BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, S
 /// What is not sent is not lost: each rank adds its error, the part that was not sent, to its next gradient (error
 /// feedback), and the iteration continues from the Q of the step before (warm start).
 ///
-/// Where it does not pay, for biases and small parameters among others, gradients are sent exactly. A bucket takes two
+/// If it does not pay, for biases and small parameters among others, gradients are sent exactly. A bucket takes two
 /// all-reduces: one of the exact values and each P, and one of each Q.
 ///
 /// Each rank keeps its error of every compressed parameter, as much memory as the gradient has, and each Q. They go into
