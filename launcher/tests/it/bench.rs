@@ -135,9 +135,9 @@ fn nonsense_is_refused() {
 
 #[test]
 fn devices_are_refused_that_cannot_reduce() {
-    bench("--device cuda --transport threads")
-        .expect(2)
-        .says("leave one of them out");
+    let ended = bench("--device cuda --transport threads").expect(2);
+    assert!(ended.stdout.is_empty(), "{ended:?}");
+    ended.says("leave one of them out");
     bench("--device npu")
         .expect(2)
         .says("possible values: cpu, cuda");
