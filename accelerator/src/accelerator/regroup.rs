@@ -119,9 +119,10 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) if [`regroup_pending`](Self::regroup_pending) has not said so.
-    /// Those of [`save_state`](Self::save_state) but for files, of [`finish`](Self::finish) and of
-    /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build). [`Error::is_collective`](crate::Error::is_collective)
-    /// where the launcher tells no place within a minute, or rank 0 another one than rank 0.
+    /// The errors of [`save_state`](Self::save_state), except those of files, of [`finish`](Self::finish) and of
+    /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build).
+    /// [`Error::is_collective`](crate::Error::is_collective) if the launcher assigns this rank no place within a minute,
+    /// or assigns rank 0 another rank.
     #[track_caller]
     pub fn regroup<K>(&self, parts: impl Save<K>) -> Result<Option<Self>> {
         if !self.shared.reduction.trigger.has_told_of_regroup() {

@@ -120,7 +120,7 @@ pub(crate) struct BackgroundSave {
     thread: Mutex<Option<JoinHandle<Result<Saved>>>>,
     /// The outcome of the thread.
     ended: OnceLock<Result<Saved>>,
-    /// The outcome as every rank was told.
+    /// The outcome that rank 0 has sent to all ranks.
     told: OnceLock<Result<Saved>>,
     /// The progress that every rank knows before that.
     progress: Mutex<SaveProgress>,

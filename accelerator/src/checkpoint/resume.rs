@@ -433,7 +433,7 @@ pub struct Restorer<'a> {
     /// `true` if the loaders that training reads continue with the batches that the rule makes of those before; `None`
     /// if there are none.
     keeps_batch: Option<bool>,
-    /// `true` if `plan` was told the batches with which the training loader continues.
+    /// `true` if `plan` got the batches with which the training loader continues.
     plan_fits: bool,
     names: Names,
     /// The messages about schedules that give the last step another rate than it had.

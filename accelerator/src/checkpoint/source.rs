@@ -19,7 +19,7 @@ pub(super) const MODEL: &str = "model.safetensors";
 pub(crate) struct LiveState {
     pub(super) files: HashMap<FileName, Arc<Vec<u8>>>,
     pub(super) metadata: Metadata,
-    /// The time at which the group was told to end.
+    /// The time at which the save began, from which the pause of training is measured.
     pub(super) since: Instant,
 }
 

@@ -67,7 +67,7 @@ impl<O> Epoch<O> {
     /// many steps. What a data set would have loaded for them is not loaded; a stream is asked to skip
     /// it, and one of Burn's own loaders reads it for nothing. Batches keep their numbers, weights and
     /// ends. An epoch that continues after [`resume`](crate::Accelerator::resume) leaves out by itself what was used;
-    /// what is left out beyond it is told.
+    /// a call that leaves out more than that logs a warning.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;

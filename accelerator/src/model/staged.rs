@@ -21,7 +21,7 @@ pub(super) struct Staged {
     hidden: StagedFolder,
     /// The files that are still staged.
     files: Vec<String>,
-    /// The activity that is told of each piece that is written.
+    /// The activity clock, which notes each piece that is written.
     activity: Activity,
 }
 

@@ -25,7 +25,7 @@ struct TriggerState {
     preempted: Option<bool>,
     /// The same of a next group.
     regroups: Option<bool>,
-    /// Set once the user was told what becomes of the next group.
+    /// Set once rank 0 has shown the user how the program reacts to a change of the number of ranks.
     told_user: bool,
     /// The last checkpoint that was begun beside training.
     saving: Option<Weak<dyn WatchedSave>>,

@@ -210,7 +210,7 @@ impl Admission {
         self.lock().has_begun = true;
     }
 
-    /// Records that a host at `address` was refused, and told so.
+    /// Records that a host at `address` was refused and has got the refusal.
     pub(super) fn refused(&self, address: impl std::fmt::Display, refusal: &Refusal) {
         let mut state = self.lock();
         match refusal {
@@ -231,7 +231,8 @@ impl Admission {
         self.tell();
     }
 
-    /// Records that the job is over: no host is admitted any more, and those that are present are told.
+    /// Records that the job is over: no host is admitted any more, and those that are present get the
+    /// outcome. Returns them.
     pub(super) fn finish(&self, code: u8, text: Option<String>) -> Vec<Arc<Host>> {
         let mut state = self.lock();
         state.over = Some((code, text.clone()));

@@ -66,7 +66,7 @@ struct HostState {
     swept: Option<LeftBehind>,
     /// The reason for which it was lost.
     loss: Option<String>,
-    /// Set once it was told that the job is over, or continues without it.
+    /// Set once the head has told this host that the job is over or continues without it.
     is_over: bool,
     /// The signal that asked its launcher to end, if the job may continue without it.
     leaves: Option<i32>,

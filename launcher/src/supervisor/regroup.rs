@@ -32,7 +32,7 @@ const JOIN_TIMEOUT_WITH_OTHERS: Duration = Duration::from_secs(30);
 /// The interval at which the launcher checks if they are late.
 const JOIN_POLL: Duration = Duration::from_secs(1);
 
-/// The time for which ranks may know of a next group before the user is told that they do not form it.
+/// The time after which the launcher warns the user that ranks know of a next group and do not form it.
 const NOTE_AFTER: Duration = Duration::from_secs(60);
 
 /// The shortest time between two tries.
@@ -77,7 +77,8 @@ pub(super) struct NextGroup {
     /// True if the ranks of the running group know their places in it.
     is_told: bool,
     began: Instant,
-    /// The time at which the user is told that the others take long, once they know.
+    /// The time at which the launcher warns that the running ranks take long; `None` before they
+    /// know their places, and after the warning.
     note_at: Option<Instant>,
 }
 

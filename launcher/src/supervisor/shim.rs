@@ -31,9 +31,9 @@ const PIPE_MARK: &str = "liveness-pipe:";
 /// The source of a shim's commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Control {
-    /// Whoever sends signals to it.
+    /// Any process that sends signals to it.
     Signals,
-    /// They, and who writes to its standard input: a byte for each signal. The end of it kills the job.
+    /// Signals, and one byte per signal on its standard input. The end of that input kills the job.
     StandardInput,
 }
 

@@ -248,7 +248,7 @@ impl ProcessGroup {
 
     /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
     /// is behind the first 40 bytes is cut off. It must be the same on every rank: ranks that exchange values for different
-    /// purposes are told so, even if the values look alike.
+    /// purposes get a mismatch error, even if the values look alike.
     ///
     /// ```
     /// use std::thread;

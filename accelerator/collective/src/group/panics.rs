@@ -73,7 +73,7 @@ fn report_panic(text: &str) {
     let (sender, done) = mpsc::channel::<()>();
     let text = text.to_owned();
     let spawned = thread::Builder::new().spawn(move || {
-        // Another panicking thread may hold them, or this one, for which nobody waits long.
+        // If the panicking thread itself holds the lock, this waits for ever, and the panic only for `ABORT_SEND_WAIT`.
         let ranks: Vec<Weak<RankState>> = RANKS.lock().clone();
         for rank_state in ranks.iter().filter_map(Weak::upgrade) {
             rank_state.abort(&text);

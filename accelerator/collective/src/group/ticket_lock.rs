@@ -77,7 +77,7 @@ impl TicketLock {
         state.serving = number;
         let awaited = state.waiting > 0;
         drop(state);
-        // The system is asked only if somebody waits: it takes longer than a small operation.
+        // A system call takes longer than a small operation, so there is none if nobody waits.
         if awaited {
             self.changed.notify_all();
         }

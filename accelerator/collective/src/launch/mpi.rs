@@ -78,7 +78,8 @@ pub(super) fn pmi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     })
 }
 
-/// The address and the id by which a process asks a launcher of PMI for its place, if it is told no other way.
+/// Returns the address of the PMI server and this process's id there; `None` if
+/// other variables give the place, or none names such a server.
 pub(super) fn pmi_to_ask(vars: LaunchReader<'_>) -> Result<Option<(String, usize)>> {
     let told = [
         "RANK",

@@ -18,7 +18,7 @@ pub(super) struct Place {
     pub(super) meeting: MeetingTold,
 }
 
-/// The part of the place on the host that is told.
+/// The part of the place on the host that the launcher gives.
 #[derive(Clone, Copy)]
 pub(super) enum LocalTold {
     Nothing,
@@ -30,7 +30,7 @@ pub(super) enum LocalTold {
 
 /// The meeting place of ranks whose variables name no `MASTER_ADDR`.
 pub(super) enum MeetingTold {
-    /// Nothing tells it; the text says why, for the error.
+    /// No variable names it; the text says why, for the error.
     Nowhere(String),
     /// A store of rank 0's, whose address follows from the variables.
     Store(DerivedStore),

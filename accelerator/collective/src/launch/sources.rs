@@ -29,8 +29,8 @@ struct Source {
     place: fn(LaunchReader<'_>) -> Result<Option<Place>>,
 }
 
-/// The launchers that are asked after [`DIRECT`]. One that runs inside another stands before it: `mpirun` in a job of
-/// Slurm's starts its daemons as tasks of a step, whose variables its processes inherit.
+/// The launchers whose variables are read after those of [`DIRECT`]. A launcher that runs inside another one comes before
+/// it: `mpirun` in a Slurm job starts its daemons as tasks of a step, and its processes inherit the variables of the step.
 const SOURCES: [Source; 5] = [
     Source {
         launcher: "Open MPI",

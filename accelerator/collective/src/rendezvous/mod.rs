@@ -240,7 +240,7 @@ pub enum Security {
     /// Only processes of the same user on the same host may join without a token.
     #[default]
     Required,
-    /// Whoever reaches the port may join.
+    /// Every process that reaches the port may join.
     Waived,
 }
 

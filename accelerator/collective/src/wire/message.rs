@@ -215,7 +215,7 @@ pub(crate) struct Registration {
     /// The boot of its host's kernel, if the system tells.
     #[serde(default)]
     pub(crate) boot: Option<String>,
-    /// The rank's place on its host, if it was told.
+    /// The rank's place on its host, if its launcher gave one.
     #[serde(default)]
     pub(crate) local: Option<LocalPlace>,
 }

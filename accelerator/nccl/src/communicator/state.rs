@@ -81,7 +81,7 @@ pub(super) enum CallerHandle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notify {
     Group,
-    /// Nobody is told: the group knows.
+    /// Nobody is notified, since the group knows already.
     Nobody,
 }
 

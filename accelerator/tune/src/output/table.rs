@@ -14,7 +14,7 @@ use crate::view::{SearchView, Trial, TrialStatus};
 /// The number of trials to show.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Rows {
-    /// That many at most, taken evenly from the statuses.
+    /// At most this number of rows, taken evenly from the statuses.
     AtMost(usize),
     All,
 }

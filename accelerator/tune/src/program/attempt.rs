@@ -34,7 +34,7 @@ pub(super) struct ProgramAttempt {
     /// Held while it may write to its file of metrics.
     pub(super) writer: Option<FileWriter>,
     pub(super) exited: Option<Instant>,
-    /// The time at which it was told to end.
+    /// The time at which it was asked to end.
     pub(super) stopping: Option<Instant>,
     /// The reason for that, if it has done something that it may not.
     pub(super) failure: Option<String>,

@@ -13,7 +13,8 @@ struct Failures {
     /// The number of iterations that were done at the last failure.
     done: u64,
     repeated: u32,
-    /// The time from which it may start; `None` once it was told so.
+    /// The time from which it may start; `None` if it may start, and once [`Backoff::take_due`] has
+    /// returned the trial.
     until: Option<Instant>,
 }
 

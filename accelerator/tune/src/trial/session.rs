@@ -144,7 +144,7 @@ impl TrialSession {
         self.wait_for_answer(metrics, Some(&mut save), Offer::Nothing)
     }
 
-    /// Returns `true` once it was told to end.
+    /// Returns `true` once the search has asked the trial to end.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.progress().is_over

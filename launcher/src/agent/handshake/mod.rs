@@ -114,7 +114,7 @@ pub(super) fn ask(
 /// Answers the other side, with `limit` for each of its messages, and admits it if `decide` does.
 ///
 /// # Errors
-/// Returns the refusal, which the other side was told.
+/// Returns the refusal that was sent to the other side.
 pub(super) fn answer<T>(
     stream: &TcpStream,
     token: Option<&Token>,

@@ -91,7 +91,7 @@ impl fmt::Display for AgentProcesses {
 pub struct AgentHead {
     /// The host of the first agent.
     pub host: String,
-    /// The port on which it listens, if one is told.
+    /// The port on which it listens; `None` if the endpoint names no port.
     pub port: Option<u16>,
 }
 

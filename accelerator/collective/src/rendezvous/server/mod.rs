@@ -271,7 +271,7 @@ struct ServerState {
     changed: Condvar,
     /// The connections that have not registered yet.
     pending: Arc<PendingHandshakes>,
-    /// The connections that may not join, while they are told so.
+    /// The rejected connections whose rejection is still being sent.
     rejected_handshakes: Arc<PendingHandshakes>,
     /// The number of connections that were rejected.
     rejected_count: AtomicUsize,

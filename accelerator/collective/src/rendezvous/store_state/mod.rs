@@ -475,8 +475,9 @@ const EXIT_NOTICE: Duration = Duration::from_millis(250);
 /// The time within which a process's final message may arrive after the launcher reported its end.
 const FINAL_MESSAGE_WAIT: Duration = Duration::from_millis(500);
 
-/// The times after which a waiting rank is told whom it waits for: at first, and from then on.
+/// The time after which the store first tells a waiting rank which ranks are missing.
 const TELL_AFTER: Duration = Duration::from_secs(5);
+/// The time between later messages of that kind.
 const TELL_AGAIN: Duration = Duration::from_secs(30);
 
 /// The most notes that are kept.

@@ -49,8 +49,8 @@ impl ControlPlane for Tcp {
         for (_, link) in &receivers {
             link.part(&head, &preamble, until);
         }
-        // One that has failed may still listen, and would take a connection that ends without a final message for a
-        // death. So a heartbeat that is being written is waited for, and a writer that is stuck is not.
+        // A peer that has failed may still listen, and would take a connection that ends without a final message for a
+        // death. The time is enough for a heartbeat that another thread is writing, and bounds the wait for a stuck writer.
         let soon = Instant::now() + WRITER_CHECK_INTERVAL;
         for (_, link) in lost {
             link.part(&head, &preamble, soon);

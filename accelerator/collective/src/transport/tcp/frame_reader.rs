@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(reader.read_frames(), ReadOutcome::Nothing);
     }
 
-    /// The reader drains the connection until it ends, so that the sender can read what it is told.
+    /// The reader drains the connection until it ends, so that the sender can still read the error that it gets.
     #[test]
     fn what_follows_garbage_is_taken_and_dropped() {
         let mut reader = reader();

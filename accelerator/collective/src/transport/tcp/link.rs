@@ -32,7 +32,7 @@ pub(super) struct Link {
     control: TcpStream,
     /// `true` if the peer is on this host.
     is_local: bool,
-    /// Whoever reads holds it, for a few frames.
+    /// The reader of the connection; a thread that reads holds the lock for a few frames.
     pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
     /// The record of when bytes came in.
     pub(super) liveness: Arc<PeerLiveness>,

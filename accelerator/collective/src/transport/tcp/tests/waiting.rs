@@ -189,8 +189,7 @@ fn last_words_have_left_when_a_rank_has_said_them() {
     assert_eq!(last.kind, FrameKind::Goodbye);
 }
 
-/// A peer that has failed still counts those who say that they live, and takes the end of a connection without a final
-/// message for a death.
+/// A peer that has failed still collects final messages, and takes a connection that ends without one for a death.
 #[test]
 fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
     let (tcp, mut other) = pair();
