@@ -9,7 +9,7 @@ import re
 CRATES = [
     "accelerator/src",
     "accelerator/collective/src",
-    "accelerator/env/src",
+    "accelerator/host/src",
     "accelerator/fault/src",
     "accelerator/manifest/src",
     "accelerator/nccl/src",

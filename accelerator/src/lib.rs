@@ -128,7 +128,7 @@ mod tracking;
 pub mod train;
 
 pub use accelerator_collective as collective;
-pub use accelerator_env::PREEMPTED_EXIT_CODE;
+pub use accelerator_host::PREEMPTED_EXIT_CODE;
 pub use accelerator_plan as plan;
 pub use accelerator_track as track;
 #[cfg(feature = "tune")]

@@ -198,7 +198,7 @@ impl Build {
 /// Cargo, the same one that started the launcher if one did.
 pub(crate) fn cargo() -> Command {
     let mut command =
-        Command::new(accelerator_env::variable("CARGO").unwrap_or_else(|| "cargo".into()));
+        Command::new(accelerator_host::variable("CARGO").unwrap_or_else(|| "cargo".into()));
     for name in variables::of_cargo() {
         command.env_remove(name);
     }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 /// The exit code if a host was lost, or the launcher of host 0: start me again (`EX_TEMPFAIL` of `sysexits.h`).
-pub(crate) const START_AGAIN: u8 = accelerator_env::PREEMPTED_EXIT_CODE;
+pub(crate) const START_AGAIN: u8 = accelerator_host::PREEMPTED_EXIT_CODE;
 
 /// An error before, or beside, the training program itself.
 #[derive(Clone, Debug)]

@@ -27,7 +27,7 @@ use error::chain;
 use supervisor::shim::{self, Control, LivenessPipe};
 
 fn main() -> ExitCode {
-    accelerator_env::reset_signals();
+    accelerator_host::reset_signals();
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
     let liveness = LivenessPipe::take(&mut arguments);
     let cli = match Cli::read(arguments.iter().cloned()) {

@@ -3,11 +3,11 @@
 use std::ffi::{OsStr, OsString};
 use std::time::Duration;
 
-use accelerator_env::{
+use accelerator_fault::FaultPlan;
+use accelerator_host::{
     DEFAULT_LIVENESS, FAULTS, JOB, LAUNCH_COMMAND, LAUNCH_ID, LIVENESS_TIMEOUT, Reader,
     SET_BY_LAUNCHER, TOKEN_FILE, Variable, find, variable,
 };
-use accelerator_fault::FaultPlan;
 
 use crate::error::{Error, Result};
 use crate::text::shell_line;
@@ -52,7 +52,7 @@ pub(crate) fn given(name: &str) -> Option<OsString> {
 /// Returns the time for which a rank or a host may be silent before it is lost: `ACCEL_LIVENESS_TIMEOUT`, or 5 s.
 pub(crate) fn liveness() -> Duration {
     let given = given(LIVENESS_TIMEOUT.name);
-    let given = given.and_then(|text| accelerator_env::seconds(&text.to_string_lossy()));
+    let given = given.and_then(|text| accelerator_host::seconds(&text.to_string_lossy()));
     given.unwrap_or(DEFAULT_LIVENESS)
 }
 
@@ -97,14 +97,14 @@ pub(crate) fn of_cargo() -> impl Iterator<Item = OsString> {
 
 /// Checks if a variable of this name belongs to this project.
 pub(crate) fn is_ours(name: &str) -> bool {
-    name.starts_with(accelerator_env::PREFIX)
+    name.starts_with(accelerator_host::PREFIX)
 }
 
 /// Returns the errors of these variables: names that nothing reads, and values that are refused.
 pub(crate) fn errors(set: &[(String, OsString)], scope: Scope) -> Vec<VariableError> {
     let error = |(name, value): &(String, OsString)| {
         let text = match find(name) {
-            None => accelerator_env::unknown(name),
+            None => accelerator_host::unknown(name),
             Some(known) if scope == Scope::Inherited && known.reader == Reader::SetByLauncher => {
                 return None;
             }
@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn the_variable_of_faults_is_that_of_the_crate_that_injects_them() {
         assert_eq!(FAULTS.name, accelerator_fault::VARIABLE);
-        assert_eq!(accelerator_env::RESTART.name, accelerator_fault::RESTART);
+        assert_eq!(accelerator_host::RESTART.name, accelerator_fault::RESTART);
     }
 
     #[test]

@@ -48,7 +48,6 @@ mod shard_layout;
 mod shm;
 mod shm_ops;
 mod stderr_fallback;
-mod sync;
 mod target_features;
 mod topology;
 mod transport;

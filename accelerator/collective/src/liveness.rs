@@ -41,11 +41,11 @@ pub(crate) fn bounded(timeout: Duration) -> Duration {
 }
 
 /// The liveness timeout where neither the program nor the launch sets one.
-pub(crate) use accelerator_env::DEFAULT_LIVENESS as DEFAULT_TIMEOUT;
+pub(crate) use accelerator_host::DEFAULT_LIVENESS as DEFAULT_TIMEOUT;
 
 /// The shortest timeout: with less, the scheduler would decide which ranks are lost. The grammar of
 /// `ACCEL_LIVENESS_TIMEOUT` has the same bound.
-pub(crate) use accelerator_env::SHORTEST_LIVENESS as MIN_TIMEOUT;
+pub(crate) use accelerator_host::SHORTEST_LIVENESS as MIN_TIMEOUT;
 
 pub(crate) const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 

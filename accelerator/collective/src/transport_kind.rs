@@ -63,7 +63,7 @@ impl FromStr for TransportKind {
                     Kind::Misuse,
                     format!(
                         "{text:?} is no transport; expected {}",
-                        accelerator_env::TRANSPORT.grammar
+                        accelerator_host::TRANSPORT.grammar
                     ),
                 )
             })
@@ -77,6 +77,6 @@ mod tests {
     #[test]
     fn the_variable_has_the_names_of_all_transports() {
         let names = TransportKind::ALL.map(TransportKind::name);
-        assert_eq!(accelerator_env::TRANSPORT.words(), names);
+        assert_eq!(accelerator_host::TRANSPORT.words(), names);
     }
 }

@@ -6,7 +6,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
-use accelerator_env::PREEMPTED_EXIT_CODE;
+use accelerator_host::PREEMPTED_EXIT_CODE;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -109,8 +109,8 @@ impl ProcessRole {
     ///
     /// If this process was started as a rank, and cannot read for which call.
     pub(crate) fn of(job: &str) -> Result<Self> {
-        let is_rank = accelerator_env::variable("RANK").is_some();
-        let is_ours = accelerator_env::variable(accelerator_env::JOB.name)
+        let is_rank = accelerator_host::variable("RANK").is_some();
+        let is_ours = accelerator_host::variable(accelerator_host::JOB.name)
             .is_some_and(|theirs| theirs == job);
         Ok(match is_rank {
             _ if is_one_of_several() => Self::Placed,
@@ -127,7 +127,7 @@ impl ProcessRole {
 /// has, too.
 #[cfg(target_os = "linux")]
 fn is_started_for(job: &str) -> Result<bool> {
-    let started_for = accelerator_collective::inherited(accelerator_env::STARTED_BY.name)?;
+    let started_for = accelerator_collective::inherited(accelerator_host::STARTED_BY.name)?;
     Ok(started_for.is_some_and(|started_for| started_for == job.as_bytes()))
 }
 
@@ -139,7 +139,7 @@ fn is_started_for(_job: &str) -> Result<bool> {
 /// Tells if another launcher, such as `mpirun`, has started several processes of this program.
 fn is_one_of_several() -> bool {
     let read = |name: &str| {
-        let value = accelerator_env::variable(name)?;
+        let value = accelerator_host::variable(name)?;
         Some(value.to_string_lossy().into_owned())
     };
     accelerator_collective::check_alone(read).is_err()
@@ -273,9 +273,9 @@ fn start(
         ("LOCAL_WORLD_SIZE", &*world_size),
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", &*port),
-        (accelerator_env::PORT.name, &*port),
-        (accelerator_env::STORE.name, "launcher"),
-        (accelerator_env::JOB.name, job),
+        (accelerator_host::PORT.name, &*port),
+        (accelerator_host::STORE.name, "launcher"),
+        (accelerator_host::JOB.name, job),
     ];
     let (link, input) = UnixStream::pair()?;
     let mut command = Command::new(program);
@@ -283,9 +283,9 @@ fn start(
         .args(std::env::args_os().skip(1))
         .envs(place)
         // They are processes of one user on one host, whom the store lets in without a token.
-        .env_remove(accelerator_env::TOKEN_FILE.name)
+        .env_remove(accelerator_host::TOKEN_FILE.name)
         .stdin(OwnedFd::from(input));
-    accelerator_env::prepare_child(&mut command);
+    accelerator_host::prepare_child(&mut command);
     let child = spawn_for(job, command);
     let child = child.map_err(|error| Error::io("start a rank of", program, error))?;
     Ok(RankProcess { child, link })
@@ -293,7 +293,7 @@ fn start(
 
 #[cfg(target_os = "linux")]
 fn spawn_for(job: &str, command: Command) -> std::io::Result<Child> {
-    let variable = accelerator_env::STARTED_BY.name;
+    let variable = accelerator_host::STARTED_BY.name;
     accelerator_collective::spawn_with_inherited(command, variable, job.as_bytes())
 }
 

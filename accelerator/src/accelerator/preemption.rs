@@ -1,6 +1,6 @@
 use std::process::ExitCode;
 
-use accelerator_env::PREEMPTED_EXIT_CODE;
+use accelerator_host::PREEMPTED_EXIT_CODE;
 
 use super::Accelerator;
 use crate::core::error::Result;

@@ -1,4 +1,4 @@
-use accelerator_env::{LAUNCH_ID, variable};
+use accelerator_host::{LAUNCH_ID, variable};
 use accelerator_track::{Capture, Histogram, Run, RunMark, digest_folder};
 use burn::module::Module;
 use burn::tensor::DType;

@@ -5,7 +5,7 @@ use core::num::NonZeroUsize;
 use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
-use accelerator_env::{
+use accelerator_host::{
     self as env, ACCUMULATION_STEPS, COMPRESSION, DEVICE, OVERLAP, OVERSUBSCRIBE_GPUS, PRECISION,
     REDUCTION, SET_BY_LAUNCHER, TRACE, TRACE_SCHEDULE, Variable, variable,
 };

@@ -219,7 +219,7 @@ fn ask(program: &Path, visible: Option<&str>) -> Option<String> {
     }
     command.stdin(Stdio::null()).stderr(Stdio::null());
     #[cfg(unix)]
-    accelerator_env::heed_children();
+    accelerator_host::heed_children();
     let mut child = command.stdout(Stdio::piped()).spawn().ok()?;
     let until = Instant::now() + LONGEST_ANSWER;
     let status = loop {

@@ -84,7 +84,7 @@ impl Error {
         match self.kind {
             Kind::Usage => ExitCode::from(2),
             // `EX_TEMPFAIL` of `sysexits.h`: the same command may succeed later.
-            Kind::Unreachable => ExitCode::from(accelerator_env::PREEMPTED_EXIT_CODE),
+            Kind::Unreachable => ExitCode::from(accelerator_host::PREEMPTED_EXIT_CODE),
             Kind::NotFound | Kind::Refused | Kind::System => ExitCode::FAILURE,
         }
     }

@@ -21,7 +21,7 @@ use std::process::ExitCode;
 use error::chain;
 
 fn main() -> ExitCode {
-    accelerator_env::reset_signals();
+    accelerator_host::reset_signals();
     let mut arguments = std::env::args_os();
     let done = match (arguments.nth(1), arguments.next()) {
         (Some(command), Some(folder)) if command == engine::local::SUPERVISE => {

@@ -75,7 +75,7 @@ impl Head {
         let liveness = trust::liveness();
         let admission = Arc::new(Admission::new(
             [place.least_hosts, place.hosts],
-            variable(accelerator_env::JOB.name).filter(|job| !job.is_empty()),
+            variable(accelerator_host::JOB.name).filter(|job| !job.is_empty()),
             settings.max_restarts,
             liveness,
             relay.clone(),

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use accelerator_collective::{AgentLaunch, Launch, LaunchSource};
-use accelerator_env::{Reader, VARIABLES, find, variable};
+use accelerator_host::{Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;
 

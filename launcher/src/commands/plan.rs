@@ -476,7 +476,7 @@ mod tests {
     #[test]
     fn prints_the_sharding_vectors() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let folder = accelerator_env::variable("ACCEL_FIXTURES");
+        let folder = accelerator_host::variable("ACCEL_FIXTURES");
         let path = match &folder {
             Some(folder) => root.join(folder),
             None => root.join("tests/fixtures"),

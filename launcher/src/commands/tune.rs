@@ -274,7 +274,7 @@ fn search(
                 "the search is paused; go on with: accel-launch tune resume {folder}"
             ));
             // As a job that is to be started again.
-            return Ok(ExitCode::from(accelerator_env::PREEMPTED_EXIT_CODE));
+            return Ok(ExitCode::from(accelerator_host::PREEMPTED_EXIT_CODE));
         }
     }
     match results.best_config(&objective.metric, objective.mode) {

@@ -25,7 +25,7 @@ pub(crate) enum End {
 
 impl End {
     /// It has saved because it was told to leave, and asks for another start.
-    pub(crate) const PREEMPTED: Self = Self::Code(accelerator_env::PREEMPTED_EXIT_CODE as i32);
+    pub(crate) const PREEMPTED: Self = Self::Code(accelerator_host::PREEMPTED_EXIT_CODE as i32);
 
     /// The exit code a shell would report: the code itself, or 128 + signal.
     pub(crate) fn exit_code(self) -> u8 {

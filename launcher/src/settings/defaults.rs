@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::num::NonZeroUsize;
 
 use accelerator_collective::UsableCores;
-use accelerator_env::PYTHON_UNBUFFERED;
+use accelerator_host::PYTHON_UNBUFFERED;
 
 /// The variables that thread pools read.
 pub(crate) const POOL_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];

@@ -14,7 +14,7 @@ use crate::settings::options::Options;
 const ORDER: &str = "CUDA_DEVICE_ORDER";
 
 /// The variable that lets ranks share GPUs.
-const OVERSUBSCRIBE: &str = accelerator_env::OVERSUBSCRIBE_GPUS.name;
+const OVERSUBSCRIBE: &str = accelerator_host::OVERSUBSCRIBE_GPUS.name;
 
 /// The GPUs of a launch.
 #[derive(Clone, Debug)]
@@ -48,7 +48,7 @@ impl Gpus {
         let inherited = lookup(VISIBLE);
         let (sharing, sharing_origin) = match lookup(OVERSUBSCRIBE) {
             _ if options.oversubscribe_gpus => (Sharing::Allowed, "--oversubscribe-gpus"),
-            Some(value) if accelerator_env::switch(&value.to_string_lossy()) == Some(true) => {
+            Some(value) if accelerator_host::switch(&value.to_string_lossy()) == Some(true) => {
                 (Sharing::Allowed, OVERSUBSCRIBE)
             }
             Some(value) if !value.is_empty() => (Sharing::Refused, OVERSUBSCRIBE),

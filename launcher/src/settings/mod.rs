@@ -174,9 +174,9 @@ impl Settings {
             table.add("network interface", name, "--network-interface");
         }
 
-        let job = match lookup(accelerator_env::JOB.name).filter(|job| !job.is_empty()) {
+        let job = match lookup(accelerator_host::JOB.name).filter(|job| !job.is_empty()) {
             Some(job) => {
-                table.add("job", &job, accelerator_env::JOB.name);
+                table.add("job", &job, accelerator_host::JOB.name);
                 job
             }
             None => {

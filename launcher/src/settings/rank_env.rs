@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 
-use accelerator_env as env;
+use accelerator_host as env;
 use accelerator_track::mask_arguments;
 
 use crate::settings::defaults::{self, Threads};

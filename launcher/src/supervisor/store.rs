@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
-use accelerator_env::{TOKEN_FILE, variable};
+use accelerator_host::{TOKEN_FILE, variable};
 use accelerator_manifest::StagedFolder;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 

@@ -3,10 +3,8 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use super::rank_state::RankState;
-use crate::{
-    error::{Error, Result},
-    sync::{Condvar, Mutex, MutexGuard},
-};
+use crate::error::{Error, Result};
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// Controls the heartbeat thread of a rank.
 #[derive(Debug, Default)]

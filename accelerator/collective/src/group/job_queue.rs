@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// The two ends of a queue. Once one end is gone, the queue is closed: nothing more can be sent,
 /// and what was sent before is still received, or dropped with the receiving end.

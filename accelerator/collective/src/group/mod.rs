@@ -42,10 +42,10 @@ use crate::{
     purpose::Purpose,
     reduce_op::ReduceOp,
     rendezvous::{Key, StoreClient, Token},
-    sync::Mutex,
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
 };
+use accelerator_host::sync::Mutex;
 
 /// One rank's handle on a group of ranks that compute together.
 ///

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use crate::sync::Mutex;
+use accelerator_host::sync::Mutex;
 
 use super::rank_state::RankState;
 

@@ -5,8 +5,8 @@ use std::{fmt, mem, sync::Arc};
 use crate::{
     buffer::Buffer,
     error::{Error, Kind, Result},
-    sync::{Condvar, Mutex, MutexGuard},
 };
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// A reduction that was started and gives its buffer back when it is done.
 ///

@@ -24,10 +24,10 @@ use crate::{
     fingerprint::CollectiveFingerprint,
     liveness::suspect_after,
     rendezvous::StoreClient,
-    sync::{Mutex, MutexGuard},
     topology::Topology,
     transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
 };
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// The state that all handles of one rank and its communication thread share.
 pub(crate) struct RankState {

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// A waiting lock: whoever joins gets a number, and numbers are served in order.
 ///

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr, time::Duration};
 
-use accelerator_env as env;
+use accelerator_host as env;
 
 use super::{
     Elastic, Launch,

@@ -104,7 +104,7 @@ pub fn spawn_with_inherited(
 /// Fails if the process has inherited it, and cannot read it.
 #[cfg(target_os = "linux")]
 pub fn inherited(variable: &str) -> io::Result<Option<Vec<u8>>> {
-    let number = accelerator_env::variable(variable);
+    let number = accelerator_host::variable(variable);
     let number = number.and_then(|number| number.to_str()?.parse().ok());
     let Some(number) = number.filter(|number: &RawFd| *number > 2) else {
         return Ok(None);

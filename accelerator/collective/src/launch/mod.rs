@@ -19,8 +19,8 @@ mod tests;
 
 use std::time::Duration;
 
-use accelerator_env as env;
-pub use accelerator_env::variable;
+use accelerator_host as env;
+pub use accelerator_host::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
 pub use hostlist::expand_hosts;

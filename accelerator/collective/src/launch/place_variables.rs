@@ -1,6 +1,6 @@
 use std::ffi::OsString;
 
-use accelerator_env as env;
+use accelerator_host as env;
 
 /// The variables of this environment by which a launcher has told this process its place. A process that it starts, and
 /// that is no rank of the same job, must not inherit them.

@@ -1,6 +1,6 @@
 //! The reader of a launch's variables, with errors that name them.
 
-use accelerator_env as env;
+use accelerator_host as env;
 
 use crate::{
     error::{Error, Kind, Result},

@@ -83,7 +83,7 @@ pub(super) fn is_of_link(ip: &IpAddr) -> bool {
 }
 
 fn shown(names: &str) -> String {
-    format!("{} is {names:?}", accelerator_env::NETWORK_INTERFACE.name)
+    format!("{} is {names:?}", accelerator_host::NETWORK_INTERFACE.name)
 }
 
 fn invalid(text: String) -> Error {

@@ -246,7 +246,7 @@ pub enum Security {
 
 impl Security {
     /// The variable that waives security: `1` or `true`; else `0`, `false` or nothing.
-    pub const VARIABLE: &'static str = accelerator_env::INSECURE.name;
+    pub const VARIABLE: &'static str = accelerator_host::INSECURE.name;
 
     /// Reads the environment of this process.
     ///
@@ -279,8 +279,8 @@ impl Security {
 
 /// Reads the value of a variable that is on or off.
 pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
-    accelerator_env::switch(value).ok_or_else(|| {
-        let expected = accelerator_env::Grammar::Switch;
+    accelerator_host::switch(value).ok_or_else(|| {
+        let expected = accelerator_host::Grammar::Switch;
         Error::new(
             Kind::Topology,
             format!("{name} is {value:?}; expected {expected}"),

@@ -13,10 +13,8 @@ use rustix::{
     net::{SendFlags, send},
 };
 
-use crate::{
-    sync::{Condvar, Mutex, MutexGuard},
-    wire::message::{self, SHORT_SEND_TIMEOUT},
-};
+use crate::wire::message::{self, SHORT_SEND_TIMEOUT};
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// The way out to a rank, on which nobody waits for it: what the rank does not take at once
 /// is kept, in order, and a thread that lives as long as anything is left writes it. Who lets

@@ -7,7 +7,7 @@ use std::{
 
 #[cfg(target_os = "linux")]
 use super::socket_diag::{self, SocketOwner};
-use crate::sync::Mutex;
+use accelerator_host::sync::Mutex;
 #[cfg(target_os = "linux")]
 use std::{thread, time::Instant};
 

@@ -8,10 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{
-    stderr_fallback::stderr_fallback,
-    sync::{Mutex, MutexGuard},
-};
+use crate::stderr_fallback::stderr_fallback;
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// Connections that have not completed the handshake. Their number is bounded: each further connection evicts the
 /// oldest. Ranks and hosts of the job complete the handshake at once; idle connections never do.

@@ -13,13 +13,13 @@ use super::{StoreHost, StoreServer, store_state::RankMessage};
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds},
     liveness::{store_interval, suspended_for},
-    sync::{Condvar, Mutex, MutexGuard},
     wire::{
         WireError,
         message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message},
         shorten,
     },
 };
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// A live connection to the store, for as long as the group lives: what the store has seen comes
 /// in, what this rank has suffered goes out. Handles are cheap to clone; the connection ends with

@@ -2,10 +2,8 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::{
-    buffer::Storage,
-    sync::{Mutex, MutexGuard},
-};
+use crate::buffer::Storage;
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// Memory that arrived parts give back when they are dropped.
 #[derive(Default)]

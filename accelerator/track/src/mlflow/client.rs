@@ -487,7 +487,7 @@ fn text<'a>(value: &'a Value, key: &str) -> Option<&'a str> {
 }
 
 fn variable(name: &str) -> Option<String> {
-    accelerator_env::variable(name)?.into_string().ok()
+    accelerator_host::variable(name)?.into_string().ok()
 }
 
 fn encode(text: &str) -> String {

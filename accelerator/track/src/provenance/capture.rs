@@ -11,7 +11,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_env::{LAUNCH_COMMAND, SET_BY_LAUNCHER};
+use accelerator_host::{LAUNCH_COMMAND, SET_BY_LAUNCHER};
 use serde::Serialize;
 
 use super::mask::{MASK, mask_arguments, mask_text};
@@ -171,7 +171,7 @@ fn recorded(variables: impl Iterator<Item = (OsString, OsString)>) -> BTreeMap<S
 
 /// Returns the command line of the `accel-launch` that started this process, if any.
 fn launch_command() -> Vec<String> {
-    let text = accelerator_env::variable(LAUNCH_COMMAND.name).unwrap_or_default();
+    let text = accelerator_host::variable(LAUNCH_COMMAND.name).unwrap_or_default();
     let words: Option<Vec<String>> = serde_json::from_str(&text.to_string_lossy()).ok();
     mask_arguments(&words.unwrap_or_default())
 }
@@ -390,7 +390,7 @@ fn output(command: &mut Command, limit: usize, time: Duration) -> Result<Vec<u8>
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(command, 0);
     #[cfg(unix)]
-    accelerator_env::heed_children();
+    accelerator_host::heed_children();
     let mut child = command.spawn().map_err(|_| Stopped::Failed)?;
     let found = read(&mut child, limit, end);
     if found.is_err() {

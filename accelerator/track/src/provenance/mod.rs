@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use accelerator_env::{LAUNCH_COMMAND, PREFIX, RUN_TAGS, Reader, SET_BY_LAUNCHER, find};
+use accelerator_host::{LAUNCH_COMMAND, PREFIX, RUN_TAGS, Reader, SET_BY_LAUNCHER, find};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -304,7 +304,7 @@ fn is_input(name: &str) -> bool {
         // An unknown one may hold anything.
         true => find(name).is_some_and(|known| {
             !matches!(known.reader, Reader::SetByLauncher)
-                && known.name != accelerator_env::JOB.name
+                && known.name != accelerator_host::JOB.name
         }),
         // The package, by which the sources are found.
         false if name == "CARGO_MANIFEST_DIR" => true,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use accelerator_env::RUN_TAGS;
+use accelerator_host::RUN_TAGS;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -303,7 +303,7 @@ impl std::fmt::Debug for RunBuilder {
 
 /// Returns the tags that the starter of the program set, such as `accel-launch runs reproduce`.
 fn tags_of_environment() -> Vec<(String, String)> {
-    let tags = accelerator_env::variable(RUN_TAGS.name).unwrap_or_default();
+    let tags = accelerator_host::variable(RUN_TAGS.name).unwrap_or_default();
     let tags = tags.to_string_lossy();
     let tags = tags.split(',').filter(|tag| !tag.is_empty());
     tags.map(|tag| tag.split_once('=').unwrap_or((tag, "")))

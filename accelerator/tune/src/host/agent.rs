@@ -123,7 +123,7 @@ impl Agent {
             process.signal(Signal::KILL);
         }
         match (is_closed, self.interrupted.load(Ordering::Relaxed)) {
-            (true, true) => Ok(accelerator_env::PREEMPTED_EXIT_CODE),
+            (true, true) => Ok(accelerator_host::PREEMPTED_EXIT_CODE),
             (true, false) => Ok(0),
             (false, _) => Err(Error::connection(
                 "the search has ended; so do its trials on this host",

@@ -77,7 +77,7 @@ impl LocalProcess {
         let defaults = [
             ("RAYON_NUM_THREADS", &*threads),
             ("OMP_NUM_THREADS", &*threads),
-            accelerator_env::PYTHON_UNBUFFERED,
+            accelerator_host::PYTHON_UNBUFFERED,
         ];
         for (name, value) in defaults {
             if env::var_os(name).is_none() {
@@ -85,14 +85,14 @@ impl LocalProcess {
             }
         }
         let program = Path::new(command.get_program()).to_owned();
-        accelerator_env::prepare_child(&mut command);
+        accelerator_host::prepare_child(&mut command);
         let inherited = match &spec.program {
             ProcessProgram::Worker(place) => Some(place.to_inherit(token)?),
             ProcessProgram::Command(_) => None,
         };
         let child = bound_to(&spec.cores, || match inherited {
             Some(content) => {
-                let variable = accelerator_env::TUNE_WORKER.name;
+                let variable = accelerator_host::TUNE_WORKER.name;
                 accelerator_collective::spawn_with_inherited(command, variable, &content)
             }
             None => command.spawn(),
@@ -166,7 +166,7 @@ fn guard() -> Option<Child> {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .process_group(0);
-    accelerator_env::prepare_child(&mut shell).spawn().ok()
+    accelerator_host::prepare_child(&mut shell).spawn().ok()
 }
 
 /// The file that a process writes to, from which its last lines are read.

@@ -227,7 +227,7 @@ impl OptunaProcess {
             .stderr(Stdio::piped())
             // A Ctrl-C is for the search, which tells what trials report while they save.
             .process_group(0);
-        let mut child = accelerator_env::prepare_child(&mut command).spawn().map_err(|error| {
+        let mut child = accelerator_host::prepare_child(&mut command).spawn().map_err(|error| {
             let python = python.display();
             let message = format!(
                 "cannot start {python}, which Optuna needs: {error}; install Python 3 and, by `{INSTALL}`, Optuna, or name the \

@@ -77,7 +77,7 @@ fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) 
         tracing::warn!("the system does not end this trial with what has started it: {error}");
     }
     let number = |name| {
-        let value = accelerator_env::variable(name)?;
+        let value = accelerator_host::variable(name)?;
         value.to_str()?.parse::<usize>().ok()
     };
     let rank = number("RANK").unwrap_or(0);
@@ -173,7 +173,7 @@ mod tests {
     fn a_worker_that_cannot_read_its_place_does_not_become_a_search() {
         const TEST: &str =
             "trial::worker::tests::a_worker_that_cannot_read_its_place_does_not_become_a_search";
-        let variable = accelerator_env::TUNE_WORKER.name;
+        let variable = accelerator_host::TUNE_WORKER.name;
         if std::env::var_os(variable).is_some() {
             serve_function(|_, _| Ok(()));
             panic!("it goes on as a search");

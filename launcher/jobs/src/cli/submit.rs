@@ -193,7 +193,7 @@ fn variable(text: &str) -> std::result::Result<(String, String), String> {
             && name.chars().all(fits)
     };
     match text.split_once('=') {
-        _ if text.split('=').next() == Some(accelerator_env::TOKEN_FILE.name) => {
+        _ if text.split('=').next() == Some(accelerator_host::TOKEN_FILE.name) => {
             Err("the job has a token of its own".to_owned())
         }
         Some((name, value)) if is_name(name) => Ok((name.to_owned(), value.to_owned())),

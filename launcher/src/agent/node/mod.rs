@@ -72,7 +72,7 @@ impl Node<'_> {
             name: host_name(),
             pid: std::process::id(),
             ranks: self.settings.ranks.get(),
-            job: variable(accelerator_env::JOB.name).filter(|job| !job.is_empty()),
+            job: variable(accelerator_host::JOB.name).filter(|job| !job.is_empty()),
             max_restarts: self.options.max_restarts,
         };
         let token = trust::token()?;

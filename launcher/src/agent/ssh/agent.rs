@@ -5,7 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use accelerator_collective::rendezvous::listen_everywhere;
-use accelerator_env::TOKEN_FILE;
+use accelerator_host::TOKEN_FILE;
 
 use super::order::{AgentHello, MAX_ORDER, Order, greet, receive};
 use super::push;

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use accelerator_collective::rendezvous::{Token, is_own_address};
-use accelerator_env::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
+use accelerator_host::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
 
 use crate::error::{Error, Result, chain};
 use crate::event::Channel;

@@ -92,7 +92,7 @@ fn command(original: &RunHistory) -> Result<Command> {
     }
     let mut command = reproduction.command();
     let tag = format!("{TAG}={}", original.id);
-    let name = accelerator_env::RUN_TAGS.name;
+    let name = accelerator_host::RUN_TAGS.name;
     let tags = match std::env::var(name) {
         Ok(others) if !others.is_empty() => format!("{others},{tag}"),
         _ => tag,

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::place_variables;
-use accelerator_env::PREFIX;
+use accelerator_host::PREFIX;
 use rustix::process::Signal;
 use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 

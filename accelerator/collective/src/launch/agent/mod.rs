@@ -3,7 +3,7 @@
 mod engines;
 mod values;
 
-use accelerator_env::variable;
+use accelerator_host::variable;
 
 pub use values::{AgentHead, AgentProcesses, NodeCount};
 

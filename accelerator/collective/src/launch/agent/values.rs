@@ -120,7 +120,7 @@ impl FromStr for AgentHead {
             },
         };
         let port = match port {
-            Some(port) => Some(accelerator_env::port(port).ok_or_else(wrong)?),
+            Some(port) => Some(accelerator_host::port(port).ok_or_else(wrong)?),
             None => None,
         };
         match host.is_empty() {

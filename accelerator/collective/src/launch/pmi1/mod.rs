@@ -20,9 +20,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::{
     error::{Error, Kind, Result},
     launch::inherited,
-    sync::Mutex,
     topology::Topology,
 };
+use accelerator_host::sync::Mutex;
 
 /// A connection to a launcher.
 pub(super) struct PmiClient {

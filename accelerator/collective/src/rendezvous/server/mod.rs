@@ -27,7 +27,6 @@ use super::{
 };
 use crate::{
     error::{Error, Kind, Result},
-    sync::{Condvar, Mutex, MutexGuard},
     topology::Topology,
     wire::{
         WireError,
@@ -35,6 +34,7 @@ use crate::{
         shorten,
     },
 };
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
 pub struct StoreServer {

@@ -2,10 +2,8 @@
 
 #[cfg(target_os = "linux")]
 use crate::shm::memory::Advice;
-use crate::{
-    shm::{free_list::FreeList, memory::RawMemory},
-    sync::{Mutex, MutexGuard},
-};
+use crate::shm::{free_list::FreeList, memory::RawMemory};
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 pub(super) struct ArenaAllocator {
     pub(super) free_list: Mutex<FreeList>,

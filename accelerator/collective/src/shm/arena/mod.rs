@@ -22,7 +22,8 @@ use super::{
     memory::{Atomics, MemoryRange, PAGE, RawMemory},
     seq_counter::SeqCounter,
 };
-use crate::{fingerprint::CollectiveFingerprint, sync::Mutex};
+use crate::fingerprint::CollectiveFingerprint;
+use accelerator_host::sync::Mutex;
 use allocator::ArenaAllocator;
 #[cfg(target_os = "linux")]
 use limits::{installed, permitted};

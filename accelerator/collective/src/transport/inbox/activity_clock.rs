@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::sync::{Mutex, MutexGuard};
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// The last sign of work of one rank, which ranks that wait for it count as progress.
 #[derive(Debug, Default)]

@@ -22,10 +22,8 @@ use super::{
     pool::{Pool, PooledBuffer},
     waker::Waker,
 };
-use crate::{
-    error::Certainty,
-    sync::{Condvar, Mutex, MutexGuard},
-};
+use crate::error::Certainty;
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 use failures::{DROPPED, GRACE};
 use peer_queue::PeerState;

@@ -21,10 +21,10 @@ use super::{ControlPlane, Inbox, Peer, PeerLocation, Transport, waker::Waker};
 use crate::{
     error::{Error, Result},
     rendezvous::{MAX_WAIT, Meeting},
-    sync::Mutex,
     topology::Topology,
     usable_cores::UsableCores,
 };
+use accelerator_host::sync::Mutex;
 use link::Link;
 use reader_handoff::ReaderHandoff;
 #[cfg(feature = "fuzzing")]

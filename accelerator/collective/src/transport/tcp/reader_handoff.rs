@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 /// Tracks if an operation of this rank reads the connections, or did a moment ago.
 #[derive(Debug)]

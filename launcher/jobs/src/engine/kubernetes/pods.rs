@@ -347,7 +347,7 @@ fn failure(pod: &Pod, end: Option<&ContainerStateTerminated>) -> String {
         .find(|end| end.exit_code != 0);
     match (end, synced) {
         (Some(end), _) if is_oom(end) => "killed for want of memory (OOMKilled)".to_owned(),
-        (Some(end), _) if end.exit_code == i32::from(accelerator_env::PREEMPTED_EXIT_CODE) => {
+        (Some(end), _) if end.exit_code == i32::from(accelerator_host::PREEMPTED_EXIT_CODE) => {
             format!(
                 "exit code {}: another node of the job was lost",
                 end.exit_code
@@ -376,7 +376,7 @@ fn rank(pod: &Pod, end: Option<&ContainerStateTerminated>) -> u8 {
     match end {
         Some(end) if is_oom(end) => 0,
         _ if evicted => 1,
-        Some(end) if end.exit_code != i32::from(accelerator_env::PREEMPTED_EXIT_CODE) => 2,
+        Some(end) if end.exit_code != i32::from(accelerator_host::PREEMPTED_EXIT_CODE) => 2,
         Some(_) => 4,
         None => 3,
     }

@@ -223,7 +223,7 @@ impl<'a> LocalJob<'a> {
         let state = &mut self.state.nodes[node];
         let code = status.code().or_else(|| Some(128 + status.signal()?));
         let is_lost = status.signal().is_some()
-            || code == Some(i32::from(accelerator_env::PREEMPTED_EXIT_CODE));
+            || code == Some(i32::from(accelerator_host::PREEMPTED_EXIT_CODE));
         if is_lost && state.restarts < self.spec.max_restarts {
             state.restarts += 1;
             state.reason = Some(format!(
@@ -256,7 +256,7 @@ impl<'a> LocalJob<'a> {
             .stdout(log.try_clone().map_err(failed)?)
             .stderr(log);
         command
-            .env(accelerator_env::TOKEN_FILE.name, token_path(self.folder))
+            .env(accelerator_host::TOKEN_FILE.name, token_path(self.folder))
             .envs(&self.spec.env);
         if let Some(folder) = &self.spec.working_dir {
             command.current_dir(folder);

@@ -201,7 +201,7 @@ fn still_there(name: &JobName, id: &str, known: &SlurmJob) -> Error {
 }
 
 /// The exit code of an agent that asks for another start.
-const AGAIN: i32 = accelerator_env::PREEMPTED_EXIT_CODE as i32;
+const AGAIN: i32 = accelerator_host::PREEMPTED_EXIT_CODE as i32;
 
 /// Combines everything known of a job.
 fn details(

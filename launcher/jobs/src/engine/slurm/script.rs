@@ -267,7 +267,7 @@ done
 if grep -qsx {again} "$accel_folder"/{AGENT_EXIT}*; then accel_code={again}
 elif [ -s "$accel_folder/{AGENT_EXIT}0" ]; then accel_code=$(<"$accel_folder/{AGENT_EXIT}0"); fi
 "#,
-        again = accelerator_env::PREEMPTED_EXIT_CODE
+        again = accelerator_host::PREEMPTED_EXIT_CODE
     );
     if let Some(limit) = spec.time_limit.map(|limit| limit.as_secs())
         && limit >= NOTICED_FROM
@@ -286,7 +286,7 @@ elif [ -s "$accel_folder/{AGENT_EXIT}0" ]; then accel_code=$(<"$accel_folder/{AG
 fi
 "#,
             spec.max_restarts,
-            again = accelerator_env::PREEMPTED_EXIT_CODE
+            again = accelerator_host::PREEMPTED_EXIT_CODE
         );
     }
     script.push_str("accel_finish \"$accel_code\"\n");

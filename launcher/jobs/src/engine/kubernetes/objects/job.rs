@@ -112,7 +112,7 @@ fn failure_policy() -> PodFailurePolicy {
         on_exit_codes: Some(PodFailurePolicyOnExitCodesRequirement {
             container_name: Some(AGENT.to_owned()),
             operator: operator.to_owned(),
-            values: vec![i32::from(accelerator_env::PREEMPTED_EXIT_CODE)],
+            values: vec![i32::from(accelerator_host::PREEMPTED_EXIT_CODE)],
         }),
         ..PodFailurePolicyRule::default()
     };

@@ -1,11 +1,13 @@
-//! The `ACCEL_` environment variables: name, grammar, default, reader and meaning of each.
+//! What the crates of this project share: the `ACCEL_` environment variables, and utilities that know nothing of
+//! training. Its items are internals: they change without notice.
 //!
-//! The library, the launcher and the documentation ([`markdown`]) use this one table. A new variable is one entry
-//! of `table.rs`. The crate also has the exit code that programs and launcher share, and the signal state that a
-//! process inherits with its variables.
+//! One table has the name, grammar, default, reader and meaning of each variable; the library, the launcher and the
+//! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
+//! that programs and launcher share, the signal state that a process inherits with its variables, and locks
+//! ([`sync`]).
 //!
 //! ```
-//! use accelerator_env::{OVERLAP, VARIABLES, find};
+//! use accelerator_host::{OVERLAP, VARIABLES, find};
 //!
 //! assert!(OVERLAP.accepts("on".as_ref()));
 //! assert_eq!(
@@ -21,6 +23,8 @@ pub use grammar::{DEFAULT_LIVENESS, Grammar, SHORTEST_LIVENESS, number, port, se
 pub use signals::{heed_children, prepare_child, reset_signals};
 pub use table::*;
 pub use variable::{Reader, Variable};
+
+pub mod sync;
 
 mod grammar;
 #[cfg(unix)]

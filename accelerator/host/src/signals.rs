@@ -31,7 +31,7 @@ pub fn reset_signals() {
 ///
 /// ```
 /// let mut command = std::process::Command::new("true");
-/// assert!(accelerator_env::prepare_child(&mut command).status().is_ok());
+/// assert!(accelerator_host::prepare_child(&mut command).status().is_ok());
 /// ```
 pub fn prepare_child(command: &mut Command) -> &mut Command {
     heed_children();

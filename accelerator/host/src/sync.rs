@@ -1,7 +1,7 @@
 //! Locks without poisoning.
 //!
-//! The critical sections of this crate leave their data consistent at every point where they can panic, so a panic of
-//! another thread is no reason not to go on. Where that does not hold (a frame that is read or written in pieces), the code
+//! Critical sections of this project leave their data consistent at every point that can panic, so the panic of
+//! another thread is no reason to stop. Where that does not hold (a frame that is read or written in pieces), code
 //! uses the locks of the standard library.
 
 use std::{
@@ -9,37 +9,42 @@ use std::{
     time::Duration,
 };
 
-pub(crate) use sync::MutexGuard;
+pub use sync::MutexGuard;
 
 /// A [`std::sync::Mutex`] that ignores poisoning.
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(sync::Mutex<T>);
+pub struct Mutex<T>(sync::Mutex<T>);
 
 impl<T> Mutex<T> {
-    pub(crate) const fn new(value: T) -> Self {
+    /// Returns an unlocked mutex with this value.
+    pub const fn new(value: T) -> Self {
         Self(sync::Mutex::new(value))
     }
 
+    /// Waits for the lock.
     #[inline]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+    pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A [`std::sync::Condvar`]; whether a wait timed out shows in the data.
 #[derive(Debug, Default)]
-pub(crate) struct Condvar(sync::Condvar);
+pub struct Condvar(sync::Condvar);
 
 impl Condvar {
-    pub(crate) const fn new() -> Self {
+    /// Returns a condition variable that nobody waits for.
+    pub const fn new() -> Self {
         Self(sync::Condvar::new())
     }
 
-    pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    /// Waits for a notification.
+    pub fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
         self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn wait_while<'a, T>(
+    /// Waits while the condition holds.
+    pub fn wait_while<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
         condition: impl FnMut(&mut T) -> bool,
@@ -48,7 +53,8 @@ impl Condvar {
         waited.unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn wait_timeout<'a, T>(
+    /// Waits for a notification, or until the limit passes.
+    pub fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
         limit: Duration,
@@ -57,7 +63,8 @@ impl Condvar {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    pub(crate) fn wait_timeout_while<'a, T>(
+    /// Waits while the condition holds, but no longer than the limit.
+    pub fn wait_timeout_while<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
         limit: Duration,
@@ -67,11 +74,15 @@ impl Condvar {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    pub(crate) fn notify_one(&self) {
+    /// Wakes one waiting thread.
+    #[inline]
+    pub fn notify_one(&self) {
         self.0.notify_one();
     }
 
-    pub(crate) fn notify_all(&self) {
+    /// Wakes all waiting threads.
+    #[inline]
+    pub fn notify_all(&self) {
         self.0.notify_all();
     }
 }
