@@ -1,8 +1,9 @@
 //! The libraries, and what they give without a GPU of one's own.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::api::{Api, Dynamic};
@@ -35,8 +36,7 @@ impl Library {
     /// [`is_cuda`](Error::is_cuda) if the driver does not start.
     pub fn load() -> Result<Self> {
         static LOADED: Mutex<Option<Library>> = Mutex::new(None);
-        // What is there is whole, whoever panicked.
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = LOADED.lock();
         if let Some(library) = &*loaded {
             return Ok(library.clone());
         }

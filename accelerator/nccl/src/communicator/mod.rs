@@ -7,11 +7,12 @@ mod state;
 mod tests;
 mod watchdog;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::{DType, ReduceOp};
+use accelerator_host::sync::Mutex;
 
 use self::link::Link;
 use self::state::{
@@ -148,7 +149,7 @@ impl Communicator {
         operation: Operation,
     ) -> Result<()> {
         let inner = &*self.inner;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn.lock();
         let mut state = inner.ready()?;
         let before = std::mem::replace(&mut state.work, Work::Enqueuing);
         drop(state);
@@ -241,7 +242,7 @@ impl Communicator {
         if inner.gpu.ordering() == Ordering::Host {
             return self.wait();
         }
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn.lock();
         let state = inner.ready()?;
         if state.work == Work::None {
             return Ok(());

@@ -1,8 +1,10 @@
 //! The state that the caller of a communicator and its watching thread share.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 use super::link::Link;
 use crate::api::{CallError, Progress};
@@ -111,8 +113,7 @@ impl CommunicatorInner {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, CommState> {
-        // Every change is a single assignment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Tells whoever waits that the state is another.
@@ -121,9 +122,7 @@ impl CommunicatorInner {
     }
 
     pub(super) fn pause<'a>(&self, state: MutexGuard<'a, CommState>) -> MutexGuard<'a, CommState> {
-        self.changed
-            .wait(state)
-            .unwrap_or_else(PoisonError::into_inner)
+        self.changed.wait(state)
     }
 
     pub(super) fn pause_for<'a>(
@@ -131,8 +130,7 @@ impl CommunicatorInner {
         state: MutexGuard<'a, CommState>,
         time: Duration,
     ) -> MutexGuard<'a, CommState> {
-        let waited = self.changed.wait_timeout(state, time);
-        waited.unwrap_or_else(PoisonError::into_inner).0
+        self.changed.wait_timeout(state, time)
     }
 
     /// Waits until that is so, at most until then.

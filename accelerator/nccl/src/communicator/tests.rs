@@ -20,22 +20,22 @@ struct Group {
 
 impl Group {
     fn fails(&self, text: &str) {
-        *self.failure.lock().unwrap() = Some(text.to_owned());
+        *self.failure.lock() = Some(text.to_owned());
     }
 
     fn told(&self) -> Vec<String> {
-        self.told.lock().unwrap().clone()
+        self.told.lock().clone()
     }
 }
 
 impl FailureDetector for Group {
     fn failure(&self) -> Option<String> {
-        *self.asked.lock().unwrap() += 1;
-        self.failure.lock().unwrap().clone()
+        *self.asked.lock() += 1;
+        self.failure.lock().clone()
     }
 
     fn failed(&self, text: &str) {
-        self.told.lock().unwrap().push(text.to_owned());
+        self.told.lock().push(text.to_owned());
     }
 }
 
@@ -408,7 +408,7 @@ fn nobody_is_asked_while_there_is_nothing_to_wait_for() {
     let communicator = setting.connect();
     sum(&communicator).unwrap();
     communicator.wait().unwrap();
-    let asked = || (*setting.group.asked.lock().unwrap(), setting.fake.looks());
+    let asked = || (*setting.group.asked.lock(), setting.fake.looks());
     let deadline = Instant::now() + LONG;
     let mut before = asked();
     loop {
