@@ -7,12 +7,14 @@ use std::{
     io::{Cursor, Read},
     ops::Range,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, OnceLock,
         mpsc::{Receiver, Sender, channel},
     },
     thread,
     time::{Duration, Instant},
 };
+
+use accelerator_host::sync::Mutex;
 
 use crate::{
     element::DType,
@@ -176,8 +178,7 @@ fn correct() -> &'static [Vec<u8>] {
                 });
             }
         });
-        let recorded = recorded.into_inner();
-        recorded.unwrap_or_else(PoisonError::into_inner)
+        recorded.into_inner()
     })
 }
 
@@ -253,7 +254,7 @@ impl FuzzWire {
     }
 
     fn push(&self, head: Head, preamble: &[u8], payload: &[u8]) {
-        let sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = self.sent.lock();
         // Nobody listens where the peer is a stream that was written before.
         let _ = sent.send([&head.encode()[..], preamble, payload].concat());
     }
@@ -311,7 +312,7 @@ impl Read for Tape<'_> {
                 return Ok(0);
             };
             if let Some(recorded) = self.recorded {
-                let mut recorded = recorded.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut recorded = recorded.lock();
                 recorded.push(frame.clone());
             }
             self.current = Cursor::new(frame);
