@@ -27,9 +27,9 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::io::IsTerminal;
-use std::sync::{Mutex, PoisonError};
 
 use accelerator_collective::{Launch, Topology};
+use accelerator_host::sync::Mutex;
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::fmt::format::{Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
@@ -157,7 +157,7 @@ pub(crate) struct WarnedTexts(Mutex<HashSet<String>>);
 
 impl WarnedTexts {
     pub(crate) fn is_first(&self, text: &str) -> bool {
-        let mut warned = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut warned = self.0.lock();
         warned.insert(text.to_owned())
     }
 }
@@ -176,7 +176,7 @@ mod tests {
 
     impl Write for Lines {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
+            self.0.lock().write(bytes)
         }
 
         fn flush(&mut self) -> io::Result<()> {
@@ -198,7 +198,7 @@ mod tests {
             .with_filter(RankFilter::new(speakers, topology));
         let subscriber = tracing_subscriber::registry().with(layer);
         tracing::subscriber::with_default(subscriber, work);
-        let bytes = lines.0.lock().unwrap().clone();
+        let bytes = lines.0.lock().clone();
         String::from_utf8(bytes).unwrap()
     }
 

@@ -1,7 +1,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::sync::Mutex;
 
 use crate::accelerator::Accelerator;
 use crate::core::error::{Error, Kind, Result};
@@ -66,10 +66,7 @@ where
                     };
                     // Noted before the group is left, so that no consequence can come first.
                     let reason = format!("it returned an error: {error:?}");
-                    failures
-                        .lock()
-                        .unwrap_or_else(std::sync::PoisonError::into_inner)
-                        .push((rank, error));
+                    failures.lock().push((rank, error));
                     // A group that failed before keeps its cause.
                     match panicked {
                         true => aborted.abort_by_panic(),
@@ -92,10 +89,7 @@ where
             .map(|thread| thread.ok().and_then(|thread| thread.join().ok()).flatten())
             .collect()
     });
-    let failures = failures
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    if let Some((rank, error)) = failures.into_iter().next() {
+    if let Some((rank, error)) = failures.into_inner().into_iter().next() {
         tracing::debug!(rank, %error, "the first rank that failed");
         return Err(error);
     }

@@ -1,7 +1,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+
+use accelerator_host::sync::Mutex;
 
 use super::distribute::from_main;
 use super::saved::Saved;
@@ -37,24 +39,24 @@ impl Default for Ongoing {
 impl Ongoing {
     /// Returns the factor on learning rates since the number of ranks changed.
     pub(super) fn factor(&self) -> f64 {
-        *lock(&self.factor)
+        *self.factor.lock()
     }
 
     pub(super) fn set_factor(&self, factor: f64) {
-        *lock(&self.factor) = factor;
+        *self.factor.lock() = factor;
     }
 
     /// Notes that the program resumes what it finds in a folder.
     pub(super) fn resumes(&self, folder: &Path) {
-        lock(&self.resumed).insert(absolute(folder));
+        self.resumed.lock().insert(absolute(folder));
     }
 
     /// Notes that the checkpoint of that number comes next in a folder, unless somebody else has saved
     /// there since this rank did.
     pub(super) fn comes_next(&self, folder: &Path, number: u64) -> Result<()> {
         let folder = absolute(folder);
-        let mut numbers = lock(&self.numbers);
-        if number > 1 && !numbers.contains_key(&folder) && !lock(&self.resumed).contains(&folder) {
+        let mut numbers = self.numbers.lock();
+        if number > 1 && !numbers.contains_key(&folder) && !self.resumed.lock().contains(&folder) {
             user_message::warn(&format!(
                 "`{}` holds checkpoint {} of an earlier run, which this one did not resume: a later `resume` \
                  takes the newest of both; call `resume` first, or give each run a folder of its own",
@@ -80,19 +82,19 @@ impl Ongoing {
     }
 
     pub(super) fn begin(&self, work: Arc<BackgroundSave>) {
-        *lock(&self.work) = Some(work);
+        *self.work.lock() = Some(work);
     }
 
     /// Waits for an earlier save, and tells every rank how it went.
     #[track_caller]
     pub(crate) fn settle(&self, context: &Context) -> Result<()> {
-        let work = lock(&self.work).take();
+        let work = self.work.lock().take();
         work.map_or(Ok(()), |work| work.settle(context).map(|_| ()))
     }
 
     /// Waits, on this rank alone, for a save that it has begun.
     pub(super) fn join(&self) {
-        if let Some(work) = &*lock(&self.work)
+        if let Some(work) = &*self.work.lock()
             && let Some(Err(error)) = work.join()
         {
             tracing::error!("the checkpoint that was begun before could not be saved: {error:?}");
@@ -101,13 +103,13 @@ impl Ongoing {
 
     /// The same, where how it went is told when the save is dropped.
     pub(super) fn complete(&self) {
-        if let Some(work) = &*lock(&self.work) {
+        if let Some(work) = &*self.work.lock() {
             let _ = work.join();
         }
     }
 
     pub(super) fn forget(&self, settled: &Arc<BackgroundSave>) {
-        let mut work = lock(&self.work);
+        let mut work = self.work.lock();
         if work.as_ref().is_some_and(|work| Arc::ptr_eq(work, settled)) {
             *work = None;
         }
@@ -134,7 +136,7 @@ impl BackgroundSave {
             .name("checkpoint".to_owned())
             .spawn(write);
         match thread {
-            Ok(thread) => *lock(&work.thread) = Some(thread),
+            Ok(thread) => *work.thread.lock() = Some(thread),
             Err(error) => {
                 let message = "the thread that writes the checkpoint could not be started";
                 let error = Error::with_source(Kind::Io, message, error);
@@ -147,7 +149,7 @@ impl BackgroundSave {
     pub(super) fn progress(&self) -> SaveProgress {
         match self.told.get() {
             Some(_) => SaveProgress::Done,
-            None => *lock(&self.progress),
+            None => *self.progress.lock(),
         }
     }
 
@@ -169,7 +171,7 @@ impl BackgroundSave {
 
     /// Waits for the thread and returns its outcome; `None` if there never was one.
     pub(super) fn join(&self) -> Option<Result<Saved>> {
-        if let Some(thread) = lock(&self.thread).take() {
+        if let Some(thread) = self.thread.lock().take() {
             let ended = thread.join().unwrap_or_else(|panic| {
                 let what = panic_text(&*panic);
                 let message = format!("writing the checkpoint panicked: {what}");
@@ -183,13 +185,13 @@ impl BackgroundSave {
 
 impl WatchedSave for BackgroundSave {
     fn has_ended(&self) -> bool {
-        let thread = lock(&self.thread);
+        let thread = self.thread.lock();
         self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
     }
 
     /// Records the progress, unless the save is known to be done.
     fn hear(&self, progress: SaveProgress) {
-        let mut known = lock(&self.progress);
+        let mut known = self.progress.lock();
         if *known != SaveProgress::Done {
             *known = progress;
         }
@@ -208,8 +210,4 @@ impl Drop for BackgroundSave {
 
 fn absolute(folder: &Path) -> PathBuf {
     folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

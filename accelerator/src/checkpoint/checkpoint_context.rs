@@ -1,5 +1,7 @@
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use accelerator_host::sync::Mutex;
 
 use super::background::Ongoing;
 use super::source::LiveState;
@@ -29,15 +31,11 @@ impl CheckpointContext {
 
     /// Goes on from that state, in place of a checkpoint.
     pub(crate) fn go_on_from(&self, live: Option<Arc<LiveState>>) {
-        *self.lock_live() = live;
+        *self.live.lock() = live;
     }
 
     pub(super) fn live(&self) -> Option<Arc<LiveState>> {
-        self.lock_live().clone()
-    }
-
-    fn lock_live(&self) -> MutexGuard<'_, Option<Arc<LiveState>>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+        self.live.lock().clone()
     }
 
     /// Waits, on this rank alone, for a save that it has begun.

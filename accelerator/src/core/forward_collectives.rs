@@ -1,7 +1,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::sync::Mutex;
 
 use super::error::{Error, Result};
 
@@ -25,7 +25,7 @@ impl ForwardCollectives {
 
     /// Keeps why the ranks could not compute a layer together.
     pub(crate) fn failed(&self, error: Error) {
-        self.failure().get_or_insert(error);
+        self.failure.lock().get_or_insert(error);
     }
 
     /// Fails where a layer did, before what came of it is used: once for one that was called where it must
@@ -34,7 +34,7 @@ impl ForwardCollectives {
         if !self.is_noted() {
             return Ok(());
         }
-        let mut failure = self.failure();
+        let mut failure = self.failure.lock();
         let lasts = failure.as_ref().is_some_and(|error| !error.is_misuse());
         let error = match lasts {
             true => failure.clone(),
@@ -51,9 +51,5 @@ impl ForwardCollectives {
                 group.abort(error.to_string());
             }
         })
-    }
-
-    fn failure(&self) -> MutexGuard<'_, Option<Error>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,14 +1,12 @@
 use core::cell::Cell;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// Waits for this thread's turn to set the device's generator and draw from it: one thread of the process at a time. A
 /// thread that has the turn already continues.
 pub(crate) fn drawing() -> Drawing {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let turn = (!is_drawing()).then(|| {
-        let turn = ONE_AT_A_TIME.lock();
-        turn.unwrap_or_else(PoisonError::into_inner)
-    });
+    let turn = (!is_drawing()).then(|| ONE_AT_A_TIME.lock());
     DRAWING.set(true);
     Drawing { turn }
 }

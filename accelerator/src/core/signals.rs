@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use accelerator_host::sync::{Mutex, MutexGuard};
 use signal_hook::{SigId, flag, low_level};
 
 use super::error::{Error, Kind, Result};
@@ -72,7 +73,7 @@ struct Listeners {
 static HANDLED: Mutex<BTreeMap<i32, Listeners>> = Mutex::new(BTreeMap::new());
 
 fn handled() -> MutexGuard<'static, BTreeMap<i32, Listeners>> {
-    HANDLED.lock().unwrap_or_else(PoisonError::into_inner)
+    HANDLED.lock()
 }
 
 #[cfg(test)]

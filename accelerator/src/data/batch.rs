@@ -1,8 +1,9 @@
 use core::fmt;
 use core::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::{ConsumeTicket, EpochPass};
@@ -66,7 +67,7 @@ struct PaddingWatch {
 impl Drop for PaddingWatch {
     fn drop(&mut self) {
         if self.used.load(Ordering::Relaxed) && !self.counted.load(Ordering::Relaxed) {
-            *self.uncounted.lock() = Some((self.pass.clone(), self.share));
+            *self.uncounted.0.lock() = Some((self.pass.clone(), self.share));
         }
     }
 }
@@ -81,12 +82,12 @@ type LastPadding = (Arc<EpochPass>, StepShare);
 impl UncountedPadding {
     /// Forgets what was counted: another pass begins.
     pub(super) fn forget(&self) {
-        *self.lock() = None;
+        *self.0.lock() = None;
     }
 
     /// Notes that something was counted; warns once per loader that it includes padding.
     pub(crate) fn warn(&self) {
-        let Some((pass, share)) = self.lock().take() else {
+        let Some((pass, share)) = self.0.lock().take() else {
             return;
         };
         if !pass.claim_padding_warning() {
@@ -101,10 +102,6 @@ impl UncountedPadding {
              counted twice: count `batch.real()` samples, not the rows of its tensors, and pass `&batch` to \
              `gather_for_metrics` (said once a loader)"
         ));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<LastPadding>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

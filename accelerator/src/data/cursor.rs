@@ -1,5 +1,6 @@
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::exchange_step::ReadPosition;
@@ -106,7 +107,7 @@ impl Cursor {
 
     /// Begins a pass over that epoch, where it is to begin.
     pub(super) fn begin(self: &Arc<Self>, epoch: u64) -> Arc<EpochPass> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         let start = state
             .resume
             .filter(|spot| spot.epoch == epoch)
@@ -126,7 +127,7 @@ impl Cursor {
 
     /// Returns the current position; `None` if the loader was never read.
     pub(super) fn spot(&self) -> Option<EpochPosition> {
-        let state = self.lock();
+        let state = self.0.lock();
         let latest = state.latest.as_ref().map(|pass| pass.progress());
         let current = state.current.as_ref().map(|pass| pass.progress());
         let spot = |progress: Progress| {
@@ -150,30 +151,26 @@ impl Cursor {
 
     /// Tells if an optimizer has stepped with its batches.
     pub(super) fn is_trained(&self) -> bool {
-        self.lock().trained
+        self.0.lock().trained
     }
 
     /// Tells if gradients were made from a batch that is not used yet.
     pub(super) fn waits(&self) -> bool {
-        let state = self.lock();
+        let state = self.0.lock();
         let mut passes = state.current.iter().chain(&state.latest);
         passes.any(|pass| pass.progress().waits())
     }
 
     /// Tells if the program is taking its batches.
     pub(super) fn is_open(&self) -> bool {
-        let state = self.lock();
+        let state = self.0.lock();
         let latest = state.latest.as_ref();
         latest.is_some_and(|pass| pass.progress().is_open)
     }
 
     /// The models that have stepped with its batches.
     pub(super) fn steppers(&self) -> Steppers {
-        self.lock().steppers.clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, CursorState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().steppers.clone()
     }
 }
 
@@ -210,43 +207,43 @@ impl EpochPass {
 
     /// Records the digest of the samples that were given for its epoch.
     pub(super) fn deal(&self, digest: Option<u64>) {
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         progress.trained.digest = digest;
         progress.used.digest = digest;
         progress.yielded.digest = digest;
     }
 
     pub(super) fn advance(&self, to: EpochPosition) {
-        self.lock().yielded = to;
+        self.progress.lock().yielded = to;
     }
 
     /// The program saw its end.
     pub(super) fn finish(&self) {
-        self.lock().yielded.finished = true;
+        self.progress.lock().yielded.finished = true;
         let epoch = self.yielded().epoch;
         let Some(cursor) = self.cursor.upgrade() else {
             return;
         };
-        let mut state = cursor.lock();
+        let mut state = cursor.0.lock();
         state.resume = state.resume.filter(|spot| spot.epoch != epoch);
     }
 
     /// Notes that its iterator is gone.
     pub(super) fn close(&self) {
-        self.lock().is_open = false;
+        self.progress.lock().is_open = false;
     }
 
     /// A batch with padding was dropped without a look at what it counts; true once a loader.
     pub(super) fn claim_padding_warning(&self) -> bool {
         let cursor = self.cursor.upgrade();
-        cursor.is_some_and(|cursor| cursor.lock().padding_warned.first())
+        cursor.is_some_and(|cursor| cursor.0.lock().padding_warned.first())
     }
 
     /// Warns once per loader that the pass had no batch, unless it began at its end.
     pub(super) fn warn_empty(&self) {
         let EpochPosition { epoch, step, .. } = self.yielded();
         let cursor = self.cursor.upgrade().filter(|_| step == 0);
-        if cursor.is_some_and(|cursor| cursor.lock().empty_warned.first()) {
+        if cursor.is_some_and(|cursor| cursor.0.lock().empty_warned.first()) {
             user_message::warn(&format!(
                 "epoch {epoch} of a loader had no batches on rank 0, so that nothing was done in it: look at what its \
                  stream or sampler gives (said once a loader)"
@@ -255,11 +252,7 @@ impl EpochPass {
     }
 
     fn progress(&self) -> Progress {
-        *self.lock()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.progress.lock()
     }
 }
 
@@ -305,11 +298,11 @@ impl ConsumeTicket {
 
     /// Gradients are made from its batch.
     pub(crate) fn begin(&self) {
-        self.pass.lock().trained.reach(self.end);
+        self.pass.progress.lock().trained.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
-        let mut state = cursor.lock();
+        let mut state = cursor.0.lock();
         state.begun = true;
         if let Some(first) = state.first_epoch.take() {
             warn_of_repeated_epoch(self.end.epoch, first);
@@ -323,11 +316,11 @@ impl ConsumeTicket {
 
     /// Notes that its batch, and all before it in the pass, went into a step of that model.
     pub(crate) fn commit(&self, model: u64) {
-        let is_new = self.pass.lock().used.reach(self.end);
+        let is_new = self.pass.progress.lock().used.reach(self.end);
         let Some(cursor) = self.pass.cursor.upgrade() else {
             return;
         };
-        let mut state = cursor.lock();
+        let mut state = cursor.0.lock();
         state.resume = None;
         state.trained = true;
         let moves = match is_new {

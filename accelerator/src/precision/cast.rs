@@ -1,6 +1,7 @@
 use core::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use accelerator_host::sync::Mutex;
 use burn::backend::DispatchTensor;
 use burn::tensor::{DType, FloatDType, Tensor};
 
@@ -49,7 +50,7 @@ impl Cast {
         half: &DispatchTensor,
         same: impl Fn(&DispatchTensor, &DispatchTensor) -> bool,
     ) -> bool {
-        let made = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let made = self.0.lock().take();
         made.is_some_and(|made| same(&made.half, half) && same(&made.full, full))
     }
 }
@@ -67,7 +68,7 @@ impl Node for CastBackward {
             let full = Tensor::<1>::from_dispatch(half.clone()).cast(self.full);
             let full = full.into_dispatch();
             if let Some(cast) = self.cast.upgrade() {
-                let mut made = cast.0.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut made = cast.0.lock();
                 *made = Some(CastPair {
                     half,
                     full: full.clone(),

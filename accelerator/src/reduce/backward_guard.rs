@@ -1,6 +1,5 @@
-use std::sync::{Mutex, MutexGuard, TryLockError};
-
 use accelerator_collective::ProcessGroup;
+use accelerator_host::sync::{Mutex, MutexGuard};
 
 use crate::core::error::{Error, Result};
 
@@ -19,18 +18,15 @@ impl BackwardGuard {
         if group.world_size() == 1 {
             return Ok(None);
         }
-        match self.0.try_lock() {
-            Ok(turn) => Ok(Some(turn)),
-            Err(TryLockError::Poisoned(turn)) => Ok(Some(turn.into_inner())),
-            Err(TryLockError::WouldBlock) => {
-                let error = Error::misuse(
-                    "`backward` was called while another thread of this rank was in it: ranks pair \
-                     gradients by the order of calls, which threads leave to chance; call it from one \
-                     thread at a time, in the same order on every rank",
-                );
-                group.abort(error.to_string());
-                Err(error)
-            }
+        if let Some(turn) = self.0.try_lock() {
+            return Ok(Some(turn));
         }
+        let error = Error::misuse(
+            "`backward` was called while another thread of this rank was in it: ranks pair \
+             gradients by the order of calls, which threads leave to chance; call it from one \
+             thread at a time, in the same order on every rank",
+        );
+        group.abort(error.to_string());
+        Err(error)
     }
 }

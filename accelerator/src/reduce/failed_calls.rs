@@ -1,8 +1,9 @@
 //! Calls of `backward` that failed on this rank before the other ranks heard of them.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::core::error::Error;
@@ -42,11 +43,7 @@ impl FailedCalls {
 
     /// Forgets all failed calls. All ranks come here, and so are at one place again.
     pub(crate) fn reset(&self) {
-        *self.lock() = Failed::default();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Failed> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.0.lock() = Failed::default();
     }
 }
 
@@ -58,12 +55,12 @@ impl BackwardCall {
 
     /// Returns the number of calls that failed before this one.
     pub(super) fn count(&self) -> u64 {
-        self.calls.lock().calls
+        self.calls.0.lock().calls
     }
 
     /// Returns those calls, with the error of the last of them.
     pub(super) fn failed(&self) -> Failed {
-        self.calls.lock().clone()
+        self.calls.0.lock().clone()
     }
 }
 
@@ -82,7 +79,7 @@ impl OpenCall {
 
     fn note(&self, reason: impl FnOnce() -> String) {
         if !self.0.synchronized.load(Ordering::Relaxed) {
-            let mut failed = self.0.calls.lock();
+            let mut failed = self.0.calls.0.lock();
             failed.calls += 1;
             failed.last = reason();
         }

@@ -1,9 +1,10 @@
 use core::fmt;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::sync::{Mutex, MutexGuard};
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
@@ -322,28 +323,24 @@ impl ModelState {
 
     /// Returns the factor of losses before backward.
     pub(crate) fn loss_scale(&self) -> Option<f64> {
-        self.scaler().as_ref().map(Scaler::scale)
+        self.scaler.lock().as_ref().map(Scaler::scale)
     }
 
     /// Returns the state of the scale of losses, for a checkpoint.
     pub(crate) fn scaler_state(&self) -> Option<ScalerState> {
-        self.scaler().as_ref().map(Scaler::state)
+        self.scaler.lock().as_ref().map(Scaler::state)
     }
 
     /// Moves the scale by the outcome of a window.
     pub(super) fn update_loss_scale(&self, gradients: Finiteness) {
-        if let Some(scaler) = &mut *self.scaler() {
+        if let Some(scaler) = &mut *self.scaler.lock() {
             scaler.update(gradients);
         }
     }
 
     /// Returns the reason to warn of the last skipped step, if there is one.
     pub(super) fn skip_notice(&self) -> Option<SkipNotice> {
-        self.scaler().as_ref().and_then(Scaler::skip_notice)
-    }
-
-    fn scaler(&self) -> MutexGuard<'_, Option<Scaler>> {
-        self.scaler.lock().unwrap_or_else(PoisonError::into_inner)
+        self.scaler.lock().as_ref().and_then(Scaler::skip_notice)
     }
 
     /// A copy that takes gradients was asked for, whatever of it had to be cast.
@@ -446,7 +443,7 @@ impl ModelState {
 
     /// A copy was made for the next forward.
     pub(crate) fn note_working(&self, parts: Vec<Option<WorkingPart>>) {
-        let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut working = self.working.lock();
         *working = match *working {
             WorkingCopy::None => WorkingCopy::One(parts),
             WorkingCopy::One(_) | WorkingCopy::Several => WorkingCopy::Several,
@@ -455,7 +452,7 @@ impl ModelState {
 
     /// Takes the working copy that the forward of this backward used.
     pub(super) fn take_working(&self) -> WorkingCopy {
-        let mut working = self.working.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut working = self.working.lock();
         core::mem::take(&mut *working)
     }
 
@@ -525,12 +522,12 @@ impl ModelState {
 
     /// Returns the local steps of this rank since replicas were the same.
     pub(crate) fn round(&self) -> MutexGuard<'_, LocalRound> {
-        self.round.lock().unwrap_or_else(PoisonError::into_inner)
+        self.round.lock()
     }
 
     /// Returns the layout of gradients, which is the same on every rank.
     pub(super) fn layout(&self) -> Arc<Buckets> {
-        self.pool().layout.clone()
+        self.pool.lock().layout.clone()
     }
 
     pub(super) fn turn(&self) -> &BackwardGuard {
@@ -538,33 +535,26 @@ impl ModelState {
     }
 
     pub(super) fn window(&self) -> MutexGuard<'_, Window> {
-        self.window.lock().unwrap_or_else(PoisonError::into_inner)
+        self.window.lock()
     }
 
     /// Returns the report of the last window, without waiting: the program's hook may ask in the midst of a window.
     pub(crate) fn overlap_report(&self) -> OverlapReport {
-        *self.last_overlap()
+        *self.overlap_report.lock()
     }
 
     /// A window was sent so.
     pub(super) fn note_overlap(&self, report: OverlapReport) {
-        *self.last_overlap() = report;
-    }
-
-    fn last_overlap(&self) -> MutexGuard<'_, OverlapReport> {
-        let report = self.overlap_report.lock();
-        report.unwrap_or_else(PoisonError::into_inner)
+        *self.overlap_report.lock() = report;
     }
 
     pub(super) fn scheduler(&self) -> MutexGuard<'_, OverlapScheduler> {
-        self.scheduler
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.scheduler.lock()
     }
 
     /// A bucket set to fill: a used one where there is one, since its pages are warm.
     pub(super) fn lend(&self, group: &ProcessGroup) -> Box<BucketSet> {
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         let spare = pool.spare.take();
         spare.unwrap_or_else(|| {
             let (placement, layout) = (self.placement_of(&pool.layout), pool.layout.clone());
@@ -586,12 +576,12 @@ impl ModelState {
 
     /// Gives the memory of the spare bucket set back; the next window takes some anew.
     pub(crate) fn release_spare(&self) {
-        self.pool().spare = None;
+        self.pool.lock().spare = None;
     }
 
     /// Keeps one bucket set, whose memory is laid out as the next window's.
     pub(super) fn take_back(&self, mut bucket_set: Box<BucketSet>) {
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         let is_at_home = bucket_set.is_at(self.placement_of(&pool.layout));
         if pool.spare.is_none() && pool.fits(&bucket_set) && is_at_home && bucket_set.reopen() {
             bucket_set.layout = pool.layout.clone();
@@ -601,7 +591,7 @@ impl ModelState {
 
     /// Lays the buckets out in another order, which all ranks have agreed on.
     pub(super) fn lay_out(&self, order: &ReadyOrder) -> Result<Arc<Buckets>> {
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         let layout = Buckets::new(&self.parameters, order, self.bucket_size);
         let layout = Arc::new(match pool.layout.cuts() {
             Some(cuts) => layout.cut_at(&cuts.bounds)?,
@@ -617,7 +607,7 @@ impl ModelState {
     /// Gives each rank only the sums that it steps, from the next window on. All ranks call it between the same
     /// windows.
     pub(super) fn shard(&self, bounds: &Arc<ShardMap>) -> Result<()> {
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         let layout = pool.layout.cut_at(bounds)?;
         self.replace(&mut pool, layout);
         Ok(())
@@ -631,7 +621,7 @@ impl ModelState {
     /// Shares out the sums of a window as those that are reduced now, whenever it was opened: ranks
     /// agree on the order of what they reduce, and on nothing else.
     pub(super) fn renew(&self, group: &ProcessGroup, bucket_set: &mut BucketSet) {
-        let pool = self.pool();
+        let pool = self.pool.lock();
         if pool.fits(bucket_set) {
             bucket_set.layout = pool.layout.clone();
             bucket_set.move_to(group, self.placement_of(&pool.layout));
@@ -640,7 +630,7 @@ impl ModelState {
 
     /// Gives every rank all sums, from the next window on.
     pub(super) fn unshard(&self) {
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         let layout = pool.layout.uncut();
         self.replace(&mut pool, layout);
     }
@@ -662,7 +652,7 @@ impl ModelState {
 
     /// Returns the bounds that the buckets are cut at.
     pub(super) fn bounds(&self) -> Option<Arc<ShardMap>> {
-        let pool = self.pool();
+        let pool = self.pool.lock();
         pool.layout.cuts().map(|cuts| cuts.bounds.clone())
     }
 
@@ -673,10 +663,6 @@ impl ModelState {
 
     /// Returns `true` if the norm of gradients is needed once a window is reduced.
     pub(super) fn wants_norm(&self) -> bool {
-        self.wants_norm.load(Ordering::Relaxed) || self.scaler().is_some()
-    }
-
-    fn pool(&self) -> MutexGuard<'_, BucketPool> {
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+        self.wants_norm.load(Ordering::Relaxed) || self.scaler.lock().is_some()
     }
 }

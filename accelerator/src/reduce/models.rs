@@ -1,6 +1,7 @@
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use accelerator_host::sync::Mutex;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
@@ -41,7 +42,7 @@ impl Models {
 
     /// Returns the state of a prepared model, and those of its trainable parameters that the state does not know.
     fn search<M: Module>(&self, model: &M) -> Result<(Arc<ModelState>, Vec<ParamId>)> {
-        let known = self.lock();
+        let known = self.by_id.lock();
         let mut search = IdSearch {
             known: &known,
             trained: FoundIds::default(),
@@ -113,7 +114,7 @@ impl Models {
 
     /// The trainable parameter with this id, of any prepared model.
     pub(crate) fn parameter(&self, id: ParamId) -> Option<Trainable> {
-        let known = self.lock();
+        let known = self.by_id.lock();
         let model_state = known.get(&id)?;
         Some(model_state.parameters()[model_state.number(id)?].clone())
     }
@@ -150,7 +151,7 @@ impl Models {
 
     /// Returns each model once.
     fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
-        let known = self.lock();
+        let known = self.by_id.lock();
         let firsts = known
             .iter()
             .filter(|(id, model_state)| model_state.number(**id) == Some(0));
@@ -161,7 +162,7 @@ impl Models {
     /// The state of the model with exactly these parameters, trained or frozen.
     pub(super) fn with_parameters(&self, layout: &Layout) -> Option<Arc<ModelState>> {
         let ids = layout.ids();
-        let known = self.lock();
+        let known = self.by_id.lock();
         let known = |id: &u64| known.get(&ParamId::from(*id));
         ids.iter()
             .filter_map(known)
@@ -185,7 +186,7 @@ impl Models {
 
     fn replaced(&self, layout: &Layout) -> Option<String> {
         let trainable = layout.trainable();
-        let known = self.lock();
+        let known = self.by_id.lock();
         let models: Vec<_> = trainable
             .iter()
             .filter_map(|it| known.get(&it.id))
@@ -209,7 +210,7 @@ impl Models {
         // The entry may have ids of parameters that are frozen now.
         self.forget(layout);
         let model_state = Arc::new(model_state);
-        let mut known = self.lock();
+        let mut known = self.by_id.lock();
         // A model that is still trained allocates its buckets again.
         known
             .values()
@@ -222,13 +223,10 @@ impl Models {
     /// Removes the model with exactly these parameters, if there is one.
     pub(super) fn forget(&self, layout: &Layout) {
         if let Some(before) = self.with_parameters(layout) {
-            self.lock()
+            self.by_id
+                .lock()
                 .retain(|_, model_state| !Arc::ptr_eq(model_state, &before));
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<ParamId, Arc<ModelState>>> {
-        self.by_id.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,7 +1,8 @@
 use core::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::Weak;
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
+use accelerator_host::sync::Mutex;
 
 use crate::core::error::Result;
 use crate::core::preemption::{Preemption, PreemptionNotice};
@@ -53,35 +54,35 @@ pub(crate) enum SaveProgress {
 impl Trigger {
     /// Raises the flag on this rank.
     pub(crate) fn set(&self) {
-        self.state().set = true;
+        self.0.lock().set = true;
     }
 
     /// Tells of a checkpoint that is being written, from the next window on.
     pub(crate) fn watch(&self, work: Weak<dyn WatchedSave>) {
-        self.state().saving = Some(work);
+        self.0.lock().saving = Some(work);
     }
 
     /// Watches what announces a preemption of this rank.
     pub(crate) fn watch_preemption(&self, preemption: Preemption) -> Result<()> {
-        self.state().notice.watch(preemption)
+        self.0.lock().notice.watch(preemption)
     }
 
     /// Gives what this rank watches to the accelerator of the next group.
     pub(crate) fn hand_over_to(&self, next: &Self) {
-        let notice = std::mem::take(&mut self.state().notice);
-        next.state().notice = notice;
+        let notice = std::mem::take(&mut self.0.lock().notice);
+        next.0.lock().notice = notice;
     }
 
     /// Returns what a window tells of this rank, as a summand.
     pub(crate) fn send(&self, group: &ProcessGroup) -> f64 {
-        let saving = self.state().saving.as_ref().and_then(Weak::upgrade);
+        let saving = self.0.lock().saving.as_ref().and_then(Weak::upgrade);
         let written = saving.is_some_and(|work| work.has_ended());
-        self.take() + digit(written, WRITTEN) + self.state().departures(group)
+        self.take() + digit(written, WRITTEN) + self.0.lock().departures(group)
     }
 
     /// Takes what a window has told, as the sum over all ranks.
     pub(crate) fn receive(&self, sum: f64) {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         state.told = Some(state.told == Some(true) || sum % PREEMPTED > 0.0);
         state.hear_of_departures(sum);
         if let Some(work) = state.saving.as_ref().and_then(Weak::upgrade) {
@@ -94,29 +95,29 @@ impl Trigger {
 
     #[track_caller]
     pub(crate) fn check(&self, group: &ProcessGroup) -> Result<bool> {
-        if let Some(told) = self.state().told.take() {
+        if let Some(told) = self.0.lock().told.take() {
             return Ok(told);
         }
         let mine = self.take();
         // Where it fails, nobody has heard of it.
-        any(group, mine).inspect_err(|_| self.state().set |= mine > 0.0)
+        any(group, mine).inspect_err(|_| self.0.lock().set |= mine > 0.0)
     }
 
     /// Returns `true` if all ranks have learned that one is preempted.
     pub(crate) fn has_told_of_preemption(&self) -> bool {
-        self.state().preempted == Some(true)
+        self.0.lock().preempted == Some(true)
     }
 
     /// Returns `true` if all ranks have learned that they are to leave for the next group.
     pub(crate) fn has_told_of_regroup(&self) -> bool {
-        self.state().regroups == Some(true)
+        self.0.lock().regroups == Some(true)
     }
 
     /// Checks if some rank is preempted, or all are to leave for the next group. If no window told, ranks ask.
     #[track_caller]
     pub(crate) fn is_preempted(&self, group: &ProcessGroup) -> Result<bool> {
         let told = self.learn(group, |state| &mut state.preempted)?;
-        let mut state = self.state();
+        let mut state = self.0.lock();
         let regroups = state.regroups == Some(true);
         if regroups {
             state.tell_user(group, "save and end, to be started again");
@@ -129,7 +130,8 @@ impl Trigger {
     pub(crate) fn is_regroup_pending(&self, group: &ProcessGroup) -> Result<bool> {
         let told = self.learn(group, |state| &mut state.regroups)?;
         if told {
-            self.state()
+            self.0
+                .lock()
                 .tell_user(group, "go on live in the next group");
         }
         Ok(told)
@@ -143,13 +145,13 @@ impl Trigger {
         group: &ProcessGroup,
         told: impl Fn(&mut TriggerState) -> &mut Option<bool>,
     ) -> Result<bool> {
-        if told(&mut self.state()).is_none() {
-            let mut sum = [self.state().departures(group)];
+        if told(&mut self.0.lock()).is_none() {
+            let mut sum = [self.0.lock().departures(group)];
             let asking = group.for_purpose("whether ranks are to leave");
             asking.all_reduce(&mut sum, ReduceOp::Sum)?;
-            self.state().hear_of_departures(sum[0]);
+            self.0.lock().hear_of_departures(sum[0]);
         }
-        let mut state = self.state();
+        let mut state = self.0.lock();
         let told = told(&mut state);
         let is_told = *told == Some(true);
         *told = is_told.then_some(true);
@@ -158,11 +160,7 @@ impl Trigger {
 
     /// The flag as a summand; it is down afterwards.
     fn take(&self) -> f64 {
-        digit(std::mem::take(&mut self.state().set), 1.0)
-    }
-
-    fn state(&self) -> MutexGuard<'_, TriggerState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        digit(std::mem::take(&mut self.0.lock().set), 1.0)
     }
 }
 
@@ -239,7 +237,7 @@ mod tests {
         }
 
         fn hear(&self, progress: SaveProgress) {
-            *self.0.lock().unwrap() = progress;
+            *self.0.lock() = progress;
         }
     }
 
@@ -249,8 +247,8 @@ mod tests {
         let watched: Weak<WrittenSave> = Arc::downgrade(&save);
         trigger.watch(watched);
         trigger.receive(sum);
-        let state = trigger.state();
-        let progress = *save.0.lock().unwrap();
+        let state = trigger.0.lock();
+        let progress = *save.0.lock();
         (state.told, state.preempted, progress, state.regroups)
     }
 
@@ -285,6 +283,6 @@ mod tests {
         assert_eq!(sent, [1.0 + PREEMPTED, PREEMPTED]);
         trigger.receive(PREEMPTED);
         trigger.receive(0.0);
-        assert_eq!(trigger.state().preempted, Some(true));
+        assert_eq!(trigger.0.lock().preempted, Some(true));
     }
 }

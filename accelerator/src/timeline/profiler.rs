@@ -1,9 +1,10 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::sync::Mutex;
 
 use super::clock::{ClockSync, PURPOSE};
 use super::profiler_schedule::{ProfilerSchedule, SchedulePhase};
@@ -52,7 +53,7 @@ pub struct Profiler {
 impl Profiler {
     /// Returns the number of cycles that are complete, or were cut off in the end.
     pub fn cycles(&self) -> u64 {
-        let state = self.timeline.profiling().state();
+        let state = self.timeline.profiling().state.lock();
         match &state.current {
             Some(profile) if profile.number == self.number => profile.cycles,
             _ => state
@@ -143,12 +144,6 @@ struct FinishedCycle {
     trace: RankTrace,
 }
 
-impl Profiling {
-    fn state(&self) -> MutexGuard<'_, ProfilerState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Timeline {
     /// Begins to record by a schedule, and gives its number; every rank does. Where clocks are to be
     /// compared, the ranks communicate.
@@ -168,7 +163,7 @@ impl Timeline {
         };
         recorder.begin_schedule();
         let done = self.steps();
-        let mut state = self.profiling().state();
+        let mut state = self.profiling().state.lock();
         state.met = met;
         state.begun += 1;
         let mut profile = Profile {
@@ -196,7 +191,7 @@ impl Timeline {
             return;
         };
         // Out of the lock: a closure of the program may be called.
-        let Some(mut profile) = profiling.state().current.take() else {
+        let Some(mut profile) = profiling.state.lock().current.take() else {
             return;
         };
         let steps = done.saturating_sub(profile.first);
@@ -208,13 +203,13 @@ impl Timeline {
             self.retire((profile.number, profile.cycles), recorder);
         } else {
             profile.enter(recorder, done, before);
-            profiling.state().current = Some(profile);
+            profiling.state.lock().current = Some(profile);
         }
     }
 
     /// Ends the schedule of that number, or whichever runs; what it has kept is to be written.
     pub(super) fn end(&self, number: Option<u64>, worth: CycleValue) {
-        let mut state = self.profiling().state();
+        let mut state = self.profiling().state.lock();
         let runs = state.current.as_ref().map(|profile| profile.number);
         if number.is_some() && number != runs {
             return;
@@ -243,7 +238,7 @@ impl Timeline {
             return Ok(());
         }
         let (ready, before, recorder) = {
-            let mut state = profiling.state();
+            let mut state = profiling.state.lock();
             profiling.waits.store(false, Ordering::Relaxed);
             let ready = std::mem::take(&mut state.ready);
             (ready, state.met, self.any_recorder())
@@ -259,7 +254,7 @@ impl Timeline {
                 before
             }
         };
-        profiling.state().met = met;
+        profiling.state.lock().met = met;
         for mut one in ready {
             one.trace.clocks = vec![before, met];
             if lost.is_none() {
@@ -284,7 +279,7 @@ impl Timeline {
     /// Writes what this rank alone has kept, and waits for nobody.
     pub(crate) fn write_own_cycles(&self, world_size: usize) {
         self.end(None, CycleValue::Events);
-        let mut state = self.profiling().state();
+        let mut state = self.profiling().state.lock();
         let (ready, met) = (std::mem::take(&mut state.ready), state.met);
         drop(state);
         for mut one in ready {
@@ -351,7 +346,7 @@ impl Timeline {
                     path: trace_file::of_cycle(path, number),
                     trace: RankTrace::new(self.0.rank, recorder),
                 };
-                let mut state = self.profiling().state();
+                let mut state = self.profiling().state.lock();
                 state.ready.push(ready);
                 self.profiling().waits.store(true, Ordering::Relaxed);
             }
@@ -362,7 +357,7 @@ impl Timeline {
     /// Ends recording by the profile of a number, after so many cycles.
     fn retire(&self, last: (u64, u64), recorder: &Recorder) {
         recorder.end_schedule();
-        self.profiling().state().last = Some(last);
+        self.profiling().state.lock().last = Some(last);
         self.profiling().runs.store(false, Ordering::Relaxed);
     }
 

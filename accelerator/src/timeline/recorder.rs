@@ -1,9 +1,9 @@
 use core::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use accelerator_collective::{ExecThread, OpEvent};
+use accelerator_host::sync::Mutex;
 
 use super::clock::ClockSync;
 use super::event::{Detail, Event, EventKind, EventSubject, Thread};
@@ -106,12 +106,12 @@ impl Recorder {
 
     /// Takes the memory for a schedule's events.
     pub(super) fn begin_schedule(&self) {
-        self.notes().events = RingBuffer::new(EVENTS);
+        self.notes.lock().events = RingBuffer::new(EVENTS);
     }
 
     /// Gives it back.
     pub(super) fn end_schedule(&self) {
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         notes.events = RingBuffer::new(0);
         notes.noting = false;
         notes.cycle = None;
@@ -121,7 +121,7 @@ impl Recorder {
     /// Switches the mode from the next step on, before which `step` steps were done.
     pub(super) fn switch(&self, mode: RecordMode, step: u64) {
         let now = self.at(Instant::now());
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         if !self.is_on() {
             notes.open.reset(now);
         }
@@ -139,22 +139,22 @@ impl Recorder {
 
     /// Summarizes the steps of this cycle; `None` if none are kept, or none was done.
     pub(super) fn cycle(&self) -> Option<StepSummary> {
-        self.notes().cycle.as_ref()?.summary()
+        self.notes.lock().cycle.as_ref()?.summary()
     }
 
     /// Tells if a schedule keeps events here, and there are some.
     pub(super) fn keeps_some(&self) -> bool {
-        let notes = self.notes();
+        let notes = self.notes.lock();
         notes.cycle.is_some() && !notes.events.items().is_empty()
     }
 
     pub(super) fn met(&self, meeting: ClockSync) {
-        self.notes().clocks.push(meeting);
+        self.notes.lock().clocks.push(meeting);
     }
 
     pub(super) fn batch_came(&self, start: Instant, end: Instant) {
         let (start, end) = (self.at(start), self.at(end));
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         notes.open.batch_came(start, end);
         notes.open.spend(EventKind::Data, end - start);
         notes.event(EventKind::Data, Thread::Main, start, end, Detail::NONE);
@@ -162,7 +162,7 @@ impl Recorder {
 
     pub(super) fn backward_begins(&self) {
         let now = self.at(Instant::now());
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         let start = notes.open.backward_begins(now);
         notes.open.spend(EventKind::Forward, now - start);
         notes.event(EventKind::Forward, Thread::Main, start, now, Detail::NONE);
@@ -170,17 +170,17 @@ impl Recorder {
 
     pub(super) fn backward_ends(&self) {
         let now = self.at(Instant::now());
-        self.notes().open.backward_ends(now);
+        self.notes.lock().open.backward_ends(now);
     }
 
     pub(super) fn step_failed(&self) {
         let now = self.at(Instant::now());
-        self.notes().open.reset(now);
+        self.notes.lock().open.reset(now);
     }
 
     pub(super) fn step_ends(&self) -> StepTimes {
         let now = self.at(Instant::now());
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         let (begun, times) = notes.open.ends(now);
         let detail = Detail {
             bytes: times.bytes,
@@ -197,14 +197,14 @@ impl Recorder {
 
     /// The main thread enters a phase.
     pub(super) fn enter(&self, kind: EventKind) -> Instant {
-        self.notes().open.enter(kind);
+        self.notes.lock().open.enter(kind);
         Instant::now()
     }
 
     /// The main thread leaves the phase that it entered at `start`; with its bytes and number.
     pub(super) fn leave(&self, kind: EventKind, start: Instant, detail: Detail) {
         let (start, end) = (self.at(start), self.at(Instant::now()));
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         notes.open.leave(kind, start, end);
         notes.event(kind, Thread::Main, start, end, detail);
     }
@@ -212,7 +212,7 @@ impl Recorder {
     pub(super) fn loaded(&self, worker: usize, start: Instant) {
         let (start, end) = (self.at(start), self.at(Instant::now()));
         let worker = u16::try_from(worker).unwrap_or(u16::MAX);
-        self.notes().event(
+        self.notes.lock().event(
             EventKind::Load,
             Thread::Loader(worker),
             start,
@@ -223,7 +223,7 @@ impl Recorder {
 
     pub(super) fn communicated(&self, operation: &OpEvent) {
         let (start, end) = (self.at(operation.started), self.at(operation.ended));
-        let mut notes = self.notes();
+        let mut notes = self.notes.lock();
         let (thread, last) = match operation.thread {
             ExecThread::Caller => (Thread::Main, 0),
             ExecThread::Communication => (Thread::Communication, 1),
@@ -242,13 +242,13 @@ impl Recorder {
     }
 
     pub(super) fn summary(&self) -> Option<StepSummary> {
-        self.notes().whole.as_ref()?.summary()
+        self.notes.lock().whole.as_ref()?.summary()
     }
 
     /// The events by their beginning, with how many older ones are gone, and how this rank's clock
     /// compared with rank 0's.
     pub(super) fn events(&self) -> (Vec<Event>, u64, Vec<ClockSync>) {
-        let notes = self.notes();
+        let notes = self.notes.lock();
         let mut events = notes.events.items().to_vec();
         // Outer ones first.
         events.sort_by_key(|event| (event.start, core::cmp::Reverse(event.end)));
@@ -259,10 +259,6 @@ impl Recorder {
         let since = instant.saturating_duration_since(self.anchor);
         // Enough for centuries.
         since.as_nanos() as u64
-    }
-
-    fn notes(&self) -> MutexGuard<'_, RecorderNotes> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -287,7 +283,7 @@ impl RecorderNotes {
 impl fmt::Debug for Recorder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Recorder")
-            .field("steps", &self.notes().step)
+            .field("steps", &self.notes.lock().step)
             .finish_non_exhaustive()
     }
 }

@@ -1,6 +1,8 @@
 use core::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
+
+use accelerator_host::sync::Mutex;
 
 use super::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
 use crate::core::error::{Error, Kind, Result};
@@ -49,7 +51,7 @@ impl HookInstance {
         ranks: &Ranks<'_>,
     ) -> Result<()> {
         let number = bucket.number();
-        let mut hook = self.lock();
+        let mut hook = self.hook.lock();
         match catch_unwind(AssertUnwindSafe(|| hook.reduce(bucket, ranks))) {
             Ok(outcome) => outcome.map_err(|error| {
                 self.failed(
@@ -72,23 +74,19 @@ impl HookInstance {
     /// Returns the state that this rank keeps from step to step; empty if there is none. If the hook itself calls this,
     /// by saving a checkpoint, it is in the midst of a step and would wait for itself, which is an error.
     pub(crate) fn save(&self) -> Result<Vec<u8>> {
-        let hook = match self.hook.try_lock() {
-            Ok(hook) => hook,
-            Err(TryLockError::Poisoned(hook)) => hook.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(Error::misuse(format!(
-                    "a checkpoint is saved between optimizer steps, and the communication hook `{}` reduces \
-                     gradients of this model: save when `optimizer.step` has returned",
-                    self.name
-                )));
-            }
+        let Some(hook) = self.hook.try_lock() else {
+            return Err(Error::misuse(format!(
+                "a checkpoint is saved between optimizer steps, and the communication hook `{}` reduces \
+                 gradients of this model: save when `optimizer.step` has returned",
+                self.name
+            )));
         };
         let saved = hook.save();
         saved.map_err(|error| self.failed(Kind::Checkpoint, "could not save what it keeps", error))
     }
 
     pub(crate) fn restore(&self, state: &[u8], saved_by: SavedBy) -> Result<()> {
-        let restored = self.lock().restore(state, saved_by);
+        let restored = self.hook.lock().restore(state, saved_by);
         restored.map_err(|error| {
             self.failed(
                 Kind::Checkpoint,
@@ -111,10 +109,6 @@ impl HookInstance {
         }
         let message = format!("the communication hook `{}` {what}: {error}", self.name);
         Error::with_source(kind, message, error)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Box<dyn CommunicationHook>> {
-        self.hook.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

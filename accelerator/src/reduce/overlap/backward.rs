@@ -1,7 +1,8 @@
 use core::mem::take;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::sync::Mutex;
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -180,23 +181,19 @@ impl BackwardObserver {
         reason = "nobody else takes it out, and this is called once"
     )]
     fn close(&self) -> (ProbeTask, Reducer) {
-        self.lock().take().expect("an observer is closed once")
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<(ProbeTask, Reducer)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().take().expect("an observer is closed once")
     }
 }
 
 impl Observer for BackwardObserver {
     fn begins(&self, depth: usize) {
-        if let Some((ProbeTask::Measuring(found), _)) = &mut *self.lock() {
+        if let Some((ProbeTask::Measuring(found), _)) = &mut *self.0.lock() {
             *found = depth;
         }
     }
 
     fn reached(&self, point: usize, gradients: &mut dyn Iterator<Item = Option<DispatchTensor>>) {
-        match &mut *self.lock() {
+        match &mut *self.0.lock() {
             Some((ProbeTask::Calibrating(calibration), _)) => calibration.observe(point, gradients),
             Some((ProbeTask::Sending(points), reducer)) => {
                 for &bucket in &points[point].buckets {
