@@ -4,9 +4,11 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
+
+use accelerator_host::sync::Mutex;
 
 use crate::error::{Error, Kind, Result};
 use crate::history::{HistoryReader, RunStatus};
@@ -129,14 +131,14 @@ impl Board {
         }
         let (mime, body) = match path {
             "/" => {
-                let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut runs = self.runs.lock();
                 runs.look();
                 let page = runs_page(&self.title, &runs.changes(0));
                 ("text/html; charset=utf-8", page)
             }
             "/data" => {
                 let since = value("since").and_then(|since| since.parse().ok());
-                let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut runs = self.runs.lock();
                 runs.look();
                 let changes = runs.changes(since.unwrap_or(0));
                 ("application/json", serde_json::to_string(&changes)?)

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use accelerator_host::sync::Mutex;
 
 use crate::error::{Error, Kind, Result, warn};
 use crate::history::HistoryReader;
@@ -142,7 +143,7 @@ impl Feeder {
     fn end(&self, stop: Stop) -> Option<Fed> {
         // The thread may have ended.
         let _ = self.stop.send(stop);
-        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = self.done.lock();
         done.recv_timeout(LAST_DELIVERY).ok()
     }
 }

@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -371,7 +372,7 @@ impl LoggedMetrics {
 
 impl Queue {
     pub(super) fn push(&self, ms: u64, message: Message) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.weight >= MOST_WEIGHT && matches!(message, Message::Metrics(_)) {
             state = self.wait_for_room(state);
             if state.has_stalled {
@@ -392,7 +393,7 @@ impl Queue {
     /// Waits until what was pushed before is on the disk, for a limited time.
     pub(super) fn sync(&self) -> Synced {
         let (answer, synced) = mpsc::channel();
-        self.lock().syncs.push(answer);
+        self.state.lock().syncs.push(answer);
         self.urgent.notify_one();
         synced.recv_timeout(LONGEST_SYNC).map_err(|error| {
             let why = match error {
@@ -404,18 +405,17 @@ impl Queue {
     }
 
     pub(super) fn close(&self) {
-        self.lock().is_closed = true;
+        self.state.lock().is_closed = true;
         self.urgent.notify_one();
     }
 
     /// Takes what is queued, at the latest after a tick.
     pub(super) fn take(&self, tick: Duration) -> QueueState {
-        let state = self.lock();
+        let state = self.state.lock();
         let is_idle = |state: &mut QueueState| {
             !state.is_closed && state.syncs.is_empty() && state.weight < MOST_WEIGHT / 4
         };
-        let waited = self.urgent.wait_timeout_while(state, tick, is_idle);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.urgent.wait_timeout_while(state, tick, is_idle);
         let is_closed = state.is_closed;
         let taken = std::mem::take(&mut *state);
         state.is_closed = is_closed;
@@ -428,15 +428,9 @@ impl Queue {
             return state;
         }
         let is_full = |state: &mut QueueState| state.weight >= MOST_WEIGHT;
-        let waited = self.room.wait_timeout_while(state, LONGEST_WAIT, is_full);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.room.wait_timeout_while(state, LONGEST_WAIT, is_full);
         state.has_stalled = state.weight >= MOST_WEIGHT;
         state
-    }
-
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        // Each change of the state is whole: a thread that panicked has left it as it should be.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
