@@ -5,12 +5,13 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::Token;
+use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -109,7 +110,7 @@ impl Agent {
                         EndSignal::Terminate => Signal::TERM,
                         EndSignal::Kill => Signal::KILL,
                     };
-                    if let Some(process) = lock(&self.shared.processes).get(&process) {
+                    if let Some(process) = self.shared.processes.lock().get(&process) {
                         process.signal(signal);
                     }
                 }
@@ -119,7 +120,7 @@ impl Agent {
                 }
             }
         }
-        for process in lock(&self.shared.processes).values() {
+        for process in self.shared.processes.lock().values() {
             process.signal(Signal::KILL);
         }
         match (is_closed, self.interrupted.load(Ordering::Relaxed)) {
@@ -134,7 +135,7 @@ impl Agent {
 
 impl Shared {
     fn start(&self, number: u32, spec: &ProcessSpec) -> Result<u32> {
-        let mut processes = lock(&self.processes);
+        let mut processes = self.processes.lock();
         let mut process = LocalProcess::spawn(spec, &self.token)?;
         let output = process.take_output();
         let reading = match output {
@@ -143,7 +144,7 @@ impl Shared {
         };
         let ended = self.clone();
         process.watch(move || {
-            let process = lock(&ended.processes).remove(&number);
+            let process = ended.processes.lock().remove(&number);
             let status = process.and_then(|mut process| process.reap());
             // What it has written comes before its end.
             if let Some(reading) = reading {
@@ -183,7 +184,7 @@ impl Shared {
 
     fn send(&self, message: &FromAgent) {
         // That the search is gone is noticed where it is read from.
-        let _ = send(&lock(&self.stream), message);
+        let _ = send(&self.stream.lock(), message);
     }
 }
 
@@ -199,10 +200,6 @@ fn is_seen(mark: &Path) -> bool {
         let _ = mark.parent().map(Path::read_dir);
     }
     true
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const SEEN: Duration = Duration::from_secs(10);

@@ -3,13 +3,14 @@ use std::io::{BufReader, PipeWriter, Write};
 use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use accelerator_collective::rendezvous::{PendingHandshakes, Token};
+use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
 use super::message::{EndSignal, FromAgent, ToAgent};
@@ -70,7 +71,7 @@ impl AgentLink {
                 follow(reader, &known, &to_replies);
                 noted.store(true, Ordering::Relaxed);
                 // Dropping them ends the waiting for their output and status.
-                known.lock().clear();
+                known.0.lock().clear();
             })?;
         Ok(Some(Self {
             rank: peer.rank,
@@ -97,7 +98,7 @@ impl AgentLink {
                 (Some(Box::new(reader) as Output), Some(writer))
             }
         };
-        self.processes.lock().insert(
+        self.processes.0.lock().insert(
             number,
             Running {
                 exited,
@@ -178,15 +179,9 @@ struct Running {
     output: Option<PipeWriter>,
 }
 
-impl Processes {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Running>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl std::fmt::Debug for Processes {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_set().entries(self.lock().keys()).finish()
+        formatter.debug_set().entries(self.0.lock().keys()).finish()
     }
 }
 
@@ -195,7 +190,7 @@ fn follow(mut reader: BufReader<TcpStream>, processes: &Processes, replies: &Sen
     while let Some(message) = receive(&mut reader) {
         match message {
             FromAgent::Output { process, line } => {
-                let mut processes = processes.lock();
+                let mut processes = processes.0.lock();
                 let output = processes.get_mut(&process);
                 if let Some(output) = output.and_then(|running| running.output.as_mut()) {
                     // Nobody reads the output of a trial that was ended.
@@ -203,12 +198,12 @@ fn follow(mut reader: BufReader<TcpStream>, processes: &Processes, replies: &Sen
                 }
             }
             FromAgent::OutputClosed { process } => {
-                if let Some(running) = processes.lock().get_mut(&process) {
+                if let Some(running) = processes.0.lock().get_mut(&process) {
                     running.output = None;
                 }
             }
             FromAgent::Exited { process, status } => {
-                let ended = processes.lock().remove(&process);
+                let ended = processes.0.lock().remove(&process);
                 if let Some(running) = ended {
                     // Nobody takes the status of one that was ended.
                     let _ = running.status.send(status);

@@ -3,11 +3,12 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -255,7 +256,7 @@ impl OptunaProcess {
                 .split(b'\n')
                 .map_while(io::Result::ok)
             {
-                let mut lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut lines = lines.lock();
                 if lines.len() == ERROR_LINES {
                     lines.pop_front();
                 }
@@ -321,7 +322,7 @@ impl OptunaProcess {
 
     /// Returns its last lines of standard error, for the end of a message.
     fn last_lines(&self) -> String {
-        let lines = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = self.errors.lock();
         match lines.is_empty() {
             true => String::new(),
             false => {

@@ -1,7 +1,9 @@
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
+
+use accelerator_host::sync::Mutex;
 
 use super::protocol::{FromWorker, ToWorker};
 use super::trainable::BoxError;
@@ -109,7 +111,7 @@ impl TrialSession {
     /// Returns the number of iterations done, including those before the checkpoint.
     #[must_use]
     pub fn iteration(&self) -> u64 {
-        self.progress().iteration
+        self.progress.lock().iteration
     }
 
     /// Reports what an iteration has measured, and waits until the search says how to go on.
@@ -147,7 +149,7 @@ impl TrialSession {
     /// Returns `true` once the search has asked the trial to end.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.progress().is_over
+        self.progress.lock().is_over
     }
 
     fn wait_for_answer(
@@ -157,7 +159,7 @@ impl TrialSession {
         offer: Offer,
     ) -> Result<()> {
         let (iteration, seconds) = {
-            let mut progress = self.progress();
+            let mut progress = self.progress.lock();
             if progress.is_over {
                 return Err(over());
             }
@@ -185,7 +187,7 @@ impl TrialSession {
             };
             self.link.send(&message)?;
         }
-        let mut progress = self.progress();
+        let mut progress = self.progress.lock();
         progress.since = Instant::now();
         match answer {
             ToWorker::Continue | ToWorker::Save { .. } => Ok(()),
@@ -194,10 +196,6 @@ impl TrialSession {
                 Err(over())
             }
         }
-    }
-
-    fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use accelerator_collective::rendezvous::Token;
+use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
 use super::protocol::{self, FromWorker, PeerRole, ToWorker, WorkerPlace, connect, receive};
@@ -51,7 +52,7 @@ pub(super) struct Link(Arc<LinkEnds>);
 #[derive(Debug)]
 struct LinkEnds {
     stream: TcpStream,
-    messages: std::sync::Mutex<Receiver<ToWorker>>,
+    messages: Mutex<Receiver<ToWorker>>,
 }
 
 impl Link {
@@ -62,7 +63,6 @@ impl Link {
     /// The next message of the search.
     pub(super) fn next(&self) -> Result<ToWorker> {
         let messages = self.0.messages.lock();
-        let messages = messages.unwrap_or_else(std::sync::PoisonError::into_inner);
         // The other end is a thread that ends with this process.
         messages
             .recv()
