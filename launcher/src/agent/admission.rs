@@ -1,7 +1,9 @@
 //! The admission of hosts to the job, and the record of those that are present.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use accelerator_host::sync::{Condvar, Mutex};
 
 use super::handshake::Refusal;
 use super::host::{Host, HostStatus, LeavePolicy};
@@ -74,7 +76,7 @@ impl Admission {
     /// Returns the reason for the refusal.
     pub(super) fn check(&self, entry: &JoinRequest) -> std::result::Result<(), Refusal> {
         let number = entry.host;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let conflict = match () {
             () if entry.hosts != self.hosts => Some(format!(
                 "host {number} was started with --nnodes {}, and host 0 with --nnodes {}",
@@ -118,8 +120,7 @@ impl Admission {
                 );
                 return Err(Refusal::Conflict(text));
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left);
         }
     }
 
@@ -128,7 +129,7 @@ impl Admission {
     /// # Errors
     /// When it was taken meanwhile.
     pub(super) fn add(&self, host: &Arc<Host>) -> std::result::Result<(), Refusal> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if present(&state, host.number).is_some() {
             let text = format!("host {} has just been taken", host.number);
             return Err(Refusal::Retry(text));
@@ -149,7 +150,7 @@ impl Admission {
 
     /// The host that has this connection for messages.
     pub(super) fn of_session(&self, number: usize, session: u64) -> Option<Arc<Host>> {
-        let host = present(&self.lock(), number);
+        let host = present(&self.state.lock(), number);
         host.filter(|host| host.session == session)
     }
 
@@ -171,7 +172,7 @@ impl Admission {
     /// # Errors
     /// When a host that the job needs can never start its ranks, or hosts contradict one another.
     pub(super) fn gathered(&self) -> Result<Gathered> {
-        let state = self.lock();
+        let state = self.state.lock();
         if let Some(conflict) = &state.conflict {
             return Err(Error::usage(conflict.clone()));
         }
@@ -200,19 +201,19 @@ impl Admission {
 
     /// The hosts that are there and want to leave.
     pub(super) fn leaving(&self) -> Vec<Arc<Host>> {
-        let state = self.lock();
+        let state = self.state.lock();
         let present = (1..self.hosts).filter_map(|number| present(&state, number));
         present.filter(|host| host.leaves().is_some()).collect()
     }
 
     /// Records that an attempt begins: from now on, a host that contradicts the others is refused alone.
     pub(super) fn begin(&self) {
-        self.lock().has_begun = true;
+        self.state.lock().has_begun = true;
     }
 
     /// Records that a host at `address` was refused and has got the refusal.
     pub(super) fn refused(&self, address: impl std::fmt::Display, refusal: &Refusal) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         match refusal {
             // It asks again, or has only looked whether the port is open.
             Refusal::Retry(_) => return,
@@ -234,7 +235,7 @@ impl Admission {
     /// Records that the job is over: no host is admitted any more, and those that are present get the
     /// outcome. Returns them.
     pub(super) fn finish(&self, code: u8, text: Option<String>) -> Vec<Arc<Host>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.over = Some((code, text.clone()));
         let hosts: Vec<_> = state.present.iter().flatten().cloned().collect();
         drop(state);
@@ -249,10 +250,6 @@ impl Admission {
     pub(super) fn tell(&self) {
         self.changed.notify_all();
         self.relay.send(Event::Message);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, AdmissionState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -5,9 +5,10 @@ use std::fs::File;
 use std::io::Write;
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use accelerator_host::sync::{Condvar, Mutex};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::Signal;
 
@@ -146,7 +147,7 @@ impl Host {
 
     /// Takes in what the host says.
     pub(super) fn receive(&self, message: ToHead) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let now = state.restart;
         match message {
             ToHead::Ready => state.is_ready = true,
@@ -212,7 +213,7 @@ impl Host {
     /// The host is lost, and its ranks with it.
     pub(super) fn lose(&self, why: &str) {
         self.line.cut();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.loss.is_some() || state.is_over {
             state.loss.get_or_insert_default();
             state.outputs = [None, None];
@@ -246,7 +247,7 @@ impl Host {
 
     /// A connection for output has ended. The one for messages, which ends with it, knows better why.
     pub(super) fn lose_output(&self, why: &str) {
-        let state = self.lock();
+        let state = self.state.lock();
         let is_there = |state: &mut HostState| state.loss.is_none();
         let waited = self.changed.wait_timeout_while(state, OUTPUT_LAG, is_there);
         drop(waited);
@@ -255,7 +256,7 @@ impl Host {
 
     /// Returns the state of the host, as far as the head depends on it.
     pub(super) fn status(&self) -> HostStatus {
-        let state = self.lock();
+        let state = self.state.lock();
         match &state.failure {
             _ if state.loss.is_some() => HostStatus::Lost,
             Some(error) => HostStatus::Failed(error.clone()),
@@ -268,7 +269,7 @@ impl Host {
 
     /// Takes over the connection for a stream of its output; what comes is read by [`forward`](Self::forward).
     pub(super) fn add_output(&self, stream: Stream, connection: TcpStream) {
-        self.lock().outputs[stream as usize] = Some(connection);
+        self.state.lock().outputs[stream as usize] = Some(connection);
         self.tell();
     }
 
@@ -290,7 +291,7 @@ impl Host {
             }
             ranks.insert(rank, state);
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.ranks = ranks;
         state.numbers = Some(plan.layout.ranks_of(plan.host));
         state.restart = Some(plan.restart);
@@ -312,7 +313,7 @@ impl Host {
     /// When it could not be started, or the host does not tell.
     pub(super) fn started(self: &Arc<Self>, rank: usize) -> Result<Box<dyn RankProcess>> {
         let until = Instant::now() + START_TIMEOUT;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             let restart = state.restart.unwrap_or_default();
             let is_lost = state.loss.is_some();
@@ -343,14 +344,13 @@ impl Host {
                     START_TIMEOUT.as_secs()
                 )));
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left);
         }
     }
 
     /// Tells the host to end its part of the attempt.
     pub(super) fn end(&self, first: Signal, grace: Duration) {
-        let restart = self.lock().restart;
+        let restart = self.state.lock().restart;
         if let Some(restart) = restart {
             let first = first.as_raw();
             self.line.send(&ToHost::EndAttempt {
@@ -363,7 +363,7 @@ impl Host {
 
     /// Returns the processes left behind once the host has reported them; an empty set if it is lost or has no attempt.
     pub(super) fn swept(&self) -> Option<LeftBehind> {
-        let state = self.lock();
+        let state = self.state.lock();
         match &state.swept {
             Some(left_behind) => Some(left_behind.clone()),
             None if state.loss.is_some() || state.restart.is_none() => Some(LeftBehind::default()),
@@ -373,25 +373,25 @@ impl Host {
 
     /// Tells the host that the job is over.
     pub(super) fn finish(&self, code: u8, text: Option<String>) {
-        self.lock().is_over = true;
+        self.state.lock().is_over = true;
         self.line.send(&ToHost::JobOver { code, text });
         self.line.finish();
     }
 
     /// The signal that asked its launcher to end, if the job may continue without it.
     pub(super) fn leaves(&self) -> Option<i32> {
-        self.lock().leaves
+        self.state.lock().leaves
     }
 
     /// Its ranks have these numbers from now on.
     pub(super) fn renumber(&self, ranks: Range<usize>) {
-        self.lock().numbers = Some(ranks);
+        self.state.lock().numbers = Some(ranks);
     }
 
     /// A rank of it has failed while the job took it in, or soon after: the job does without it for a while, twice as long
     /// each time.
     pub(super) fn postpone(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let doublings = state.failed_joins.min(10);
         state.failed_joins += 1;
         state.not_before = Some(Instant::now() + POSTPONE * (1 << doublings));
@@ -399,24 +399,27 @@ impl Host {
 
     /// Returns the end of the time for which the job does without it.
     pub(super) fn postponed_until(&self) -> Option<Instant> {
-        self.lock().not_before.filter(|at| *at > Instant::now())
+        self.state
+            .lock()
+            .not_before
+            .filter(|at| *at > Instant::now())
     }
 
     /// Checks if no part of an attempt runs there.
     pub(super) fn is_idle(&self) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         state.restart.is_none() || state.swept.is_some()
     }
 
     /// Checks if all of its ranks have ended.
     pub(super) fn has_ended(&self) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         state.ranks.values().all(|rank| rank.end.is_some())
     }
 
     /// Ends the job if its launcher was asked to end: the job does not continue without it.
     pub(super) fn end_job(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(signal) = state.leaves.filter(|_| !state.has_ended_job) {
             state.has_ended_job = true;
             drop(state);
@@ -426,12 +429,12 @@ impl Host {
 
     /// Records that the job continues without its ranks, which are about to end.
     pub(super) fn has_left(&self) {
-        self.lock().left_at = Some(Instant::now());
+        self.state.lock().left_at = Some(Instant::now());
     }
 
     /// Returns the time at which its ranks will have had `grace` to end by themselves.
     pub(super) fn overstays_at(&self, grace: Duration) -> Option<Instant> {
-        self.lock().left_at.map(|at| at + grace)
+        self.state.lock().left_at.map(|at| at + grace)
     }
 
     /// Checks if its ranks have had `grace` to end by themselves.
@@ -442,7 +445,7 @@ impl Host {
 
     /// Tells the host that the job continues without it.
     pub(super) fn dismiss(&self) {
-        if std::mem::replace(&mut self.lock().is_over, true) {
+        if std::mem::replace(&mut self.state.lock().is_over, true) {
             return;
         }
         self.line.send(&ToHost::Left);
@@ -451,12 +454,12 @@ impl Host {
 
     /// Checks if its connection has ended.
     pub(super) fn is_gone(&self) -> bool {
-        self.lock().loss.is_some()
+        self.state.lock().loss.is_some()
     }
 
     /// Passes on what a rank of the host wrote; nothing at its end.
     pub(super) fn forward(&self, restart: u64, rank: usize, stream: Stream, bytes: &[u8]) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.restart != Some(restart) {
             return;
         }
@@ -473,7 +476,7 @@ impl Host {
         drop(state);
         let written = (&*open).write_all(bytes);
         if written.is_err()
-            && let Some(known) = self.lock().ranks.get_mut(&rank)
+            && let Some(known) = self.state.lock().ranks.get_mut(&rank)
         {
             known.pipes[stream as usize] = None;
         }
@@ -486,14 +489,14 @@ impl Host {
 
     /// Describes the loss of the host, if `rank` was lost with it.
     pub(super) fn loss_of(&self, rank: usize) -> Option<String> {
-        let state = self.lock();
+        let state = self.state.lock();
         let rank = state.ranks.get(&rank)?;
         (rank.end == Some(End::Lost)).then(|| state.loss.clone())?
     }
 
     /// Blocks until `rank` has ended.
     pub(super) fn wait(&self, restart: u64, rank: usize) -> End {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if state.restart != Some(restart) {
                 return End::Lost;
@@ -503,8 +506,7 @@ impl Host {
                 Some(RankState { end: Some(end), .. }) => return *end,
                 Some(_) => {}
             }
-            let waited = self.changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait(state);
         }
     }
 
@@ -512,9 +514,5 @@ impl Host {
     fn tell(&self) {
         self.changed.notify_all();
         self.relay.send(Event::Message);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HostState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -6,8 +6,10 @@
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
+
+use accelerator_host::sync::Mutex;
 
 use super::host::Host;
 use super::line::spawn;
@@ -67,10 +69,7 @@ impl StreamLine {
                 Err(_) => 0,
             };
             frame[12..HEADER].copy_from_slice(&(count as u32).to_le_bytes());
-            let mut connection = self
-                .connection
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut connection = self.connection.lock();
             // Without the head the output is lost. The rank may still write until it is ended.
             let _ = connection.write_all(&frame[..HEADER + count]);
             if count == 0 {

@@ -7,12 +7,13 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
+use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -146,7 +147,7 @@ impl Output {
                 gone.rank.store(GONE, Ordering::Relaxed);
             }
         }
-        *lock(&self.shared.events) = events;
+        *self.shared.events.lock() = events;
     }
 
     /// Reads `pipe`, the given stream of `rank`, to its end on a thread of its own, which
@@ -224,7 +225,7 @@ impl Output {
     pub(crate) fn stderr_tail(&self, rank: usize) -> Vec<String> {
         self.ranks
             .get(rank)
-            .map_or_else(Vec::new, |own| lock(&own.last_lines).text())
+            .map_or_else(Vec::new, |own| own.last_lines.lock().text())
     }
 
     /// Returns `true` if the standard error of `rank` has been read to its end.
@@ -290,7 +291,7 @@ struct Shared {
 impl Shared {
     fn send(&self, event: Event) {
         // Without a receiver the job is over.
-        let _ = lock(&self.events).send(event);
+        let _ = self.events.lock().send(event);
     }
 
     fn read(&self, own: &RankOutput, stream: Stream, mut pipe: File) {
@@ -306,7 +307,7 @@ impl Shared {
             };
             self.writing.fetch_add(1, Ordering::Relaxed);
             if stream == Stream::Err {
-                lock(&own.last_lines).feed(bytes);
+                own.last_lines.lock().feed(bytes);
             }
             match self.prefix {
                 Prefix::Raw => self.forward(own, stream, bytes),
@@ -335,7 +336,7 @@ impl Shared {
             Prefix::Rank | Prefix::Lines => Source::Stream(2 * own.id + stream as usize),
         };
         if let Some(log) = &own.log
-            && let Err(error) = lock(&log.file).write_all(block)
+            && let Err(error) = log.file.lock().write_all(block)
             && !log.broken.swap(true, Ordering::Relaxed)
         {
             self.note(&format!(
@@ -415,10 +416,6 @@ fn is_coloured(stream: &impl anstream::stream::RawStream) -> bool {
 
 fn is_dumb() -> bool {
     std::env::var_os("TERM").is_some_and(|term| term == "dumb")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Makes a folder in `logs` for one run with all its restarts, named by the time: their names are in the order

@@ -1,7 +1,8 @@
 //! The lock under which the output of all ranks is written: whole lines, prefixed with their rank.
 
 use std::io::{self, ErrorKind, Write};
-use std::sync::{Mutex, PoisonError};
+
+use accelerator_host::sync::Mutex;
 
 /// The source of a block of output: lines of different sources do not mix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +62,7 @@ impl SharedWriter {
         if block.is_empty() {
             return Ok(());
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         let State { open, scratch } = &mut *state;
         scratch.clear();
         let mut line_state = match *open {
@@ -95,7 +96,7 @@ impl SharedWriter {
     /// # Errors
     /// Those of `target`.
     pub(crate) fn finish(&self, target: &mut impl Write) -> io::Result<()> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         match state.open {
             None | Some((Source::Raw, _)) => Ok(()),
             Some(_) => {

@@ -13,10 +13,10 @@ use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::sync::{Mutex, MutexGuard};
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
@@ -238,7 +238,7 @@ pub(crate) fn close() {
 /// The ids of the processes that were started here and not reaped.
 fn started() -> MutexGuard<'static, BTreeSet<i32>> {
     static STARTED: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
-    STARTED.lock().unwrap_or_else(PoisonError::into_inner)
+    STARTED.lock()
 }
 
 fn pid_of(child: &Child) -> Pid {

@@ -1,10 +1,11 @@
 //! Runs a group of processes to its end: carries out the decisions of [`Job`].
 
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 use signal_hook::consts::signal;
 
@@ -243,13 +244,13 @@ struct WatchTarget {
 impl Watch {
     /// Also wakes this channel, until it is redirected.
     pub(crate) fn waking(self, wake: Sender<Event>) -> Self {
-        self.lock().wake = Some(wake);
+        self.0.lock().wake = Some(wake);
         self
     }
 
     /// Tells the end as that of `rank` to `events` from now on.
     pub(crate) fn redirect(&self, rank: usize, events: Sender<Event>) {
-        *self.lock() = WatchTarget {
+        *self.0.lock() = WatchTarget {
             rank,
             events,
             wake: None,
@@ -257,17 +258,13 @@ impl Watch {
     }
 
     fn tell(&self, end: End) {
-        let target = self.lock();
+        let target = self.0.lock();
         let rank = target.rank;
         // Without a receiver the job is over.
         let _ = target.events.send(Event::Ended { rank, end });
         if let Some(wake) = &target.wake {
             let _ = wake.send(Event::Message);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, WatchTarget> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -380,7 +377,8 @@ fn text(stopped: &[(usize, i32)], waited: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::sync::Condvar;
+
+    use accelerator_host::sync::Condvar;
 
     use super::*;
 
@@ -399,7 +397,7 @@ mod tests {
 
     impl RemoteRank {
         fn end(&self, end: End) {
-            self.state.0.lock().unwrap().end.get_or_insert(end);
+            self.state.0.lock().end.get_or_insert(end);
             self.state.1.notify_all();
         }
     }
@@ -425,9 +423,9 @@ mod tests {
             let state = Arc::clone(&self.state);
             Box::new(move || {
                 let (state, changed) = &*state;
-                let state = state.lock().unwrap();
+                let state = state.lock();
                 let state = changed.wait_while(state, |state| state.end.is_none());
-                state.unwrap().end.unwrap()
+                state.end.unwrap()
             })
         }
 
@@ -436,18 +434,18 @@ mod tests {
         }
 
         fn signal_group(&self, signal: Signal) {
-            self.state.0.lock().unwrap().signals.push(signal);
+            self.state.0.lock().signals.push(signal);
             if [Signal::TERM, Signal::KILL].contains(&signal) {
                 self.end(End::Signal(signal.as_raw()));
             }
         }
 
         fn has_group(&self) -> bool {
-            !self.state.0.lock().unwrap().is_reaped
+            !self.state.0.lock().is_reaped
         }
 
         fn reap(&mut self) {
-            self.state.0.lock().unwrap().is_reaped = true;
+            self.state.0.lock().is_reaped = true;
         }
 
         fn abandon(&mut self) {}
@@ -476,7 +474,7 @@ mod tests {
             (Some(Cause::Failure(1)), 7)
         );
         assert!(outcome.ended_by_itself(1) && !outcome.ended_by_itself(0));
-        let other = ranks[0].state.0.lock().unwrap();
+        let other = ranks[0].state.0.lock();
         assert_eq!(other.signals[..2], [Signal::TERM, Signal::CONT]);
         assert!(other.is_reaped);
     }

@@ -1,12 +1,13 @@
 //! The signals that the launcher receives, itself and through its shim.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::sync::Mutex;
 use signal_hook::consts::signal::{
     SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2,
 };
@@ -123,12 +124,12 @@ impl Relay {
 
     /// Sends signals to `events` from now on.
     pub(crate) fn redirect(&self, events: Sender<Event>) {
-        self.lock().events = events;
+        self.target.lock().events = events;
     }
 
     /// Forwards `signal`, unless it has already arrived by the other route.
     pub(crate) fn deliver(&self, signal: i32, path: Route) {
-        let mut target = self.lock();
+        let mut target = self.target.lock();
         if target.requests.counts(signal, path, Instant::now()) {
             if is_job_control(signal) {
                 IS_SUSPENDED.store(signal == SIGTSTP, Ordering::Release);
@@ -142,16 +143,12 @@ impl Relay {
 
     /// Forwards `signal`, which asked the launcher on another host to end.
     pub(crate) fn deliver_from(&self, host: usize, signal: i32) {
-        self.lock().ask(host, signal);
+        self.target.lock().ask(host, signal);
     }
 
     /// Sends an event of another thread of the launcher, whichever attempt is under way.
     pub(crate) fn send(&self, event: Event) {
-        self.lock().send(event);
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, RelayTarget> {
-        self.target.lock().unwrap_or_else(PoisonError::into_inner)
+        self.target.lock().send(event);
     }
 }
 

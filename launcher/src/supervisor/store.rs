@@ -9,11 +9,12 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Once, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
+use accelerator_host::sync::Mutex;
 use accelerator_host::{TOKEN_FILE, variable};
 use accelerator_manifest::StagedFolder;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
@@ -205,11 +206,11 @@ impl RankReports {
     pub(crate) fn record(&self, report: Report, events: &Sender<Event>) {
         let event = match report {
             Report::Joined { rank, host, .. } => {
-                self.lock().joined.insert(rank, host);
+                self.received.lock().joined.insert(rank, host);
                 Event::Joined(rank)
             }
             Report::Failed(report) => {
-                let is_first = self.lock().keep_first(FailureReport {
+                let is_first = self.received.lock().keep_first(FailureReport {
                     rank: report.rank,
                     blamed: report.blamed.iter().copied().collect(),
                     text: report.text,
@@ -223,7 +224,7 @@ impl RankReports {
                 }
             }
             Report::Closed { rank, .. } => {
-                self.lock().closed.insert(rank);
+                self.received.lock().closed.insert(rank);
                 Event::Closed(rank)
             }
             _ => return,
@@ -234,33 +235,29 @@ impl RankReports {
 
     /// Returns `true` if any rank has joined the job.
     pub(crate) fn has_any_joined(&self) -> bool {
-        !self.lock().joined.is_empty()
+        !self.received.lock().joined.is_empty()
     }
 
     /// Returns `true` if `rank` has joined the job and not closed its group.
     pub(crate) fn is_joined(&self, rank: usize) -> bool {
-        let received = self.lock();
+        let received = self.received.lock();
         received.joined.contains_key(&rank) && !received.closed.contains(&rank)
     }
 
     /// Returns `true` if `rank` has reported a failure, or never joined.
     pub(crate) fn has_reported(&self, rank: usize) -> bool {
-        let received = self.lock();
+        let received = self.received.lock();
         !received.joined.contains_key(&rank) || received.has_reported(rank)
     }
 
     /// The host that `rank` joined from.
     pub(crate) fn host(&self, rank: usize) -> Option<String> {
-        self.lock().joined.get(&rank).cloned()
+        self.received.lock().joined.get(&rank).cloned()
     }
 
     /// The first failure report of each rank, in order of arrival.
     pub(crate) fn failure_reports(&self) -> Vec<FailureReport> {
-        self.lock().failure_reports.clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Received> {
-        self.received.lock().unwrap_or_else(PoisonError::into_inner)
+        self.received.lock().failure_reports.clone()
     }
 }
 

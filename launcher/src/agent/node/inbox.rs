@@ -1,8 +1,9 @@
 //! The messages of the head that the main thread has not taken yet.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use accelerator_host::sync::Mutex;
 use signal_hook::consts::signal::{SIGKILL, SIGTERM};
 
 use crate::agent::line::LineEnd;
@@ -61,7 +62,7 @@ impl Inbox {
 
     /// Adds what has come.
     pub(super) fn put(&self, inbound: Inbound) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let event = match (state.work, &inbound) {
             (
                 Some(Work::Build),
@@ -77,18 +78,14 @@ impl Inbox {
 
     /// Removes and returns the oldest event.
     pub(super) fn take(&self) -> Option<Inbound> {
-        self.lock().inbound.pop_front()
+        self.state.lock().inbound.pop_front()
     }
 
     /// Does `work`, whose wait a message of the head ends.
     pub(super) fn during<T>(&self, work: Work, body: impl FnOnce() -> T) -> T {
-        self.lock().work = Some(work);
+        self.state.lock().work = Some(work);
         let done = body();
-        self.lock().work = None;
+        self.state.lock().work = None;
         done
-    }
-
-    fn lock(&self) -> MutexGuard<'_, InboxState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

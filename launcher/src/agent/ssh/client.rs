@@ -5,10 +5,11 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use accelerator_host::sync::Mutex;
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::order::{AgentHello, Order, greeted, send};
@@ -206,7 +207,7 @@ impl Client {
 
     /// Gives it its order; from here on its errors are those of the job, if they are shown.
     pub(super) fn order(&self, order: &Order, show: Show) {
-        self.lock().is_shown = show == Show::Output;
+        self.stderr.lock().is_shown = show == Show::Output;
         if let Some(mut stdin) = self.stdin.as_ref() {
             // Where it is gone, its end tells.
             let _ = send(&mut stdin, order);
@@ -222,7 +223,7 @@ impl Client {
 
     /// Makes the agent kill everything.
     pub(super) fn kill(&mut self) {
-        self.lock().is_shown = false;
+        self.stderr.lock().is_shown = false;
         self.stdin = None;
     }
 
@@ -231,11 +232,7 @@ impl Client {
         self.stdin = None;
         self.process.reap();
         let _ = self.printed.recv_timeout(LAST_WORDS);
-        self.lock().tail()
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, AgentStderr> {
-        self.stderr.lock().unwrap_or_else(PoisonError::into_inner)
+        self.stderr.lock().tail()
     }
 }
 
@@ -309,7 +306,7 @@ const UNREACHABLE: [&str; 6] = [
 pub(super) fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
     let mut chunk = [0; TAIL];
     while let Ok(count @ 1..) = pipe.read(&mut chunk) {
-        let mut state = stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = stderr.lock();
         state.tail.extend_from_slice(&chunk[..count]);
         let over = state.tail.len().saturating_sub(TAIL);
         state.tail.drain(..over);

@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
 use super::client::{AgentStderr, LAST_WORDS, Ssh, keep, may_pass, not_started};
@@ -156,7 +157,7 @@ impl<'a> Copy<'a> {
             return Ok(());
         }
         let _ = self.printed.recv_timeout(LAST_WORDS);
-        let stderr = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let stderr = self.stderr.lock();
         let said = stderr.tail();
         if end == End::Code(255) {
             let error = Error::system(not_started(self.host, end, &said));
