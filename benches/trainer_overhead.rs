@@ -4,7 +4,7 @@
 
 #![allow(clippy::print_stdout, reason = "a bench prints its figures")]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use accelerator::prelude::*;
@@ -13,6 +13,7 @@ use accelerator::train::{
     TrainerCallback, TrainerControl, TrainingArguments,
 };
 use accelerator_benches::{Interval, Model, Net, Pair, Samples};
+use accelerator_host::sync::Mutex;
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use serde::Serialize;
@@ -99,7 +100,7 @@ fn measure(
     trainer.train()?;
 
     // The first round finds everything cold.
-    let times = times.lock().unwrap_or_else(PoisonError::into_inner);
+    let times = times.lock();
     let (trainer, by_hand): (Vec<f64>, Vec<f64>) = times.iter().skip(1).copied().unzip();
     let ratios = trainer.iter().zip(&by_hand).map(|(a, b)| a / b);
     Ok(Line {
@@ -127,7 +128,7 @@ impl<M> TrainerCallback<M> for Rounds {
                 .by_hand
                 .prepared()
                 .map_err(|error| Error::other(error.to_string()))?;
-            let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut times = self.times.lock();
             times.push((1e3 * trainer, 1e3 * by_hand.whole));
             self.since = Instant::now();
         }

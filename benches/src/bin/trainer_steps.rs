@@ -6,7 +6,7 @@
 #![allow(clippy::print_stdout, reason = "a bench prints its figures")]
 
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use accelerator::prelude::*;
@@ -16,6 +16,7 @@ use accelerator::train::{
 };
 use accelerator_benches::Samples;
 use accelerator_examples::cross_entropy;
+use accelerator_host::sync::Mutex;
 use burn::data::dataloader::batcher::Batcher;
 use burn::module::Module;
 use burn::nn::transformer::{
@@ -91,7 +92,7 @@ struct Clock(Arc<Mutex<Option<(Instant, Instant)>>>);
 
 impl Clock {
     fn seconds(&self) -> f64 {
-        let times = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let times = self.0.lock();
         times.map_or(f64::NAN, |(started, ended)| (ended - started).as_secs_f64())
     }
 }
@@ -99,7 +100,7 @@ impl Clock {
 impl<M> TrainerCallback<M> for Clock {
     fn on_step_end(&mut self, at: &CallbackContext<'_, M>, _: &mut TrainerControl) -> Result<()> {
         let now = Instant::now();
-        let mut times = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut times = self.0.lock();
         match at.state.global_step {
             WARMUP => *times = Some((now, now)),
             _ => *times = times.map(|(started, _)| (started, now)),
