@@ -3,8 +3,7 @@
 use core::fmt::Write;
 
 use super::arguments::TrainingArguments;
-use super::state::{LogEntry, TrainerState};
-use super::trainer::TrainOutput;
+use super::state::{LogEntry, Metrics, TrainerState};
 use crate::accelerator::Accelerator;
 
 /// The table, as Hugging Face's notebooks show it: a row for each evaluation or, without evaluations, for each log.
@@ -155,12 +154,12 @@ impl Console {
         self.row(accelerator, &cells);
     }
 
-    pub(super) fn on_train_end(&mut self, accelerator: &Accelerator, output: &TrainOutput) {
+    pub(super) fn on_train_end(&mut self, accelerator: &Accelerator, metrics: &Metrics) {
         #[cfg(feature = "progress")]
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
-        accelerator.print(&output.metrics);
+        accelerator.print(metrics);
     }
 
     fn row(&mut self, accelerator: &Accelerator, cells: &[(String, String)]) {

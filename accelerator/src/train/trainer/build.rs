@@ -28,6 +28,7 @@ use crate::train::arguments::{
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
 use crate::train::local_rounds::LocalRounds;
+use crate::train::loss::{Inputs, IntoLossOutput};
 use crate::train::model_cell::ModelCell;
 use crate::train::state::{Metrics, TrainerState};
 use accelerator_plan::TailPolicy;
@@ -88,6 +89,44 @@ pub struct TrainerBuilder<F, M, I, O, P> {
     train: Option<Arc<dyn Dataset<I>>>,
 }
 
+impl<M, I, O, P> Trainer<M, I, O, P>
+where
+    M: Module + fmt::Display + 'static,
+    I: fmt::Debug + Send + Sync + 'static,
+    O: Send + 'static,
+    P: Tensors + Clone + 'static,
+{
+    /// Builds a trainer of the model that `model_init` makes on the device of its rank, from the arguments' seed.
+    ///
+    /// `data_collator` makes batches of items. `compute_loss` gives the mean loss of a batch: alone, as `(loss, outputs)`
+    /// where metrics are made of outputs, or as a [`LossOutput`](crate::train::LossOutput) where it is a mean over tokens. It is called for
+    /// training and for evaluation, with the model that records gradients and the one that does not.
+    pub fn builder<L>(
+        arguments: TrainingArguments,
+        model_init: impl FnOnce(&Device) -> M,
+        data_collator: impl Batcher<I, O> + 'static,
+        compute_loss: impl Fn(&M, &Inputs<'_, O>) -> L + 'static,
+    ) -> TrainerBuilder<impl FnOnce(&Device) -> M, M, I, O, P>
+    where
+        L: IntoLossOutput<Outputs = P>,
+    {
+        TrainerBuilder {
+            accelerator: None,
+            arguments,
+            callbacks: Vec::new(),
+            collator: Arc::new(data_collator),
+            compute_loss: Arc::new(move |model, inputs| {
+                compute_loss(model, inputs).into_loss_output()
+            }),
+            compute_metrics: None,
+            eval: None,
+            model_init,
+            optimizer: None,
+            train: None,
+        }
+    }
+}
+
 impl<F, M, I, O, P> TrainerBuilder<F, M, I, O, P>
 where
     F: FnOnce(&Device) -> M,
@@ -96,26 +135,6 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    pub(super) fn new(
-        arguments: TrainingArguments,
-        model_init: F,
-        collator: Arc<dyn Batcher<I, O>>,
-        compute_loss: Arc<ComputeLoss<M, O, P>>,
-    ) -> Self {
-        Self {
-            accelerator: None,
-            arguments,
-            callbacks: Vec::new(),
-            collator,
-            compute_loss,
-            compute_metrics: None,
-            eval: None,
-            model_init,
-            optimizer: None,
-            train: None,
-        }
-    }
-
     /// Sets the data to train on.
     pub fn train_dataset(mut self, dataset: impl Dataset<I> + 'static) -> Self {
         self.train = Some(Arc::new(dataset));

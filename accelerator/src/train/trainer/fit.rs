@@ -89,7 +89,8 @@ where
         }
         let output = self.output(data, since, before);
         self.hook(|callback, at, _| callback.on_train_end(at))?;
-        self.console.on_train_end(&self.accelerator, &output);
+        self.console
+            .on_train_end(&self.accelerator, &output.metrics);
         Ok(output)
     }
 

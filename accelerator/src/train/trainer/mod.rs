@@ -24,7 +24,7 @@ use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::flow::Flow;
 use super::local_rounds::LocalRounds;
-use super::loss::{Inputs, IntoLossOutput, LossOutput};
+use super::loss::{Inputs, LossOutput};
 use super::model_cell::ModelCell;
 use super::state::{BestCandidate, Metrics, SavedUpdate, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
@@ -161,28 +161,6 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// A trainer of the model that `model_init` makes on the device of its rank, from the arguments' seed.
-    ///
-    /// `data_collator` makes batches of items. `compute_loss` gives the mean loss of a batch: alone, as `(loss, outputs)`
-    /// where metrics are made of outputs, or as a [`LossOutput`] where it is a mean over tokens. It is called for
-    /// training and for evaluation, with the model that records gradients and the one that does not.
-    pub fn builder<L>(
-        arguments: TrainingArguments,
-        model_init: impl FnOnce(&burn::tensor::Device) -> M,
-        data_collator: impl Batcher<I, O> + 'static,
-        compute_loss: impl Fn(&M, &Inputs<'_, O>) -> L + 'static,
-    ) -> TrainerBuilder<impl FnOnce(&burn::tensor::Device) -> M, M, I, O, P>
-    where
-        L: IntoLossOutput<Outputs = P>,
-    {
-        TrainerBuilder::new(
-            arguments,
-            model_init,
-            Arc::new(data_collator),
-            Arc::new(move |model, inputs| compute_loss(model, inputs).into_loss_output()),
-        )
-    }
-
     /// The ranks.
     pub fn accelerator(&self) -> &Accelerator {
         &self.accelerator
