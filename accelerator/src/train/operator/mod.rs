@@ -2,23 +2,27 @@
 
 mod meter;
 mod models;
-mod register;
 mod runner;
 mod trainer;
 mod workers;
 
+use core::fmt;
+use core::marker::PhantomData;
+
+use burn::module::Module;
+use burn::tensor::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use self::meter::Meter;
-pub use self::models::RegisteredModels;
-pub use self::register::{CriterionOutputs, Registered, RegisteredData, RegisteredModel, Setup};
-pub use self::runner::TrainBatches;
+pub use self::models::{CriterionOutputs, RegisteredData, RegisteredModel, RegisteredModels};
 pub use self::trainer::OperatorTrainer;
+use super::model_cell::ModelCell;
 use super::state::Metrics;
-use crate::accelerator::Accelerator;
+use crate::accelerator::{Accelerator, Prepare};
 use crate::core::error::Result;
-use crate::data::{Batch, Epoch};
+use crate::data::{Batch, Epoch, Loader, PreparedLoader};
+use crate::optim::{PreparedOptimizer, Scheduled};
 
 /// A type that says what to train, and how: Ray SGD's `TrainingOperator`. An [`OperatorTrainer`] makes one per rank.
 ///
@@ -284,4 +288,185 @@ pub struct StepInfo {
     pub epoch_idx: u64,
     /// The batches that a rank has trained on before.
     pub global_step: u64,
+}
+
+/// The registry that [`TrainingOperator::setup`] gets.
+#[derive(Debug)]
+pub struct Setup<T> {
+    accelerator: Accelerator,
+    operator: PhantomData<fn() -> T>,
+}
+
+impl<T: TrainingOperator> Setup<T> {
+    fn new(accelerator: Accelerator) -> Self {
+        Self {
+            accelerator,
+            operator: PhantomData,
+        }
+    }
+
+    /// The ranks.
+    pub fn accelerator(&self) -> &Accelerator {
+        &self.accelerator
+    }
+
+    /// Registers the model that `model_init` makes on the device of this rank, from the seed, with its optimizer and
+    /// scheduler: `(optimizer, scheduler)` advances with each step, `(optimizer, PerEpoch(scheduler))` with each epoch, as
+    /// [`prepare`](Accelerator::prepare) takes them. Several models are registered one after the other.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`prepare`](Accelerator::prepare).
+    #[track_caller]
+    pub fn register<M, K, P>(
+        &self,
+        model_init: impl FnOnce(&Device) -> M,
+        optimizer: P,
+    ) -> Result<RegisteredModel<M, BatchOf<T>>>
+    where
+        M: Module + fmt::Display + 'static,
+        P: Prepare<K, Prepared = PreparedOptimizer<Scheduled>>,
+    {
+        let accelerator = &self.accelerator;
+        let model = accelerator.prepare(accelerator.init(model_init))?;
+        Ok(RegisteredModel {
+            criterion: None,
+            model: ModelCell::new(model),
+            optimizer: accelerator.prepare(optimizer)?,
+            valid: None,
+        })
+    }
+
+    /// Registers what is trained on, and what is validated on: a loader, or `None`.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`prepare`](Accelerator::prepare).
+    #[track_caller]
+    pub fn register_data(
+        &self,
+        train: Loader<BatchOf<T>>,
+        validation: impl Into<Option<Loader<BatchOf<T>>>>,
+    ) -> Result<RegisteredData<BatchOf<T>>> {
+        let accelerator = &self.accelerator;
+        let train = accelerator.prepare(train)?;
+        let validation = validation.into();
+        Ok(RegisteredData {
+            train,
+            validation: validation.map(|it| accelerator.prepare(it)).transpose()?,
+        })
+    }
+}
+
+/// The result of [`TrainingOperator::setup`]: everything that it registered.
+#[derive(Debug)]
+pub struct Registered<T: TrainingOperator> {
+    operator: T,
+    models: T::Models,
+    data: RegisteredData<BatchOf<T>>,
+}
+
+impl<T: TrainingOperator> Registered<T> {
+    /// The operator, with what it keeps itself, what it trains, and on what.
+    pub fn new(operator: T, models: T::Models, data: RegisteredData<BatchOf<T>>) -> Self {
+        Self {
+            operator,
+            models,
+            data,
+        }
+    }
+}
+
+/// The batches of a call of [`OperatorTrainer::train`]: the rest of the epoch, or as many
+/// as were asked for, of as many epochs as that needs.
+pub struct TrainBatches<'a, O> {
+    has_ended: bool,
+    /// The epoch of the last batch.
+    last_epoch: u64,
+    loader: &'a PreparedLoader<O>,
+    cursor: &'a mut EpochCursor<O>,
+    remaining: Option<u64>,
+}
+
+/// The position of the training in its data.
+struct EpochCursor<O> {
+    epoch: u64,
+    global_step: u64,
+    /// The epoch that is read.
+    open: Option<Epoch<O>>,
+    /// Set once its last batch was taken.
+    is_at_end: bool,
+}
+
+impl<O> EpochCursor<O> {
+    fn at(epoch: u64, global_step: u64) -> Self {
+        Self {
+            epoch,
+            global_step,
+            open: None,
+            is_at_end: false,
+        }
+    }
+
+    /// Ends an epoch whose last batch was taken, so that the next call begins another.
+    fn close_at_end(&mut self) {
+        if !core::mem::take(&mut self.is_at_end) {
+            return;
+        }
+        if let Some(mut epoch) = self.open.take() {
+            // The loader counts an epoch as read once it has returned `None`.
+            let _ = epoch.next();
+            self.epoch += 1;
+        }
+    }
+}
+
+impl<O: Send + 'static> Iterator for TrainBatches<'_, O> {
+    type Item = Result<Batch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_ended || self.remaining == Some(0) {
+            return None;
+        }
+        let cursor = &mut *self.cursor;
+        let mut begins = false;
+        loop {
+            let open = cursor.open.get_or_insert_with(|| {
+                begins = true;
+                self.loader.epoch(cursor.epoch)
+            });
+            match open.next() {
+                Some(Ok(batch)) => {
+                    cursor.global_step += 1;
+                    cursor.is_at_end = batch.is_last();
+                    self.last_epoch = batch.epoch();
+                    self.remaining = self.remaining.map(|remaining| remaining - 1);
+                    return Some(Ok(batch));
+                }
+                Some(Err(error)) => {
+                    self.has_ended = true;
+                    return Some(Err(error));
+                }
+                None => {
+                    cursor.open = None;
+                    cursor.is_at_end = false;
+                    cursor.epoch += 1;
+                    // An epoch without batches would be begun for ever.
+                    if self.remaining.is_none() || begins {
+                        self.has_ended = true;
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<O> fmt::Debug for TrainBatches<'_, O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrainBatches")
+            .field("epoch", &self.cursor.epoch)
+            .field("remaining", &self.remaining)
+            .finish_non_exhaustive()
+    }
 }

@@ -1,16 +1,17 @@
 //! The work of a rank with its operator.
 
-use core::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::register::{Registered, RegisteredData, Setup};
-use super::{BatchOf, EpochInfo, OperatorWorker, RegisteredModels, TrainingOperator};
+use super::models::{RegisteredData, RegisteredModels};
+use super::{
+    BatchOf, EpochCursor, EpochInfo, OperatorWorker, Registered, Setup, TrainBatches,
+    TrainingOperator,
+};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::Object;
 use crate::core::error::{Error, Result};
-use crate::data::{Batch, Epoch, PreparedLoader};
 use crate::train::state::Metrics;
 
 /// An operator on its rank.
@@ -19,16 +20,6 @@ pub(super) struct Runner<T: TrainingOperator> {
     operator: T,
     cursor: EpochCursor<BatchOf<T>>,
     pub(super) worker: OperatorWorker<T>,
-}
-
-/// The position of the training in its data.
-struct EpochCursor<O> {
-    epoch: u64,
-    global_step: u64,
-    /// The epoch that is read.
-    open: Option<Epoch<O>>,
-    /// Set once its last batch was taken.
-    is_at_end: bool,
 }
 
 /// The state that is saved beside models, optimizers and loader.
@@ -197,89 +188,5 @@ impl<T: TrainingOperator> Runner<T> {
             cursor: EpochCursor::at(position.epoch(), progress.global_step),
             worker: OperatorWorker { models, ..worker },
         })
-    }
-}
-
-impl<O> EpochCursor<O> {
-    fn at(epoch: u64, global_step: u64) -> Self {
-        Self {
-            epoch,
-            global_step,
-            open: None,
-            is_at_end: false,
-        }
-    }
-
-    /// Ends an epoch whose last batch was taken, so that the next call begins another.
-    fn close_at_end(&mut self) {
-        if !core::mem::take(&mut self.is_at_end) {
-            return;
-        }
-        if let Some(mut epoch) = self.open.take() {
-            // The loader counts an epoch as read once it has returned `None`.
-            let _ = epoch.next();
-            self.epoch += 1;
-        }
-    }
-}
-
-/// The batches of a call of [`OperatorTrainer::train`](super::OperatorTrainer::train): the rest of the epoch, or as many
-/// as were asked for, of as many epochs as that needs.
-pub struct TrainBatches<'a, O> {
-    has_ended: bool,
-    /// The epoch of the last batch.
-    last_epoch: u64,
-    loader: &'a PreparedLoader<O>,
-    cursor: &'a mut EpochCursor<O>,
-    remaining: Option<u64>,
-}
-
-impl<O: Send + 'static> Iterator for TrainBatches<'_, O> {
-    type Item = Result<Batch<O>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.has_ended || self.remaining == Some(0) {
-            return None;
-        }
-        let cursor = &mut *self.cursor;
-        let mut begins = false;
-        loop {
-            let open = cursor.open.get_or_insert_with(|| {
-                begins = true;
-                self.loader.epoch(cursor.epoch)
-            });
-            match open.next() {
-                Some(Ok(batch)) => {
-                    cursor.global_step += 1;
-                    cursor.is_at_end = batch.is_last();
-                    self.last_epoch = batch.epoch();
-                    self.remaining = self.remaining.map(|remaining| remaining - 1);
-                    return Some(Ok(batch));
-                }
-                Some(Err(error)) => {
-                    self.has_ended = true;
-                    return Some(Err(error));
-                }
-                None => {
-                    cursor.open = None;
-                    cursor.is_at_end = false;
-                    cursor.epoch += 1;
-                    // An epoch without batches would be begun for ever.
-                    if self.remaining.is_none() || begins {
-                        self.has_ended = true;
-                        return None;
-                    }
-                }
-            }
-        }
-    }
-}
-
-impl<O> fmt::Debug for TrainBatches<'_, O> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TrainBatches")
-            .field("epoch", &self.cursor.epoch)
-            .field("remaining", &self.remaining)
-            .finish_non_exhaustive()
     }
 }
