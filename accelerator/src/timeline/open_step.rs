@@ -1,6 +1,6 @@
 use super::event::{EventKind, Thread};
 use super::interval::Intervals;
-use super::step_stats::StepTimes;
+use super::summary::StepTimes;
 
 /// The place of [`EventKind::Reduce`] among the phases.
 const WAITING: usize = 4;

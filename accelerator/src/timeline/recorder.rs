@@ -8,9 +8,7 @@ use accelerator_host::sync::Mutex;
 use super::clock::ClockSync;
 use super::event::{Detail, Event, EventKind, EventSubject, Thread};
 use super::open_step::OpenStep;
-use super::ring::RingBuffer;
-use super::step_stats::{StepStats, StepTimes};
-use super::summary::StepSummary;
+use super::summary::{RingBuffer, StepStats, StepSummary, StepTimes};
 
 /// The number of events that a trace holds per rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;

@@ -2,7 +2,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::step_stats::StepTimes;
+use super::event::EventKind;
 
 /// A summary of where the time of this rank's steps went, on average; from
 /// [`Accelerator::step_summary`](crate::Accelerator::step_summary).
@@ -162,6 +162,132 @@ impl fmt::Display for StepSummary {
     }
 }
 
+/// The number of the newest steps over which medians are taken.
+const STEPS: usize = 1 << 12;
+
+/// The statistics of several steps.
+#[derive(Debug)]
+pub(super) struct StepStats {
+    steps: RingBuffer<StepTimes>,
+    /// The sums over all steps.
+    sums: StepTimes,
+    count: u64,
+}
+
+impl StepStats {
+    pub(super) fn new() -> Self {
+        Self {
+            steps: RingBuffer::new(STEPS),
+            sums: StepTimes::default(),
+            count: 0,
+        }
+    }
+
+    pub(super) fn add(&mut self, times: StepTimes) {
+        self.sums.add(&times);
+        self.steps.push(times);
+        self.count += 1;
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.steps.clear();
+        self.sums = StepTimes::default();
+        self.count = 0;
+    }
+
+    pub(super) fn summary(&self) -> Option<StepSummary> {
+        StepSummary::of(self.count, &self.sums, self.steps.items())
+    }
+}
+
+/// The times of a step, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct StepTimes {
+    /// The time from its first batch to the end of its optimizer.
+    pub(super) total: u64,
+    /// The times of [`EventKind::PHASES`]; they share out a part of the total.
+    pub(super) phases: [u64; EventKind::PHASES.len()],
+    /// The time for which operations were under way, on whichever thread.
+    pub(super) communicating: u64,
+    /// The part of that for which the main thread stood still.
+    pub(super) exposed: u64,
+    pub(super) bytes: u64,
+}
+
+impl StepTimes {
+    fn add(&mut self, other: &Self) {
+        self.total += other.total;
+        self.communicating += other.communicating;
+        self.exposed += other.exposed;
+        self.bytes += other.bytes;
+        for (sum, phase) in self.phases.iter_mut().zip(other.phases) {
+            *sum += phase;
+        }
+    }
+}
+
+impl fmt::Display for StepTimes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let milliseconds = |nanoseconds| nanoseconds as f64 / 1e6;
+        write!(f, "{:.3} ms", milliseconds(self.total))?;
+        for (kind, time) in EventKind::PHASES.into_iter().zip(self.phases) {
+            write!(f, ", {} {:.3}", kind.name(), milliseconds(time))?;
+        }
+        write!(
+            f,
+            ", communicating {:.3}, exposed {:.3}, {} bytes",
+            milliseconds(self.communicating),
+            milliseconds(self.exposed),
+            self.bytes
+        )
+    }
+}
+
+/// A buffer of the newest items, in memory that is allocated once.
+#[derive(Debug)]
+pub(super) struct RingBuffer<T> {
+    capacity: usize,
+    items: Vec<T>,
+    /// The number of items put in.
+    count: u64,
+}
+
+impl<T: Copy> RingBuffer<T> {
+    pub(super) fn new(capacity: usize) -> Self {
+        Self {
+            capacity,
+            items: Vec::with_capacity(capacity),
+            count: 0,
+        }
+    }
+
+    pub(super) fn push(&mut self, item: T) {
+        if self.items.len() < self.capacity {
+            self.items.push(item);
+        } else if self.capacity > 0 {
+            let oldest = (self.count % self.capacity as u64) as usize;
+            self.items[oldest] = item;
+        }
+        self.count += 1;
+    }
+
+    /// Forgets everything, and keeps the memory.
+    pub(super) fn clear(&mut self) {
+        self.items.clear();
+        self.count = 0;
+    }
+
+    /// Returns the number of items that are gone.
+    pub(super) fn dropped(&self) -> u64 {
+        self.count - self.items.len() as u64
+    }
+
+    /// Returns the items that are there, in no particular order.
+    pub(super) fn items(&self) -> &[T] {
+        &self.items
+    }
+}
+
 /// Returns the median; of an even number, the mean of the two in the middle.
 fn median(values: &mut [u64]) -> f64 {
     values.sort_unstable();
@@ -214,5 +340,22 @@ mod tests {
         );
         assert!(StepSummary::of(0, &sums, &newest).is_none());
         assert_eq!(median(&mut [4, 1]), 2.5);
+    }
+
+    #[test]
+    fn the_newest_stay() {
+        let mut ring = RingBuffer::new(3);
+        for item in 0..8 {
+            ring.push(item);
+        }
+        let mut items = ring.items().to_vec();
+        items.sort_unstable();
+        assert_eq!((items, ring.dropped()), (vec![5, 6, 7], 5));
+        ring.clear();
+        ring.push(9);
+        assert_eq!((ring.items(), ring.dropped()), (&[9][..], 0));
+        let mut none = RingBuffer::new(0);
+        none.push(1);
+        assert_eq!((none.items().len(), none.dropped()), (0, 1));
     }
 }
