@@ -7,7 +7,6 @@
 
 mod clock;
 mod event;
-mod interval;
 mod open_step;
 mod profiler;
 mod profiler_schedule;
