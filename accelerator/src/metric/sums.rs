@@ -1,8 +1,68 @@
 use accelerator_collective::{ProcessGroup, ReduceOp};
 
-use super::Metric;
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
+
+/// A figure that can be put together from sums over samples, so that the sums of all ranks give
+/// it over all samples. Tuples of metrics are metrics.
+///
+/// One method shows every sum, always in the same order. How many there are may be known at run
+/// time only; [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric) makes sure that all ranks have
+/// the same.
+///
+/// ```
+/// use accelerator::metric::{Metric, Sums};
+///
+/// /// How often each byte came.
+/// struct Histogram { counts: Vec<f64>, total: f64 }
+///
+/// impl Metric for Histogram {
+///     fn sums(&mut self, sums: &mut Sums<'_>) {
+///         sums.all(&mut self.counts);
+///         sums.one(&mut self.total);
+///     }
+/// }
+///
+/// let accelerator = accelerator::Accelerator::new()?;
+/// let mine = Histogram { counts: vec![0.0; 256], total: 0.0 };
+/// let all = accelerator.reduce_metric(mine)?;
+/// # assert_eq!(all.counts.len(), 256);
+/// # Ok::<(), accelerator::Error>(())
+/// ```
+pub trait Metric {
+    /// Shows its sums: first they are read, then overwritten with those of all ranks.
+    fn sums(&mut self, sums: &mut Sums<'_>);
+
+    /// Returns a name by which ranks that reduce different metrics with as many sums are found out: that
+    /// of the type, unless it says more.
+    ///
+    /// ```
+    /// use accelerator::metric::{Metric, Sums};
+    ///
+    /// /// Hits within a distance, which all ranks must mean alike.
+    /// struct Within { distance: f64, hits: f64 }
+    ///
+    /// impl Metric for Within {
+    ///     fn sums(&mut self, sums: &mut Sums<'_>) {
+    ///         sums.one(&mut self.hits);
+    ///     }
+    ///
+    ///     fn name(&self) -> String {
+    ///         format!("within {}", self.distance)
+    ///     }
+    /// }
+    ///
+    /// let errors = accelerator::launch(2, |accelerator| {
+    ///     let mine = Within { distance: accelerator.rank() as f64, hits: 3.0 };
+    ///     Ok(accelerator.reduce_metric(mine).err())
+    /// })?;
+    /// assert!(errors.into_iter().flatten().all(|error| error.is_misuse()));
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    fn name(&self) -> String {
+        short(core::any::type_name::<Self>())
+    }
+}
 
 /// The visitor to which a [`Metric`] shows its sums.
 #[derive(Debug)]
@@ -73,6 +133,48 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
     Ok(metric)
 }
 
+macro_rules! tuples {
+    ($($metric:ident),+) => {
+        impl<$($metric: Metric),+> Metric for ($($metric,)+) {
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn sums(&mut self, sums: &mut Sums<'_>) {
+                let ($($metric,)+) = self;
+                $($metric.sums(sums);)+
+            }
+
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            fn name(&self) -> String {
+                let ($($metric,)+) = self;
+                let names = [$($metric.name()),+];
+                format!("({})", names.join(", "))
+            }
+        }
+    };
+}
+
+tuples!(A);
+tuples!(A, B);
+tuples!(A, B, C);
+tuples!(A, B, C, D);
+tuples!(A, B, C, D, E);
+tuples!(A, B, C, D, E, F);
+
+impl<M: Metric> Metric for Vec<M> {
+    fn sums(&mut self, sums: &mut Sums<'_>) {
+        self.iter_mut().for_each(|metric| metric.sums(sums));
+    }
+
+    fn name(&self) -> String {
+        let names: Vec<_> = self.iter().map(Metric::name).collect();
+        match names.first() {
+            Some(first) if names.iter().all(|name| name == first) => {
+                format!("[{first}; {}]", names.len())
+            }
+            _ => format!("[{}]", names.join(", ")),
+        }
+    }
+}
+
 const HEAD: usize = 2;
 
 /// The numbers of sums that were shown at a time.
@@ -106,6 +208,16 @@ fn differing(ranks: &[(String, Vec<usize>)]) -> Error {
          order, on every rank",
         sides(ranks)
     ))
+}
+
+/// The name of a type without the paths of modules.
+fn short(name: &str) -> String {
+    let mut short = String::new();
+    // An identifier that a path follows is a module.
+    for part in name.split_inclusive(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':')) {
+        short.push_str(part.rsplit("::").next().unwrap_or(part));
+    }
+    short
 }
 
 #[cfg(all(test, feature = "flex"))]
