@@ -196,8 +196,6 @@ pub enum OpKind {
     ReduceScatterBuffer = 12,
     /// Every rank gets an object of its own from one rank.
     ScatterObject = 13,
-    /// Every rank gets values of its own from every rank.
-    AllToAll = 14,
 }
 
 impl From<OpKind> for u8 {
@@ -216,7 +214,7 @@ impl TryFrom<u8> for OpKind {
 
 impl OpKind {
     /// All operations.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 13] = [
         Self::AllGather,
         Self::AllGatherObject,
         Self::AllGatherParts,
@@ -230,7 +228,6 @@ impl OpKind {
         Self::ReduceScatter,
         Self::ReduceScatterBuffer,
         Self::ScatterObject,
-        Self::AllToAll,
     ];
 
     /// Returns the name of the method that starts the operation.
@@ -241,7 +238,6 @@ impl OpKind {
             Self::AllGatherParts => "all_gather_parts",
             Self::AllGatherVaried => "all_gather_varied",
             Self::AllReduce => "all_reduce",
-            Self::AllToAll => "all_to_all",
             Self::Barrier => "barrier",
             Self::Broadcast => "broadcast",
             Self::BroadcastObject => "broadcast_object",
@@ -268,8 +264,7 @@ impl OpKind {
             | Self::BroadcastObject
             | Self::Connect
             | Self::GatherObject
-            | Self::ScatterObject
-            | Self::AllToAll => false,
+            | Self::ScatterObject => false,
         }
     }
 

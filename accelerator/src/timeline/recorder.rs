@@ -318,11 +318,11 @@ mod tests {
         group
             .observe(move |operation| sender.send(*operation).unwrap())
             .unwrap();
-        group.all_to_all(&[vec![1_u8]]).unwrap();
+        group.barrier().unwrap();
         let recorder = Recorder::new(Recording::Events);
         recorder.communicated(&seen.recv().unwrap());
         let (events, _, _) = recorder.events();
-        assert_eq!(events[0].kind.name(), "all_to_all");
+        assert_eq!(events[0].kind.name(), "barrier");
     }
 
     #[test]

@@ -2,12 +2,12 @@
 
 use std::panic::Location;
 
-use super::{ProcessGroup, engine::all_to_all_len};
+use super::ProcessGroup;
 use crate::{
     buffer::Buffer,
     buffer_slice::{BufferSlice, GatherLayout},
     element::{DType, Element},
-    error::{Error, Kind, Result},
+    error::Result,
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     partition::Partition,
     reduce_op::ReduceOp,
@@ -205,67 +205,6 @@ impl ProcessGroup {
         self.run(&fingerprint, |ctx| {
             ctx.all_gather_parts(buffers, &layout, sink)
         })
-    }
-
-    /// Sends `parts[r]` to rank `r`, and returns what each rank sent to this one, in rank order. Parts may have
-    /// different lengths.
-    ///
-    /// ```
-    /// use std::thread;
-    ///
-    /// use accelerator_collective::{GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let rank = group.rank() as u32;
-    ///             // Rank 0 sends [0] to itself and [0, 0] to rank 1; rank 1 sends [1] and [1, 1].
-    ///             let received = group.all_to_all(&[vec![rank], vec![rank, rank]])?;
-    ///             let expected = [[vec![0], vec![1]], [vec![0, 0], vec![1, 1]]];
-    ///             assert_eq!(received, expected[group.rank()]);
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if there is not one part for each rank; otherwise as [`all_reduce`](Self::all_reduce),
-    /// except that lengths may differ.
-    #[track_caller]
-    pub fn all_to_all<T: Element>(&self, parts: &[impl AsRef<[T]>]) -> Result<Vec<Vec<T>>> {
-        let world_size = self.world_size();
-        let site = CallSite::of(Location::caller());
-        if parts.len() != world_size {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "expected one part for each of {world_size} ranks in all_to_all at {site}, found {}",
-                    parts.len()
-                ),
-            ));
-        }
-        let mut all = vec![Vec::new(); world_size];
-        all[self.rank()].extend_from_slice(parts[self.rank()].as_ref());
-        let parts: Vec<&[u8]> = parts
-            .iter()
-            .map(|part| bytemuck::cast_slice(part.as_ref()))
-            .collect();
-        let len = all_to_all_len(&parts) / T::DTYPE.size();
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::AllToAll, site).with_data(T::DTYPE, len);
-        self.run(&fingerprint, |ctx| {
-            // A piece is a whole number of elements, aligned to the largest of them.
-            ctx.all_to_all(&parts, |rank, piece| {
-                all[rank].extend_from_slice(bytemuck::cast_slice(piece));
-            })
-        })?;
-        Ok(all)
     }
 
     /// Reduces the values of all ranks and gives rank `r` the `r`-th part of the result, as

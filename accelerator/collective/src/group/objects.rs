@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{ProcessGroup, engine::all_to_all_len};
+use super::{ProcessGroup, engine::scatter_len};
 use crate::{
     element::DType,
     error::{Error, Kind, Result},
@@ -175,9 +175,9 @@ impl ProcessGroup {
         let mut own = std::mem::take(&mut parts[self.rank()]);
         let fingerprint = CollectiveFingerprint::new(OpKind::ScatterObject, site)
             .with_root(root)
-            .with_data(DType::U8, all_to_all_len(&parts));
+            .with_data(DType::U8, scatter_len(&parts));
         self.run(&fingerprint, |ctx| {
-            ctx.all_to_all(&parts, |_, piece| own.extend_from_slice(piece))
+            ctx.scatter(root, &parts, |piece| own.extend_from_slice(piece))
         })?;
         read(&own, root, site)
     }

@@ -1,4 +1,4 @@
-//! Gathers, broadcasts and all-to-all: each rank sends others what it has for them.
+//! Gathers, broadcasts and scatters: each rank sends others what it has for them.
 
 use super::{OpContext, PREFETCH, chunks::chunk};
 use crate::{
@@ -82,32 +82,29 @@ impl OpContext<'_> {
         Ok(())
     }
 
-    /// Sends `parts[rank]` to each other rank, and gives what the others sent to this one to `sink`, in order for
-    /// each rank.
-    pub(crate) fn all_to_all(
+    /// Sends the root's `parts[rank]` to each other rank, and gives the part of this rank to `sink`, in order; the
+    /// parts of all ranks but the root are empty.
+    pub(crate) fn scatter(
         mut self,
-        parts: &[impl AsRef<[u8]>],
-        mut sink: impl FnMut(usize, &[u8]),
+        root: usize,
+        parts: &[Vec<u8>],
+        mut sink: impl FnMut(&[u8]),
     ) -> Result<()> {
         let (rank, world_size) = (self.rank, self.world_size);
-        let part = |peer: usize| parts[peer].as_ref();
+        let part = |peer: usize| parts[peer].as_slice();
         let lens: Vec<[u8; LEN_BYTES]> = (0..world_size)
             .map(|peer| (part(peer).len() as u64).to_le_bytes())
             .collect();
         if let Some(shm) = self.shm_op() {
-            // Where memory is shared, all parts lie in it, behind their lengths.
-            let mut all = Vec::with_capacity(all_to_all_len(parts));
+            // All parts lie in shared memory, behind their lengths.
+            let mut all = Vec::with_capacity(scatter_len(parts));
             all.extend_from_slice(lens.as_flattened());
             (0..world_size).for_each(|peer| all.extend_from_slice(part(peer)));
-            let mut readers: Vec<ScatterReader> = (0..world_size)
-                .map(|_| ScatterReader::new(rank, world_size))
-                .collect();
+            let mut reader = ScatterReader::new(rank, world_size);
             return shm.gather(
                 &all,
-                |_| true,
-                |peer, piece| {
-                    readers[peer].take(piece, |mine| sink(peer, mine));
-                },
+                |peer| peer == root,
+                |_, piece| reader.take(piece, &mut sink),
             );
         }
         self.send_header(|peer| &lens[peer])?;
@@ -122,8 +119,8 @@ impl OpContext<'_> {
             })
             .collect();
         let len = |_: &Self, peer: usize| lens[peer];
-        self.exchange(FirstChunk::AfterHeader, part, len, |peer, _, piece| {
-            sink(peer, piece)
+        self.exchange(FirstChunk::AfterHeader, part, len, |_, _, piece| {
+            sink(piece)
         })
     }
 
@@ -174,11 +171,9 @@ enum FirstChunk {
     AfterHeader,
 }
 
-/// The bytes that an all-to-all of these parts takes in shared memory, where they lie behind their lengths; these are
-/// whole elements of every type.
-pub(crate) fn all_to_all_len(parts: &[impl AsRef<[u8]>]) -> usize {
-    let lens = parts.iter().map(|part| part.as_ref().len());
-    parts.len() * LEN_BYTES + lens.sum::<usize>()
+/// The bytes that these parts take in shared memory, where they lie behind their lengths.
+pub(crate) fn scatter_len(parts: &[Vec<u8>]) -> usize {
+    parts.len() * LEN_BYTES + parts.iter().map(Vec::len).sum::<usize>()
 }
 
 /// The part of one rank in the parts of all, which come piece by piece, behind their lengths.

@@ -24,7 +24,7 @@ use crate::{
 use hierarchical::HierarchicalScratch;
 
 pub(crate) use chunks::Output;
-pub(crate) use gather::all_to_all_len;
+pub(crate) use gather::scatter_len;
 pub(crate) use reduce::Reduction;
 
 /// Memory that the operations of one rank use again and again.

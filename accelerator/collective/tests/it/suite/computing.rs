@@ -234,31 +234,6 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
     });
 }
 
-/// Parts of any length, some empty, some of several chunks.
-pub(crate) fn all_to_all(means: Means, world_size: usize) {
-    run(means, world_size, move |group| {
-        let rank = group.rank();
-        let part = |from: usize, to: usize, unit: usize| {
-            let len = (from + 2 * to) % 4 * unit;
-            (0..len)
-                .map(|at| (from * 1000 + to * 100 + at % 100) as f32)
-                .collect::<Vec<f32>>()
-        };
-        for unit in [0, 1, 70_000] {
-            let parts: Vec<_> = (0..world_size).map(|to| part(rank, to, unit)).collect();
-            let received = group.all_to_all(&parts).unwrap();
-            let expected: Vec<_> = (0..world_size).map(|from| part(from, rank, unit)).collect();
-            assert!(received == expected, "rank {rank}, unit {unit}");
-        }
-        assert!(
-            group
-                .all_to_all::<u8>(&vec![vec![]; world_size + 1])
-                .unwrap_err()
-                .is_misuse()
-        );
-    });
-}
-
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 struct RankSummary {
     rank: usize,

@@ -115,7 +115,7 @@ macro_rules! set {
         );
     };
     (exchanges, $world_size:expr) => {
-        tests!($world_size, [gathers, all_to_all, objects, barriers]);
+        tests!($world_size, [gathers, objects, barriers]);
     };
     (whole, $world_size:expr) => {
         tests!(
