@@ -46,14 +46,14 @@ pub(super) fn exchange_step<T: Serialize + DeserializeOwned>(
     position: ReadPosition,
     mine: Result<T, &Error>,
     action: &str,
-    caller: &Location<'_>,
+    caller: &'static Location<'static>,
 ) -> Result<Vec<T>> {
     let word = match &mine {
         Ok(word) => Ok(Value::serialized(word).map_err(unreadable)?),
         Err(error) => Err(Failure::of(error)),
     };
-    let group = group.for_purpose(PURPOSE);
-    let told = group.all_gather_object_at(&(position, word), caller);
+    let group = group.for_purpose(PURPOSE).for_caller(caller);
+    let told = group.all_gather_object(&(position, word));
     let told: Vec<(ReadPosition, Result<Value, Failure>)> = match (told, mine.err()) {
         (Ok(told), own) => {
             same_place(&told, own)?;

@@ -149,7 +149,7 @@ impl EpochAssignment {
         mine: Result<Self>,
         group: &ProcessGroup,
         position: ReadPosition,
-        caller: &Location<'_>,
+        caller: &'static Location<'static>,
     ) -> Result<Self> {
         if group.world_size() == 1 {
             return mine;

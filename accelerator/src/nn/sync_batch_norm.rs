@@ -267,8 +267,6 @@ impl fmt::Debug for NormGroup {
 /// The share of this rank's batch in the global one.
 #[derive(Clone, Debug)]
 struct BatchShare {
-    /// The caller of the forward pass, for errors: the backward runs within Burn's.
-    caller: &'static Location<'static>,
     group: ProcessGroup,
     /// The ranks; their context keeps an error.
     ranks: NormGroup,
@@ -279,8 +277,11 @@ struct BatchShare {
 impl BatchShare {
     fn new(shared: &Arc<Context>, weight: f64, caller: &'static Location<'static>) -> Self {
         Self {
-            caller,
-            group: shared.group.for_purpose("batch statistics"),
+            // The caller of the forward pass: the backward runs within Burn's.
+            group: shared
+                .group
+                .for_purpose("batch statistics")
+                .for_caller(caller),
             ranks: NormGroup(Arc::downgrade(shared)),
             weight,
         }
@@ -327,7 +328,7 @@ impl BatchShare {
 
     /// Leaves the sums over all ranks in `values`. Why there are none, what comes next says.
     fn add_up(&self, values: &mut [f64]) -> Option<()> {
-        let summed = self.group.all_reduce_at(values, ReduceOp::Sum, self.caller);
+        let summed = self.group.all_reduce(values, ReduceOp::Sum);
         if let (Err(error), Some(shared)) = (&summed, self.ranks.0.upgrade()) {
             let advice = match error.is_misuse() {
                 true => ", which are not together here; on one rank, use `model.valid()`",

@@ -32,7 +32,7 @@ pub(crate) fn mean_over_ranks(
     share: MeanWeight,
 ) -> Result<Vec<DispatchTensor>> {
     let (group, device) = (context.group(), &context.device);
-    let caller = Location::caller();
+    let group = &group.for_caller(Location::caller());
     let _turn = context.guard.take(group)?;
     let layout = model_state.layout();
     let mut pending = Vec::with_capacity(layout.len());
@@ -49,7 +49,7 @@ pub(crate) fn mean_over_ranks(
                 bucket::clear(&mut buffer, &layout.place(at).range);
             }
         }
-        pending.push(group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?);
+        pending.push(group.start_all_reduce(buffer, ReduceOp::Sum)?);
     }
     let mut means = values.to_vec();
     let mut spoilt = None;

@@ -1,12 +1,12 @@
 //! Reductions of buffers, blocking and started.
 
-use std::{panic::Location, sync::Arc};
+use std::sync::Arc;
 
 use super::{Pending, ProcessGroup, engine::Output};
 use crate::{
     buffer::Buffer,
     error::{Error, Kind, Result},
-    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
+    fingerprint::{CollectiveFingerprint, OpKind},
     reduce_op::ReduceOp,
     shard_layout::ShardLayout,
 };
@@ -39,22 +39,7 @@ impl ProcessGroup {
     /// started; otherwise from [`Pending::wait`], as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.start_all_reduce_at(buffer, op, Location::caller())
-    }
-
-    /// Runs [`start_all_reduce`](Self::start_all_reduce) inside a callback: errors name `caller` as the place.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`start_all_reduce`](Self::start_all_reduce).
-    #[doc(hidden)]
-    pub fn start_all_reduce_at(
-        &self,
-        buffer: Buffer,
-        op: ReduceOp,
-        caller: &Location<'_>,
-    ) -> Result<Pending> {
-        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, self.site())
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len())
             .with_purpose(self.1);
@@ -72,22 +57,7 @@ impl ProcessGroup {
     /// The same as for [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
     #[track_caller]
     pub fn all_reduce_buffer(&self, buffer: &mut Buffer, op: ReduceOp) -> Result<()> {
-        self.all_reduce_buffer_at(buffer, op, Location::caller())
-    }
-
-    /// Runs [`all_reduce_buffer`](Self::all_reduce_buffer) in the name of `caller`.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`all_reduce`](Self::all_reduce).
-    #[doc(hidden)]
-    pub fn all_reduce_buffer_at(
-        &self,
-        buffer: &mut Buffer,
-        op: ReduceOp,
-        caller: &Location<'_>,
-    ) -> Result<()> {
-        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, self.site())
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len());
         self.run(&fingerprint, |ctx| {
@@ -144,23 +114,7 @@ impl ProcessGroup {
         op: ReduceOp,
         layout: &Arc<ShardLayout>,
     ) -> Result<()> {
-        self.reduce_scatter_buffer_at(buffer, op, layout, Location::caller())
-    }
-
-    /// Runs [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) in the name of `caller`.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
-    #[doc(hidden)]
-    pub fn reduce_scatter_buffer_at(
-        &self,
-        buffer: &mut Buffer,
-        op: ReduceOp,
-        layout: &Arc<ShardLayout>,
-        caller: &Location<'_>,
-    ) -> Result<()> {
-        let fingerprint = self.scattering(buffer, op, layout, caller)?;
+        let fingerprint = self.scattering(buffer, op, layout)?;
         let output = Output::Shard(Arc::clone(layout));
         self.run(&fingerprint, |ctx| ctx.reduce_buffer(op, &output, buffer))
     }
@@ -181,35 +135,19 @@ impl ProcessGroup {
         op: ReduceOp,
         layout: &Arc<ShardLayout>,
     ) -> Result<Pending> {
-        self.start_reduce_scatter_at(buffer, op, layout, Location::caller())
-    }
-
-    /// Runs [`start_reduce_scatter`](Self::start_reduce_scatter) inside a callback: errors name `caller` as the place.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`start_reduce_scatter`](Self::start_reduce_scatter).
-    #[doc(hidden)]
-    pub fn start_reduce_scatter_at(
-        &self,
-        buffer: Buffer,
-        op: ReduceOp,
-        layout: &Arc<ShardLayout>,
-        caller: &Location<'_>,
-    ) -> Result<Pending> {
-        let fingerprint = self.scattering(&buffer, op, layout, caller)?;
+        let fingerprint = self.scattering(&buffer, op, layout)?;
         let output = Output::Shard(Arc::clone(layout));
         self.0
             .start(fingerprint.with_purpose(self.1), buffer, op, output)
     }
 
     /// The fingerprint of a reduction by a shard layout, which must fit.
+    #[track_caller]
     fn scattering(
         &self,
         buffer: &Buffer,
         op: ReduceOp,
         layout: &ShardLayout,
-        caller: &Location<'_>,
     ) -> Result<CollectiveFingerprint> {
         let (found, expected) = (
             (layout.ranks(), layout.len()),
@@ -225,8 +163,7 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::of(caller));
+        let fingerprint = CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, self.site());
         Ok(fingerprint
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len()))

@@ -1,14 +1,12 @@
 //! Operations that all ranks of a group call.
 
-use std::panic::Location;
-
 use super::ProcessGroup;
 use crate::{
     buffer::Buffer,
     buffer_slice::{BufferSlice, GatherLayout},
     element::{DType, Element},
     error::Result,
-    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
+    fingerprint::{CollectiveFingerprint, OpKind},
     partition::Partition,
     reduce_op::ReduceOp,
 };
@@ -28,22 +26,7 @@ impl ProcessGroup {
     ///   [`close`](Self::close).
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        self.all_reduce_at(values, op, Location::caller())
-    }
-
-    /// Runs [`all_reduce`](Self::all_reduce) on behalf of a caller further up, whom errors name.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`all_reduce`](Self::all_reduce).
-    #[doc(hidden)]
-    pub fn all_reduce_at<T: Element>(
-        &self,
-        values: &mut [T],
-        op: ReduceOp,
-        caller: &Location<'_>,
-    ) -> Result<()> {
-        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, CallSite::of(caller))
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, self.site())
             .with_op(op)
             .with_data(T::DTYPE, values.len());
         self.run(&fingerprint, |ctx| {
@@ -58,10 +41,9 @@ impl ProcessGroup {
     /// A misuse error if the root is no rank; otherwise as [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn broadcast<T: Element>(&self, values: &mut [T], root: usize) -> Result<()> {
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::Broadcast, CallSite::of(Location::caller()))
-                .with_data(T::DTYPE, values.len())
-                .with_root(root);
+        let fingerprint = CollectiveFingerprint::new(OpKind::Broadcast, self.site())
+            .with_data(T::DTYPE, values.len())
+            .with_root(root);
         self.run(&fingerprint, |ctx| {
             ctx.broadcast(root, bytemuck::cast_slice_mut(values))
         })
@@ -75,9 +57,8 @@ impl ProcessGroup {
     /// The same as for [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather<T: Element>(&self, values: &[T]) -> Result<Vec<T>> {
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::AllGather, CallSite::of(Location::caller()))
-                .with_data(T::DTYPE, values.len());
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGather, self.site())
+            .with_data(T::DTYPE, values.len());
         let len = values.len();
         let mut all = vec![T::zeroed(); len * self.world_size()];
         all[self.rank() * len..][..len].copy_from_slice(values);
@@ -104,9 +85,8 @@ impl ProcessGroup {
     /// The same as for [`all_reduce`](Self::all_reduce), except that lengths may differ.
     #[track_caller]
     pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
-                .with_data(T::DTYPE, values.len());
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherVaried, self.site())
+            .with_data(T::DTYPE, values.len());
         let mut all = vec![Vec::new(); self.world_size()];
         all[self.rank()].extend_from_slice(values);
         self.run(&fingerprint, |ctx| {
@@ -135,9 +115,8 @@ impl ProcessGroup {
         values: &[T],
         mut sink: impl FnMut(usize, &[T]),
     ) -> Result<()> {
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::AllGatherVaried, CallSite::of(Location::caller()))
-                .with_data(T::DTYPE, values.len());
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherVaried, self.site())
+            .with_data(T::DTYPE, values.len());
         self.run(&fingerprint, |ctx| {
             // A piece is a whole number of elements, aligned to a cache line.
             ctx.gather(
@@ -199,9 +178,8 @@ impl ProcessGroup {
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
         let layout = GatherLayout::new(buffers, parts, self.world_size())?;
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::AllGatherParts, CallSite::of(Location::caller()))
-                .with_data(DType::U8, layout.longest());
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherParts, self.site())
+            .with_data(DType::U8, layout.longest());
         self.run(&fingerprint, |ctx| {
             ctx.all_gather_parts(buffers, &layout, sink)
         })
@@ -215,10 +193,9 @@ impl ProcessGroup {
     /// The same as for [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>> {
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::ReduceScatter, CallSite::of(Location::caller()))
-                .with_op(op)
-                .with_data(T::DTYPE, values.len());
+        let fingerprint = CollectiveFingerprint::new(OpKind::ReduceScatter, self.site())
+            .with_op(op)
+            .with_data(T::DTYPE, values.len());
         let part = Partition::new(values.len(), self.world_size()).range(self.rank());
         let mut own = values[part].to_vec();
         self.run(&fingerprint, |ctx| {
@@ -239,8 +216,7 @@ impl ProcessGroup {
     /// The same as for [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        let fingerprint =
-            CollectiveFingerprint::new(OpKind::Barrier, CallSite::of(Location::caller()));
+        let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, self.site());
         self.run(&fingerprint, |ctx| ctx.barrier())
     }
 }

@@ -19,7 +19,7 @@ mod rank_state;
 mod shutdown;
 mod ticket_lock;
 
-use std::{fmt, sync::Arc, thread, time::Instant};
+use std::{fmt, panic::Location, sync::Arc, thread, time::Instant};
 
 pub use activity::{Activity, Busy};
 pub use forbidden::Forbidden;
@@ -37,7 +37,7 @@ use crate::{
     buffer::Buffer,
     element::DType,
     error::{Error, Kind, Result},
-    fingerprint::CollectiveFingerprint,
+    fingerprint::{CallSite, CollectiveFingerprint},
     launch::Launch,
     purpose::Purpose,
     reduce_op::ReduceOp,
@@ -118,7 +118,11 @@ use accelerator_host::sync::Mutex;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct ProcessGroup(Arc<GroupHandle>, Purpose);
+pub struct ProcessGroup(
+    Arc<GroupHandle>,
+    Purpose,
+    Option<&'static Location<'static>>,
+);
 
 impl ProcessGroup {
     /// A world of one: every collective gives back what it gets, at no cost.
@@ -271,7 +275,28 @@ impl ProcessGroup {
     /// ```
     #[must_use]
     pub fn for_purpose(&self, purpose: &str) -> Self {
-        Self(Arc::clone(&self.0), Purpose::new(purpose))
+        Self(Arc::clone(&self.0), Purpose::new(purpose), self.2)
+    }
+
+    /// A handle whose operations name `caller` as their call site: for a library that runs them in a callback, or far
+    /// below the line of the program that it serves.
+    ///
+    /// ```
+    /// use std::panic::Location;
+    ///
+    /// use accelerator_collective::{ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let here = Location::caller();
+    /// group.observe(move |operation| assert_eq!(operation.place().to_string(), format!("{}:{}", here.file(), here.line())))?;
+    /// group.for_caller(here).all_reduce(&mut [1.0_f32], ReduceOp::Sum)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn for_caller(&self, caller: &'static Location<'static>) -> Self {
+        Self(Arc::clone(&self.0), self.1, Some(caller))
     }
 
     /// A buffer of zeros, placed where the group's transport reduces it best.
@@ -338,7 +363,7 @@ impl ProcessGroup {
             slots: SlotPool::default(),
             key: None,
         });
-        Self(handle, Purpose::NONE)
+        Self(handle, Purpose::NONE, None)
     }
 
     pub(crate) fn join(
@@ -356,7 +381,13 @@ impl ProcessGroup {
             slots: SlotPool::default(),
             key,
         });
-        Ok(Self(handle, Purpose::NONE))
+        Ok(Self(handle, Purpose::NONE, None))
+    }
+
+    /// The call site of an operation: that of the handle, or the caller of the method that calls this one.
+    #[track_caller]
+    fn site(&self) -> CallSite {
+        CallSite::of(self.2.unwrap_or(Location::caller()))
     }
 
     fn run(

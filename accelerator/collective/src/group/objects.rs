@@ -1,7 +1,5 @@
 //! Collectives of values that serde can write.
 
-use std::panic::Location;
-
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{ProcessGroup, engine::scatter_len};
@@ -22,21 +20,7 @@ impl ProcessGroup {
     /// [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn all_gather_object<S: Serialize + DeserializeOwned>(&self, value: &S) -> Result<Vec<S>> {
-        self.all_gather_object_at(value, Location::caller())
-    }
-
-    /// Runs [`all_gather_object`](Self::all_gather_object) on behalf of a caller further up, whom errors name.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`all_gather_object`](Self::all_gather_object).
-    #[doc(hidden)]
-    pub fn all_gather_object_at<S: Serialize + DeserializeOwned>(
-        &self,
-        value: &S,
-        caller: &Location<'_>,
-    ) -> Result<Vec<S>> {
-        let site = CallSite::of(caller);
+        let site = self.site();
         let own = write(value, site)?;
         let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherObject, site)
             .with_data(DType::U8, own.len());
@@ -63,7 +47,7 @@ impl ProcessGroup {
         value: &S,
         root: usize,
     ) -> Result<Option<Vec<S>>> {
-        let site = CallSite::of(Location::caller());
+        let site = self.site();
         let own = write(value, site)?;
         let fingerprint = CollectiveFingerprint::new(OpKind::GatherObject, site)
             .with_data(DType::U8, own.len())
@@ -95,7 +79,7 @@ impl ProcessGroup {
         value: Option<&S>,
         root: usize,
     ) -> Result<S> {
-        let site = CallSite::of(Location::caller());
+        let site = self.site();
         let mut own = Vec::new();
         if self.rank() == root {
             let Some(value) = value else {
@@ -138,22 +122,7 @@ impl ProcessGroup {
         values: Option<&[S]>,
         root: usize,
     ) -> Result<T> {
-        self.scatter_object_at(values, root, Location::caller())
-    }
-
-    /// Runs [`scatter_object`](Self::scatter_object) on behalf of a caller further up, whom errors name.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`scatter_object`](Self::scatter_object).
-    #[doc(hidden)]
-    pub fn scatter_object_at<S: Serialize, T: DeserializeOwned>(
-        &self,
-        values: Option<&[S]>,
-        root: usize,
-        caller: &Location<'_>,
-    ) -> Result<T> {
-        let site = CallSite::of(caller);
+        let site = self.site();
         let world_size = self.world_size();
         let mut parts = vec![Vec::new(); world_size];
         if self.rank() == root {

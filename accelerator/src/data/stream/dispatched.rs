@@ -111,12 +111,9 @@ where
             .into_iter()
             .map(|message| (position, message))
             .collect();
-        let group = self.pass.group.for_purpose(PURPOSE);
-        let sent = group.scatter_object_at::<_, (ReadPosition, DispatchMessage)>(
-            Some(&messages),
-            0,
-            self.pass.caller,
-        );
+        let pass = &self.pass;
+        let group = pass.group.for_purpose(PURPOSE).for_caller(pass.caller);
+        let sent = group.scatter_object::<_, (ReadPosition, DispatchMessage)>(Some(&messages), 0);
         // The reader's own error is the cause.
         let own = own?;
         sent?;
@@ -125,12 +122,10 @@ where
 
     fn receive(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let (pass, batching) = (&self.pass, &self.streamed.batching);
-        let group = pass.group.for_purpose(PURPOSE);
+        let group = pass.group.for_purpose(PURPOSE).for_caller(pass.caller);
         let message = group
-            .scatter_object_at::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
-                None,
-                0,
-                pass.caller,
+            .scatter_object::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
+                None, 0,
             )?;
         match message {
             // Of no use here: the exchange of the step below fails.

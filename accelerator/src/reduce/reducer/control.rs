@@ -19,9 +19,7 @@ impl Reducer {
         let spare = self.bucket_set.weight_buffer.take();
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         total.as_mut_slice::<f64>()?[0] = self.total;
-        let pending = self
-            .group
-            .start_all_reduce_at(total, ReduceOp::Sum, self.caller)?;
+        let pending = self.caller_group().start_all_reduce(total, ReduceOp::Sum)?;
         self.collective.mark_started();
         self.weighing = Some(pending);
         Ok(())
@@ -32,8 +30,8 @@ impl Reducer {
         let spare = self.bucket_set.weight_buffer.take();
         let mut others = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
         others.as_mut_slice::<f64>()?[0] = f64::from(u8::from(!here));
-        self.group
-            .all_reduce_buffer_at(&mut others, ReduceOp::Max, self.caller)?;
+        self.caller_group()
+            .all_reduce_buffer(&mut others, ReduceOp::Max)?;
         self.collective.mark_started();
         let everywhere = others.as_slice::<f64>()? == [0.0];
         self.bucket_set.weight_buffer = Some(others);
@@ -86,17 +84,17 @@ impl Reducer {
         match self.send_mode {
             SendMode::Nowhere => self.bucket_set.control = Some(control),
             SendMode::InFlight => {
-                let pending =
-                    self.group
-                        .start_all_reduce_at(control, ReduceOp::Sum, self.caller)?;
+                let pending = self
+                    .caller_group()
+                    .start_all_reduce(control, ReduceOp::Sum)?;
                 self.collective.mark_started();
                 self.control = Some(pending);
             }
             SendMode::Blocking => {
                 let (part, bytes) = (EventSubject::Control, control.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
-                self.group
-                    .all_reduce_buffer_at(&mut control, ReduceOp::Sum, self.caller)?;
+                self.caller_group()
+                    .all_reduce_buffer(&mut control, ReduceOp::Sum)?;
                 self.collective.mark_started();
                 self.bucket_set.control = Some(control);
             }

@@ -234,6 +234,11 @@ impl Reducer {
         }
     }
 
+    /// The group, whose errors name the caller of `backward`.
+    fn caller_group(&self) -> ProcessGroup {
+        self.group.for_caller(self.caller)
+    }
+
     /// Sets the factor of the loss that the gradients are of.
     pub(super) fn with_loss_scale(self, scale: f64) -> Self {
         Self {

@@ -61,12 +61,12 @@ impl Reducer {
             SendMode::Blocking => {
                 let (part, bytes) = (EventSubject::bucket(bucket), buffer.bytes().len());
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
-                let (group, caller) = (&self.group, self.caller);
+                let group = self.caller_group();
                 match self.sum_scope.cut(bucket) {
                     Some(cut) => {
-                        group.reduce_scatter_buffer_at(&mut buffer, ReduceOp::Sum, cut, caller)?;
+                        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, cut)?;
                     }
-                    None => group.all_reduce_buffer_at(&mut buffer, ReduceOp::Sum, caller)?,
+                    None => group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?,
                 }
                 self.collective.mark_started();
                 BucketState::Summed(arrived(
@@ -165,10 +165,10 @@ impl Reducer {
 
     /// Lets the sums of a bucket travel, or what was rounded of them.
     fn start(&mut self, bucket: usize, buffer: Buffer) -> Result<Pending> {
-        let (group, caller) = (&self.group, self.caller);
+        let group = self.caller_group();
         let pending = match self.sum_scope.cut(bucket) {
-            Some(cut) => group.start_reduce_scatter_at(buffer, ReduceOp::Sum, cut, caller)?,
-            None => group.start_all_reduce_at(buffer, ReduceOp::Sum, caller)?,
+            Some(cut) => group.start_reduce_scatter(buffer, ReduceOp::Sum, cut)?,
+            None => group.start_all_reduce(buffer, ReduceOp::Sum)?,
         };
         self.collective.mark_started();
         Ok(pending)
