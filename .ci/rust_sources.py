@@ -165,6 +165,30 @@ class Crate:
                 return self._resolve(face + rest[1:], seen + ((module, rest[0]),))
             return module, rest[0] if rest else ""
 
+    def without_hidden(self, module):
+        """The code of a file without the items that `#[doc(hidden)] pub mod`s of the crate's root hold or hand on."""
+        root = code(self.files[()].read_text())
+        names = set()
+        for match in re.finditer(r"#\[doc\(hidden\)\]\s*pub mod (\w+)\s*([;{])", root):
+            names.add(match[1])
+            body = root[match.end() : _closed(root, match.end() - 1)] if match[2] == "{" else ""
+            for tree in re.findall(r"pub use ([^;]+);", body):
+                names.update(path.split("::")[-1] for path in _paths(re.sub(r"\s+", " ", tree)))
+        text = code(self.files[module].read_text())
+        if not names:
+            return text
+        if names & set(module):
+            return ""
+        name = rf"(?:{'|'.join(sorted(names))})\b"
+        item = re.compile(
+            rf"^(?:pub (?:mod|struct|enum|(?:const )?fn) {name}|impl(?:<[^>{{]*>)? (?:[^{{]* for )?{name})", re.M
+        )
+        kept, at = "", 0
+        while match := item.search(text, at):
+            kept += text[at : match.start()]
+            at = _item_end(text, match.end())
+        return kept + text[at:]
+
     def circles(self):
         """The sets of files that import one another, the largest first."""
         found = components(self.files, lambda file: self.imports[file])

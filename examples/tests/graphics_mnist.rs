@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use accelerator::collective::rendezvous::StoreServer;
+use accelerator::collective::launcher::StoreServer;
 use accelerator::{Accelerator, BackendKind};
 
 /// The CPU goes from a mean loss of 2.27 in the first one to 1.01 in the last.

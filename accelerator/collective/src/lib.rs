@@ -34,8 +34,7 @@ mod element;
 mod error;
 mod fingerprint;
 #[cfg(feature = "fuzzing")]
-#[doc(hidden)]
-pub mod fuzzing;
+mod fuzzing;
 mod group;
 mod kernel;
 mod launch;
@@ -43,7 +42,7 @@ mod liveness;
 mod partition;
 mod purpose;
 mod reduce_op;
-pub mod rendezvous;
+mod rendezvous;
 mod shard_layout;
 mod shm;
 mod shm_ops;
@@ -55,28 +54,43 @@ mod transport_kind;
 mod usable_cores;
 mod wire;
 
-pub use backoff::limit_backoff;
 pub use buffer::Buffer;
 pub use buffer_slice::BufferSlice;
 pub use element::{DType, Element};
 pub use error::{Culprit, Error, Result};
 pub use fingerprint::OpKind;
 pub use group::{
-    Activity, Busy, ExecThread, Forbidden, GroupOptions, NextPlace, OpEvent, Pending, ProcessGroup,
+    Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
 };
-pub use launch::{
-    AgentHead, AgentLaunch, AgentProcesses, Launch, LaunchSource, NodeCount, Origin, Setting,
-    check_alone, expand_hosts, place_variables, variable,
-};
-#[cfg(target_os = "linux")]
-pub use launch::{inherited, spawn_with_inherited};
+pub use launch::{Launch, LaunchSource, Origin, Setting};
 pub use partition::Partition;
 pub use reduce_op::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
 pub use shard_layout::ShardLayout;
-#[doc(hidden)]
-pub use stderr_fallback::stderr_fallback;
-pub use target_features::TargetFeatures;
 pub use topology::Topology;
 pub use transport_kind::TransportKind;
-pub use usable_cores::UsableCores;
+
+/// Items of the launcher and of the other crates of this project; they are no part of the interface.
+#[doc(hidden)]
+pub mod launcher {
+    pub use crate::{
+        backoff::limit_backoff,
+        group::NextPlace,
+        launch::{
+            AgentHead, AgentLaunch, AgentProcesses, NodeCount, check_alone, expand_hosts,
+            place_variables,
+        },
+        rendezvous::{
+            FailureReport, PendingHandshake, PendingHandshakes, Report, Security, StoreOptions,
+            StoreServer, Token, is_own_address, listen_at, listen_everywhere,
+        },
+        stderr_fallback::stderr_fallback,
+        target_features::TargetFeatures,
+        usable_cores::UsableCores,
+    };
+
+    #[cfg(feature = "fuzzing")]
+    pub use crate::fuzzing;
+    #[cfg(target_os = "linux")]
+    pub use crate::launch::{inherited, spawn_with_inherited};
+}

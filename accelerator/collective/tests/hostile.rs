@@ -26,7 +26,7 @@ use std::{
 
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
-    TransportKind, rendezvous::StoreServer,
+    TransportKind, launcher::StoreServer,
 };
 use cap::Cap;
 use ciborium::Value;

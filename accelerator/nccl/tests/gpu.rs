@@ -7,7 +7,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::rendezvous::StoreServer;
+use accelerator_collective::launcher::StoreServer;
 use accelerator_collective::{
     DType, GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, StoreHost, Topology,
 };

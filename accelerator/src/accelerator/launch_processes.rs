@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-use accelerator_collective::rendezvous::{StoreOptions, StoreServer};
+use accelerator_collective::launcher::{StoreOptions, StoreServer};
 use accelerator_host::PREEMPTED_EXIT_CODE;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -127,7 +127,8 @@ impl ProcessRole {
 /// has, too.
 #[cfg(target_os = "linux")]
 fn is_started_for(job: &str) -> Result<bool> {
-    let started_for = accelerator_collective::inherited(accelerator_host::STARTED_BY.name)?;
+    let started_for =
+        accelerator_collective::launcher::inherited(accelerator_host::STARTED_BY.name)?;
     Ok(started_for.is_some_and(|started_for| started_for == job.as_bytes()))
 }
 
@@ -142,7 +143,7 @@ fn is_one_of_several() -> bool {
         let value = accelerator_host::variable(name)?;
         Some(value.to_string_lossy().into_owned())
     };
-    accelerator_collective::check_alone(read).is_err()
+    accelerator_collective::launcher::check_alone(read).is_err()
 }
 
 /// Ranks that run, each a process of this program. They end when this is dropped.
@@ -294,7 +295,7 @@ fn start(
 #[cfg(target_os = "linux")]
 fn spawn_for(job: &str, command: Command) -> std::io::Result<Child> {
     let variable = accelerator_host::STARTED_BY.name;
-    accelerator_collective::spawn_with_inherited(command, variable, job.as_bytes())
+    accelerator_collective::launcher::spawn_with_inherited(command, variable, job.as_bytes())
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -1,6 +1,6 @@
 use core::time::Duration;
 
-use accelerator_collective::NextPlace;
+use accelerator_collective::launcher::NextPlace;
 
 use super::Accelerator;
 use crate::checkpoint::{self, Save};
@@ -50,7 +50,7 @@ impl Accelerator {
     /// ```
     /// use accelerator::prelude::*;
     /// # use accelerator::collective::Launch;
-    /// # use accelerator::collective::rendezvous::StoreServer;
+    /// # use accelerator::collective::launcher::StoreServer;
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
     /// # use burn::nn::{Linear, LinearConfig};
     /// # use burn::optim::SgdConfig;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use accelerator_collective::stderr_fallback;
+use accelerator_collective::launcher::stderr_fallback;
 
 /// Lets something be said once.
 #[derive(Debug, Default)]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::{devices, distance, line, loader};
 use accelerator::BatchSizeFinder;
-use accelerator::collective::rendezvous::StoreServer;
+use accelerator::collective::launcher::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
 use accelerator::prelude::*;
 use burn::optim::SgdConfig;

@@ -4,7 +4,7 @@ use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use crate::common::devices;
-use accelerator::collective::rendezvous::StoreServer;
+use accelerator::collective::launcher::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::rendezvous::{
+use accelerator_collective::launcher::{
     PendingHandshake, PendingHandshakes, Token, listen_at, listen_everywhere,
 };
 

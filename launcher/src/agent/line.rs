@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::limit_backoff;
+use accelerator_collective::launcher::limit_backoff;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -1,6 +1,6 @@
 //! The means by which the launchers of a job authenticate each other.
 
-use accelerator_collective::rendezvous::{Security, Token};
+use accelerator_collective::launcher::{Security, Token};
 
 use crate::error::{Error, Result};
 use crate::supervisor::store::{given_security, given_token};

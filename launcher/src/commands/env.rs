@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::{AgentLaunch, Launch, LaunchSource};
+use accelerator_collective::{Launch, LaunchSource, launcher::AgentLaunch};
 use accelerator_host::{Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;

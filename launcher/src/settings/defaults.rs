@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 
-use accelerator_collective::UsableCores;
+use accelerator_collective::launcher::UsableCores;
 use accelerator_host::PYTHON_UNBUFFERED;
 
 /// The variables that thread pools read.

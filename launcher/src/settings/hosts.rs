@@ -14,7 +14,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::str::FromStr;
 
-use accelerator_collective::{Topology, expand_hosts};
+use accelerator_collective::{Topology, launcher::expand_hosts};
 
 use crate::error::{Error, Result};
 

@@ -8,7 +8,10 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 use std::time::Duration;
 
-use accelerator_collective::{AgentLaunch, AgentProcesses, Topology};
+use accelerator_collective::{
+    Topology,
+    launcher::{AgentLaunch, AgentProcesses},
+};
 
 use crate::error::{Error, Result, chain};
 use crate::gpu::{GpuIds, VISIBLE, Visible, inventory};

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use accelerator_collective::{GroupOptions, Launch, NextPlace, ProcessGroup, ReduceOp};
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp, launcher::NextPlace};
 use rustix::process::Signal;
 
 use crate::hosts::Hosts;

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::ports::free_port;
 use crate::support::{DEADLINE, Ended, Folder, Run};
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::launcher::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use accelerator_manifest::StagedFolder;
 

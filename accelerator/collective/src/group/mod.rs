@@ -246,6 +246,7 @@ impl ProcessGroup {
     ///
     /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
     /// their connections can derive it, too.
+    #[doc(hidden)]
     pub fn token(&self, purpose: &str) -> Option<Token> {
         self.0.key.as_ref().map(|key| key.token(purpose))
     }

@@ -2,16 +2,18 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use accelerator_host::variable;
+
 use super::ProcessGroup;
 use crate::{
     error::{Error, Kind, Result, Seconds},
-    launch::{Launch, variable},
+    launch::Launch,
 };
 
 /// The place of a process in the group that follows this one, of another size.
 ///
 /// ```
-/// use accelerator_collective::{Launch, NextPlace, ProcessGroup, GroupOptions};
+/// use accelerator_collective::{Launch, ProcessGroup, GroupOptions, launcher::NextPlace};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let next = |place| match place {
@@ -35,6 +37,7 @@ pub enum NextPlace {
 impl ProcessGroup {
     /// Returns `true` if the launcher has told this process its place in a next group. Nothing is sent or awaited.
     /// Other ranks may learn of theirs a moment earlier or later. It is always `false` without a launcher that does so.
+    #[doc(hidden)]
     pub fn has_next_place(&self) -> bool {
         let store = self.0.rank_state.store();
         store.is_some_and(|store| store.has_next_place())
@@ -46,6 +49,7 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// A rendezvous error if none comes in time; a topology error if the launcher tells a place that cannot be.
+    #[doc(hidden)]
     pub fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
         let store = self.0.rank_state.store();
         let Some(told) = store.and_then(|store| store.next_place(timeout)) else {

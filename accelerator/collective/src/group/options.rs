@@ -123,11 +123,6 @@ impl GroupOptions {
         self.liveness_timeout.unwrap_or(liveness::DEFAULT_TIMEOUT)
     }
 
-    /// Returns the time without progress after which a warning is logged.
-    pub fn warn_after(&self) -> Duration {
-        self.warn_after
-    }
-
     /// The transport that was asked for.
     pub fn transport(&self) -> TransportKind {
         self.transport

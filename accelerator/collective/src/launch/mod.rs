@@ -20,7 +20,7 @@ mod tests;
 use std::time::Duration;
 
 use accelerator_host as env;
-pub use accelerator_host::variable;
+use accelerator_host::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
 pub use hostlist::expand_hosts;
@@ -75,7 +75,7 @@ use crate::{
 /// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
-/// | `ACCEL_ELASTIC` | `running` where the launcher may give ranks a [next place](crate::ProcessGroup::next_place), `joining` where the others have been running already |
+/// | `ACCEL_ELASTIC` | `running` if the launcher may give ranks a place in a next group, `joining` if the others have been running already |
 /// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.

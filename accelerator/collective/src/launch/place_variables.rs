@@ -7,7 +7,7 @@ use accelerator_host as env;
 ///
 /// ```
 /// let mut alone = std::process::Command::new("./train");
-/// for name in accelerator_collective::place_variables() {
+/// for name in accelerator_collective::launcher::place_variables() {
 ///     alone.env_remove(name);
 /// }
 /// ```

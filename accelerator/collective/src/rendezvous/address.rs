@@ -11,7 +11,7 @@ use super::interface::{all_addresses, is_of_link};
 /// it, so this listens on all addresses of this host.
 ///
 /// ```
-/// use accelerator_collective::rendezvous::listen_at;
+/// use accelerator_collective::launcher::listen_at;
 ///
 /// # fn main() -> std::io::Result<()> {
 /// let listener = listen_at(&["192.0.2.1".parse().unwrap(), "127.0.0.1".parse().unwrap()], 0)?;

@@ -59,7 +59,7 @@ impl FailureReport {
     }
 
     /// Returns `true` if the rank blames itself alone, as one that panicked does.
-    pub fn is_self_reported(&self) -> bool {
+    pub(crate) fn is_self_reported(&self) -> bool {
         self.blamed == [self.rank]
     }
 

@@ -11,7 +11,7 @@ use super::{Report, Security, Token};
 /// ```
 /// use std::sync::mpsc;
 ///
-/// use accelerator_collective::rendezvous::{Report, Security, StoreOptions, StoreServer, Token};
+/// use accelerator_collective::launcher::{Report, Security, StoreOptions, StoreServer, Token};
 /// use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {

@@ -17,7 +17,7 @@ use crate::error::{Error, Kind, Result};
 /// A secret that the ranks of a job share. It is proved by challenge and never sent.
 ///
 /// ```
-/// use accelerator_collective::rendezvous::Token;
+/// use accelerator_collective::launcher::Token;
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// # let folder = tempfile::tempdir().unwrap();
@@ -151,7 +151,7 @@ impl Token {
     /// each side a role of its own.
     ///
     /// ```
-    /// use accelerator_collective::rendezvous::Token;
+    /// use accelerator_collective::launcher::Token;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let token = Token::generate()?;

@@ -10,7 +10,7 @@ use std::{
 
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
-    rendezvous::{StoreServer, Token},
+    launcher::{StoreServer, Token},
 };
 
 const DEADLINE: Duration = Duration::from_secs(60);

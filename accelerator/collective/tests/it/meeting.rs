@@ -11,7 +11,7 @@ use std::{
 
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup,
-    rendezvous::{Report, StoreOptions, StoreServer},
+    launcher::{Report, StoreOptions, StoreServer},
 };
 use rustix::process::{Pid, Signal, kill_process};
 

@@ -11,7 +11,7 @@ use std::{
 use accelerator_collective::{
     Error, GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
     TransportKind,
-    rendezvous::{StoreOptions, StoreServer, Token},
+    launcher::{StoreOptions, StoreServer, Token},
 };
 
 use crate::ports::{RefusingAddress, free_port};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::rendezvous::{PendingHandshakes, Token};
+use accelerator_collective::launcher::{PendingHandshakes, Token};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 use rustix::process::Signal;
 
@@ -281,7 +281,7 @@ fn of_job(error: accelerator_collective::Error) -> Error {
 
 /// Listens at all addresses of this host.
 pub(crate) fn bind_everywhere() -> std::io::Result<TcpListener> {
-    accelerator_collective::rendezvous::listen_everywhere(0)
+    accelerator_collective::launcher::listen_everywhere(0)
 }
 
 /// Joins a host and a port; an IPv6 address gets brackets.

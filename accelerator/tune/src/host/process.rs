@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::launcher::Token;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
 
@@ -93,7 +93,7 @@ impl LocalProcess {
         let child = bound_to(&spec.cores, || match inherited {
             Some(content) => {
                 let variable = accelerator_host::TUNE_WORKER.name;
-                accelerator_collective::spawn_with_inherited(command, variable, &content)
+                accelerator_collective::launcher::spawn_with_inherited(command, variable, &content)
             }
             None => command.spawn(),
         });
@@ -268,7 +268,7 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
     }
     let mut command = Command::new(program);
     // It is no rank of the job that the search is one of.
-    for name in accelerator_collective::place_variables() {
+    for name in accelerator_collective::launcher::place_variables() {
         command.env_remove(name);
     }
     // With these and no place it would be taken for a task that srun should have started.

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread;
 
-use accelerator_collective::rendezvous::{PendingHandshakes, Token};
+use accelerator_collective::launcher::{PendingHandshakes, Token};
 
 use super::events::PoolEvent;
 use crate::error::Result;

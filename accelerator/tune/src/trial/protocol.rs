@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::rendezvous::{PendingHandshakes, Token};
+use accelerator_collective::launcher::{PendingHandshakes, Token};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -140,7 +140,7 @@ impl WorkerPlace {
             let message = "this process is a worker of a search, and cannot read which";
             Error::connection(format!("{message}: {why}"))
         };
-        let bytes = accelerator_collective::inherited(accelerator_host::TUNE_WORKER.name);
+        let bytes = accelerator_collective::launcher::inherited(accelerator_host::TUNE_WORKER.name);
         let Some(bytes) = bytes.map_err(|error| unreadable(&error).with_source(error))? else {
             return Ok(None);
         };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::launcher::Token;
 use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
@@ -182,8 +182,11 @@ mod tests {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", TEST, "--nocapture"]);
             command.stderr(std::process::Stdio::piped());
-            let child =
-                accelerator_collective::spawn_with_inherited(command, variable, content.as_bytes());
+            let child = accelerator_collective::launcher::spawn_with_inherited(
+                command,
+                variable,
+                content.as_bytes(),
+            );
             let output = child.unwrap().wait_with_output().unwrap();
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(output.status.code(), Some(1), "{content}: {said}");

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::process::ExitCode;
 
-use accelerator_collective::rendezvous::listen_everywhere;
+use accelerator_collective::launcher::listen_everywhere;
 use accelerator_host::TOKEN_FILE;
 
 use super::order::{AgentHello, MAX_ORDER, Order, greet, receive};

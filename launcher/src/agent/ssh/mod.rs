@@ -16,7 +16,7 @@ use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::rendezvous::{Token, is_own_address};
+use accelerator_collective::launcher::{Token, is_own_address};
 use accelerator_host::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
 
 use crate::error::{Error, Result, chain};

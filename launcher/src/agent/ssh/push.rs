@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use accelerator_collective::TargetFeatures;
+use accelerator_collective::launcher::TargetFeatures;
 
 /// The path by which a program that was sent is run.
 pub(super) const PROGRAM: &str = "/proc/self/fd/4";

@@ -58,7 +58,7 @@ pub(crate) fn run(
     let options = &options;
     options.check_effects()?;
     if place.is_none() {
-        accelerator_collective::check_alone(variable).map_err(|error| {
+        accelerator_collective::launcher::check_alone(variable).map_err(|error| {
             Error::usage(format!(
                 "{}; this is the launcher, so start it once a job: outside of that launcher, or with one process; or once \
                  a host, with --nnodes",

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use accelerator_collective::TargetFeatures;
+use accelerator_collective::launcher::TargetFeatures;
 
 use crate::error::{Error, Result};
 use crate::event::Channel;

@@ -12,7 +12,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::place_variables;
+use accelerator_collective::launcher::place_variables;
 use accelerator_host::PREFIX;
 use rustix::process::Signal;
 use signal_hook::consts::signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};

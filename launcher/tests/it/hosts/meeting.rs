@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{Hosts, codes, end};
 use crate::ports::free_port;
 use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until};
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::launcher::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 
 /// Set for the ranks, to the name of the file that each of them adds its sum to.

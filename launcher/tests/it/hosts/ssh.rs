@@ -5,7 +5,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::rendezvous::Token;
+use accelerator_collective::launcher::Token;
 use rustix::process::Signal;
 
 use crate::signals::is_stopped;

@@ -28,7 +28,7 @@ use engines::ENGINES;
 /// | an Indexed Job of Kubernetes | `JOB_COMPLETION_INDEX`, which comes without a count |
 ///
 /// ```
-/// use accelerator_collective::{AgentLaunch, AgentProcesses};
+/// use accelerator_collective::launcher::{AgentLaunch, AgentProcesses};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let launch = AgentLaunch::from_vars(|name| {
@@ -43,7 +43,7 @@ use engines::ENGINES;
 ///     Some(value.to_owned())
 /// })?
 /// .unwrap();
-/// assert_eq!((launch.node, launch.node_count()?.to_string()), (Some(1), "2".to_owned()));
+/// assert_eq!(launch.node, Some(1));
 /// assert_eq!(launch.processes, Some(AgentProcesses::Auto));
 /// assert_eq!(launch.head.unwrap().to_string(), "job-node-0-0.job:29500");
 /// assert_eq!(launch.source.variable, "PET_NNODES");
@@ -112,20 +112,6 @@ impl AgentLaunch {
             found.check()?;
         }
         Ok(found)
-    }
-
-    /// Returns the number of hosts of the job.
-    ///
-    /// # Errors
-    ///
-    /// A topology error that names the engine's variable if it does not tell.
-    pub fn node_count(&self) -> Result<NodeCount> {
-        self.nodes.ok_or_else(|| {
-            let LaunchSource { launcher, variable } = self.source;
-            invalid(format!(
-                "{variable} is set by {launcher}, but nothing tells how many hosts the job has; give the number"
-            ))
-        })
     }
 
     fn new(source: LaunchSource) -> Self {

@@ -142,7 +142,7 @@ impl StoreServer {
     /// is connected to the others.
     ///
     /// ```
-    /// use accelerator_collective::rendezvous::StoreServer;
+    /// use accelerator_collective::launcher::StoreServer;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let store = StoreServer::bind(("127.0.0.1", 0), 2, None)?;

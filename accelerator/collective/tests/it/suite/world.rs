@@ -4,7 +4,7 @@ use std::{sync::mpsc, thread, time::Duration};
 
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology, TransportKind,
-    rendezvous::StoreServer,
+    launcher::StoreServer,
 };
 
 /// How the ranks of a test are connected.
