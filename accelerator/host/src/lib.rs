@@ -3,8 +3,8 @@
 //!
 //! One table has the name, grammar, default, reader and meaning of each variable; the library, the launcher and the
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
-//! that programs and launcher share, the signal state that a process inherits with its variables, and locks
-//! ([`sync`]).
+//! that programs and launcher share, the signal state that a process inherits with its variables, locks ([`sync`]),
+//! programs that run to their end ([`process`]) and facts of the machine ([`machine`]).
 //!
 //! ```
 //! use accelerator_host::{OVERLAP, VARIABLES, find};
@@ -24,6 +24,8 @@ pub use signals::{heed_children, prepare_child, reset_signals};
 pub use table::*;
 pub use variable::{Reader, Variable};
 
+pub mod machine;
+pub mod process;
 pub mod sync;
 
 mod grammar;

@@ -1,0 +1,468 @@
+//! Programs: finds them, and runs one to its end within limits of time and output.
+
+use std::io::{self, ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::sync::Mutex;
+
+/// The limits of a program, and how it is started.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The time that it may take.
+    pub time: Duration,
+    /// The bytes that it may write to standard output. Of standard error, as many are kept.
+    pub output: usize,
+    /// The process group that it runs in.
+    pub group: Group,
+}
+
+/// The process group of a program.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Group {
+    /// One of its own, so that what it has started is killed with it; Ctrl-C does not reach it.
+    Own,
+    /// The caller's, so that Ctrl-C ends both; what it has started may outlive it.
+    Callers,
+}
+
+/// A program's end, and its output.
+#[derive(Debug)]
+pub struct Output {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The bytes that it wrote to standard output; the first ones if there were too many.
+    pub stdout: Vec<u8>,
+    /// The first bytes that it wrote to standard error.
+    pub stderr: Vec<u8>,
+}
+
+/// How a program that [`run`] has run came to its end.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Outcome {
+    /// It ended by itself.
+    Ended(ExitStatus),
+    /// It was killed, since it had not ended in time.
+    OutOfTime,
+    /// It wrote more to standard output than it may, and was killed if it still ran.
+    OutputTooLong,
+}
+
+impl Output {
+    /// Returns `true` if the program ended by itself, in success.
+    pub fn is_success(&self) -> bool {
+        matches!(self.outcome, Outcome::Ended(status) if status.success())
+    }
+}
+
+/// Runs `command`, with nothing on its standard input, until it ends or reaches a limit; then it is killed.
+///
+/// A process that it has started does not delay the return, even if that keeps the pipes open: in the end, the group of
+/// the program is killed, and a process that has left the group is waited for no longer than two seconds.
+///
+/// ```
+/// use std::process::Command;
+/// use std::time::Duration;
+///
+/// use accelerator_host::process::{Group, Limits, Outcome, run};
+///
+/// # #[cfg(unix)] {
+/// let limits = Limits { time: Duration::from_secs(60), output: 100, group: Group::Own };
+/// let output = run(Command::new("echo").arg("a"), limits)?;
+/// assert!(output.is_success());
+/// assert_eq!(output.stdout, b"a\n");
+///
+/// let output = run(&mut Command::new("yes"), limits)?;
+/// assert_eq!(output.outcome, Outcome::OutputTooLong);
+/// # }
+/// # Ok::<(), std::io::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// If the program cannot be started, or the system does not tell how it ended.
+pub fn run(command: &mut Command, limits: Limits) -> io::Result<Output> {
+    run_with(command, Stdio::null(), limits)
+}
+
+/// Runs `command` as [`run`] does, with `stdin` as its standard input.
+///
+/// # Errors
+///
+/// The errors of [`run`].
+pub fn run_with(
+    command: &mut Command,
+    stdin: impl Into<Stdio>,
+    limits: Limits,
+) -> io::Result<Output> {
+    let deadline = Instant::now() + limits.time;
+    command
+        .stdin(stdin)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    #[cfg(unix)]
+    {
+        crate::heed_children();
+        if limits.group == Group::Own {
+            std::os::unix::process::CommandExt::process_group(command, 0);
+        }
+    }
+    let mut child = spawn(command)?;
+    let watched = watch(&mut child, limits.output, deadline);
+    // Also if it has ended: it is not reaped yet, so that its number is that of its group and of no other process.
+    kill(&mut child, limits.group);
+    let status = reap(&mut child);
+    let (reached, stdout, stderr) = watched?;
+    let until = Instant::now() + LAST_WAIT;
+    let stdout = stdout.finish(LAST_WAIT);
+    let stderr = stderr.finish(until.saturating_duration_since(Instant::now()));
+    let outcome = match reached {
+        Some(limit) => limit,
+        None if stdout.is_cut => Outcome::OutputTooLong,
+        None => Outcome::Ended(status?),
+    };
+    Ok(Output {
+        outcome,
+        stdout: stdout.bytes,
+        stderr: stderr.bytes,
+    })
+}
+
+/// Reads a pipe on a thread of its own, so that nobody has to wait for a process that keeps it open.
+#[derive(Debug)]
+pub struct Drain {
+    kept: Arc<Mutex<Kept>>,
+    /// Nothing comes; disconnected when the pipe has ended.
+    end: Receiver<()>,
+}
+
+/// What was read of a pipe.
+#[derive(Debug, Default)]
+pub struct Kept {
+    /// The first bytes, as many as were to be kept.
+    pub bytes: Vec<u8>,
+    /// True once there were more.
+    pub is_cut: bool,
+}
+
+impl Drain {
+    /// Reads `pipe` to its end, and keeps its first `limit` bytes.
+    ///
+    /// # Errors
+    ///
+    /// If there can be no thread.
+    pub fn start(mut pipe: impl Read + Send + 'static, limit: usize) -> io::Result<Self> {
+        let kept = Arc::new(Mutex::new(Kept::default()));
+        let (reading, end) = mpsc::channel();
+        let shared = Arc::clone(&kept);
+        let read = move || {
+            // Dropped when this thread ends.
+            let _reading: Sender<()> = reading;
+            let mut chunk = [0; CHUNK];
+            loop {
+                let read = match pipe.read(&mut chunk) {
+                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    // After an error, the bytes read before it are the output.
+                    Ok(0) | Err(_) => return,
+                    Ok(read) => read,
+                };
+                let mut kept = shared.lock();
+                let room = read.min(limit - kept.bytes.len());
+                kept.bytes.extend_from_slice(&chunk[..room]);
+                kept.is_cut |= room < read;
+            }
+        };
+        thread::Builder::new().name("drain".into()).spawn(read)?;
+        Ok(Self { kept, end })
+    }
+
+    /// Returns `true` once there was more than is kept.
+    pub fn is_cut(&self) -> bool {
+        self.kept.lock().is_cut
+    }
+
+    /// Returns what was read until the end of the pipe, or for `time` if a process keeps it open.
+    pub fn finish(self, time: Duration) -> Kept {
+        // Either way, what was read is all there is.
+        let _ = self.end.recv_timeout(time);
+        std::mem::take(&mut *self.kept.lock())
+    }
+}
+
+/// Finds the program that a shell finds under this name, by its absolute path.
+pub fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let found = std::env::split_paths(&path)
+        .map(|folder| folder.join(&name))
+        .find(|program| is_executable(program))?;
+    // The PATH may have folders that are relative.
+    std::path::absolute(found).ok()
+}
+
+/// Finds a program that was installed with this one: beside it, in the folder above, as cargo leaves the programs that
+/// examples need, or else on the PATH.
+pub fn find_installed(name: &str) -> Option<PathBuf> {
+    let own = std::env::current_exe().ok();
+    let folders = own.iter().flat_map(|own| own.ancestors().skip(1).take(2));
+    let mut beside = folders.map(|folder| folder.join(name));
+    beside
+        .find(|program| program.is_file())
+        .or_else(|| on_path(name))
+}
+
+/// Returns `true` if this is a file that this process may execute.
+pub fn is_executable(path: &Path) -> bool {
+    #[cfg(unix)]
+    if rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_err() {
+        return false;
+    }
+    path.is_file()
+}
+
+/// The time for which a program's file may be open for writing somewhere before that is an error: a child of another
+/// thread, between fork and exec, holds open what was just written.
+const BUSY: Duration = Duration::from_secs(2);
+
+/// The longest time between two looks at a program.
+const LONGEST_PAUSE: Duration = Duration::from_millis(16);
+
+/// The time that a killed program may take to end, which one that waits for a device may never do, and its pipes after
+/// it.
+const LAST_WAIT: Duration = Duration::from_secs(2);
+
+const CHUNK: usize = 16 << 10;
+
+fn spawn(command: &mut Command) -> io::Result<Child> {
+    let busy_until = Instant::now() + BUSY;
+    loop {
+        match command.spawn() {
+            Err(error)
+                if error.kind() == ErrorKind::ExecutableFileBusy && Instant::now() < busy_until =>
+            {
+                thread::sleep(Duration::from_millis(10));
+            }
+            spawned => return spawned,
+        }
+    }
+}
+
+/// Reads the pipes of `child` until it has ended, which is left to be reaped, or has reached a limit.
+fn watch(
+    child: &mut Child,
+    limit: usize,
+    deadline: Instant,
+) -> io::Result<(Option<Outcome>, Drain, Drain)> {
+    let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
+        return Err(io::Error::other("the program has no pipes"));
+    };
+    let stdout = Drain::start(stdout, limit)?;
+    let stderr = Drain::start(stderr, limit)?;
+    let mut pause = Duration::from_millis(1);
+    let reached = loop {
+        if has_ended(child)? {
+            break None;
+        }
+        if stdout.is_cut() {
+            break Some(Outcome::OutputTooLong);
+        }
+        if Instant::now() >= deadline {
+            break Some(Outcome::OutOfTime);
+        }
+        thread::sleep(pause);
+        pause = (2 * pause).min(LONGEST_PAUSE);
+    };
+    Ok((reached, stdout, stderr))
+}
+
+/// Kills the child, and its group if that is its own.
+fn kill(child: &mut Child, group: Group) {
+    // That there is nothing left to kill is no error.
+    let _ = child.kill();
+    #[cfg(unix)]
+    if group == Group::Own {
+        use rustix::process::{Pid, Signal, kill_process_group};
+        let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
+    }
+    #[cfg(not(unix))]
+    let _ = group;
+}
+
+/// Takes the exit status of a child that was killed or has ended.
+fn reap(child: &mut Child) -> io::Result<ExitStatus> {
+    let until = Instant::now() + LAST_WAIT;
+    while !has_ended(child)? {
+        if Instant::now() > until {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    child.wait()
+}
+
+/// Returns `true` if the child has ended, and leaves it to be reaped.
+#[cfg(unix)]
+fn has_ended(child: &mut Child) -> io::Result<bool> {
+    use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Ok(waitid(WaitId::Pid(Pid::from_child(child)), options)?.is_some())
+}
+
+#[cfg(not(unix))]
+fn has_ended(child: &mut Child) -> io::Result<bool> {
+    Ok(child.try_wait()?.is_some())
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::io::{Seek, Write};
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// More than a test takes on a busy machine.
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn limits(time: Duration, output: usize) -> Limits {
+        Limits {
+            time,
+            output,
+            group: Group::Own,
+        }
+    }
+
+    fn shell(script: &str, limits: Limits) -> Output {
+        run(Command::new("sh").args(["-c", script]), limits).unwrap()
+    }
+
+    /// Waits until the process of this number runs no more; a zombie does not.
+    fn expect_end(pid: &str) {
+        let until = Instant::now() + LONG;
+        loop {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+            let state = stat.map(|stat| stat.rsplit_once(") ").map(|(_, rest)| rest.as_bytes()[0]));
+            if matches!(state, Err(_) | Ok(Some(b'Z' | b'X'))) {
+                return;
+            }
+            assert!(Instant::now() < until, "process {pid} still runs");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn output_and_status_are_returned() {
+        let output = shell("echo a; echo b >&2; exit 3", limits(LONG, 2));
+        assert!(matches!(output.outcome, Outcome::Ended(status) if status.code() == Some(3)));
+        assert!(!output.is_success());
+        assert_eq!(
+            (&*output.stdout, &*output.stderr),
+            (&b"a\n"[..], &b"b\n"[..])
+        );
+        let input = shell("cat", limits(LONG, 0));
+        assert!(input.is_success(), "{input:?}");
+    }
+
+    #[test]
+    fn a_program_that_ignores_signals_is_killed_with_what_it_has_started() {
+        let script = "trap '' TERM INT HUP; sleep 600 & echo $!; exec sleep 600";
+        for group in [Group::Own, Group::Callers] {
+            let start = Instant::now();
+            let limits = Limits {
+                group,
+                ..limits(Duration::from_millis(500), 100)
+            };
+            let output = shell(script, limits);
+            assert_eq!(output.outcome, Outcome::OutOfTime);
+            assert!(start.elapsed() < LONG);
+            let started = String::from_utf8(output.stdout).unwrap();
+            match group {
+                Group::Own => expect_end(&started),
+                Group::Callers => drop(Command::new("kill").arg(started.trim()).status()),
+            }
+        }
+    }
+
+    #[test]
+    fn a_flood_is_cut() {
+        let output = shell("exec yes", limits(LONG, 1001));
+        assert_eq!(output.outcome, Outcome::OutputTooLong);
+        assert_eq!(output.stdout.len(), 1001);
+        // It had ended before anyone looked.
+        let output = shell("echo ab", limits(LONG, 2));
+        assert_eq!(
+            (output.outcome, &*output.stdout),
+            (Outcome::OutputTooLong, &b"ab"[..])
+        );
+        // Messages are no reason to end a program.
+        let output = shell("yes | head -c 300000 >&2; echo a", limits(LONG, 2));
+        assert!(output.is_success());
+        assert_eq!(
+            (&*output.stdout, &*output.stderr),
+            (&b"a\n"[..], &b"y\n"[..])
+        );
+    }
+
+    #[test]
+    fn a_process_that_keeps_the_pipe_is_not_waited_for() {
+        let start = Instant::now();
+        let output = shell("sleep 600 & echo $!", limits(LONG, 100));
+        assert!(output.is_success());
+        expect_end(std::str::from_utf8(&output.stdout).unwrap());
+        // Of a group of its own.
+        let output = shell("setsid sleep 600 & echo $!", limits(LONG, 100));
+        assert!(output.is_success());
+        let pid = String::from_utf8(output.stdout).unwrap();
+        assert!(Command::new("kill").arg(pid.trim()).status().is_ok());
+        assert!(start.elapsed() < LONG);
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_is_an_error() {
+        let missing = run(&mut Command::new("no-such-program"), limits(LONG, 1));
+        assert_eq!(missing.unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_file_can_be_the_input() {
+        let text = "x".repeat(1 << 20);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        file.rewind().unwrap();
+        let output = run_with(&mut Command::new("cat"), file, limits(LONG, 1 << 20)).unwrap();
+        assert!(output.is_success());
+        assert!(output.stdout == text.as_bytes());
+    }
+
+    #[test]
+    fn a_program_that_was_just_written_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("program");
+        std::fs::write(&path, "#!/bin/sh\necho a\n").unwrap();
+        assert!(!is_executable(&path));
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(is_executable(&path));
+        let writing = std::fs::File::options().append(true).open(&path).unwrap();
+        let closing = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(writing);
+        });
+        let output = run(&mut Command::new(&path), limits(LONG, 10)).unwrap();
+        assert_eq!(output.stdout, b"a\n");
+        closing.join().unwrap();
+    }
+
+    #[test]
+    fn programs_are_found() {
+        let sh = on_path("sh").unwrap();
+        assert!(sh.is_absolute() && sh.ends_with("sh"));
+        assert_eq!(on_path("no-such-program"), None);
+        assert_eq!(find_installed("sh"), Some(sh));
+        // Beside this one, which is in `deps`.
+        let own = std::env::current_exe().unwrap();
+        let name = own.file_name().unwrap().to_str().unwrap();
+        assert_eq!(find_installed(name), Some(own));
+    }
+}
