@@ -51,7 +51,6 @@ mod target_features;
 mod topology;
 mod transport;
 mod transport_kind;
-mod usable_cores;
 mod wire;
 
 pub use buffer::Buffer;
@@ -86,7 +85,6 @@ pub mod launcher {
         },
         stderr_fallback::stderr_fallback,
         target_features::TargetFeatures,
-        usable_cores::UsableCores,
     };
 
     #[cfg(feature = "fuzzing")]

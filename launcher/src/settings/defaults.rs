@@ -4,8 +4,8 @@
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 
-use accelerator_collective::launcher::UsableCores;
 use accelerator_host::PYTHON_UNBUFFERED;
+use accelerator_host::machine::UsableCores;
 
 /// The variables that thread pools read.
 pub(crate) const POOL_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];

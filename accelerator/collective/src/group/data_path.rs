@@ -276,11 +276,11 @@ mod linux {
     use crate::{
         error::{Error, Kind, Result},
         group::rank_state::RankState,
-        rendezvous::{boot_id, random},
+        rendezvous::random,
         shm::{Arena, ArenaId, Hosts, ShmPeers, Spin},
         transport::{DataPath, Peer, PeerLocation, TransportKind},
-        usable_cores::UsableCores,
     };
+    use accelerator_host::machine::{UsableCores, boot_id};
 
     pub(super) fn arrange(
         rank_state: &RankState,

@@ -148,19 +148,6 @@ fn is_of_network(address: &IpAddr) -> bool {
     !is_of_link(address) && !address.is_loopback() && !address.is_unspecified()
 }
 
-/// The name of this host, for messages.
-pub(crate) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
-    let name = name.or_else(|_| std::env::var("HOSTNAME"));
-    let mut name = name.unwrap_or_default().trim().to_owned();
-    let end = name.char_indices().nth(64).map_or(name.len(), |(at, _)| at);
-    name.truncate(end);
-    match name.is_empty() {
-        true => "an unnamed host".to_owned(),
-        false => name,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

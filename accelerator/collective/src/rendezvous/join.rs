@@ -10,9 +10,8 @@ use std::{
 
 use super::{
     Rendezvous, Security, StoreHost,
-    address::{any_like, host_name, listen_everywhere},
+    address::{any_like, listen_everywhere},
     interface::address_like,
-    locality::boot_id,
     peer_origin::PeerOrigin,
     store_client::{HeartbeatTimer, Store},
     store_state::RECONNECT_TIME,
@@ -29,6 +28,7 @@ use crate::{
         message::{self, LocalPlace, Message, Nonce, Proves, Registration},
     },
 };
+use accelerator_host::machine::{boot_id, host_name};
 
 /// The attempt of one rank to join through the store.
 pub(super) struct JoinAttempt<'a> {

@@ -1,22 +1,12 @@
 //! The assignment of ranks to hosts, and their local ranks.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    fs,
-};
+use std::collections::{BTreeMap, HashMap};
 
 use crate::{
     error::{Error, Kind, Result, list_ranks},
     topology::Topology,
     wire::message::{LocalPlace, Registration},
 };
-
-/// A random id of this start of the machine's kernel, and `None` where the system has none. Containers of a
-/// machine share it, so it tells a host together with the host's name.
-pub(crate) fn boot_id() -> Option<String> {
-    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    Some(id.trim().to_owned()).filter(|id| !id.is_empty())
-}
 
 /// The topology of a rank that has met the others. Where its local rank is not known, it follows from the
 /// hosts of all ranks.

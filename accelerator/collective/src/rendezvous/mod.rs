@@ -35,7 +35,7 @@ pub(crate) use store_state::MAX_WAIT;
 pub use token::Token;
 
 pub(crate) use address::reachable;
-pub(crate) use locality::{boot_id, resolve_local_rank};
+pub(crate) use locality::resolve_local_rank;
 pub(crate) use meeting::Meeting;
 pub(crate) use store_client::StoreClient;
 pub(crate) use store_place::StorePlace;

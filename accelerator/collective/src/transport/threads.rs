@@ -6,8 +6,8 @@ use super::{ControlPlane, DataPath, FinalMessage, Inbox, Peer, PeerLocation, Tra
 use crate::{
     error::{Error, Result},
     shm::{Arena, ShmPeers, Spin},
-    usable_cores::UsableCores,
 };
+use accelerator_host::machine::UsableCores;
 
 /// The control plane of one rank among the threads of a process, which share its memory.
 ///

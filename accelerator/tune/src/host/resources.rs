@@ -1,7 +1,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use accelerator_collective::launcher::UsableCores;
+use accelerator_host::machine::UsableCores;
 use serde::{Deserialize, Serialize};
 
 /// The resources that a host has for trials.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::UsableCores;
+use accelerator_host::machine::UsableCores;
 use accelerator_tune::{
     Asha, CheckpointSettings, Display, Mode, Objective, Results, Search, SearchEnd, SearchFolder,
     Searcher, Space, Stop, Suggestion, TrialId, TrialStatus, grid_search,

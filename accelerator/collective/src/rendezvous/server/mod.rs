@@ -18,7 +18,7 @@ use std::{
 
 use super::{
     StoreOptions,
-    address::{host_name, is_own_address, listen_everywhere, reachable},
+    address::{is_own_address, listen_everywhere, reachable},
     outbox,
     pending_handshakes::PendingHandshakes,
     registry::Registry,
@@ -34,7 +34,10 @@ use crate::{
         shorten,
     },
 };
-use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::{
+    machine::host_name,
+    sync::{Condvar, Mutex, MutexGuard},
+};
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
 pub struct StoreServer {

@@ -22,9 +22,8 @@ use crate::{
     error::{Error, Result},
     rendezvous::{MAX_WAIT, Meeting},
     topology::Topology,
-    usable_cores::UsableCores,
 };
-use accelerator_host::sync::Mutex;
+use accelerator_host::{machine::UsableCores, sync::Mutex};
 use link::Link;
 use reader_handoff::ReaderHandoff;
 #[cfg(feature = "fuzzing")]
