@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use accelerator_host::machine::{Memory, nvidia_smi};
 
 use crate::error::{Error, Kind, Result};
 use crate::journal::{JOURNAL, JournalWriter, now_ms, rank_journal};
@@ -168,13 +168,12 @@ impl Probe {
             }
         }
         self.before = now;
-        put("memory", kib("/proc/self/status", "VmRSS:"));
-        let total = kib("/proc/meminfo", "MemTotal:");
-        let available = kib("/proc/meminfo", "MemAvailable:");
         put(
-            "host_memory",
-            total.zip(available).map(|(total, free)| total - free),
+            "memory",
+            Memory::of_this_process().map(|bytes| bytes as f64),
         );
+        let in_use = |memory: Memory| memory.total.saturating_sub(memory.available) as f64;
+        put("host_memory", Memory::of_this_machine().map(in_use));
         for (index, busy, memory) in self.gpus() {
             put(&format!("gpu{index}"), busy);
             put(&format!("gpu{index}_memory"), memory);
@@ -187,56 +186,25 @@ impl Probe {
         let Some(program) = &self.nvidia_smi else {
             return Vec::new();
         };
-        let Some(table) = ask(program, self.visible.as_deref()) else {
+        let query = "index,utilization.gpu,memory.used";
+        let rows = nvidia_smi(program, query, self.visible.as_deref(), LONGEST_ANSWER);
+        if rows.is_empty() {
             self.nvidia_smi = None;
-            return Vec::new();
-        };
-        let gpu = |line: &str| {
-            let mut fields = line.split(',').map(str::trim);
-            let index = fields.next()?.parse().ok()?;
+        }
+        let gpu = |row: Vec<String>| {
             // A GPU that is divided says `[N/A]`.
-            let mut number = || fields.next()?.parse::<f64>().ok();
-            let (percent, mib) = (number(), number());
+            let number = |value: &String| value.parse::<f64>().ok();
+            let [index, percent, mib, ..] = &row[..] else {
+                return None;
+            };
             Some((
-                index,
-                percent.map(|x| x / 100.0),
-                mib.map(|x| x * 1048576.0),
+                index.parse().ok()?,
+                number(percent).map(|x| x / 100.0),
+                number(mib).map(|x| x * 1048576.0),
             ))
         };
-        table.lines().filter_map(gpu).collect()
+        rows.into_iter().filter_map(gpu).collect()
     }
-}
-
-/// Returns the output of `nvidia-smi`, unless it hangs or fails.
-fn ask(program: &Path, visible: Option<&str>) -> Option<String> {
-    let mut command = Command::new(program);
-    command.args([
-        "--query-gpu=index,utilization.gpu,memory.used",
-        "--format=csv,noheader,nounits",
-    ]);
-    if let Some(visible) = visible {
-        command.args(["-i", visible]);
-    }
-    command.stdin(Stdio::null()).stderr(Stdio::null());
-    #[cfg(unix)]
-    accelerator_host::heed_children();
-    let mut child = command.stdout(Stdio::piped()).spawn().ok()?;
-    let until = Instant::now() + LONGEST_ANSWER;
-    let status = loop {
-        match child.try_wait() {
-            Ok(Some(status)) => break status,
-            Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(20)),
-            _ => {
-                // It has hung, or ended just now.
-                let _ = child.kill();
-                let _ = child.wait();
-                return None;
-            }
-        }
-    };
-    let mut table = String::new();
-    child.stdout.take()?.read_to_string(&mut table).ok()?;
-    status.success().then_some(table)
 }
 
 fn used() -> Option<Used> {
@@ -256,14 +224,6 @@ fn used() -> Option<Used> {
         process: ticks / TICKS_PER_SECOND,
         host: (all - idle, all),
     })
-}
-
-/// A line such as `VmRSS: 1234 kB`, in bytes.
-fn kib(file: &str, name: &str) -> Option<f64> {
-    let text = fs::read_to_string(file).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    let kib: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024.0)
 }
 
 /// The rate that Linux shows to programs, whatever its own clock does.

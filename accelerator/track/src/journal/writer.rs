@@ -4,7 +4,9 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
+
+use accelerator_host::machine::{host_name, unix_time};
 
 use super::reader::{self, LineReader};
 use crate::error::{Error, Kind, Result};
@@ -173,8 +175,7 @@ impl JournalWriter {
 
 /// Milliseconds since 1970.
 pub(crate) fn now_ms() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.unwrap_or_default().as_millis() as u64
+    unix_time().as_millis() as u64
 }
 
 /// Limits what waits while the disk is full.
@@ -269,13 +270,3 @@ impl RunLock {
 
 const RETRIES: usize = 20;
 const PAUSE: Duration = Duration::from_millis(10);
-
-fn host_name() -> String {
-    #[cfg(unix)]
-    return rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned();
-    #[cfg(not(unix))]
-    return std::env::var("COMPUTERNAME").unwrap_or_else(|_| "this host".to_owned());
-}

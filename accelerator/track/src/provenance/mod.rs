@@ -6,6 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use accelerator_host::machine::{Memory, host_name};
 use accelerator_host::{LAUNCH_COMMAND, PREFIX, RUN_TAGS, Reader, SET_BY_LAUNCHER, find};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -238,34 +239,32 @@ impl From<&Value> for Provenance {
 impl HostFacts {
     /// Returns what is known of this machine.
     fn of_this_machine() -> Self {
-        let (name, kernel) = system();
         let user = ["USER", "LOGNAME", "USERNAME"];
         let mut user = user.into_iter().filter_map(|name| std::env::var(name).ok());
         Self {
-            name,
+            name: Some(host_name()),
             user: user.find(|user| !user.is_empty()).or_else(user_id),
             os: field("/etc/os-release", "PRETTY_NAME", '=')
                 .or_else(|| Some(std::env::consts::OS.to_owned())),
-            kernel,
+            kernel: kernel(),
             arch: Some(std::env::consts::ARCH.to_owned()),
             cpu: field("/proc/cpuinfo", "model name", ':'),
             cores: std::thread::available_parallelism().ok().map(Into::into),
-            memory: memory(),
+            memory: Memory::of_this_machine().map(|memory| memory.total),
         }
     }
 }
 
-/// The host's name and the kernel's version.
+/// The version of the kernel.
 #[cfg(unix)]
-fn system() -> (Option<String>, Option<String>) {
+fn kernel() -> Option<String> {
     let system = rustix::system::uname();
-    let text = |text: &std::ffi::CStr| Some(text.to_string_lossy().into_owned());
-    (text(system.nodename()), text(system.release()))
+    Some(system.release().to_string_lossy().into_owned())
 }
 
 #[cfg(not(unix))]
-fn system() -> (Option<String>, Option<String>) {
-    (std::env::var("COMPUTERNAME").ok(), None)
+fn kernel() -> Option<String> {
+    None
 }
 
 #[cfg(unix)]
@@ -276,12 +275,6 @@ fn user_id() -> Option<String> {
 #[cfg(not(unix))]
 fn user_id() -> Option<String> {
     None
-}
-
-fn memory() -> Option<u64> {
-    let text = field("/proc/meminfo", "MemTotal", ':')?;
-    let kib: u64 = text.strip_suffix(" kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 /// The first value of a key in a file of keys and values.
