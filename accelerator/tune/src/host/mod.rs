@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use accelerator_collective::launcher::{PendingHandshakes, Token};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
+use accelerator_host::machine::host_name;
 use rustix::process::Signal;
 
 use crate::error::{Error, Kind, Result};
-use crate::trial::protocol::{accept_one, host_name};
+use crate::trial::protocol::accept_one;
 use agent_link::AgentLink;
 use message::Invitation;
 use process::{LocalProcess, ProcessLog};

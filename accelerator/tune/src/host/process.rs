@@ -1,5 +1,4 @@
 use std::env;
-use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
@@ -8,6 +7,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 
 use accelerator_collective::launcher::Token;
+use accelerator_host::process::find_installed;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
 
@@ -278,19 +278,9 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
     Ok(command)
 }
 
-/// `accel-launch`: beside this program or in the folder above, as cargo leaves it, or on the PATH.
-fn launcher() -> Result<OsString> {
-    let name = "accel-launch";
-    let program = env::current_exe()?;
-    let folders = program.ancestors().skip(1).take(2);
-    let mut beside = folders.map(|folder| folder.join(name));
-    if let Some(launcher) = beside.find(|path| path.is_file()) {
-        return Ok(launcher.into());
-    }
-    let path = env::var_os("PATH").unwrap_or_default();
-    let mut on_path = env::split_paths(&path).map(|folder| folder.join(name));
-    let found = on_path.find(|path| path.is_file());
-    found.map(Into::into).ok_or_else(|| {
+/// Finds `accel-launch`.
+fn launcher() -> Result<PathBuf> {
+    find_installed("accel-launch").ok_or_else(|| {
         Error::new(
             Kind::NotFound,
             "trials of several processes are started by `accel-launch`, which is neither beside this program nor on the PATH; \

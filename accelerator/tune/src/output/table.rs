@@ -1,8 +1,8 @@
 //! The status table, in the format of Ray Tune.
 
 use std::collections::BTreeMap;
-use std::fs;
 
+use accelerator_host::machine::Memory;
 use serde_json::Value;
 
 use super::psql::{Align, Cell, psql};
@@ -224,18 +224,10 @@ fn metric_columns(view: &SearchView) -> Vec<(String, String)> {
 
 /// Returns a line such as `Memory usage on this node: 19.0/250.9 GiB`; `None` if the system does not say.
 fn memory() -> Option<String> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let field = |name: &str| -> Option<f64> {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim_start_matches(':')
-            .trim()
-            .strip_suffix(" kB")?
-            .parse()
-            .ok()
-    };
-    let (total, available) = (field("MemTotal")?, field("MemAvailable")?);
+    let memory = Memory::of_this_machine()?;
+    let (total, available) = (memory.total as f64, memory.available as f64);
     let used = total - available;
-    let gib = 1024.0 * 1024.0;
+    let gib = f64::from(1 << 30);
     let warning = match used > 0.9 * total {
         true => ": ***LOW MEMORY*** less than 10% of the memory on this node is available for use",
         false => "",

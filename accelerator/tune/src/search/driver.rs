@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
+use accelerator_host::machine::unix_time;
+
 use super::attempt::{Attempt, AttemptState};
 use super::backoff::Backoff;
 use super::decisions::DecisionLog;
-use super::files::{TrialFiles, unix_time};
+use super::files::TrialFiles;
 use super::replay::{ask, tell_result};
 use crate::core::{Action, CheckpointKey, CheckpointSettings, Core, Event, prunable};
 use crate::error::{Error, Result};
@@ -249,7 +251,8 @@ impl Driver<'_> {
                 return self.failed(trial, message);
             }
             let last = state.last.as_ref();
-            let result = TrialResult::next(last, iteration, metrics, seconds, unix_time());
+            let result =
+                TrialResult::next(last, iteration, metrics, seconds, unix_time().as_secs());
             // Before it is journaled: a search without results may be corrected.
             self.core.check_metrics(trial, &result)?;
             let stop = self.core.closures_stop(trial, &result);

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use accelerator_host::machine::unix_time;
 use accelerator_track::EndStatus;
 
 use crate::checkpoint_folder;
@@ -129,7 +129,7 @@ impl TrialFiles {
                 let mut events = match &self.tensorboard {
                     Some(logs) => {
                         let created = before.first().map(|(result, _)| result.timestamp);
-                        let created = created.unwrap_or_else(unix_time);
+                        let created = created.unwrap_or_else(|| unix_time().as_secs());
                         Some(TrialEvents::begin(
                             logs,
                             &name,
@@ -161,14 +161,8 @@ impl TrialFiles {
                 _ => EndStatus::Finished,
             };
             let at = state.last.as_ref().map(|result| result.timestamp);
-            events.end(status, at.unwrap_or_else(unix_time))?;
+            events.end(status, at.unwrap_or_else(|| unix_time().as_secs()))?;
         }
         Ok(())
     }
-}
-
-/// Seconds since 1970.
-pub(super) fn unix_time() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |now| now.as_secs())
 }

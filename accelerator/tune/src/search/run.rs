@@ -8,9 +8,11 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, fs};
 
+use accelerator_host::machine::unix_time;
+
 use super::decisions::DecisionLog;
 use super::driver::{Driver, Limits};
-use super::files::{TrialFiles, unix_time};
+use super::files::TrialFiles;
 use super::interrupt::Interrupts;
 use super::lock::SearchLock;
 use super::replay::{Replayed, replay};
@@ -250,7 +252,7 @@ fn open_journal(
             let head = Head {
                 version: VERSION,
                 id: new_id(),
-                created: unix_time(),
+                created: unix_time().as_secs(),
                 asks,
                 searcher: searcher.version(),
                 directory: env::current_dir().ok(),

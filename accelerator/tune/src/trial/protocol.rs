@@ -23,6 +23,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::launcher::{PendingHandshakes, Token};
+use accelerator_host::machine::host_name;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -262,12 +263,6 @@ fn introduce(
     send(stream, &Introduction { peer, proof })?;
     stream.set_read_timeout(None)?;
     Ok(Some(reader))
-}
-
-/// Returns the name of this host.
-pub(crate) fn host_name() -> String {
-    let system = rustix::system::uname();
-    system.nodename().to_string_lossy().into_owned()
 }
 
 /// Sends a value as a line.

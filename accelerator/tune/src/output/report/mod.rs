@@ -1,7 +1,6 @@
 //! The report of a search: one HTML file.
 
-use std::time::SystemTime;
-
+use accelerator_host::machine::unix_time;
 use accelerator_track::{HtmlPage, Number, downsample};
 use serde::Serialize;
 use serde_json::Value;
@@ -25,11 +24,10 @@ pub(super) fn html(view: &SearchView, ending: SearchEnd, best: Option<&Trial>) -
         let curve = Curve::of(&read_results(&trial.folder)?, metric, points);
         Ok(PageTrial::of(trial, view, curve))
     });
-    let generated = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let page = SearchPage {
         name: &view.name,
         folder: view.folder.display().to_string(),
-        generated_ms: generated.map_or(0, |since| since.as_millis()),
+        generated_ms: unix_time().as_millis(),
         ending: match ending {
             SearchEnd::Finished => "finished",
             SearchEnd::Interrupted => "not finished",
