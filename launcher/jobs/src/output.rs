@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use serde::Serialize;
 
@@ -73,9 +73,7 @@ pub(crate) fn age(seconds: u64) -> String {
 
 /// Returns the seconds since 1970.
 pub(crate) fn now() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
+    accelerator_host::machine::unix_time().as_secs()
 }
 
 /// Quotes `words` for a shell.

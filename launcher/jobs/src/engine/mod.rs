@@ -11,7 +11,7 @@ pub(crate) mod ray;
 #[cfg(feature = "slurm")]
 pub(crate) mod slurm;
 
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -186,9 +186,49 @@ fn write_token(folder: &Path) -> Result<()> {
         .map_err(|error| Error::system("the token of the job cannot be written").with_source(error))
 }
 
+/// The file in the folder of a job with the output of its TensorBoard.
+const TENSORBOARD_LOG: &str = "tensorboard.log";
+
+/// Returns the address that TensorBoard has printed, else its last line.
+fn tensorboard_address(folder: &Path) -> Option<String> {
+    let text = fs::read_to_string(folder.join(TENSORBOARD_LOG)).ok()?;
+    let address = |line: &str| {
+        let (_, rest) = line.split_once(" at http")?;
+        Some(format!("http{}", rest.split_whitespace().next()?))
+    };
+    let found = text.lines().find_map(address);
+    found.or_else(|| text.lines().last().map(str::to_owned))
+}
+
 fn hexadecimal<const BYTES: usize>() -> Result<String> {
     let mut bytes = [0; BYTES];
     getrandom(&mut bytes, GetRandomFlags::empty())
         .map_err(|error| Error::system("the system has no random bytes").with_source(error))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_tensorboard_says_is_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(tensorboard_address(folder.path()), None);
+        let path = folder.path().join(TENSORBOARD_LOG);
+        fs::write(
+            &path,
+            "some warning\nTensorBoard 2.21.0 at http://n1:40631/ (Press CTRL+C to quit)\n",
+        )
+        .unwrap();
+        assert_eq!(
+            tensorboard_address(folder.path()).as_deref(),
+            Some("http://n1:40631/")
+        );
+        fs::write(&path, "bash: tensorboard: command not found\n").unwrap();
+        assert_eq!(
+            tensorboard_address(folder.path()).as_deref(),
+            Some("bash: tensorboard: command not found")
+        );
+    }
 }

@@ -10,6 +10,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use accelerator_host::process::{find_installed, is_executable, on_path};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -109,7 +110,7 @@ impl JobSpec {
             true => Some(PathBuf::from(word)),
             false => on_path(word),
         };
-        let found = found.filter(|path| path.is_file() && is_executable(path));
+        let found = found.filter(|path| is_executable(path));
         match found {
             Some(path) => absolute(&path),
             None => Err(Error::usage(format!(
@@ -132,18 +133,6 @@ fn why_no_program(word: &str) -> String {
     } else {
         "it is no executable file".to_owned()
     }
-}
-
-fn is_executable(path: &Path) -> bool {
-    rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
-}
-
-/// Finds a program on the PATH.
-pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path)
-        .map(|folder| folder.join(name))
-        .find(|path| path.is_file())
 }
 
 /// Makes `path` absolute.
@@ -259,18 +248,12 @@ impl<'a> AgentCommand<'a> {
     }
 }
 
-/// Finds the `accel-launch` of this machine: beside this program, else on the PATH.
+/// Finds the `accel-launch` of this machine: installed with this program, else on the PATH.
 ///
 /// # Errors
 /// When there is none.
 pub(crate) fn launcher_here() -> Result<PathBuf> {
-    let beside = std::env::current_exe()
-        .ok()
-        .map(|program| program.with_file_name("accel-launch"));
-    let found = beside
-        .filter(|path| path.is_file())
-        .or_else(|| on_path("accel-launch"));
-    found.ok_or_else(|| {
+    find_installed("accel-launch").ok_or_else(|| {
         Error::usage("accel-launch is neither beside accel-jobs nor on the PATH; install it: cargo install --path launcher")
     })
 }

@@ -16,16 +16,17 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::machine::host_name;
+use accelerator_host::process::on_path;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Engine, LogsMode, LogsRequest, Submitted};
+use super::{Engine, LogsMode, LogsRequest, Submitted, tensorboard_address};
 use crate::error::{Error, Result};
 use crate::job::{
     Instance, JobDetails, JobRecord, JobStatus, NodeUsage, launcher_restarts, node_log,
 };
-use crate::output::{copy_tail, follow};
-use crate::output::{now, shell_line};
-use crate::spec::{JobSpec, launcher_here, on_path};
+use crate::output::{copy_tail, follow, now, shell_line};
+use crate::spec::{JobSpec, launcher_here};
 use state::{LocalState, POLL};
 use supervisor::agent_words;
 
@@ -147,7 +148,8 @@ impl Engine for LocalEngine {
             gpus_requested: gpus,
             gpus_allocated: if status.is_active() { gpus } else { 0 },
             instances: state.instances(spec),
-            tensorboard: state.tensorboard.clone().filter(|_| status.is_active()),
+            tensorboard: tensorboard_address(folder)
+                .filter(|_| spec.tensorboard && status.is_active()),
             failure,
         })
     }
@@ -209,9 +211,8 @@ impl Engine for LocalEngine {
 
     fn nodes(&self) -> Result<Vec<NodeUsage>> {
         let cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get);
-        let system = rustix::system::uname();
         Ok(vec![NodeUsage {
-            name: system.nodename().to_string_lossy().into_owned(),
+            name: host_name(),
             address: "127.0.0.1".to_owned(),
             role: "<none>".to_owned(),
             status: "ready".to_owned(),
@@ -258,10 +259,7 @@ impl LocalState {
             (_, Some(_)) => JobStatus::Failed,
             (status, None) => status,
         };
-        let host = rustix::system::uname()
-            .nodename()
-            .to_string_lossy()
-            .into_owned();
+        let host = host_name();
         let instance = |(node, state): (usize, &state::NodeState)| Instance {
             node: Some(host.clone()),
             started: Some(self.started),

@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use accelerator_host::machine::boot_id;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
@@ -25,7 +26,7 @@ impl ProcessIdentity {
         Some(Self {
             pid,
             start_time,
-            boot: boot(),
+            boot: boot_id(),
         })
     }
 
@@ -51,11 +52,6 @@ impl ProcessIdentity {
             Err(_) => kill_process(pid, signal),
         };
     }
-}
-
-fn boot() -> Option<String> {
-    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    Some(id.trim().to_owned())
 }
 
 #[cfg(test)]

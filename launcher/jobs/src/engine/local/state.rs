@@ -34,7 +34,6 @@ pub(super) struct LocalState {
     pub(super) started: u64,
     pub(super) ended: Option<u64>,
     pub(super) nodes: Vec<NodeState>,
-    pub(super) tensorboard: Option<String>,
 }
 
 /// The state of a node's agent.

@@ -2,7 +2,8 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -11,12 +12,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::{
+    AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with, sockopt,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::process::ProcessIdentity;
 use super::state::{LocalState, NodeState, POLL};
-use crate::engine::{token_path, write_token};
+use crate::engine::{TENSORBOARD_LOG, token_path, write_token};
 use crate::error::{Error, Result, chain};
 use crate::job::{JobRecord, JobStatus, node_log};
 use crate::output::now;
@@ -75,7 +79,7 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
 struct LocalJob<'a> {
     spec: &'a JobSpec,
     folder: &'a Path,
-    endpoint: String,
+    endpoint: ReservedPort,
     agents: Vec<Agent>,
     tensorboard: Option<Child>,
     state: LocalState,
@@ -105,10 +109,8 @@ impl<'a> LocalJob<'a> {
         let mut job = Self {
             spec,
             folder,
-            endpoint: format!(
-                "127.0.0.1:{}",
-                free_port().map_err(|error| Error::system("no port is free").with_source(error))?
-            ),
+            endpoint: ReservedPort::new()
+                .map_err(|error| Error::system("no port is free").with_source(error))?,
             agents: Vec::new(),
             tensorboard: None,
             state: LocalState {
@@ -117,7 +119,6 @@ impl<'a> LocalJob<'a> {
                 started: now(),
                 ended: None,
                 nodes: vec![NodeState::default(); nodes],
-                tensorboard: None,
             },
             stop,
             deadline: spec.time_limit.map(|limit| Instant::now() + limit),
@@ -132,10 +133,8 @@ impl<'a> LocalJob<'a> {
             });
         }
         if spec.tensorboard {
-            let (child, address) =
-                tensorboard(spec, folder).inspect_err(|_| job.end(Signal::KILL))?;
-            job.tensorboard = Some(child);
-            job.state.tensorboard = Some(address);
+            let started = tensorboard(spec, folder).inspect_err(|_| job.end(Signal::KILL))?;
+            job.tensorboard = Some(started);
         }
         job.write().inspect_err(|_| job.end(Signal::KILL))?;
         Ok(job)
@@ -239,7 +238,7 @@ impl<'a> LocalJob<'a> {
     }
 
     fn start_agent(&mut self, node: usize) -> Result<Child> {
-        let words = agent_words(self.spec, node, &self.endpoint, self.folder)?;
+        let words = agent_words(self.spec, node, &self.endpoint.address, self.folder)?;
         let path = node_log(self.folder, node);
         let failed = |error: io::Error| {
             Error::system(format!("the agent of node {node} cannot start")).with_source(error)
@@ -333,36 +332,51 @@ pub(super) fn agent_words(
     Ok(agent.words())
 }
 
-fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<(Child, String)> {
+/// Starts TensorBoard, which chooses a port and prints its address.
+fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<Child> {
     let failed = |error: io::Error| Error::system("tensorboard cannot start").with_source(error);
-    let port = free_port().map_err(failed)?;
     let logdir = spec
         .working_dir
         .as_deref()
         .unwrap_or(Path::new(""))
         .join(&spec.logdir);
-    let log = File::create(folder.join("tensorboard.log")).map_err(failed)?;
+    let log = File::create(folder.join(TENSORBOARD_LOG)).map_err(failed)?;
     let mut command = Command::new("tensorboard");
     command
-        .args([
-            "--host",
-            "127.0.0.1",
-            "--port",
-            &port.to_string(),
-            "--logdir",
-        ])
+        .args(["--host", "127.0.0.1", "--port", "0", "--logdir"])
         .arg(logdir);
     command
         .stdin(Stdio::null())
         .stdout(log.try_clone().map_err(failed)?)
         .stderr(log);
-    let child = command.spawn().map_err(failed)?;
-    Ok((child, format!("http://127.0.0.1:{port}")))
+    command.spawn().map_err(failed)
 }
 
-/// Returns a free port.
-fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+/// A port of this machine that the system chooses for nobody else. A program that is given its number can listen there.
+struct ReservedPort {
+    /// `127.0.0.1:PORT`.
+    address: String,
+    /// Bound, without listening: the system lets a second socket have the same port if both reuse addresses, as those
+    /// of servers do.
+    _socket: OwnedFd,
+}
+
+impl ReservedPort {
+    fn new() -> io::Result<Self> {
+        let socket = socket_with(
+            AddressFamily::INET,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        sockopt::set_socket_reuseaddr(&socket, true)?;
+        bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+        let bound = SocketAddr::try_from(getsockname(&socket)?)?;
+        Ok(Self {
+            address: bound.to_string(),
+            _socket: socket,
+        })
+    }
 }
 
 fn signal(process: &Child, signal: Signal) {
@@ -370,5 +384,25 @@ fn signal(process: &Child, signal: Signal) {
     if let Some(pid) = pid {
         // It may have ended meanwhile; until it is waited for, its number is not taken.
         let _ = kill_process(pid, signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_reserved_port_is_for_who_knows_it() {
+        let reserved = ReservedPort::new().unwrap();
+        assert!(TcpStream::connect(&reserved.address).is_err());
+        for _ in 0..2 {
+            let listener = TcpListener::bind(&reserved.address).unwrap();
+            assert!(TcpStream::connect(&reserved.address).is_ok());
+            assert!(TcpListener::bind(&reserved.address).is_err());
+            drop(listener);
+        }
+        assert_ne!(ReservedPort::new().unwrap().address, reserved.address);
     }
 }

@@ -35,12 +35,18 @@ LIMIT = 1 << 20  # bytes of output that an actor holds
 class Agent:
     """The agent of one node, as an actor."""
 
+    def __init__(self):
+        self.reserved = []
+
     def place(self):
-        """Where it runs, and a port that nobody listens at."""
+        """Where it runs, and a port that the system gives to nobody else while this actor lives."""
         ip = ray.util.get_node_ip_address()
-        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as listener:
-            listener.bind((ip, 0))
-            return ip, listener.getsockname()[1]
+        holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        # Bound, without listening: a server that reuses addresses, as all do, can still listen there.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((ip, 0))
+        self.reserved.append(holder)
+        return ip, holder.getsockname()[1]
 
     def start(self, job, node, endpoint, token):
         environment = dict(os.environ)

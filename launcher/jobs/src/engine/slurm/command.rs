@@ -1,16 +1,21 @@
 //! Slurm's own commands, and the meaning of their errors.
 
-use std::io::{self, ErrorKind, Read, Write};
-use std::process::{Command, Output, Stdio};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use accelerator_host::process::{self, Group, Limits, Outcome, Output};
 
 use crate::error::{Error, Result};
 
-/// The time limit of a command: longer than Slurm's own commands wait for a controller that does not answer.
-const COMMAND_LIMIT: Duration = Duration::from_secs(150);
-/// The interval at which a command is polled.
-const LOOK: Duration = Duration::from_millis(5);
+/// The limits of a command. It gets more time than Slurm's own commands wait for a controller that does not answer, and
+/// Ctrl-C ends a submission.
+const LIMITS: Limits = Limits {
+    time: Duration::from_secs(150),
+    output: 256 << 20,
+    group: Group::Callers,
+};
 
 /// Parts of Slurm's messages, the kind of error of each, and the remedy.
 const ERRORS: [(&str, ErrorClass, &str); 19] = [
@@ -125,7 +130,8 @@ enum ErrorClass {
 /// When it cannot be run or fails; the message has Slurm's words and the remedy. [`Error::is_not_found`] if Slurm knows no
 /// such job.
 pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
-    said(program, Command::new(program).args(arguments), "")
+    let output = run(Command::new(program).args(arguments), Stdio::null())?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Gives `script` to sbatch with these options, and returns what it prints.
@@ -133,77 +139,42 @@ pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
 /// # Errors
 /// As for [`slurm`].
 pub(super) fn sbatch(options: &[String], script: &str) -> Result<String> {
-    said("sbatch", Command::new("sbatch").args(options), script)
-}
-
-fn said(program: &str, command: &mut Command, input: &str) -> Result<String> {
-    let output = output(command, input, COMMAND_LIMIT).map_err(|error| match error.kind() {
-        ErrorKind::TimedOut => Error::unreachable(format!(
-            "{program} has not ended after {} s: `scontrol ping` shows whether Slurm's controller is up; try again",
-            COMMAND_LIMIT.as_secs()
-        )),
-        _ => Error::system(format!("{program} cannot be run")).with_source(error),
+    let input = || -> io::Result<File> {
+        let mut file = tempfile::tempfile()?;
+        file.write_all(script.as_bytes())?;
+        file.rewind()?;
+        Ok(file)
+    };
+    let input = input().map_err(|error| {
+        Error::system("the script for sbatch cannot be written to a temporary file")
+            .with_source(error)
     })?;
-    let errors = String::from_utf8_lossy(&output.stderr);
-    if !output.status.success() {
-        return Err(refusal(program, &errors));
-    }
-    if program == "sbatch" {
-        // Messages of the site; standard error may be closed.
-        let _ = io::stderr().write_all(&output.stderr);
-    }
+    let output = run(Command::new("sbatch").args(options), input)?;
+    // Messages of the site; standard error may be closed.
+    let _ = io::stderr().write_all(&output.stderr);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Runs a command until its end, or for `limit`.
-fn output(command: &mut Command, input: &str, limit: Duration) -> io::Result<Output> {
+fn run(command: &mut Command, stdin: impl Into<Stdio>) -> Result<Output> {
+    let program = command.get_program().to_string_lossy().into_owned();
     command
         .env("SLURM_TIME_FORMAT", "%s")
         // Queries go to the cluster to which the job was submitted, which is that of the login node.
-        .env_remove("SLURM_CLUSTERS")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let mut child = command.spawn()?;
-    let deadline = Instant::now() + limit;
-    let (stdin, input) = (child.stdin.take(), input.to_owned());
-    in_thread(move || {
-        // A command that does not read it reports the reason.
-        let _ = stdin.map(|mut stdin| stdin.write_all(input.as_bytes()));
-    })?;
-    let stdout = child.stdout.take();
-    let stdout = in_thread(move || all_of(stdout))?;
-    let stderr = child.stderr.take();
-    let stderr = in_thread(move || all_of(stderr))?;
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        if Instant::now() > deadline {
-            child.kill()?;
-            child.wait()?;
-            return Err(ErrorKind::TimedOut.into());
-        }
-        thread::sleep(LOOK);
-    };
-    Ok(Output {
-        status,
-        stdout: stdout.join().unwrap_or_default(),
-        stderr: stderr.join().unwrap_or_default(),
-    })
-}
-
-fn in_thread<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> io::Result<JoinHandle<T>> {
-    thread::Builder::new().spawn(work)
-}
-
-fn all_of(pipe: Option<impl Read>) -> Vec<u8> {
-    let mut all = Vec::new();
-    // After an error, the bytes read before it are the output.
-    let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut all));
-    all
+        .env_remove("SLURM_CLUSTERS");
+    let output = process::run_with(command, stdin, LIMITS)
+        .map_err(|error| Error::system(format!("{program} cannot be run")).with_source(error))?;
+    match output.outcome {
+        Outcome::Ended(status) if status.success() => Ok(output),
+        Outcome::Ended(_) => Err(refusal(&program, &String::from_utf8_lossy(&output.stderr))),
+        Outcome::OutOfTime => Err(Error::unreachable(format!(
+            "{program} has not ended after {} s: `scontrol ping` shows whether Slurm's controller is up; try again",
+            LIMITS.time.as_secs()
+        ))),
+        Outcome::OutputTooLong => Err(Error::system(format!(
+            "{program} prints more than {} MiB; is it Slurm's own?",
+            LIMITS.output >> 20
+        ))),
+    }
 }
 
 /// Makes an error of what a command of Slurm printed.
@@ -266,21 +237,6 @@ mod tests {
             "Slurm says: something new"
         );
         assert_eq!(said(""), "sbatch failed and did not say why");
-    }
-
-    #[test]
-    fn a_command_that_does_not_end_is_ended() {
-        let run = |words: &[&str], limit: Duration| {
-            let input = "x".repeat(1 << 20);
-            output(Command::new(words[0]).args(&words[1..]), &input, limit)
-        };
-        let slow = run(&["sleep", "600"], Duration::from_millis(50));
-        assert_eq!(slow.unwrap_err().kind(), ErrorKind::TimedOut);
-        let echoed = run(&["cat"], COMMAND_LIMIT).unwrap();
-        assert_eq!(
-            (echoed.status.success(), echoed.stdout.len()),
-            (true, 1 << 20)
-        );
     }
 
     #[test]

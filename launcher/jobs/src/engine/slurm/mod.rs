@@ -15,21 +15,21 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::process::on_path;
 use command::{sbatch, slurm};
 use script::{AgentFiles, Submission};
 use state::{
     READY, Run, RunEnd, SlurmJob, agent_exit, batch_log, is_output_of, nodes, out_of_memory,
-    tensorboard,
 };
 
-use super::{Engine, LogsMode, LogsRequest, Submitted, write_token};
+use super::{Engine, LogsMode, LogsRequest, Submitted, tensorboard_address, write_token};
 use crate::error::{Error, Result};
 use crate::job::{
     Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, NodeUsage, Role, node_log,
     read_failure,
 };
 use crate::output::{copy_tail, follow, last_lines};
-use crate::spec::{JobName, JobSpec, on_path};
+use crate::spec::{JobName, JobSpec};
 
 /// Jobs of Slurm.
 #[derive(Debug)]
@@ -262,7 +262,7 @@ fn details(
             0
         },
         instances: instances(spec, folder, known, status, run.as_ref()),
-        tensorboard: tensorboard(folder)
+        tensorboard: tensorboard_address(folder)
             .filter(|_| spec.tensorboard && status == JobStatus::Running),
         failure,
     }

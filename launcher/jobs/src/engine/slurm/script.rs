@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use super::options::{
     NOTICE, NOTICED_FROM, bash_word, cpus, is_chdir, options, path_text, path_word, pattern,
 };
-use super::state::{AGENT_EXIT, END, RUN, START_MARK, TENSORBOARD_LOG};
-use crate::engine::TOKEN_FILE;
+use super::state::{AGENT_EXIT, END, RUN, START_MARK};
+use crate::engine::{TENSORBOARD_LOG, TOKEN_FILE};
 use crate::error::{Error, Result};
 use crate::output::shell_line;
 use crate::spec::{JobSpec, launcher_here};

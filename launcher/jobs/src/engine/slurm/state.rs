@@ -234,8 +234,6 @@ pub(super) const RUN: &str = "run.json";
 pub(super) const END: &str = "end.json";
 /// The beginning of the name of a file with the exit code of an agent; the node's number follows.
 pub(super) const AGENT_EXIT: &str = "exit-";
-/// The output of TensorBoard.
-pub(super) const TENSORBOARD_LOG: &str = "tensorboard.log";
 /// The beginning of the line in the batch script's log for each start; the number of the restart follows.
 pub(super) const START_MARK: &str = "restart ";
 
@@ -284,17 +282,6 @@ pub(super) fn batch_log(folder: &Path) -> PathBuf {
 pub(super) fn agent_exit(folder: &Path, node: usize) -> Option<i32> {
     let text = fs::read_to_string(folder.join(format!("{AGENT_EXIT}{node}"))).ok()?;
     text.trim().parse().ok()
-}
-
-/// Returns the address that TensorBoard prints, else its last line.
-pub(super) fn tensorboard(folder: &Path) -> Option<String> {
-    let text = fs::read_to_string(folder.join(TENSORBOARD_LOG)).ok()?;
-    let address = |line: &str| {
-        let (_, rest) = line.split_once(" at http")?;
-        Some(format!("http{}", rest.split_whitespace().next()?))
-    };
-    let found = text.lines().find_map(address);
-    found.or_else(|| text.lines().last().map(str::to_owned))
 }
 
 /// Returns the node of the last run whose process ran out of memory, as srun reports it:
@@ -445,27 +432,6 @@ mod tests {
             assert_eq!(gpus(Some(text)), count, "{text}");
         }
         assert_eq!(gpus(None), 0);
-    }
-
-    #[test]
-    fn what_tensorboard_says_is_shown() {
-        let folder = tempfile::tempdir().unwrap();
-        assert_eq!(tensorboard(folder.path()), None);
-        let path = folder.path().join(TENSORBOARD_LOG);
-        fs::write(
-            &path,
-            "some warning\nTensorBoard 2.21.0 at http://n1:40631/ (Press CTRL+C to quit)\n",
-        )
-        .unwrap();
-        assert_eq!(
-            tensorboard(folder.path()).as_deref(),
-            Some("http://n1:40631/")
-        );
-        fs::write(&path, "bash: tensorboard: command not found\n").unwrap();
-        assert_eq!(
-            tensorboard(folder.path()).as_deref(),
-            Some("bash: tensorboard: command not found")
-        );
     }
 
     #[test]
