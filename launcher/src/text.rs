@@ -4,8 +4,9 @@ use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::ops::Range;
 use std::process::ExitCode;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
+use accelerator_host::machine::unix_time;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
@@ -65,8 +66,7 @@ pub(crate) fn duration(seconds: u64) -> String {
 
 /// Returns the age in seconds of a time in seconds since 1970; 0 for a time from a clock that is ahead.
 pub(crate) fn age(created: u64) -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |x| x.as_secs().saturating_sub(created))
+    unix_time().as_secs().saturating_sub(created)
 }
 
 /// A measured number in six digits: `0.0123457`, `1.5e-9`, `NaN`.
@@ -160,12 +160,6 @@ pub(crate) fn span(ranks: &Range<usize>) -> String {
         2 => format!("ranks {start} and {}", end - 1),
         _ => format!("ranks {start} to {}", end - 1),
     }
-}
-
-/// The name of this host.
-pub(crate) fn host_name() -> String {
-    let system = rustix::system::uname();
-    system.nodename().to_string_lossy().into_owned()
 }
 
 /// Writes lines of the launcher's own to standard error, where no output of ranks is.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use accelerator_collective::launcher::{
     PendingHandshake, PendingHandshakes, Token, listen_at, listen_everywhere,
 };
+use accelerator_host::machine::host_name;
 
 use super::admission::Admission;
 use super::handshake::{Refusal, answer};
@@ -21,7 +22,7 @@ use crate::error::{Error, Result, chain};
 use crate::output::Stream;
 use crate::settings::nodes::Endpoint;
 use crate::supervisor::signals::Relay;
-use crate::text::{host_name, note};
+use crate::text::note;
 
 /// The most pending connections that have not proved the token.
 const MAX_PENDING_HANDSHAKES: usize = 256;

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::Topology;
+use accelerator_host::machine::host_name;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use super::acceptor::Acceptor;
@@ -25,7 +26,7 @@ use crate::settings::{Layout, Settings, variable};
 use crate::supervisor::leftovers::{LEFTOVER_TIMEOUT, Swept};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::{Growth, LocalSpawner, Resize, Spawner};
-use crate::text::{host_name, note};
+use crate::text::note;
 
 /// The interval at which the head reports the hosts that it waits for.
 const TELL_EVERY: Duration = Duration::from_secs(10);

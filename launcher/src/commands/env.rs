@@ -5,8 +5,10 @@ use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 use accelerator_collective::{Launch, LaunchSource, launcher::AgentLaunch};
+use accelerator_host::process::{self, Group, Limits};
 use accelerator_host::{Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;
@@ -368,10 +370,18 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     entries
 }
 
+/// The time that a tool may take to tell its version: rustup may have to install it.
+const LONGEST_ANSWER: Duration = Duration::from_secs(300);
+
 fn tool(name: &'static str, mut command: Command) -> Tool {
     let program = command.get_program().to_string_lossy().into_owned();
-    let version = match command.arg("--version").output() {
-        Ok(output) if output.status.success() => String::from_utf8_lossy(&output.stdout)
+    let limits = Limits {
+        time: LONGEST_ANSWER,
+        output: 1 << 16,
+        group: Group::Own,
+    };
+    let version = match process::run(command.arg("--version"), limits) {
+        Ok(output) if output.is_success() => String::from_utf8_lossy(&output.stdout)
             .lines()
             .next()
             .map(|line| line.trim().to_owned()),

@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
+use accelerator_host::process::find_installed;
 use clap::Args;
 
 use crate::error::{Error, Result};
@@ -28,11 +29,7 @@ pub(crate) struct JobsArgs {
 /// When it is not installed, or cannot be started.
 pub(crate) fn run(command: Option<&str>, arguments: &JobsArgs) -> Result<ExitCode> {
     const PROGRAM: &str = "accel-jobs";
-    let beside = std::env::current_exe()
-        .ok()
-        .map(|program| program.with_file_name(PROGRAM))
-        .filter(|program| program.is_file());
-    let program = beside.unwrap_or_else(|| PathBuf::from(PROGRAM));
+    let program = find_installed(PROGRAM).unwrap_or_else(|| PathBuf::from(PROGRAM));
     let words = command.map(OsStr::new).into_iter();
     let words = words.chain(arguments.arguments.iter().map(OsString::as_os_str));
     let error = Command::new(&program).args(words).exec();

@@ -3,17 +3,14 @@
 //! Either can be missing: the tool in a small container, the folder in many. Neither loads CUDA.
 
 use std::ffi::OsStr;
-use std::io::Read;
+use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::mpsc;
 use std::time::Duration;
-use std::{fs, thread};
 
+use accelerator_host::machine::nvidia_smi;
 use serde::Serialize;
 
 use super::{GpuId, VISIBLE, Visible};
-use crate::process::{Process, RankProcess};
 use crate::text::size;
 
 /// A GPU of this machine. A field that is `None` is not known.
@@ -172,43 +169,15 @@ fn from_folder(folder: &Path) -> Vec<Gpu> {
 
 /// The GPUs that the tool lists within `limit`.
 fn from_tool(program: &OsStr, limit: Duration) -> Vec<Gpu> {
-    let mut command = Command::new(program);
-    command
-        .args([
-            "--query-gpu=index,name,memory.total,driver_version,uuid,pci.bus_id",
-            "--format=csv,noheader,nounits",
-        ])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null());
-    // Dropped in the end, it is killed where it still runs.
-    let Ok(mut process) = Process::spawn(&mut command) else {
-        return Vec::new();
-    };
-    let Some(mut stdout) = process.take_stdout() else {
-        return Vec::new();
-    };
-    let (sender, receiver) = mpsc::channel();
-    let read = move || {
-        let mut bytes = Vec::new();
-        if stdout.read_to_end(&mut bytes).is_ok() {
-            let _ = sender.send(bytes);
-        }
-    };
-    if thread::Builder::new().spawn(read).is_err() {
-        return Vec::new();
-    }
-    let bytes = receiver.recv_timeout(limit).unwrap_or_default();
-    let text = String::from_utf8_lossy(&bytes);
-    // A tool that fails prints the error to its standard output, in lines of another form.
-    text.lines().filter_map(row).collect()
+    let query = "index,name,memory.total,driver_version,uuid,pci.bus_id";
+    let rows = nvidia_smi(program, query, None, limit);
+    rows.iter().filter_map(|row| gpu(row)).collect()
 }
 
-/// A line of the tool: `0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, GPU-5a2c…, 00000000:18:00.0`.
-fn row(line: &str) -> Option<Gpu> {
-    let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+/// A row of the tool: `0`, `NVIDIA H100 80GB HBM3`, `81559`, `550.54.15`, `GPU-5a2c…`, `00000000:18:00.0`.
+fn gpu(row: &[String]) -> Option<Gpu> {
     // A name may hold a comma.
-    let [index, name @ .., memory, driver, uuid, pci] = fields.as_slice() else {
+    let [index, name @ .., memory, driver, uuid, pci] = row else {
         return None;
     };
     Some(Gpu {

@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::SystemTime;
 
+use accelerator_host::machine::host_name;
 use accelerator_track::mask_arguments;
 use serde::Serialize;
 use signal_hook::consts::signal;
@@ -17,7 +18,7 @@ use crate::process::End;
 use crate::supervisor::attempt::FinishedAttempt;
 use crate::supervisor::job::Cause;
 use crate::supervisor::store::FailureReport;
-use crate::text::{host_name, shell_line, utc};
+use crate::text::{shell_line, utc};
 use crate::variables;
 
 /// The name of the report in the log folder.

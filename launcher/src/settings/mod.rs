@@ -12,8 +12,9 @@ use std::fmt::Display;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
+use accelerator_host::machine::unix_time;
 use serde::{Deserialize, Serialize};
 
 use crate::output::{OnOutputError, Prefix};
@@ -347,10 +348,7 @@ fn group_suffix(regroups: u64) -> String {
 
 /// A name that no other launch on this machine has: this process, and when it began.
 fn new_job() -> String {
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
-    format!("{}-{:x}", std::process::id(), now.as_micros())
+    format!("{}-{:x}", std::process::id(), unix_time().as_micros())
 }
 
 struct Table(Vec<Setting>);

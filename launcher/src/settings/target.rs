@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, access};
+use accelerator_host::process::{self, is_executable};
 
 use crate::error::{Error, Result};
 use crate::settings::options::Options;
@@ -103,7 +103,7 @@ impl Target {
     /// When there is none; when options for cargo come with it.
     pub(crate) fn on_path(name: &str, options: &Options) -> Result<Self> {
         let script = Path::new(name);
-        match on_path(script) {
+        match process::on_path(script) {
             // A folder, say, which is rather meant than a program elsewhere.
             _ if script.exists() => run_as_it_is(program(script)?, options),
             Some(found) => run_as_it_is(found, options),
@@ -136,7 +136,7 @@ fn program(script: &Path) -> Result<PathBuf> {
             "the script {shown} is a folder; give the program in it, or the source file of a cargo target"
         )));
     }
-    if !metadata.is_file() || access(script, Access::EXEC_OK).is_err() {
+    if !is_executable(script) {
         return Err(Error::usage(format!(
             "the script {shown} is not executable; make it so with `chmod +x {shown}`, or give a program that runs it"
         )));
@@ -173,15 +173,6 @@ fn cargo_option(options: &Options) -> Option<&'static str> {
     ]
     .into_iter()
     .find_map(|(given, name)| given.then_some(name))
-}
-
-/// The program that a shell finds under a name.
-fn on_path(script: &Path) -> Option<PathBuf> {
-    std::env::split_paths(&std::env::var_os("PATH")?)
-        .map(|folder| folder.join(script))
-        .find(|path| path.is_file() && access(path, Access::EXEC_OK).is_ok())
-        // The PATH may have folders that are relative.
-        .and_then(|path| std::path::absolute(path).ok())
 }
 
 #[cfg(test)]

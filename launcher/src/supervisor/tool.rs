@@ -1,10 +1,10 @@
 //! Running a tool (cargo, rustc) to its end, under the same supervision as a rank.
 
 use std::fs::File;
-use std::io::Read;
 use std::process::{Command, Stdio};
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
+
+use accelerator_host::process::Drain;
 
 use crate::error::{Error, Result};
 use crate::event::Channel;
@@ -13,7 +13,7 @@ use crate::supervisor::group::{NoopObserver, supervise, watch};
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::KillScope;
 
-/// The time that a tool may take to end after a signal.
+/// The time that a tool may take to end after a signal, and a pipe after the tool.
 const TOOL_GRACE: Duration = Duration::from_secs(5);
 
 /// The use of a tool's standard error.
@@ -51,8 +51,8 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
             format!("`{program}` could not be started; is it installed, and on the PATH?");
         Error::system(message).with_source(error)
     })?;
-    let stdout = process.take_stdout().map(collect).transpose()?;
-    let stderr = process.take_stderr().map(collect).transpose()?;
+    let stdout = process.take_stdout().map(drain).transpose()?;
+    let stderr = process.take_stderr().map(drain).transpose()?;
     let mut group: [Box<dyn RankProcess>; 1] = [Box::new(process)];
     watch(0, &*group[0], &channel.sender);
     // A compiler cache that cargo started may stay: it serves other builds.
@@ -73,23 +73,13 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
     })
 }
 
-fn collect(mut pipe: File) -> Result<JoinHandle<Vec<u8>>> {
-    thread::Builder::new()
-        .name("tool-output".into())
-        .spawn(move || {
-            let mut bytes = Vec::new();
-            // What was read before an error is all there is.
-            let _ = pipe.read_to_end(&mut bytes);
-            bytes
-        })
-        .map_err(|error| {
-            Error::system("a thread to read a tool's output could not be started")
-                .with_source(error)
-        })
+fn drain(pipe: File) -> Result<Drain> {
+    Drain::start(pipe, usize::MAX).map_err(|error| {
+        Error::system("a thread to read a tool's output could not be started").with_source(error)
+    })
 }
 
-fn bytes(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
-    reader
-        .and_then(|reader| reader.join().ok())
-        .unwrap_or_default()
+/// The bytes that a tool which has ended wrote; a daemon that it has left may keep the pipe.
+fn bytes(reader: Option<Drain>) -> Vec<u8> {
+    reader.map_or_else(Vec::new, |reader| reader.finish(TOOL_GRACE).bytes)
 }

@@ -14,6 +14,8 @@ use super::line::{Line, LineEnd};
 use super::message::{HostInfo, ToHead, ToHost};
 use super::stream_line::StreamLine;
 use super::trust;
+use accelerator_host::machine::host_name;
+
 use crate::error::{Error, Result, START_AGAIN, chain};
 use crate::event::{Channel, Event};
 use crate::output;
@@ -23,7 +25,7 @@ use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::LocalSpawner;
-use crate::text::{host_name, note, utc};
+use crate::text::{note, utc};
 use attempt::KnownAttempt;
 use connection::Connection;
 use inbox::{HURRY, Inbound, Inbox, Work};

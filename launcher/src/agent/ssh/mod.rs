@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use accelerator_collective::launcher::{Token, is_own_address};
+use accelerator_host::machine::host_name;
 use accelerator_host::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
 
 use crate::error::{Error, Result, chain};
@@ -25,7 +26,7 @@ use crate::settings::hosts::{HostList, ListedHost};
 use crate::settings::options::Options;
 use crate::supervisor::signals::Relay;
 use crate::supervisor::store::given_token;
-use crate::text::{host_name, note, print, shell_line};
+use crate::text::{note, print, shell_line};
 use crate::variables;
 pub(crate) use agent::run as run_agent;
 use client::{Delivery, Ssh};

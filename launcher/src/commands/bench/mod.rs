@@ -13,6 +13,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use accelerator_collective::TransportKind;
+use accelerator_host::machine::Memory;
 
 use crate::commands::launch;
 use crate::error::{Error, Result};
@@ -90,8 +91,9 @@ fn check(arguments: &AllReduceArgs) -> Result<()> {
     let largest = arguments.sizes.iter().max().copied().unwrap_or(0);
     // What is reduced, and as much again for the bound.
     let needed = largest.saturating_mul(2 * ranks);
-    match available() {
-        Some(available) if needed > available => Err(Error::usage(format!(
+    let available = Memory::of_this_machine().map(|memory| memory.available);
+    match available {
+        Some(available) if needed as u64 > available => Err(Error::usage(format!(
             "the largest of --sizes takes {:.1} GB on {ranks} ranks, and this machine has \
              {:.1} GB of memory available; give smaller --sizes or fewer --num-processes",
             needed as f64 / 1e9,
@@ -99,13 +101,4 @@ fn check(arguments: &AllReduceArgs) -> Result<()> {
         ))),
         _ => Ok(()),
     }
-}
-
-/// Returns the memory that is available without swapping, in bytes, if the system reports it.
-fn available() -> Option<usize> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let mut lines = text.lines();
-    let line = lines.find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kilobytes.checked_mul(1024)
 }
