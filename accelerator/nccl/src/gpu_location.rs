@@ -1,6 +1,7 @@
 //! The location of a GPU, which ranks compare before they connect.
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::machine::boot_id;
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::Gpu;
@@ -88,10 +89,7 @@ impl GpuLocation {
 /// The life of the kernel that this process runs on, which containers of a host have in common; if it cannot
 /// be read, ranks are taken for as many hosts, and NCCL finds out by itself.
 fn this_host(rank: usize) -> String {
-    match std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {
-        Ok(id) => id.trim().to_owned(),
-        Err(_) => format!("that of rank {rank}"),
-    }
+    boot_id().unwrap_or_else(|| format!("that of rank {rank}"))
 }
 
 /// Tells if NCCL lets this rank share its GPU.
