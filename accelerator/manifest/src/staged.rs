@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
+use accelerator_host::machine::boot_id;
+
 use crate::hash::ContentHash;
 use crate::vfs::Vfs;
 
@@ -289,9 +291,8 @@ fn last_change(path: &Path) -> io::Result<SystemTime> {
 fn boot() -> &'static str {
     static BOOT: OnceLock<String> = OnceLock::new();
     BOOT.get_or_init(|| {
-        let id = fs::read_to_string("/proc/sys/kernel/random/boot_id");
-        let id = id.unwrap_or_else(|_| random().to_string());
-        let mut hash = ContentHash::of(id.trim().as_bytes()).to_string();
+        let id = boot_id().unwrap_or_else(|| random().to_string());
+        let mut hash = ContentHash::of(id.as_bytes()).to_string();
         hash.truncate(8);
         hash
     })

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use accelerator_fault::SaveStage;
+use accelerator_host::machine::unix_time;
 
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint_name::{name_of, point_latest};
@@ -270,6 +270,5 @@ enum DraftState {
 }
 
 fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |x| x.as_secs())
+    unix_time().as_secs()
 }
