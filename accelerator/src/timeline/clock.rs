@@ -1,6 +1,7 @@
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::machine::{boot_id, unix_time};
 use serde::{Deserialize, Serialize};
 
 use crate::core::error::Result;
@@ -63,8 +64,7 @@ impl ClockSync {
         let all = group
             .for_purpose(PURPOSE)
             .all_gather_object(&ClockReading {
-                boot: std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-                    .unwrap_or_default(),
+                boot: boot_id().unwrap_or_default(),
                 wall,
                 error,
                 ends: ends.clone(),
@@ -128,9 +128,8 @@ fn difference(a: u64, b: u64) -> i64 {
 fn wall_minus(anchor: Instant) -> (i64, u64) {
     let reading = |_| {
         let before = anchor.elapsed().as_nanos() as i64;
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH);
+        let wall = unix_time().as_nanos() as i64;
         let after = anchor.elapsed().as_nanos() as i64;
-        let wall = wall.map_or(0, |wall| wall.as_nanos() as i64);
         let error = (after - before).unsigned_abs().div_ceil(2);
         (wall - before.midpoint(after), error)
     };

@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
-use std::fs;
 use std::io::{self, Write};
 
+use accelerator_host::machine::host_name;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -28,7 +28,6 @@ type Row = (EventKind, Thread, u64, u64, u64, u64, EventSubject);
 impl RankTrace {
     pub(super) fn new(rank: usize, recorder: &Recorder) -> Self {
         let (events, dropped, clocks) = recorder.events();
-        let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let row = |event: Event| {
             let Event {
                 kind,
@@ -43,7 +42,7 @@ impl RankTrace {
         };
         Self {
             rank,
-            host: host.trim().to_owned(),
+            host: host_name(),
             process: std::process::id(),
             dropped,
             clocks,
