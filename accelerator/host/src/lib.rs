@@ -3,8 +3,10 @@
 //!
 //! One table has the name, grammar, default, reader and meaning of each variable; the library, the launcher and the
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
-//! that programs and launcher share, the signal state that a process inherits with its variables, locks ([`sync`]),
-//! programs that run to their end ([`process`]) and facts of the machine ([`machine`]).
+//! that programs and launcher share, and the signal state that a process inherits with its variables.
+//!
+//! A module each has the shape of errors ([`error`]), facts of the machine ([`machine`]), programs that run to their end
+//! ([`process`]) and locks ([`sync`]).
 //!
 //! ```
 //! use accelerator_host::{OVERLAP, VARIABLES, find};
@@ -26,6 +28,7 @@ pub use variable::{Reader, Variable};
 
 pub mod machine;
 pub mod process;
+pub mod error;
 pub mod sync;
 
 mod grammar;
