@@ -100,7 +100,7 @@ pub(crate) fn broken(expected: &str, path: &Path, error: io::Error) -> Error {
         io::ErrorKind::InvalidData => format!("{}: {error}", path.display()),
         _ => return Error::io("read", path, error),
     };
-    Error::caused(Kind::Corrupt, message, error)
+    Error::new(Kind::Corrupt, message).with_source(error)
 }
 
 /// Returns true if the system reports that nothing has that name, as opposed to that it cannot tell.

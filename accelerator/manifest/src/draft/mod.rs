@@ -174,7 +174,7 @@ impl Draft {
                 path.display(),
                 self.folder.display()
             );
-            Error::caused(Kind::Io, message, error)
+            Error::new(Kind::Io, message).with_source(error)
         })?;
         let hint = writer
             .fail_point(SaveStage::Renamed)
@@ -248,7 +248,7 @@ impl Draft {
              one writer a folder: give each job its own",
             path.display()
         );
-        Error::caused(Kind::Conflict, message, error)
+        Error::new(Kind::Conflict, message).with_source(error)
     }
 }
 

@@ -96,7 +96,7 @@ impl Writer {
         told.map_err(|error| {
             let error: Box<dyn std::error::Error + Send + Sync> = error.into();
             let message = format!("cannot write {}: {error}", path.display());
-            Error::caused(Kind::Io, message, error)
+            Error::new(Kind::Io, message).with_source(error)
         })?;
         flushed.map_err(failed)?;
         self.vfs.sync(path, &file).map_err(failed)?;

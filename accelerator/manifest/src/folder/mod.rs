@@ -75,7 +75,7 @@ impl Folder {
                     "{} is a link that leads nowhere: mount what it leads to, or remove it",
                     path.display()
                 );
-                return Error::caused(Kind::Io, message, error);
+                return Error::new(Kind::Io, message).with_source(error);
             }
             Error::io("open the folder of checkpoints", &path, error)
         })?;

@@ -257,11 +257,11 @@ impl Manifest {
             return Err(Error::new(Kind::Misuse, defect));
         }
         let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| {
-            Error::caused(
+            Error::new(
                 Kind::Misuse,
                 format!("cannot write the manifest as JSON: {error}"),
-                error,
             )
+            .with_source(error)
         })?;
         // What is left of an object when its end, "\n}", is cut off.
         bytes.truncate(bytes.len() - 2);
