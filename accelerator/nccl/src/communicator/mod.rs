@@ -293,7 +293,7 @@ impl Communicator {
         let inner = Arc::new(CommunicatorInner::new(gpu, detector, timeouts, who)?);
         let watching = watchdog::start(&inner).map_err(|error| {
             let message = "the thread that watches over a communicator could not be started";
-            Error::caused(Kind::Nccl, message, error)
+            Error::new(Kind::Nccl, message).with_source(error)
         })?;
         let communicator = Self {
             inner,

@@ -220,7 +220,7 @@ impl CommunicatorInner {
     /// The error of a communicator that a failed call ends.
     pub(super) fn aborted_by(&self, fault: &CallError) -> Error {
         let message = format!("the NCCL communicator of {} was aborted: {fault}", self.who);
-        Error::caused(Kind::Aborted, message, fault.clone())
+        Error::new(Kind::Aborted, message).with_source(fault.clone())
     }
 
     /// Starts to end the communicator, unless it has ended, as [`end`](Self::end) does, without waiting for it.

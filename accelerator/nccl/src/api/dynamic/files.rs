@@ -49,7 +49,7 @@ pub(super) fn open(files: &Files) -> Result<ManuallyDrop<Library>> {
         "{what} is not there: no {} could be loaded; {remedy}",
         names.join(" or ")
     );
-    Err(Error::caused(Kind::Absent, message, reasons.join("; ")))
+    Err(Error::new(Kind::Absent, message).with_source(reasons.join("; ")))
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ fn lacks(name: &str, error: libloading::Error) -> Error {
         "the library that was found has no function {name}: expected a driver for CUDA 11.4 or later, and NCCL \
          2.18 or later; update it"
     );
-    Error::caused(Kind::Absent, message, error)
+    Error::new(Kind::Absent, message).with_source(error)
 }
 
 pub(super) type Pointer = *mut c_void;
