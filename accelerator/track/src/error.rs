@@ -1,10 +1,7 @@
 //! The error of this crate, and warnings.
 
-use std::error::Error as StdError;
-use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
-use std::sync::Arc;
 
 /// The result of this crate's functions.
 ///
@@ -18,68 +15,56 @@ use std::sync::Arc;
 /// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of writing or reading a run, an artifact or a sink.
-///
-/// The message says what was expected, what was found, where, and what to do; the predicates distinguish causes;
-/// [`source`](StdError::source) is the error below. Cloning is cheap.
-///
-/// ```
-/// use accelerator_track::RunHistory;
-///
-/// let error = RunHistory::read("no/such/run").unwrap_err();
-/// assert!(error.is_not_found() && !error.is_corrupt());
-/// ```
-#[derive(Clone, Debug)]
-pub struct Error(Arc<Inner>);
+accelerator_host::define_error! {
+    /// An error of writing or reading a run, an artifact or a sink.
+    ///
+    /// The message says what was expected, what was found, where, and what to do; the predicates distinguish causes;
+    /// [`source`](std::error::Error::source) is the error below. Cloning is cheap.
+    ///
+    /// ```
+    /// use accelerator_track::RunHistory;
+    ///
+    /// let error = RunHistory::read("no/such/run").unwrap_err();
+    /// assert!(error.is_not_found() && !error.is_corrupt());
+    /// ```
+    #[derive(Clone, Debug)]
+    pub struct Error;
+
+    #[cfg_attr(
+        not(any(feature = "kubeflow", feature = "mlflow")),
+        allow(dead_code, reason = "only a server answers `Remote` and `Denied`")
+    )]
+    pub(crate) enum Kind {
+        /// Returns `true` if a run, an artifact or a file does not exist.
+        NotFound => is_not_found,
+        /// Returns `true` if a journal or an artifact is not what was written.
+        Corrupt => is_corrupt,
+        /// Returns `true` if a journal has a format that this version does not know.
+        Incompatible => is_incompatible,
+        /// Returns `true` if another process uses the run, or the name is taken.
+        Conflict => is_conflict,
+        /// Returns `true` if an argument cannot be used as it is.
+        Misuse => is_misuse,
+        Remote,
+        // A server refuses this, whoever repeats it: it does not let this user in, or does not take such a request.
+        Denied,
+        /// Returns `true` if the system failed to read or to write.
+        Io => is_io,
+    }
+}
 
 impl Error {
-    /// Returns true if a run, an artifact or a file does not exist.
-    #[must_use]
-    pub fn is_not_found(&self) -> bool {
-        self.0.kind == Kind::NotFound
-    }
-
-    /// Returns true if a journal or an artifact is not what was written.
-    #[must_use]
-    pub fn is_corrupt(&self) -> bool {
-        self.0.kind == Kind::Corrupt
-    }
-
-    /// Returns true if a journal has a format that this version does not know.
-    #[must_use]
-    pub fn is_incompatible(&self) -> bool {
-        self.0.kind == Kind::Incompatible
-    }
-
-    /// Returns true if another process uses the run, or the name is taken.
-    #[must_use]
-    pub fn is_conflict(&self) -> bool {
-        self.0.kind == Kind::Conflict
-    }
-
-    /// Returns true if an argument cannot be used as it is.
-    #[must_use]
-    pub fn is_misuse(&self) -> bool {
-        self.0.kind == Kind::Misuse
-    }
-
-    /// Returns true if a server refused a request, or could not be reached.
+    /// Returns `true` if a server refused a request, or could not be reached.
     #[must_use]
     pub fn is_remote(&self) -> bool {
-        matches!(self.0.kind, Kind::Remote | Kind::Denied)
+        matches!(self.kind(), Kind::Remote | Kind::Denied)
     }
 
-    /// Returns true if the system failed to read or to write.
-    #[must_use]
-    pub fn is_io(&self) -> bool {
-        self.0.kind == Kind::Io
-    }
-
-    /// Returns true if the same may succeed later without a correction.
+    /// Returns `true` if the same may succeed later without a correction.
     pub(crate) fn is_temporary(&self) -> bool {
         let source = self.0.source.as_deref();
         let io = source.and_then(|source| source.downcast_ref::<io::Error>());
-        match self.0.kind {
+        match self.kind() {
             Kind::Remote | Kind::Conflict => true,
             Kind::Io => !matches!(
                 io.map(io::Error::kind),
@@ -99,22 +84,6 @@ impl Error {
         }
     }
 
-    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
-            kind,
-            message: message.into(),
-            source: None,
-        }))
-    }
-
-    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
-        Self(Arc::new(Inner {
-            kind: self.0.kind,
-            message: self.0.message.clone(),
-            source: Some(Box::new(source)),
-        }))
-    }
-
     /// `doing` is a verb and what it is done to, without the path: "write the journal".
     pub(crate) fn io(doing: &str, path: &Path, error: io::Error) -> Self {
         let kind = match error.kind() {
@@ -123,46 +92,6 @@ impl Error {
         };
         Self::new(kind, format!("cannot {doing} {}: {error}", path.display())).with_source(error)
     }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.message)
-    }
-}
-
-impl StdError for Error {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.0.source.as_deref().map(|source| source as _)
-    }
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Kind {
-    NotFound,
-    Corrupt,
-    Incompatible,
-    Conflict,
-    Misuse,
-    #[cfg_attr(
-        not(any(feature = "kubeflow", feature = "mlflow")),
-        allow(dead_code, reason = "a server alone answers so")
-    )]
-    Remote,
-    /// A server refuses this, whoever repeats it: it does not let this user in, or does not take such a request.
-    #[cfg_attr(
-        not(any(feature = "kubeflow", feature = "mlflow")),
-        allow(dead_code, reason = "a server alone answers so")
-    )]
-    Denied,
-    Io,
-}
-
-#[derive(Debug)]
-struct Inner {
-    kind: Kind,
-    message: String,
-    source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
 /// Logs a warning, or writes it to standard error if the program collects no log.
