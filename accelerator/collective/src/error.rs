@@ -1,159 +1,124 @@
 //! The error of this crate.
 
-use std::{fmt, io, sync::Arc, time::Duration};
+use std::{fmt, io, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
 /// A result whose error is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of a topology, a rendezvous or a collective.
-///
-/// The error is opaque: ask it with the `is_*` predicates, print it for people. Its message says
-/// what was expected, what was found, where, and what to do. It is cheap to clone, since a group
-/// that failed answers every later operation with the error it failed with.
-///
-/// The errors that other ranks cause:
-///
-/// ```
-/// use std::thread;
-/// use std::time::Duration;
-///
-/// use accelerator_collective::{Error, GroupOptions, ProcessGroup, ReduceOp};
-///
-/// /// The error that rank 0 gets, where rank 1 does that.
-/// fn error(rank_1: fn(ProcessGroup), options: &GroupOptions) -> Error {
-///     let mut ranks = ProcessGroup::threads(2, options).unwrap().into_iter();
-///     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
-///     // Rank 1 lives until rank 0 has its error.
-///     let _alive = second.clone();
-///     thread::scope(|scope| {
-///         scope.spawn(move || rank_1(second));
-///         first.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap_err()
-///     })
-/// }
-///
-/// let short = GroupOptions::new().with_progress_timeout(Duration::from_millis(100));
-/// let hangs = error(drop, &short);
-/// assert!(hangs.is_timeout());
-/// assert_eq!(hangs.ranks(), [1]);
-///
-/// let long = GroupOptions::new();
-/// let left = error(|group| group.close().unwrap(), &long);
-/// assert!(left.is_peer_left() && left.is_peer_lost());
-/// let confused = error(|group| drop(group.barrier()), &long);
-/// assert!(confused.is_mismatch());
-///
-/// let group = ProcessGroup::single();
-/// group.close().unwrap();
-/// assert!(group.barrier().unwrap_err().is_closed());
-/// ```
-#[derive(Clone)]
-pub struct Error(Arc<Inner>);
+accelerator_host::define_error! {
+    /// An error of a topology, a rendezvous or a collective.
+    ///
+    /// The error is opaque: ask it with the `is_*` predicates, print it for people. Its message says
+    /// what was expected, what was found, where, and what to do. It is cheap to clone, since a group
+    /// that failed answers every later operation with the error it failed with.
+    ///
+    /// The errors that other ranks cause:
+    ///
+    /// ```
+    /// use std::thread;
+    /// use std::time::Duration;
+    ///
+    /// use accelerator_collective::{Error, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// /// The error that rank 0 gets, where rank 1 does that.
+    /// fn error(rank_1: fn(ProcessGroup), options: &GroupOptions) -> Error {
+    ///     let mut ranks = ProcessGroup::threads(2, options).unwrap().into_iter();
+    ///     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    ///     // Rank 1 lives until rank 0 has its error.
+    ///     let _alive = second.clone();
+    ///     thread::scope(|scope| {
+    ///         scope.spawn(move || rank_1(second));
+    ///         first.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap_err()
+    ///     })
+    /// }
+    ///
+    /// let short = GroupOptions::new().with_progress_timeout(Duration::from_millis(100));
+    /// let hangs = error(drop, &short);
+    /// assert!(hangs.is_timeout());
+    /// assert_eq!(hangs.ranks(), [1]);
+    ///
+    /// let long = GroupOptions::new();
+    /// let left = error(|group| group.close().unwrap(), &long);
+    /// assert!(left.is_peer_left() && left.is_peer_lost());
+    /// let confused = error(|group| drop(group.barrier()), &long);
+    /// assert!(confused.is_mismatch());
+    ///
+    /// let group = ProcessGroup::single();
+    /// group.close().unwrap();
+    /// assert!(group.barrier().unwrap_err().is_closed());
+    /// ```
+    #[derive(Clone, Debug)]
+    pub struct Error(Details);
+
+    /// The families of errors; the numbers are those of the wire.
+    #[derive(Deserialize, Serialize)]
+    #[serde(into = "u8", try_from = "u8")]
+    pub(crate) enum Kind {
+        /// Returns `true` if the address on which a store should listen is taken.
+        AddressInUse = 1 => is_address_in_use,
+        /// Returns `true` if the group of this rank was closed before.
+        Closed = 2 => is_closed,
+        /// Returns `true` if the operating system refused something: a file, a socket, a thread.
+        Io = 3 => is_io,
+        /// Returns `true` if the ranks called different collectives, or the same one differently.
+        Mismatch = 4 => is_mismatch,
+        /// Returns `true` if the call itself is wrong: a root outside the world, a collective where none is allowed, a
+        /// buffer read as another element type.
+        Misuse = 5 => is_misuse,
+        /// Returns `true` if another rank closed its group in good order while this one still called collectives.
+        PeerLeft = 6 => is_peer_left,
+        PeerLost = 7,
+        /// Returns `true` if bytes arrived that are not what the protocol allows.
+        Protocol = 8 => is_protocol,
+        /// Returns `true` if the ranks did not find one another: some did not come, or they disagree about the job.
+        Rendezvous = 9 => is_rendezvous,
+        /// Returns `true` if a deadline passed while a rank that lives was waited for.
+        Timeout = 10 => is_timeout,
+        /// Returns `true` if the settings that describe the topology are malformed, incomplete or contradictory.
+        Topology = 11 => is_topology,
+        /// Returns `true` if the job token is missing, wrong, or not known to the other side.
+        Unauthorized = 12 => is_unauthorized,
+    }
+}
 
 impl Error {
-    /// Returns `true` if the settings that describe the topology are malformed, incomplete or contradictory.
-    pub fn is_topology(&self) -> bool {
-        self.0.kind == Kind::Topology
-    }
-
-    /// Returns `true` if the ranks did not find one another: some did not come, or they disagree about the job.
-    pub fn is_rendezvous(&self) -> bool {
-        self.0.kind == Kind::Rendezvous
-    }
-
-    /// Returns `true` if a deadline passed while a rank that lives was waited for.
-    pub fn is_timeout(&self) -> bool {
-        self.0.kind == Kind::Timeout
-    }
-
     /// Returns `true` if another rank is gone while it was still needed: it died, its connection broke, or it
     /// left early (see [`is_peer_left`](Self::is_peer_left)).
     pub fn is_peer_lost(&self) -> bool {
-        matches!(self.0.kind, Kind::PeerLost | Kind::PeerLeft)
-    }
-
-    /// Returns `true` if another rank closed its group in good order while this one still called collectives.
-    pub fn is_peer_left(&self) -> bool {
-        self.0.kind == Kind::PeerLeft
-    }
-
-    /// Returns `true` if the ranks called different collectives, or the same one differently.
-    pub fn is_mismatch(&self) -> bool {
-        self.0.kind == Kind::Mismatch
-    }
-
-    /// Returns `true` if the job token is missing, wrong, or not known to the other side.
-    pub fn is_unauthorized(&self) -> bool {
-        self.0.kind == Kind::Unauthorized
-    }
-
-    /// Returns `true` if the call itself is wrong: a root outside the world, a collective where none is allowed, a
-    /// buffer read as another element type.
-    pub fn is_misuse(&self) -> bool {
-        self.0.kind == Kind::Misuse
-    }
-
-    /// Returns `true` if the address on which a store should listen is taken.
-    pub fn is_address_in_use(&self) -> bool {
-        self.0.kind == Kind::AddressInUse
-    }
-
-    /// Returns `true` if the group of this rank was closed before.
-    pub fn is_closed(&self) -> bool {
-        self.0.kind == Kind::Closed
-    }
-
-    /// Returns `true` if bytes arrived that are not what the protocol allows.
-    pub fn is_protocol(&self) -> bool {
-        self.0.kind == Kind::Protocol
-    }
-
-    /// Returns `true` if the operating system refused something: a file, a socket, a thread.
-    pub fn is_io(&self) -> bool {
-        self.0.kind == Kind::Io
+        matches!(self.kind(), Kind::PeerLost | Kind::PeerLeft)
     }
 
     /// The ranks that this error is about, in ascending order: those that are lost, missing or
     /// at fault. Empty if the error is not about particular ranks.
     pub fn ranks(&self) -> &[usize] {
-        &self.0.ranks
+        &self.0.details.ranks
     }
 
     /// The rank that failed first, and why, as far as this rank knows: for peers that were lost or broke
     /// the protocol, even if another rank reported it.
     pub fn culprit(&self) -> Option<&Culprit> {
-        self.0.culprit.as_ref()
+        self.0.details.culprit.as_ref()
     }
 
-    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self::about(kind, Vec::new(), message)
-    }
-
+    /// An error about these ranks.
     pub(crate) fn about(kind: Kind, ranks: Vec<usize>, message: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
-            kind,
-            message: message.into(),
-            ranks,
-            culprit: None,
-            source: None,
-        }))
+        let culprit = None;
+        Self::new(kind, message).with_details(Details { ranks, culprit })
     }
 
     /// An error for which one rank is to blame; the message contains the cause.
     pub(crate) fn blaming(kind: Kind, culprit: Culprit, message: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
-            kind,
-            message: message.into(),
+        Self::new(kind, message).with_details(Details {
             ranks: vec![culprit.rank],
             culprit: Some(culprit),
-            source: None,
-        }))
+        })
     }
 
     /// The same error with what the store knows about the cause.
     pub(crate) fn with_exit_notice(&self, text: &str) -> Self {
-        let Some(culprit) = &self.0.culprit else {
+        let Some(culprit) = self.culprit() else {
             return self.clone();
         };
         let cause = match culprit.certainty {
@@ -167,61 +132,28 @@ impl Error {
             certainty: Certainty::Settled,
             ..culprit.clone()
         };
-        Self::blaming(self.0.kind, culprit, message)
+        Self::blaming(self.kind(), culprit, message)
     }
 
-    pub(crate) fn io(message: impl Into<String>, source: io::Error) -> Self {
+    pub(crate) fn io(message: impl fmt::Display, source: io::Error) -> Self {
         Self::caused(Kind::Io, message, source)
     }
 
+    /// An error whose message ends with its cause.
     pub(crate) fn caused(
         kind: Kind,
-        message: impl Into<String>,
+        message: impl fmt::Display,
         source: impl std::error::Error + Send + Sync + 'static,
     ) -> Self {
-        Self(Arc::new(Inner {
-            kind,
-            message: message.into(),
-            ranks: Vec::new(),
-            culprit: None,
-            source: Some(Box::new(source)),
-        }))
-    }
-
-    pub(crate) fn kind(&self) -> Kind {
-        self.0.kind
+        Self::new(kind, format!("{message}: {source}")).with_source(source)
     }
 }
 
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.message)?;
-        match &self.0.source {
-            Some(source) => write!(f, ": {source}"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl fmt::Debug for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Error")
-            .field("kind", &self.0.kind)
-            .field("message", &self.0.message)
-            .field("ranks", &self.0.ranks)
-            .field("culprit", &self.0.culprit)
-            .field("source", &self.0.source)
-            .finish()
-    }
-}
-
-impl std::error::Error for Error {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match &self.0.source {
-            Some(source) => Some(source.as_ref()),
-            None => None,
-        }
-    }
+/// The ranks that an error is about.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Details {
+    ranks: Vec<usize>,
+    culprit: Option<Culprit>,
 }
 
 /// The rank that is to blame for an error; see [`Error::culprit`].
@@ -285,41 +217,6 @@ impl TryFrom<u8> for Certainty {
     }
 }
 
-/// The families of errors; the numbers are those of the wire.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(into = "u8", try_from = "u8")]
-pub(crate) enum Kind {
-    AddressInUse = 1,
-    Closed = 2,
-    Io = 3,
-    Mismatch = 4,
-    Misuse = 5,
-    PeerLeft = 6,
-    PeerLost = 7,
-    Protocol = 8,
-    Rendezvous = 9,
-    Timeout = 10,
-    Topology = 11,
-    Unauthorized = 12,
-}
-
-impl Kind {
-    pub(crate) const ALL: [Self; 12] = [
-        Self::AddressInUse,
-        Self::Closed,
-        Self::Io,
-        Self::Mismatch,
-        Self::Misuse,
-        Self::PeerLeft,
-        Self::PeerLost,
-        Self::Protocol,
-        Self::Rendezvous,
-        Self::Timeout,
-        Self::Topology,
-        Self::Unauthorized,
-    ];
-}
-
 impl From<Kind> for u8 {
     fn from(kind: Kind) -> Self {
         kind as Self
@@ -330,17 +227,11 @@ impl TryFrom<u8> for Kind {
     type Error = String;
 
     fn try_from(code: u8) -> Result<Self, String> {
-        let known = Self::ALL.into_iter().find(|kind| *kind as u8 == code);
-        known.ok_or_else(|| format!("no kind of error has the number {code}"))
+        let known = Self::ALL.iter().find(|kind| **kind as u8 == code);
+        known
+            .copied()
+            .ok_or_else(|| format!("no kind of error has the number {code}"))
     }
-}
-
-struct Inner {
-    kind: Kind,
-    message: String,
-    ranks: Vec<usize>,
-    culprit: Option<Culprit>,
-    source: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
 /// Lists ranks for people: "rank 1", "ranks 1 and 2", "ranks 1, 2 and 5".
@@ -442,7 +333,7 @@ mod tests {
 
     #[test]
     fn kinds_survive_the_wire() {
-        for kind in Kind::ALL {
+        for &kind in Kind::ALL {
             assert_eq!(Kind::try_from(u8::from(kind)), Ok(kind));
         }
         assert_eq!(Kind::try_from(0).ok(), None);
