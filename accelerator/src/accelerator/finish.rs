@@ -63,7 +63,7 @@ impl Accelerator {
             (Err(error), Err(_)) if error.is_collective() => Err(error),
             (Err(error), Err(lost)) => {
                 let message = format!("{error:?}; and the ranks did not finish together: {lost}");
-                Err(Error::with_source(error.kind(), message, lost))
+                Err(Error::new(error.kind(), message).with_source(lost))
             }
         };
         let failure = left.as_ref().err().map(|error| format!("{error:?}"));

@@ -139,7 +139,7 @@ impl BackgroundSave {
             Ok(thread) => *work.thread.lock() = Some(thread),
             Err(error) => {
                 let message = "the thread that writes the checkpoint could not be started";
-                let error = Error::with_source(Kind::Io, message, error);
+                let error = Error::new(Kind::Io, message).with_source(error);
                 let _ = work.ended.set(Err(error));
             }
         }

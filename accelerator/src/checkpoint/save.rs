@@ -82,7 +82,7 @@ pub(crate) fn save_emergency<K>(
     if !context.device_reducer.is_sound() {
         let message = "the last step may have been taken with sums that the lost rank has left incomplete on \
             the GPUs, so it is not kept: go on from the last checkpoint";
-        return Err(Error::with_source(Kind::Collective, message, loss));
+        return Err(Error::new(Kind::Collective, message).with_source(loss));
     }
     let mut lost = context.group().lost();
     context.ongoing.join();
@@ -103,7 +103,7 @@ pub(crate) fn save_emergency<K>(
         Some(_) => return Ok(None),
         None => {
             let message = format!("no rank is left to write the emergency checkpoint; {loss}");
-            return Err(Error::with_source(Kind::Collective, message, loss));
+            return Err(Error::new(Kind::Collective, message).with_source(loss));
         }
     }
     let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency, WriterRole::This);

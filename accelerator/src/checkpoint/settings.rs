@@ -216,7 +216,7 @@ impl Checkpoints {
     pub(super) fn run_before_save(&self, draft: &Draft) -> Result<()> {
         let failed = |error| {
             let message = format!("a hook that runs before checkpoint {} failed", draft.number);
-            Error::with_source(Kind::Checkpoint, message, error)
+            Error::new(Kind::Checkpoint, message).with_source(error)
         };
         let mut hooks = self.before_save.iter();
         hooks.try_for_each(|hook| hook(draft).map_err(failed))
@@ -226,7 +226,7 @@ impl Checkpoints {
         let failed = |error| {
             let path = resumed.path.display();
             let message = format!("a hook that runs after resuming from {path} failed");
-            Error::with_source(Kind::Checkpoint, message, error)
+            Error::new(Kind::Checkpoint, message).with_source(error)
         };
         let mut hooks = self.after_resume.iter();
         hooks.try_for_each(|hook| hook(resumed).map_err(failed))

@@ -140,7 +140,7 @@ impl<'a> Snapshot<'a> {
                  `prepare` gave, and not with the one that `prepare` took, whose parameter ids are others; \
                  where that was not done, `accelerator.save_model` saves the weights in a file"
             );
-            return Err(Error::with_source(Kind::Misuse, message, error));
+            return Err(Error::new(Kind::Misuse, message).with_source(error));
         }
         let model_state = self.ready(companion)?;
         let state = SavedModel {

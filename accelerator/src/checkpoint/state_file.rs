@@ -264,27 +264,27 @@ fn numbered(stem: &str, extension: &str, count: &mut usize) -> Result<FileName> 
 pub(super) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     ciborium::into_writer(value, &mut bytes).map_err(|error| {
-        Error::with_source(
+        Error::new(
             Kind::Misuse,
             format!(
                 "a {} cannot be written into a checkpoint",
                 core::any::type_name::<T>()
             ),
-            error.to_string(),
         )
+        .with_source(error.to_string())
     })?;
     Ok(bytes)
 }
 
 pub(super) fn decode<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
     ciborium::from_reader(bytes).map_err(|error| {
-        Error::with_source(
+        Error::new(
             Kind::Checkpoint,
             format!(
                 "the checkpoint does not fit: {what} cannot be read as {}",
                 core::any::type_name::<T>()
             ),
-            error.to_string(),
         )
+        .with_source(error.to_string())
     })
 }

@@ -180,7 +180,7 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
     match device.configure(dtype) {
         Ok(()) => Ok(()),
         Err(_) if device.settings().float_dtype == dtype => Ok(()),
-        Err(error) => Err(Error::with_source(
+        Err(error) => Err(Error::new(
             Kind::Config,
             format!(
                 "the dtype {dtype:?} was asked for, but this process already computes in {:?} on \
@@ -188,8 +188,8 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
                  only",
                 device.settings().float_dtype
             ),
-            error,
-        )),
+        )
+        .with_source(error)),
     }
 }
 

@@ -1,52 +1,68 @@
 use core::fmt;
 use std::error::Error as StdError;
 use std::path::Path;
-use std::sync::Arc;
 
+use accelerator_host::error::chain;
 use serde::{Deserialize, Serialize};
 
 /// The result of this crate's operations.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// An error of this library, which says what went wrong, where, and what to do about it.
-///
-/// The type is opaque: ask it with its predicates. Its `Debug` form is the message with its
-/// causes, so that `fn main() -> accelerator::Result<()>` ends with a text for people.
-///
-/// ```
-/// use accelerator::Accelerator;
-///
-/// let error = Accelerator::builder().accumulation_steps(0).build().unwrap_err();
-/// assert!(error.is_config());
-/// assert!(error.to_string().contains("accumulation_steps"));
-/// ```
-#[derive(Clone)]
-pub struct Error(Arc<ErrorInner>);
+accelerator_host::define_error! {
+    /// An error of this library, which says what went wrong, where, and what to do about it.
+    ///
+    /// The type is opaque: ask it with its predicates. Its `Debug` form is the message with its
+    /// causes, so that `fn main() -> accelerator::Result<()>` ends with a text for people.
+    ///
+    /// ```
+    /// use accelerator::Accelerator;
+    ///
+    /// let error = Accelerator::builder().accumulation_steps(0).build().unwrap_err();
+    /// assert!(error.is_config());
+    /// assert!(error.to_string().contains("accumulation_steps"));
+    /// ```
+    #[derive(Clone)]
+    pub struct Error(Details);
 
-struct ErrorInner {
-    kind: Kind,
-    message: String,
-    /// Set if another rank's error was a misuse by its own account.
-    misuse: bool,
-    source: Option<Box<dyn StdError + Send + Sync>>,
-}
-
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) enum Kind {
-    Checkpoint,
-    Collective,
-    Config,
-    Data,
-    Device,
-    Drift,
-    Hook,
-    Io,
-    Memory,
-    Misuse,
-    Model,
-    NotFinite,
-    Other,
-    Panic,
+    #[derive(Deserialize, Serialize)]
+    pub(crate) enum Kind {
+        /// Returns `true` if a checkpoint does not fit this program, is damaged, or none in the folder is whole; a hook
+        /// that runs at a save or a resume failed; or two jobs saved into one folder at the same time.
+        Checkpoint => is_checkpoint,
+        /// Returns `true` if the communication with other ranks failed; see [`Error::collective`].
+        Collective => is_collective,
+        /// Returns `true` if a setting of the builder or the environment is unknown, out of range, or contradicts
+        /// another one.
+        Config => is_config,
+        /// Returns `true` if a data set failed to deliver a sample.
+        Data => is_data,
+        /// Returns `true` if a device is not compiled in, is not there, or cannot do what was asked of it.
+        Device => is_device,
+        /// Returns `true` if the parameters of a model are no longer the same on every rank, or were updated otherwise
+        /// on some; see
+        /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
+        Drift => is_drift,
+        /// Returns `true` if a communication hook failed to reduce gradients, with an error of its own; see
+        /// [`CommunicationHook`](crate::hook::CommunicationHook).
+        Hook => is_hook,
+        /// Returns `true` if a file could not be read or written.
+        Io => is_io,
+        /// Returns `true` if no batch is small enough for the memory of every rank; see
+        /// [`find_executable_batch_size`](crate::Accelerator::find_executable_batch_size).
+        Memory => is_out_of_memory,
+        Misuse,
+        /// Returns `true` if a model differs between ranks, or does not fit a file.
+        Model => is_model,
+        /// Returns `true` if what [local training](crate::local) would average is not finite on some rank, or too
+        /// large to be added up; or if a loss is not finite and was set to
+        /// [stop](crate::AcceleratorBuilder::stop_at_non_finite_loss) the training.
+        NotFinite => is_not_finite,
+        /// Returns `true` if it is the program's own; see [`Error::other`].
+        Other => is_other,
+        /// Returns `true` if a rank of [`launch`](crate::launch), a worker of a loader, or a communication hook
+        /// panicked.
+        Panic => is_panic,
+    }
 }
 
 impl Error {
@@ -78,27 +94,13 @@ impl Error {
     pub fn other(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         match error.into().downcast::<Self>() {
             Ok(own) => *own,
-            Err(other) => Self::with_source(Kind::Other, other.to_string(), other),
+            Err(other) => Self::new(Kind::Other, other.to_string()).with_source(other),
         }
-    }
-
-    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self(Arc::new(ErrorInner {
-            kind,
-            message: message.into(),
-            misuse: false,
-            source: None,
-        }))
     }
 
     /// A misuse that another rank met in something of that kind, in its words.
     pub(crate) fn misuse_in(kind: Kind, message: String) -> Self {
-        Self(Arc::new(ErrorInner {
-            kind,
-            message,
-            misuse: true,
-            source: None,
-        }))
+        Self::new(kind, message).with_details(Details { misuse: true })
     }
 
     /// Adds the batch that this rank was at, if ranks disagree about what they do together.
@@ -108,26 +110,9 @@ impl Error {
             None => self,
             Some(cause) => {
                 let message = format!("{self}; this rank called `backward` for {batch}");
-                Self::with_source(self.kind(), message, cause)
+                Self::new(self.kind(), message).with_source(cause)
             }
         }
-    }
-
-    pub(crate) fn kind(&self) -> Kind {
-        self.0.kind
-    }
-
-    pub(crate) fn with_source(
-        kind: Kind,
-        message: impl Into<String>,
-        source: impl Into<Box<dyn StdError + Send + Sync>>,
-    ) -> Self {
-        Self(Arc::new(ErrorInner {
-            kind,
-            message: message.into(),
-            misuse: false,
-            source: Some(source.into()),
-        }))
     }
 
     pub(crate) fn config(message: impl Into<String>) -> Self {
@@ -139,62 +124,7 @@ impl Error {
     }
 
     pub(crate) fn io(action: &str, path: &Path, source: std::io::Error) -> Self {
-        Self::with_source(
-            Kind::Io,
-            format!("cannot {action} `{}`", path.display()),
-            source,
-        )
-    }
-
-    /// Returns `true` if a checkpoint does not fit this program, is damaged, or none in the folder is whole; a hook
-    /// that runs at a save or a resume failed; or two jobs saved into one folder at the same time.
-    pub fn is_checkpoint(&self) -> bool {
-        self.0.kind == Kind::Checkpoint
-    }
-
-    /// Returns `true` if a setting of the builder or the environment is unknown, out of range, or contradicts
-    /// another one.
-    pub fn is_config(&self) -> bool {
-        self.0.kind == Kind::Config
-    }
-
-    /// Returns `true` if a device is not compiled in, is not there, or cannot do what was asked of it.
-    pub fn is_device(&self) -> bool {
-        self.0.kind == Kind::Device
-    }
-
-    /// Returns `true` if a data set failed to deliver a sample.
-    pub fn is_data(&self) -> bool {
-        self.0.kind == Kind::Data
-    }
-
-    /// Returns `true` if the parameters of a model are no longer the same on every rank, or were updated otherwise on
-    /// some; see
-    /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
-    pub fn is_drift(&self) -> bool {
-        self.0.kind == Kind::Drift
-    }
-
-    /// Returns `true` if a communication hook failed to reduce gradients, with an error of its own; see
-    /// [`CommunicationHook`](crate::hook::CommunicationHook).
-    pub fn is_hook(&self) -> bool {
-        self.0.kind == Kind::Hook
-    }
-
-    /// Returns `true` if no batch is small enough for the memory of every rank; see
-    /// [`find_executable_batch_size`](crate::Accelerator::find_executable_batch_size).
-    pub fn is_out_of_memory(&self) -> bool {
-        self.0.kind == Kind::Memory
-    }
-
-    /// Returns `true` if a model differs between ranks, or does not fit a file.
-    pub fn is_model(&self) -> bool {
-        self.0.kind == Kind::Model
-    }
-
-    /// Returns `true` if the communication with other ranks failed; see [`Error::collective`].
-    pub fn is_collective(&self) -> bool {
-        self.0.kind == Kind::Collective
+        Self::new(Kind::Io, format!("cannot {action} `{}`", path.display())).with_source(source)
     }
 
     /// Returns `true` if another rank is gone: it exited, was killed, is silent, or cannot be reached. The message
@@ -209,36 +139,14 @@ impl Error {
         self.collective()?.culprit()
     }
 
-    /// Returns `true` if a file could not be read or written.
-    pub fn is_io(&self) -> bool {
-        self.0.kind == Kind::Io
-    }
-
     /// Returns `true` if the library was used in a way that it does not support; the message says what to do
     /// instead.
     pub fn is_misuse(&self) -> bool {
-        self.0.kind == Kind::Misuse
-            || self.0.misuse
+        self.kind() == Kind::Misuse
+            || self.0.details.misuse
             || self
                 .collective()
                 .is_some_and(accelerator_collective::Error::is_misuse)
-    }
-
-    /// Returns `true` if what [local training](crate::local) would average is not finite on some rank, or too
-    /// large to be added up; or if a loss is not finite and was set to
-    /// [stop](crate::AcceleratorBuilder::stop_at_non_finite_loss) the training.
-    pub fn is_not_finite(&self) -> bool {
-        self.0.kind == Kind::NotFinite
-    }
-
-    /// Returns `true` if it is the program's own; see [`Error::other`].
-    pub fn is_other(&self) -> bool {
-        self.0.kind == Kind::Other
-    }
-
-    /// Returns `true` if a rank of [`launch`](crate::launch), a worker of a loader, or a communication hook panicked.
-    pub fn is_panic(&self) -> bool {
-        self.0.kind == Kind::Panic
     }
 
     /// Returns the communication error behind this one, whose own predicates tell a lost peer from a
@@ -255,43 +163,23 @@ impl Error {
     }
 }
 
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.message)
-    }
-}
-
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.message)?;
-        let mut said = self.0.message.clone();
-        let mut source = self.source();
-        while let Some(error) = source {
-            let text = error.to_string();
-            // Some errors say their cause themselves.
-            if !said.contains(&text) {
-                write!(f, ": {text}")?;
-                said = text;
-            }
-            source = error.source();
-        }
-        Ok(())
+        f.write_str(&chain(self))
     }
 }
 
-impl StdError for Error {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.0
-            .source
-            .as_ref()
-            .map(|s| &**s as &(dyn StdError + 'static))
-    }
+/// The further fields of an [`Error`].
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Details {
+    /// Set if another rank's error was a misuse by its own account.
+    misuse: bool,
 }
 
 impl From<std::io::Error> for Error {
     /// Takes the message of the cause; [`Error::is_io`] holds.
     fn from(error: std::io::Error) -> Self {
-        Self::with_source(Kind::Io, error.to_string(), error)
+        Self::new(Kind::Io, error.to_string()).with_source(error)
     }
 }
 
@@ -311,7 +199,7 @@ impl From<accelerator_collective::Error> for Error {
                  has left out a batch",
             );
         }
-        Self::with_source(kind, message, error)
+        Self::new(kind, message).with_source(error)
     }
 }
 
@@ -325,7 +213,7 @@ impl From<accelerator_manifest::Error> for Error {
         } else {
             Kind::Checkpoint
         };
-        Self::with_source(kind, error.to_string(), error)
+        Self::new(kind, error.to_string()).with_source(error)
     }
 }
 
@@ -333,8 +221,8 @@ impl From<accelerator_track::Error> for Error {
     fn from(error: accelerator_track::Error) -> Self {
         let message = error.to_string();
         match error.is_misuse() {
-            true => Self::with_source(Kind::Misuse, message, error),
-            false => Self::with_source(Kind::Io, message, error),
+            true => Self::new(Kind::Misuse, message).with_source(error),
+            false => Self::new(Kind::Io, message).with_source(error),
         }
     }
 }

@@ -23,7 +23,7 @@ impl SignalListener {
     pub(super) fn start(signal: i32, received: &Arc<AtomicBool>) -> Result<Self> {
         let failed = |error| {
             let message = format!("the handler of signal {signal} could not be installed");
-            Error::with_source(Kind::Io, message, error)
+            Error::new(Kind::Io, message).with_source(error)
         };
         let mut handled = handled();
         let listeners = match handled.entry(signal) {

@@ -192,11 +192,11 @@ pub(super) fn read_ahead<T: Send + 'static>(
 
 /// A feed that has nothing but the error of a thread that could not be started.
 pub(super) fn failed<T: Send + 'static>(error: std::io::Error) -> Ahead<T> {
-    Box::new(std::iter::once(Err(Error::with_source(
+    Box::new(std::iter::once(Err(Error::new(
         Kind::Data,
         "a loader's worker thread could not be started",
-        error,
-    ))))
+    )
+    .with_source(error))))
 }
 
 /// Workers that take steps in turn, read in the same turn.

@@ -61,7 +61,7 @@ pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Resul
         caught("a data set", || {
             let items = dataset.get_many(chosen.clone()).map_err(|error| {
                 let message = format!("the data set failed to deliver the samples {chosen:?}");
-                Error::with_source(Kind::Data, message, error)
+                Error::new(Kind::Data, message).with_source(error)
             })?;
             Ok(items.iter().map(digest).collect())
         })

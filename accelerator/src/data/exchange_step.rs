@@ -89,7 +89,7 @@ fn same_place<T>(told: &[(ReadPosition, T)], own: Option<&Error>) -> Result<()> 
         sides(told.iter().map(|(position, _)| position))
     );
     Err(match own {
-        Some(own) => Error::with_source(Kind::Misuse, message, own.clone()),
+        Some(own) => Error::new(Kind::Misuse, message).with_source(own.clone()),
         None => Error::misuse(message),
     })
 }
@@ -97,7 +97,7 @@ fn same_place<T>(told: &[(ReadPosition, T)], own: Option<&Error>) -> Result<()> 
 fn unreadable(error: ciborium::value::Error) -> Error {
     let message =
         "what ranks tell each other of a loader cannot be read: start the same program on all";
-    Error::with_source(Kind::Data, message, error)
+    Error::new(Kind::Data, message).with_source(error)
 }
 
 #[cfg(all(test, feature = "flex"))]

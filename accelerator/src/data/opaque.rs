@@ -173,11 +173,7 @@ impl<O> AssumedSteps<'_, O> {
             return Ok(None);
         };
         let value = value.map_err(|error| {
-            Error::with_source(
-                Kind::Data,
-                "the data loader failed to deliver a batch",
-                error,
-            )
+            Error::new(Kind::Data, "the data loader failed to deliver a batch").with_source(error)
         })?;
         let processed = self.items.progress().items_processed;
         let samples = processed.saturating_sub(self.processed);

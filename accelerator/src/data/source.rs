@@ -113,11 +113,11 @@ impl<I: Send + 'static, O: 'static> ItemSource<O> for Batched<I, O> {
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>> {
         let wanted = indices.iter().map(|&index| index as usize).collect();
         let items = self.dataset.get_many(wanted).map_err(|error| {
-            Error::with_source(
+            Error::new(
                 Kind::Data,
                 format!("the data set failed to deliver the samples {indices:?}"),
-                error,
             )
+            .with_source(error)
         })?;
         Ok(self.batching.batch(epoch, items, indices, device))
     }

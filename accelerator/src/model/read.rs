@@ -275,9 +275,9 @@ fn read_header(path: &Path, file: &mut dyn ReadSeek) -> Result<(u64, Metadata)> 
 }
 
 fn malformed(path: &Path, what: String) -> Error {
-    Error::with_source(
+    Error::new(
         Kind::Io,
         format!("cannot read the model file `{}`", path.display()),
-        what,
     )
+    .with_source(what)
 }

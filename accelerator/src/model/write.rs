@@ -86,7 +86,7 @@ impl ModelSnapshot {
                 count => names.shard(number, count),
             };
             let header = header(shard, layout, &aliases).map_err(|error| {
-                Error::with_source(Kind::Io, "the header of a model file cannot be made", error)
+                Error::new(Kind::Io, "the header of a model file cannot be made").with_source(error)
             })?;
             sink(&name, &mut |writer| {
                 write_file(&header, shard, layout, writer)

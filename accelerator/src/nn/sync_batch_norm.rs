@@ -336,7 +336,7 @@ impl BatchShare {
             };
             let message =
                 format!("a `SyncBatchNorm` in training normalises over all ranks{advice}: {error}");
-            let error = Error::with_source(Kind::Collective, message, error.clone());
+            let error = Error::new(Kind::Collective, message).with_source(error.clone());
             shared.forward_collectives.failed(error);
         }
         summed.ok()

@@ -253,11 +253,11 @@ pub(super) fn window(record: &Bytes) -> Result<Bytes> {
 
 pub(super) fn reader(record: Bytes) -> Result<Reader> {
     Reader::from_bytes(record).map_err(|error| {
-        Error::with_source(
+        Error::new(
             Kind::Checkpoint,
             "the record of an optimizer or a scheduler cannot be read",
-            error.to_string(),
         )
+        .with_source(error.to_string())
     })
 }
 
@@ -270,19 +270,19 @@ pub(super) fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
 }
 
 pub(super) fn unwritable(error: impl core::fmt::Display) -> Error {
-    Error::with_source(
+    Error::new(
         Kind::Checkpoint,
         "the state of an optimizer cannot be written",
-        error.to_string(),
     )
+    .with_source(error.to_string())
 }
 
 pub(super) fn unreadable(name: &str, error: impl core::fmt::Display) -> Error {
-    Error::with_source(
+    Error::new(
         Kind::Checkpoint,
         format!("the state of {name} cannot be read"),
-        error.to_string(),
     )
+    .with_source(error.to_string())
 }
 
 pub(super) fn to_bytes(record: LrSchedulerRecord) -> Result<Vec<u8>> {

@@ -21,7 +21,7 @@ impl AcceleratorBuilder {
         }
         variables::check()?;
         accelerator_fault::check()
-            .map_err(|error| Error::with_source(Kind::Config, error.to_string(), error))?;
+            .map_err(|error| Error::new(Kind::Config, error.to_string()).with_source(error))?;
         self.loss_scale.check()?;
         if self.bucket_size < 1024 {
             return Err(Error::config(format!(

@@ -232,7 +232,7 @@ fn travel(what: &str, error: impl std::error::Error + Send + Sync + 'static) -> 
     let message = format!(
         "samples of a dispatched stream travel from rank 0 through serde, and cannot be {what}"
     );
-    Error::with_source(Kind::Data, message, error)
+    Error::new(Kind::Data, message).with_source(error)
 }
 
 /// Bytes that serde takes as such, and not one by one.

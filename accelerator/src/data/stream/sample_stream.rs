@@ -198,5 +198,5 @@ impl<I> PartReader<I> {
 }
 
 fn failed(what: &str, error: StreamError) -> Error {
-    Error::with_source(Kind::Data, format!("the stream failed to {what}"), error)
+    Error::new(Kind::Data, format!("the stream failed to {what}")).with_source(error)
 }

@@ -44,11 +44,11 @@ impl DeviceReader {
         let builder = thread::Builder::new().name("accel-read".to_owned());
         match builder.spawn(read) {
             Ok(_) => Ok(Self { requests }),
-            Err(error) => Err(Error::with_source(
+            Err(error) => Err(Error::new(
                 Kind::Device,
                 "the thread that reads gradients from the device could not be started",
-                error,
-            )),
+            )
+            .with_source(error)),
         }
     }
 

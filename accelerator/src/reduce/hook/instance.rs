@@ -108,7 +108,7 @@ impl HookInstance {
             return ours.clone();
         }
         let message = format!("the communication hook `{}` {what}: {error}", self.name);
-        Error::with_source(kind, message, error)
+        Error::new(kind, message).with_source(error)
     }
 }
 

@@ -178,7 +178,7 @@ fn unfit(error: Error) -> Error {
                 "resume_from_checkpoint: {error}; a training goes on with the model, `optim`, `ema_decay`, \
                  `sharded_optimizer`, `tail`, `data_seed` and batch size of its checkpoint"
             );
-            Error::with_source(error.kind(), message, error)
+            Error::new(error.kind(), message).with_source(error)
         }
         false => error,
     }
