@@ -105,7 +105,12 @@ impl<'a> Replace<'a> {
         #[cfg(unix)]
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, self.mode);
         let (file, path) = match self.draft {
-            Some(path) => (options.create(true).truncate(true).open(&path)?, path),
+            Some(path) => {
+                // A file of its own, so that what is left of an earlier draft cannot touch this one. Opening it says
+                // what cannot be removed.
+                let _ = fs::remove_file(&path);
+                (options.create(true).truncate(true).open(&path)?, path)
+            }
             None => create_hidden(options.create_new(true), folder_of(self.target))?,
         };
         Ok(Draft {
@@ -141,11 +146,8 @@ impl Draft {
         if self.durability == Durability::Flushed {
             self.file.sync_all()?;
         }
-        fs::rename(path, &self.target)?;
+        place(path, &self.target, self.durability)?;
         self.path = None;
-        if self.durability == Durability::Flushed {
-            sync_folder(folder_of(&self.target))?;
-        }
         Ok(())
     }
 }
@@ -162,7 +164,9 @@ impl Write for Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
+        if let Some(path) = &self.path
+            && is_at(&self.file, path)
+        {
             // Its name says that it is a leftover.
             let _ = fs::remove_file(path);
         }
@@ -239,6 +243,22 @@ pub fn folder_of(path: &Path) -> &Path {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     }
+}
+
+/// Returns true if `path` leads to the open file.
+#[cfg(unix)]
+pub(crate) fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let place = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(held), Ok(found)) => place(held) == place(found),
+        _ => false,
+    }
+}
+
+#[cfg(not(unix))]
+pub(crate) fn is_at(_file: &File, path: &Path) -> bool {
+    path.exists()
 }
 
 /// Creates a file of a random hidden name.
@@ -384,7 +404,13 @@ mod tests {
         let (path, draft) = (folder.path().join("a"), folder.path().join("a.new"));
         fs::write(&draft, "what a killed process left").unwrap();
         let new = Replace::new(&path, Durability::Cached).draft(draft);
-        new.write(|file| file.write_all(b"new")).unwrap();
+        let mut earlier = new.clone().begin().unwrap();
+        let mut later = new.begin().unwrap();
+        // One that was given up late does no harm.
+        earlier.write_all(b"old").unwrap();
+        drop(earlier);
+        later.write_all(b"new").unwrap();
+        later.publish().unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(folder.path()), ["a"]);
     }

@@ -1,10 +1,12 @@
 //! Locks of files and folders between processes.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Seek, Write};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use crate::fs::is_at;
 
 /// An advisory lock of a file or folder (`flock`), released when it is dropped or the process ends.
 ///
@@ -117,27 +119,11 @@ pub enum LockMode {
 /// The pause between two tries to take a lock.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Returns true if `path` leads to the open file.
-#[cfg(unix)]
-fn is_at(file: &File, path: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let place = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(held), Ok(found)) => place(held) == place(found),
-        _ => false,
-    }
-}
-
-#[cfg(not(unix))]
-fn is_at(_file: &File, path: &Path) -> bool {
-    path.exists()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::env;
     use std::io::{BufRead, BufReader, Read};
     use std::process::{Child, ChildStdin, Command, Stdio};
+    use std::{env, fs};
 
     use super::*;
 
