@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::staged::{StagedName, State};
+use crate::staged::{StagedName, State, try_lock};
 use crate::vfs::Vfs;
 
 /// `checkpoint-000003`.
@@ -39,8 +39,8 @@ pub(crate) fn point_latest(vfs: &Vfs, folder: &Path, number: u64) -> io::Result<
     let draft = folder.join(temporary(LATEST, State::Partial));
     let replace = || {
         let mut file = vfs.create(&draft)?;
-        // It is there for a moment; where it is swept before it is locked, this fails.
-        let _ = file.try_lock();
+        // The draft exists for a moment only; if it is swept before it is locked, the rename fails.
+        let _lock = try_lock(&draft);
         vfs.write(
             &draft,
             &mut file,

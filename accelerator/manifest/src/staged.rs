@@ -2,7 +2,7 @@
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,8 @@ use accelerator_host::machine::boot_id;
 
 use crate::hash::ContentHash;
 use crate::vfs::Vfs;
+use accelerator_host::fs::{Durability, place};
+use accelerator_host::lock::{FileLock, LockMode};
 
 /// A hidden folder beside the places of files that are being written:
 /// `.model.safetensors.partial-<boot>-<process>-<random>`.
@@ -40,7 +42,7 @@ use crate::vfs::Vfs;
 #[derive(Debug)]
 pub struct StagedFolder {
     path: PathBuf,
-    _lock: Option<Lock>,
+    _lock: Option<FileLock>,
 }
 
 impl StagedFolder {
@@ -72,14 +74,11 @@ impl StagedFolder {
     ///
     /// # Errors
     ///
-    /// I/O errors; there is then no file at `to`, or the one that was there before, or, where the name only was not
-    /// flushed, the new one.
+    /// I/O errors. What was at `to` is then still there, unless only the name of the new file could not be flushed.
     pub fn publish(&self, file: &str, to: &Path) -> io::Result<()> {
-        let vfs = Vfs::default();
         let from = self.path.join(file);
-        vfs.sync(&from, &File::open(&from)?)?;
-        vfs.rename(&from, to)?;
-        to.parent().map_or(Ok(()), |parent| vfs.sync_folder(parent))
+        File::open(&from)?.sync_all()?;
+        place(&from, to, Durability::Flushed)
     }
 }
 
@@ -146,7 +145,7 @@ impl StagedName {
     fn claim(&self, path: &Path, now: Option<SystemTime>) -> Option<Claim> {
         // Locks are of one kernel: on another host, nothing is known of those that are held here.
         if self.boot == boot()
-            && let Ok(lock) = Lock::take(path)
+            && let Ok(lock) = try_lock(path)
         {
             return lock.map(|lock| Claim { _lock: Some(lock) });
         }
@@ -187,43 +186,32 @@ impl State {
     }
 }
 
-/// A lock that marks a file or folder as in use by a living process of this kernel: an exclusive `flock`,
-/// which ends with the last handle. A folder can be locked on nearly every file system, since the kernel
-/// keeps such locks to itself; NFS, too, passes on only those of files.
-#[derive(Debug)]
-pub(crate) struct Lock {
-    _file: File,
-}
-
-impl Lock {
-    /// Takes the lock; `None` if somebody else has it, or has removed what was there.
-    ///
-    /// # Errors
-    ///
-    /// I/O errors: there is nothing that can be locked, or the file system has no locks.
-    pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
-        let kind = path.symlink_metadata()?.file_type();
-        if !kind.is_dir() && !kind.is_file() {
-            // Opening a pipe would wait, and a link leads elsewhere.
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let file = File::open(path)?;
-        match file.try_lock() {
-            // Who removes a thing holds its lock; behind that the name may be gone, or another's.
-            Ok(()) => Ok(is_at(&file, path).then_some(Self { _file: file })),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(error),
-        }
+/// Takes the lock that marks a file or folder as in use by a living process of this kernel; `None` if somebody else
+/// has it, or has removed what was there.
+///
+/// # Errors
+///
+/// I/O errors: there is nothing that can be locked, or the file system has no locks.
+pub(crate) fn try_lock(path: &Path) -> io::Result<Option<FileLock>> {
+    let kind = path.symlink_metadata()?.file_type();
+    if !kind.is_dir() && !kind.is_file() {
+        // Opening a pipe would wait, and a link leads elsewhere.
+        return Err(io::ErrorKind::InvalidInput.into());
     }
+    FileLock::open(path, LockMode::Exclusive, Duration::ZERO)
 }
 
 /// Makes a folder under a hidden name, which lasts as long as the lock is held; without a lock where
 /// the file system has none.
-pub(crate) fn make(vfs: &Vfs, parent: &Path, target: &str) -> io::Result<(PathBuf, Option<Lock>)> {
+pub(crate) fn make(
+    vfs: &Vfs,
+    parent: &Path,
+    target: &str,
+) -> io::Result<(PathBuf, Option<FileLock>)> {
     loop {
         let path = parent.join(StagedName::new(target, State::Partial).to_string());
         vfs.make_folder(&path)?;
-        match Lock::take(&path) {
+        match try_lock(&path) {
             Ok(Some(lock)) => return Ok((path, Some(lock))),
             // Somebody who sweeps has found it before it was locked, and removes it.
             Ok(None) => {}
@@ -265,9 +253,9 @@ pub(crate) fn time_of(path: &Path) -> Option<SystemTime> {
     path.symlink_metadata().and_then(|x| x.modified()).ok()
 }
 
-/// Holds the lock of what is about to be removed, where it has one.
+/// Holds the lock of what is about to be removed, if it has one.
 struct Claim {
-    _lock: Option<Lock>,
+    _lock: Option<FileLock>,
 }
 
 /// No writer rests for so long. That of another host cannot be asked, nor one of before this host
@@ -302,22 +290,6 @@ fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-#[cfg(unix)]
-fn is_at(file: &File, path: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let place = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    let (held, there) = (
-        file.metadata().map(place),
-        path.symlink_metadata().map(place),
-    );
-    matches!((held, there), (Ok(held), Ok(there)) if held == there)
-}
-
-#[cfg(not(unix))]
-fn is_at(_file: &File, path: &Path) -> bool {
-    path.exists()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -344,19 +316,17 @@ mod tests {
         }
     }
 
+    #[cfg(unix)]
     #[test]
-    fn a_lock_holds_for_what_has_the_name() {
+    fn links_and_pipes_are_not_locked() {
         let temporary = tempfile::tempdir().unwrap();
-        let path = temporary.path().join("a");
-        assert!(Lock::take(&path).is_err());
-        fs::create_dir(&path).unwrap();
-        let lock = Lock::take(&path).unwrap().unwrap();
-        assert!(Lock::take(&path).unwrap().is_none());
-        fs::remove_dir(&path).unwrap();
-        assert!(!is_at(&lock._file, &path));
-        fs::create_dir(&path).unwrap();
-        assert!(!is_at(&lock._file, &path));
-        assert!(Lock::take(&path).unwrap().is_some());
+        let link = temporary.path().join("link");
+        std::os::unix::fs::symlink(temporary.path(), &link).unwrap();
+        for path in [&*link, Path::new("/dev/null")] {
+            let error = try_lock(path).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+        }
+        assert!(try_lock(temporary.path()).unwrap().is_some());
     }
 
     /// Sweepers that come at any moment never take a folder from its writer.

@@ -6,6 +6,8 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::Path;
 use std::sync::Arc;
 
+use accelerator_host::fs::sync_folder;
+
 use crate::progress::Progress;
 
 /// A change that is about to be made.
@@ -127,26 +129,4 @@ impl std::fmt::Debug for Vfs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Vfs").finish_non_exhaustive()
     }
-}
-
-#[cfg(unix)]
-fn sync_folder(path: &Path) -> io::Result<()> {
-    match File::open(path)?.sync_all() {
-        // Some file systems cannot flush a folder, and say so: nothing more can be done there.
-        Err(error)
-            if matches!(
-                error.kind(),
-                io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported
-            ) =>
-        {
-            Ok(())
-        }
-        result => result,
-    }
-}
-
-/// Only Unix lets a folder be opened and flushed.
-#[cfg(not(unix))]
-fn sync_folder(_path: &Path) -> io::Result<()> {
-    Ok(())
 }

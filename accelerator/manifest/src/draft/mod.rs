@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use accelerator_fault::SaveStage;
+use accelerator_host::lock::FileLock;
 use accelerator_host::machine::unix_time;
 
 use crate::checkpoint::Checkpoint;
@@ -12,7 +13,7 @@ use crate::checkpoint_name::{name_of, point_latest};
 use crate::error::{Error, Kind, Result};
 use crate::manifest::{FileEntry, Manifest, Metadata, Role};
 use crate::name::{FileName, MANIFEST};
-use crate::staged::{self, Lock};
+use crate::staged;
 use crate::tree;
 use crate::vfs::Vfs;
 
@@ -51,7 +52,7 @@ pub struct Draft {
     writer: Writer,
     state: DraftState,
     /// Tells others that it is being written.
-    _lock: Option<Lock>,
+    _lock: Option<FileLock>,
 }
 
 impl Draft {

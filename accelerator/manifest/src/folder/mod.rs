@@ -14,7 +14,7 @@ use crate::checkpoint_name::{
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
 use crate::progress::Progress;
-use crate::staged::{self, Lock, State};
+use crate::staged::{self, State};
 use crate::tree::open_file;
 use crate::vfs::Vfs;
 
@@ -298,7 +298,7 @@ impl Folder {
         let away = self.path.join(temporary(&name, State::Removed));
         let remove = || {
             // Nobody who sweeps shall take it away meanwhile; without a lock, that is all that happens.
-            let _lock = Lock::take(path);
+            let _lock = staged::try_lock(path);
             self.vfs.rename(path, &away)?;
             self.vfs.sync_folder(&self.path)?;
             self.vfs.remove_any(&away)
