@@ -6,8 +6,8 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{DRAFT_PREFIX, Durability, Replace};
 use accelerator_manifest::{ContentHash, Folder};
-use tempfile::NamedTempFile;
 
 use crate::error::{Error, Kind, Result};
 use crate::record::RunId;
@@ -35,7 +35,7 @@ pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// The prefix of the names of TensorBoard's files.
 pub(crate) const EVENTS: &str = "events.out.tfevents.";
 /// The prefix of the hidden names of incomplete files.
-pub(crate) const STAGED: &str = ".accel-";
+pub(crate) const STAGED: &str = DRAFT_PREFIX;
 
 /// The contents of a run's folder.
 #[derive(Debug, Default)]
@@ -73,11 +73,6 @@ impl RunFiles {
         }
         Ok(())
     }
-}
-
-/// Makes a file in a run's folder, or below it, which gets its own name once it is complete.
-pub(crate) fn staged(folder: &Path) -> io::Result<NamedTempFile> {
-    tempfile::Builder::new().prefix(STAGED).tempfile_in(folder)
 }
 
 /// Returns true if a name in a run's folder is that of an incomplete file.
@@ -256,12 +251,9 @@ pub(crate) fn write_blob(folder: &Path, bytes: &[u8]) -> Result<String> {
     if path.exists() {
         return Ok(hash);
     }
-    let written = fs::create_dir_all(&blobs)
-        .and_then(|()| staged(&blobs))
-        .and_then(|mut file| {
-            file.write_all(bytes)?;
-            file.persist(&path).map_err(|error| error.error)
-        });
+    let file = Replace::new(&path, Durability::Cached).private();
+    let written =
+        fs::create_dir_all(&blobs).and_then(|()| file.write(|file| file.write_all(bytes)));
     written.map_err(|error| Error::io("write", &path, error))?;
     Ok(hash)
 }

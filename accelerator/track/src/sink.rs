@@ -1,10 +1,10 @@
 //! Sinks: places to which a run is delivered, beside its journal.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File};
 use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use accelerator_host::fs::{Draft, Durability, Replace};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -197,9 +197,8 @@ pub struct CsvFile {
 
 #[derive(Debug)]
 struct OpenFile {
-    file: BufWriter<File>,
-    /// It has this name until it holds everything that was there when it was opened.
-    staged: Option<PathBuf>,
+    /// It gets its name once it holds everything that was there when it was opened.
+    file: BufWriter<Draft>,
     path: PathBuf,
     keys: HashMap<u32, String>,
 }
@@ -246,13 +245,13 @@ impl Sink for CsvFile {
     fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
         let path = self.path.clone().unwrap_or_else(|| run.folder.join(TABLE));
         let staged = new_of(&path);
-        let file = File::create(&staged).map_err(|error| Error::io("create", &staged, error))?;
-        let mut file = BufWriter::new(file);
+        let file = Replace::new(&path, Durability::Cached).draft(staged.clone());
+        let file = file.begin();
+        let mut file = BufWriter::new(file.map_err(|error| Error::io("create", &staged, error))?);
         file.write_all(b"n,ms,step,epoch,key,value,count\n")
             .map_err(|error| Error::io("write", &staged, error))?;
         self.open = Some(OpenFile {
             file,
-            staged: Some(staged),
             path,
             keys: HashMap::new(),
         });
@@ -308,15 +307,9 @@ impl OpenFile {
     fn flush(&mut self) -> Result<()> {
         let flushed = self.file.flush();
         flushed.map_err(|error| Error::io("write", &self.path, error))?;
-        if let Some(staged) = self.staged.take() {
-            rename(&staged, &self.path)?;
-        }
-        Ok(())
+        let published = self.file.get_mut().publish();
+        published.map_err(|error| Error::io("replace", &self.path, error))
     }
-}
-
-fn rename(from: &Path, to: &Path) -> Result<()> {
-    fs::rename(from, to).map_err(|error| Error::io("replace", to, error))
 }
 
 /// A field as RFC 4180 has it.

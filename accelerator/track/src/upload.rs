@@ -1,9 +1,10 @@
 //! Copies a finished run to another folder of runs, with its artifacts.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, place, sync_folder};
 use accelerator_manifest::StagedFolder;
 
 use crate::artifact::objects::{self, SourceFile};
@@ -104,11 +105,10 @@ pub fn upload(run_folder: impl AsRef<Path>, destination: impl AsRef<Path>) -> Re
     }
     let hidden = destination.join(format!(".{name}.uploading-{}", run.id));
     copy_files(&run_folder, &hidden, &mut report)?;
-    fs::rename(&hidden, &target).map_err(|error| Error::io("write the folder", &target, error))?;
-    // Some file systems cannot flush a folder; there the name may be lost with the machine.
-    if let Ok(folder) = File::open(destination) {
-        let _ = folder.sync_all();
-    }
+    place(&hidden, &target, Durability::Cached)
+        .map_err(|error| Error::io("write the folder", &target, error))?;
+    // Its files are on the disk. In a folder that cannot be flushed, the name may be lost in a power cut.
+    let _ = sync_folder(destination);
     Ok(report)
 }
 

@@ -1,11 +1,12 @@
 //! The files of a store: contents by their hashes, and what is changed under its locks.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
+use std::fs::{self, File, Metadata};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
+use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::{ContentHash, StagedFolder};
 use serde::{Deserialize, Serialize};
 
@@ -381,7 +382,7 @@ const SMALL: &str = "manifest";
 /// Held while a store is used in one of the ways of [`LockKind`]; ends with the process.
 #[derive(Debug)]
 pub(crate) struct StoreLock {
-    _file: Option<File>,
+    _lock: Option<FileLock>,
 }
 
 /// The use that a lock protects.
@@ -404,48 +405,31 @@ impl StoreLock {
             LockKind::Publish => "publish.lock",
             LockKind::Read | LockKind::Add | LockKind::Remove => "objects.lock",
         });
-        let file = match kind {
-            LockKind::Read => match File::open(&path) {
+        let taken = match kind {
+            LockKind::Read => match FileLock::open(&path, LockMode::Shared, LONGEST_WAIT) {
                 // Nobody has ever changed this store here, for example in a read-only place.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    return Ok(Self { _file: None });
+                    return Ok(Self { _lock: None });
                 }
-                opened => opened,
+                taken => taken,
             },
-            _ => OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path),
-        };
-        let file = file.map_err(|error| Error::io("open the lock", &path, error))?;
-        let begun = Instant::now();
-        loop {
-            let taken = match kind {
-                LockKind::Read | LockKind::Add => file.try_lock_shared(),
-                LockKind::Publish | LockKind::Remove => file.try_lock(),
-            };
-            match taken {
-                Ok(()) => return Ok(Self { _file: Some(file) }),
-                Err(TryLockError::WouldBlock) if begun.elapsed() < LONGEST_WAIT => {
-                    std::thread::sleep(PAUSE)
-                }
-                Err(TryLockError::WouldBlock) => {
-                    return Err(Error::new(
-                        Kind::Conflict,
-                        format!(
-                            "another process has used the artifacts in {} for {} s; try again when it has ended",
-                            root.display(),
-                            LONGEST_WAIT.as_secs()
-                        ),
-                    ));
-                }
-                Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path, error)),
+            LockKind::Add => FileLock::create(&path, LockMode::Shared, LONGEST_WAIT),
+            LockKind::Publish | LockKind::Remove => {
+                FileLock::create(&path, LockMode::Exclusive, LONGEST_WAIT)
             }
+        };
+        match taken.map_err(|error| Error::io("lock", &path, error))? {
+            Some(lock) => Ok(Self { _lock: Some(lock) }),
+            None => Err(Error::new(
+                Kind::Conflict,
+                format!(
+                    "another process has used the artifacts in {} for {} s; try again when it has ended",
+                    root.display(),
+                    LONGEST_WAIT.as_secs()
+                ),
+            )),
         }
     }
 }
 
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
-const PAUSE: Duration = Duration::from_millis(5);

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, place};
 use accelerator_manifest::{ContentHash, StagedFolder};
 use serde_json::{Map, Value};
 
@@ -230,7 +231,7 @@ impl StoredArtifact {
         }
         // An empty folder gives way; one with files does not.
         let _ = fs::remove_dir(&folder);
-        match fs::rename(&out, &folder) {
+        match place(&out, &folder, Durability::Cached) {
             Ok(()) => Ok(()),
             // Another rank of this host may have been faster.
             Err(_) if self.is_in(&folder)? => Ok(()),

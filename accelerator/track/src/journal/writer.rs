@@ -1,12 +1,13 @@
 //! Writes a journal, and locks it for the process that does.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::Path;
-use std::thread;
 use std::time::Duration;
 
 use accelerator_host::machine::{host_name, unix_time};
+
+use accelerator_host::lock::{FileLock, LockMode};
 
 use super::reader::{self, LineReader};
 use crate::error::{Error, Kind, Result};
@@ -184,15 +185,7 @@ const MOST_WAITING_BYTES: usize = 16 << 20;
 /// Held by the one process that writes a run, or delivers it to a sink, until it ends.
 #[derive(Debug)]
 pub(crate) struct RunLock {
-    file: File,
-}
-
-impl Drop for RunLock {
-    fn drop(&mut self) {
-        // Closing the file is not enough: a process that another thread starts has it open, too, until it has become
-        // another program.
-        let _ = self.file.unlock();
-    }
+    _lock: FileLock,
 }
 
 impl RunLock {
@@ -218,55 +211,29 @@ impl RunLock {
     }
 
     fn take_file(path: &Path, taken: impl FnOnce(&str) -> String) -> Result<Self> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path);
-        let mut file = file.map_err(|error| Error::io("write", path, error))?;
-        let mut locked = file.try_lock();
-        // Who asks whether the run is being written holds it for a moment, and so does a process that another thread is
-        // starting, until it has become its program.
-        for _ in 0..RETRIES {
-            if !matches!(locked, Err(TryLockError::WouldBlock)) {
-                break;
-            }
-            thread::sleep(PAUSE);
-            locked = file.try_lock();
-        }
-        match locked {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut owner = String::new();
-                // Only the message needs it.
-                let _ = file.read_to_string(&mut owner);
-                let owner = match owner.trim() {
-                    "" => "another process",
-                    owner => owner,
-                };
-                return Err(Error::new(Kind::Conflict, taken(owner)));
-            }
-            Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
-        }
+        let locked = FileLock::create(path, LockMode::Exclusive, LONGEST_WAIT);
+        let Some(mut lock) = locked.map_err(|error| Error::io("lock", path, error))? else {
+            // Only the message needs it.
+            let owner = fs::read_to_string(path).unwrap_or_default();
+            let owner = match owner.trim() {
+                "" => "another process",
+                owner => owner,
+            };
+            return Err(Error::new(Kind::Conflict, taken(owner)));
+        };
         // `run_files` recognizes the file by this text.
         let owner = format!("process {} on {}\n", std::process::id(), host_name());
-        // Who owns it is for messages; the lock is the system's.
-        let _ = file
-            .set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| file.write_all(owner.as_bytes()));
-        Ok(Self { file })
+        // The owner is for messages; the lock is the system's.
+        let _ = lock.write(owner.as_bytes());
+        Ok(Self { _lock: lock })
     }
 
     /// Returns true if a process writes the run now.
     pub(crate) fn is_held(folder: &Path) -> bool {
-        let Ok(file) = File::open(folder.join(LOCK)) else {
-            return false;
-        };
-        matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
+        FileLock::is_held(&folder.join(LOCK)).unwrap_or(false)
     }
 }
 
-const RETRIES: usize = 20;
-const PAUSE: Duration = Duration::from_millis(10);
+/// Whoever asks if the run is being written holds the lock for a moment, and so does a process that another thread is
+/// starting, until it has become its program.
+const LONGEST_WAIT: Duration = Duration::from_millis(200);

@@ -2,8 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, Replace};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -339,10 +341,10 @@ impl CursorFile {
     }
 
     pub(super) fn write(&self, cursor: &Cursor) -> Result<()> {
-        let staged = new_of(&self.0);
-        let text = serde_json::to_vec(cursor)
-            .map_err(|error| Error::io("write", &self.0, error.into()))?;
-        fs::write(&staged, text).map_err(|error| Error::io("write", &staged, error))?;
-        fs::rename(&staged, &self.0).map_err(|error| Error::io("replace", &self.0, error))
+        let file = Replace::new(&self.0, Durability::Cached).draft(new_of(&self.0));
+        serde_json::to_vec(cursor)
+            .map_err(io::Error::from)
+            .and_then(|text| file.write(|file| file.write_all(&text)))
+            .map_err(|error| Error::io("write", &self.0, error))
     }
 }

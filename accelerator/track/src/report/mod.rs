@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::fs;
-use std::io::{self, Write};
 use std::path::Path;
 
+use accelerator_host::fs::write_output;
 use accelerator_manifest::ContentHash;
 
 use crate::error::{Error, Result};
@@ -97,26 +96,8 @@ impl<'a> Report<'a> {
 }
 
 fn write(file: &Path, page: &str) -> Result<()> {
-    replace(file, page).map_err(|error| Error::io("write the report", file, error))
-}
-
-/// Replaces a file. Anything but a plain file, such as a pipe, is written to.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        return fs::write(path, text);
-    }
-    let folder = match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    let mut builder = tempfile::Builder::new();
-    // As others are: what the system makes of it takes away what the user does not allow.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder)?;
-    file.write_all(text.as_bytes())?;
-    file.persist(path).map_err(|error| error.error)?;
-    Ok(())
+    write_output(file, |file| file.write_all(page.as_bytes()))
+        .map_err(|error| Error::io("write the report", file, error))
 }
 
 /// The points of each run in a chart: the more runs, the fewer.

@@ -6,6 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
+use accelerator_host::fs::{Durability, Replace};
 use serde::{Deserialize, Serialize};
 
 use crate::artifact::{ArtifactStore, PruneReport, Retention};
@@ -467,14 +468,11 @@ impl KeptSummary<&RunSummary> {
             journal,
             summary,
         };
+        let path = summary.folder.join(SUMMARY);
+        let file = Replace::new(&path, Durability::Cached).private();
         let written = serde_json::to_vec(&kept)
             .map_err(std::io::Error::from)
-            .and_then(|bytes| {
-                let mut file = run_files::staged(&summary.folder)?;
-                file.write_all(&bytes)?;
-                file.persist(summary.folder.join(SUMMARY))?;
-                Ok(())
-            });
+            .and_then(|bytes| file.write(|file| file.write_all(&bytes)));
         if let Err(error) = written {
             tracing::debug!(folder = %summary.folder.display(), %error, "no summary is kept");
         }

@@ -5,6 +5,8 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use accelerator_host::fs::{Draft, Durability, Replace};
+
 use super::event::{Event, EventKind, ProtobufMessage, SummaryValue};
 use crate::error::{Error, Result};
 use crate::record::RunId;
@@ -27,7 +29,7 @@ pub(super) struct EventFiles {
     created_ms: u64,
     /// A number in place of the time of creation in names: greater than in every name that exists.
     order: u64,
-    events: RecordFile<File>,
+    events: RecordFile<Draft>,
     message: ProtobufMessage,
     /// The files that the visible one took the place of, and when they are removed.
     older: Option<(Vec<PathBuf>, Instant)>,
@@ -40,13 +42,18 @@ impl EventFiles {
         let names = names(folder)?;
         let greatest = names.iter().filter_map(|name| order(name)).max();
         let created = run.created_ms / 1000;
-        let path = folder.join(hidden_name(run.id));
-        let file = File::create(&path).map_err(|e| Error::io("create the file", &path, e))?;
+        let order = greatest.map_or(created, |greatest| created.max(greatest + 1));
+        let hidden = folder.join(hidden_name(run.id));
+        let path = path_of(folder, order, EVENTS_PLACE, run.id);
+        let file = Replace::new(&path, Durability::Cached).draft(hidden.clone());
+        let file = file
+            .begin()
+            .map_err(|e| Error::io("create the file", &hidden, e))?;
         let mut files = Self {
             folder: folder.to_owned(),
             run: run.id,
             created_ms: run.created_ms,
-            order: greatest.map_or(created, |greatest| created.max(greatest + 1)),
+            order,
             events: RecordFile::new(file),
             message: ProtobufMessage::default(),
             older: None,
@@ -71,7 +78,8 @@ impl EventFiles {
             .map_err(|e| Error::io("write event files in", &self.folder, e))?;
         match &mut self.older {
             None => {
-                self.rename(&self.path_of_events())?;
+                let published = self.events.0.get_mut().publish();
+                published.map_err(|e| Error::io("rename", &self.path_of_events(), e))?;
                 self.older = Some((self.empty_older()?, Instant::now() + PASSED_ON));
             }
             Some((older, time)) if Instant::now() >= *time => {
@@ -87,9 +95,11 @@ impl EventFiles {
 
     /// Writes values that are read before those written here earlier, in place of those that this wrote earlier.
     pub(super) fn write_before(&self, values: &[SummaryValue<'_>]) -> Result<()> {
-        let path = self.folder.join(format!("{}.first", hidden_name(self.run)));
+        let path = self.path_before();
+        let draft = self.folder.join(format!("{}.first", hidden_name(self.run)));
+        let file = Replace::new(&path, Durability::Cached).draft(draft);
         let write = || {
-            let mut file = RecordFile::new(File::create(&path)?);
+            let mut file = RecordFile::new(file.begin()?);
             let mut message = ProtobufMessage::default();
             for kind in [EventKind::FileVersion, EventKind::Summary(values)] {
                 let (ms, step) = (self.created_ms, 0);
@@ -97,28 +107,17 @@ impl EventFiles {
                 file.write(message.bytes())?;
             }
             file.flush()?;
-            fs::rename(&path, self.path_before())
+            file.0.get_mut().publish()
         };
         write().map_err(|e| Error::io("write", &path, e))
     }
 
     fn path_before(&self) -> PathBuf {
-        self.path("0")
+        path_of(&self.folder, self.order, BEFORE_PLACE, self.run)
     }
 
     fn path_of_events(&self) -> PathBuf {
-        self.path("1")
-    }
-
-    fn path(&self, place: &str) -> PathBuf {
-        let Self { order, run, .. } = self;
-        self.folder
-            .join(format!("{EVENTS}{order:010}.{place}.{run}"))
-    }
-
-    fn rename(&self, path: &Path) -> Result<()> {
-        let hidden = self.folder.join(hidden_name(self.run));
-        fs::rename(&hidden, path).map_err(|e| Error::io("rename", &hidden, e))
+        path_of(&self.folder, self.order, EVENTS_PLACE, self.run)
     }
 
     /// Empties this run's files of earlier times. Other programs' stay, and so do those of other runs.
@@ -147,6 +146,15 @@ fn tell(result: io::Result<()>, doing: &str, path: &Path) {
         tracing::warn!("cannot {doing} {path}: {error}; TensorBoard may show what was taken back");
     }
 }
+
+fn path_of(folder: &Path, order: u64, place: u8, run: RunId) -> PathBuf {
+    folder.join(format!("{EVENTS}{order:010}.{place}.{run}"))
+}
+
+/// The place of the file with what became known later, among the two of a run.
+const BEFORE_PLACE: u8 = 0;
+/// The place of the file that grows.
+const EVENTS_PLACE: u8 = 1;
 
 /// The name of a file that is not to be read yet. There is one a run, so none is left behind for ever.
 fn hidden_name(run: RunId) -> String {
