@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, place, sync_folder};
+
 use crate::error::{Error, Result};
 
 /// Returns the folder to which a checkpoint is saved first.
@@ -29,10 +31,7 @@ pub(crate) fn commit(folder: &Path) -> Result<u64> {
         if folder.exists() {
             fs::remove_dir_all(folder)?;
         }
-        fs::rename(&partial, folder)?;
-        if let Some(parent) = folder.parent() {
-            File::open(parent)?.sync_all()?;
-        }
+        place(&partial, folder, Durability::Flushed)?;
         Ok(bytes)
     };
     write().map_err(|error| Error::io("write", folder, error))
@@ -69,6 +68,6 @@ fn sync(folder: &Path) -> io::Result<u64> {
             }
         };
     }
-    File::open(folder)?.sync_all()?;
+    sync_folder(folder)?;
     Ok(bytes)
 }

@@ -6,6 +6,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
+use accelerator_host::fs::{Durability, Replace};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -82,14 +83,10 @@ impl Journal {
         let draft = folder.join("journal.new");
         let mut line = to_line(head)?;
         line.push(b'\n');
-        let write = || {
-            let mut file = File::create(&draft)?;
-            file.write_all(&line)?;
-            file.sync_all()?;
-            fs::rename(&draft, &path)?;
-            File::open(folder)?.sync_all()
-        };
-        write().map_err(|error| Error::io("write", &path, error))?;
+        Replace::new(&path, Durability::Flushed)
+            .draft(draft)
+            .write(|file| file.write_all(&line))
+            .map_err(|error| Error::io("write", &path, error))?;
         Self::append_to(path, 0)
     }
 

@@ -3,6 +3,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, Replace};
 use serde_json::{Map, Value, json};
 
 use super::csv;
@@ -272,12 +273,10 @@ fn rewrite(path: &Path, text: &[u8]) -> Result<File> {
 
 /// Writes a file as a whole or not at all.
 pub(super) fn write(path: &Path, text: &[u8]) -> Result<()> {
-    let draft = path.with_added_extension("new");
-    let write = || {
-        fs::write(&draft, text)?;
-        fs::rename(&draft, path)
-    };
-    write().map_err(|error| Error::io("write", path, error))
+    Replace::new(path, Durability::Cached)
+        .draft(path.with_added_extension("new"))
+        .write(|file| file.write_all(text))
+        .map_err(|error| Error::io("write", path, error))
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, Replace};
+
 use crate::core::Decision;
 use crate::error::{Error, Kind, Result};
 
@@ -49,9 +51,9 @@ impl DecisionLog {
             ));
         }
         let write = || {
-            let draft = folder.join("decisions.new");
-            fs::write(&draft, &text)?;
-            fs::rename(&draft, &path)?;
+            Replace::new(&path, Durability::Cached)
+                .draft(folder.join("decisions.new"))
+                .write(|file| file.write_all(&text))?;
             OpenOptions::new().append(true).open(&path)
         };
         let file = write().map_err(|error| Error::io("write", &path, error))?;

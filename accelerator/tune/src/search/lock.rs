@@ -1,11 +1,10 @@
 //! The lock of a search's folder: one search writes it at a time.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::fs;
 use std::path::Path;
-use std::thread;
 use std::time::Duration;
 
+use accelerator_host::lock::{FileLock, LockMode};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -14,7 +13,7 @@ use crate::error::{Error, Kind, Result};
 /// Held by the process that carries a search out.
 #[derive(Debug)]
 pub(crate) struct SearchLock {
-    file: File,
+    lock: FileLock,
 }
 
 impl SearchLock {
@@ -24,58 +23,34 @@ impl SearchLock {
     /// [`Error::is_conflict`] where another process holds it; the message names it.
     pub(crate) fn acquire(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path);
-        let mut file = file.map_err(|error| Error::io("write", &path, error))?;
-        let mut locked = file.try_lock();
-        // A process that looks for the holder shares the lock for a moment; a holder never shares it.
-        while matches!(locked, Err(TryLockError::WouldBlock)) && file.try_lock_shared().is_ok() {
-            file.unlock()
-                .map_err(|error| Error::io("unlock", &path, error))?;
-            thread::sleep(PAUSE);
-            locked = file.try_lock();
-        }
-        match locked {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let owner = owner(&mut file).unwrap_or_else(|| "another process".to_owned());
-                return Err(Error::new(
-                    Kind::Conflict,
-                    format!(
-                        "the search in {} is carried out by {owner}; wait until that has ended, or stop it: accel-launch tune \
-                         stop {}",
-                        folder.display(),
-                        folder.display()
-                    ),
-                ));
-            }
-            Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path, error)),
-        }
+        let locked = FileLock::create(&path, LockMode::Exclusive, LONGEST_WAIT);
+        let Some(mut lock) = locked.map_err(|error| Error::io("lock", &path, error))? else {
+            let owner = owner(&path).unwrap_or_else(|| "another process".to_owned());
+            return Err(Error::new(
+                Kind::Conflict,
+                format!(
+                    "the search in {} is carried out by {owner}; wait until that has ended, or stop it: accel-launch tune \
+                     stop {}",
+                    folder.display(),
+                    folder.display()
+                ),
+            ));
+        };
         let host = rustix::system::uname();
         let host = host.nodename().to_string_lossy();
         let text = format!("process {} on {host}\n", std::process::id());
-        let write = || {
-            file.set_len(0)?;
-            file.rewind()?;
-            file.write_all(text.as_bytes())
-        };
-        let mut write = write;
-        write().map_err(|error| Error::io("write", &path, error))?;
-        Ok(Self { file })
+        lock.write(text.as_bytes())
+            .map_err(|error| Error::io("write", &path, error))?;
+        Ok(Self { lock })
     }
 
     /// The process on this host that holds the lock of a folder.
     pub(crate) fn holder(folder: &Path) -> Option<u32> {
-        let mut file = File::open(folder.join(LOCK)).ok()?;
-        match file.try_lock_shared() {
-            Err(TryLockError::WouldBlock) => {}
-            _ => return None,
+        let path = folder.join(LOCK);
+        if !FileLock::is_held(&path).ok()? {
+            return None;
         }
-        let owner = owner(&mut file)?;
+        let owner = owner(&path)?;
         let (pid, host) = owner.strip_prefix("process ")?.split_once(" on ")?;
         let here = rustix::system::uname();
         (here.nodename().to_string_lossy() == host).then_some(pid.parse().ok()?)
@@ -105,25 +80,28 @@ impl SearchLock {
 impl Drop for SearchLock {
     fn drop(&mut self) {
         // Without this, readers could take the next holder for this process until it has written its own number.
-        let _ = self.file.set_len(0);
-        // Closing is not enough: a process that is being started has the file open, too.
-        let _ = self.file.unlock();
+        let _ = self.lock.write(b"");
     }
 }
 
 const LOCK: &str = "search.lock";
-const PAUSE: Duration = Duration::from_millis(1);
+/// A process that looks for the holder shares the lock for a moment.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
-fn owner(file: &mut File) -> Option<String> {
-    let mut text = String::new();
-    file.read_to_string(&mut text).ok()?;
+fn owner(path: &Path) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
     let text = text.trim();
     (!text.is_empty()).then(|| text.to_owned())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::thread;
+
     use super::*;
+
+    const PAUSE: Duration = Duration::from_millis(5);
 
     #[test]
     fn a_folder_is_locked_once() {
