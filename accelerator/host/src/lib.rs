@@ -5,9 +5,9 @@
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
 //! that programs and launcher share, and the signal state that a process inherits with its variables.
 //!
-//! A module each has the shape of errors ([`error`]), files that are replaced whole ([`fs`]) and lock files ([`lock`]),
-//! facts of the machine ([`machine`]), programs that run to their end ([`process`]) and locks without poisoning
-//! ([`sync`]).
+//! A module each has the shape of errors ([`error`]), the frame of command-line programs ([`cli`]), files that are
+//! replaced whole ([`fs`]) and lock files ([`lock`]), facts of the machine ([`machine`]), programs that run to their end
+//! ([`process`]), locks without poisoning ([`sync`]), and text for terminals, shells and tables ([`text`]).
 //!
 //! ```
 //! use accelerator_host::{OVERLAP, VARIABLES, find};
@@ -27,12 +27,14 @@ pub use signals::{heed_children, prepare_child, reset_signals};
 pub use table::*;
 pub use variable::{Reader, Variable};
 
+pub mod cli;
 pub mod error;
 pub mod fs;
 pub mod lock;
 pub mod machine;
 pub mod process;
 pub mod sync;
+pub mod text;
 
 mod grammar;
 #[cfg(unix)]
