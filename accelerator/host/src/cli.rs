@@ -9,6 +9,7 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use crate::PREEMPTED_EXIT_CODE;
+pub use crate::error::chain;
 
 /// An error that ends a program: what happened and what to do, and the exit code. Clones share the cause.
 #[derive(Clone, Debug)]
@@ -46,21 +47,6 @@ pub fn json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value);
     let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
     Ok(text + "\n")
-}
-
-/// Returns `error` and the chain of its causes in one line.
-pub fn chain(error: &dyn StdError) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
-    text
 }
 
 impl Error {

@@ -1,7 +1,6 @@
 //! Text for people, shells and spreadsheets: tables, numbers, quoted words and cells, ages.
 
 use std::ffi::OsStr;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Aligns `rows` in columns, two blanks apart. Lines have no blanks at their ends.
 pub fn columns(rows: &[impl AsRef<[String]>]) -> String {
@@ -91,12 +90,6 @@ pub fn csv_cell(text: &str) -> String {
         true => format!("\"{}\"", text.replace('"', "\"\"")),
         false => text.to_owned(),
     }
-}
-
-/// Returns the seconds since 1970.
-pub fn unix_time() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| since.as_secs())
 }
 
 #[cfg(test)]

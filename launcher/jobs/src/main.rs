@@ -14,11 +14,8 @@ mod job;
 mod output;
 mod spec;
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
-
-use error::chain;
 
 fn main() -> ExitCode {
     accelerator_host::reset_signals();
@@ -29,9 +26,5 @@ fn main() -> ExitCode {
         }
         _ => cli::run(std::env::args_os()),
     };
-    done.unwrap_or_else(|error| {
-        // Standard error may be closed.
-        let _ = writeln!(std::io::stderr(), "error: {}", chain(&error));
-        error.exit_code()
-    })
+    done.unwrap_or_else(|error| error.report())
 }

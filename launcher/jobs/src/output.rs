@@ -1,64 +1,20 @@
 //! Text for people: tables, ages and printing, and the last lines of files that may still be written.
 
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
-use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-use serde::Serialize;
+pub(crate) use accelerator_host::cli::{json, print};
+pub(crate) use accelerator_host::text::{columns, shell_line};
 
 use crate::error::{Error, Result};
-
-/// Prints `text`. A closed pipe is not an error.
-///
-/// # Errors
-/// When standard output cannot be written.
-pub(crate) fn print(text: &str) -> Result<ExitCode> {
-    let mut stdout = io::stdout().lock();
-    match stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-    {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Error::system("standard output cannot be written").with_source(error))
-        }
-        _ => Ok(ExitCode::SUCCESS),
-    }
-}
 
 /// Prints a warning on standard error.
 pub(crate) fn warn(text: &str) {
     // Standard error may be closed.
     let _ = writeln!(io::stderr(), "warning: {text}");
-}
-
-/// Returns `value` as JSON that ends with a line break.
-pub(crate) fn json(value: &impl Serialize) -> Result<String> {
-    let text = serde_json::to_string_pretty(value);
-    let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
-    Ok(text + "\n")
-}
-
-/// Aligns `rows` in columns, two spaces apart.
-pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
-    let width = |at: usize| {
-        rows.iter()
-            .map(|row| row[at].chars().count())
-            .max()
-            .unwrap_or(0)
-    };
-    let widths: [usize; N] = std::array::from_fn(width);
-    let line = |row: &[String; N]| {
-        let cells: Vec<_> = row
-            .iter()
-            .zip(widths)
-            .map(|(cell, width)| format!("{cell:width$}"))
-            .collect();
-        cells.join("  ").trim_end().to_owned() + "\n"
-    };
-    rows.iter().map(line).collect()
 }
 
 /// Formats an age as Arena does: `57s`, `4m`, `14h`, `3d`.
@@ -74,24 +30,6 @@ pub(crate) fn age(seconds: u64) -> String {
 /// Returns the seconds since 1970.
 pub(crate) fn now() -> u64 {
     accelerator_host::machine::unix_time().as_secs()
-}
-
-/// Quotes `words` for a shell.
-pub(crate) fn shell_line<S: AsRef<str>>(words: &[S]) -> String {
-    words
-        .iter()
-        .map(|word| shell_word(word.as_ref()))
-        .collect::<Vec<_>>()
-        .join(" ")
-}
-
-/// Quotes `word` for a shell if it needs quotes.
-pub(crate) fn shell_word(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%^".contains(c);
-    match !word.is_empty() && word.chars().all(is_plain) {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', r"'\''")),
-    }
 }
 
 /// The interval at which a file that is still written is polled.
@@ -204,12 +142,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_aligned() {
-        let rows = [["a", "b"], ["long", "c"]].map(|row| row.map(str::to_owned));
-        assert_eq!(columns(&rows), "a     b\nlong  c\n");
-    }
-
-    #[test]
     fn ages_are_short() {
         for (seconds, text) in [
             (0, "0s"),
@@ -220,14 +152,6 @@ mod tests {
         ] {
             assert_eq!(age(seconds), text);
         }
-    }
-
-    #[test]
-    fn words_are_quoted() {
-        assert_eq!(
-            shell_line(&["a b", "it's", "", "x=1"]),
-            r"'a b' 'it'\''s' '' x=1"
-        );
     }
 
     #[test]
