@@ -2,8 +2,8 @@
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
-use super::factors::{PowerSgdState, Tensor};
 use super::matrix::MatrixFloat;
+use super::{PowerSgdState, Tensor};
 use crate::reduce::hook::{HookError, SavedBy};
 
 /// The prefix of the path, in the file.
