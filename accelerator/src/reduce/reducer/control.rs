@@ -2,7 +2,8 @@
 
 use accelerator_collective::{DType, ReduceOp};
 
-use super::{Reducer, SendMode, waited};
+use super::pending::waited;
+use super::{Reducer, SendMode};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;

@@ -12,8 +12,7 @@ use accelerator_collective::{Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
 
-use self::pending::PendingCollective;
-use self::sending::{is_networked, waited};
+use self::pending::{PendingCollective, is_networked};
 use super::bucket_set::{BucketSet, BucketState, FlushedGradient};
 use super::compression::{Compression, CompressionScale};
 use super::device_reduce::{DeviceReducer, PendingReduce};

@@ -1,6 +1,7 @@
-use accelerator_collective::ProcessGroup;
+use accelerator_collective::{Buffer, Pending, ProcessGroup, TransportKind};
 
-use crate::core::error::Error;
+use crate::core::error::{Error, Result};
+use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// The collective operations of one window. A rank that has started them must issue all of them: the other ranks wait for
 /// the rest, or would take this rank's next operations for it. If the rest does not follow, the group fails on all
@@ -61,4 +62,24 @@ impl Drop for PendingCollective {
             self.end("it dropped gradients of which a part was sent");
         }
     }
+}
+
+/// Waits for what was started, and notes how long.
+pub(super) fn waited(
+    timeline: &Timeline,
+    part: EventSubject,
+    bytes: usize,
+    pending: Pending,
+) -> Result<Buffer> {
+    let _reduce = timeline.span(Phase::Reduce { part, bytes });
+    Ok(pending.wait()?)
+}
+
+/// Returns `true` if started operations gain from others in flight: connections carry several, whereas
+/// memory is as fast as the thread that works on it.
+pub(super) fn is_networked(group: &ProcessGroup) -> bool {
+    matches!(
+        group.transport(),
+        TransportKind::Tcp | TransportKind::Hierarchical
+    )
 }

@@ -2,9 +2,10 @@
 
 use core::mem::replace;
 
-use accelerator_collective::{Buffer, Element, Pending, ProcessGroup, ReduceOp, TransportKind};
+use accelerator_collective::{Buffer, Element, Pending, ProcessGroup, ReduceOp};
 use burn::tensor::DType;
 
+use super::pending::waited;
 use super::{ReadWait, Reducer, SendMode};
 use crate::core::error::Result;
 use crate::reduce::bucket_set::{BucketSet, BucketState, RangeCheck};
@@ -278,24 +279,4 @@ fn filled(
         ElementValues::F32(values) => fill(group, spare, values),
         ElementValues::F64(values) => fill(group, spare, values),
     }
-}
-
-/// Waits for what was started, and notes how long.
-pub(super) fn waited(
-    timeline: &Timeline,
-    part: EventSubject,
-    bytes: usize,
-    pending: Pending,
-) -> Result<Buffer> {
-    let _reduce = timeline.span(Phase::Reduce { part, bytes });
-    Ok(pending.wait()?)
-}
-
-/// Returns `true` if started operations gain from others in flight: connections carry several, whereas
-/// memory is as fast as the thread that works on it.
-pub(super) fn is_networked(group: &ProcessGroup) -> bool {
-    matches!(
-        group.transport(),
-        TransportKind::Tcp | TransportKind::Hierarchical
-    )
 }
