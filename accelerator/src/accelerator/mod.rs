@@ -4,7 +4,6 @@ mod checkpoints;
 mod collectives;
 mod distributed_type;
 mod finish;
-mod launch_processes;
 mod launch_threads;
 mod log;
 #[cfg(feature = "burn-train")]
@@ -19,6 +18,7 @@ mod process_control;
 mod profile;
 #[cfg(feature = "progress")]
 mod progress;
+mod rank_processes;
 mod regroup;
 mod replicas;
 mod split;
@@ -41,15 +41,15 @@ use burn::tensor::Device;
 pub use self::batch_size::BatchSizeFinder;
 pub use self::builder::AcceleratorBuilder;
 pub use self::distributed_type::DistributedType;
-pub use self::launch_processes::launch_processes;
-pub(crate) use self::launch_processes::{
-    GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
-};
 pub use self::launch_threads::launch;
 #[cfg(feature = "burn-train")]
 pub use self::metric_logger::RunLogger;
 pub use self::padding::PadSide;
 pub use self::prepare::{Prepare, kind};
+pub use self::rank_processes::launch_processes;
+pub(crate) use self::rank_processes::{
+    GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
+};
 pub use self::split::PaddedShare;
 pub(crate) use self::tensors::TensorMap;
 pub use self::tensors::Tensors;
