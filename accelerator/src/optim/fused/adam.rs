@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use super::memory::{KernelInput, Real};
 use super::moments::{self, Betas, FusedAdamState, MomentRule, Moments};
-use super::{settings, step};
+use super::step::{self, settings};
 
 /// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
 /// [`InitFused`](super::InitFused).

@@ -46,8 +46,6 @@ pub(super) mod step;
 mod tests;
 
 use burn::optim::{AdamConfig, AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 
 pub use self::adam::FusedAdam;
 pub use self::adamw::FusedAdamW;
@@ -103,11 +101,3 @@ macro_rules! init_fused {
 }
 
 init_fused!(AdamConfig => FusedAdam, AdamWConfig => FusedAdamW, SgdConfig => FusedSgd);
-
-/// The settings of a Burn configuration, whose fields are private. It tells them to serde alone.
-///
-/// `None` if a field has another name or type than expected: Burn's own operations are right then.
-fn settings<S: DeserializeOwned>(config: &impl Serialize) -> Option<S> {
-    let told = serde_json::to_value(config).ok()?;
-    serde_json::from_value(told).ok()
-}

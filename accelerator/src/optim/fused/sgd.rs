@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
 use super::memory::{KernelInput, Real, TakenElements, TensorTemplate, saved, vectorised};
-use super::{settings, step};
+use super::step::{self, settings};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
 /// [module](crate::optim::fused). Made by [`InitFused`](super::InitFused).

@@ -10,6 +10,8 @@ use core::ops::Range;
 use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 use burn::tensor::Tensor;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::memory::{Real, TakenElements, with_elements};
 use crate::reduce::{GradientMeans, SumLocation};
@@ -170,6 +172,14 @@ pub(super) fn step<E: Real>(
         reason = "who has a stand-in has a gradient, and sums are of the type of a parameter that is f32 or f64"
     )]
     stepped.flatten().expect("sums of this type")
+}
+
+/// Returns the settings of a Burn configuration, whose fields are private: it tells them to serde alone.
+///
+/// `None` if a field has another name or type than expected: Burn's own operations are right then.
+pub(super) fn settings<S: DeserializeOwned>(config: &impl Serialize) -> Option<S> {
+    let told = serde_json::to_value(config).ok()?;
+    serde_json::from_value(told).ok()
 }
 
 fn with_waiting<R>(work: impl FnOnce(&mut PendingStep) -> R) -> Option<R> {

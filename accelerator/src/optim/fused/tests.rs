@@ -170,7 +170,7 @@ proptest! {
 #[test]
 fn settings_are_read_and_not_guessed() {
     // With Burn's own operations instead, bits would be the same, and this crate's loops unused.
-    let adam: Option<serde_json::Value> = super::settings(&AdamConfig::new());
+    let adam: Option<serde_json::Value> = super::step::settings(&AdamConfig::new());
     assert!(adam.is_some_and(|told| told["beta_1"].is_number()));
     let tensor = Tensor::<1>::zeros([3], &Device::flex());
     assert_eq!(
