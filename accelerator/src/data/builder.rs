@@ -6,10 +6,9 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
-use super::batch_size_spec::{BatchSizeSpec, Spec};
 use super::digest::{self, Digest, ItemCheck};
 use super::loader::{Loader, SampleSource};
-use super::order::{Listed, SampleOrder};
+use super::order::{BatchSizeSpec, Listed, SampleOrder, Spec};
 use super::source::{Batched, Batching, SamplePlace};
 use crate::core::error::Result;
 

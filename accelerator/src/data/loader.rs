@@ -1,7 +1,7 @@
 use core::fmt;
 use std::sync::Arc;
 
-use super::batch_size_spec::Spec;
+use super::order::Spec;
 use super::source::ItemSource;
 use super::stream::SharedStream;
 use crate::core::error::Result;

@@ -1,12 +1,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use accelerator_plan::Plan;
 use serde::{Deserialize, Serialize};
 
-use accelerator_plan::Plan;
-
-use super::batch_size_spec::Spec;
 use super::cursor::{Cursor, EpochPosition, Restored};
-use super::order::SampleOrder;
+use super::order::{SampleOrder, Spec};
 use super::prepared::{PreparedLoader, Samples};
 use super::steppers::Steppers;
 use super::stream::Sharing;

@@ -106,7 +106,6 @@
 //! [`TailPolicy::Exact`]: crate::plan::TailPolicy::Exact
 
 mod batch;
-mod batch_size_spec;
 mod batch_stream;
 mod builder;
 mod burn_loader;

@@ -5,8 +5,8 @@ use serde::de::DeserializeOwned;
 
 use super::{Dispatched, Interleaved, Parts, SampleStream, Streamed};
 use crate::data::LoaderBuilder;
-use crate::data::batch_size_spec::Spec;
 use crate::data::loader::{Loader, SampleSource};
+use crate::data::order::Spec;
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Adds a stream without a length, of which every rank reads all, and keeps its own samples: step

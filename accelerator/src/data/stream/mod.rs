@@ -18,12 +18,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use self::sample_stream::{SampleStream, StreamError, StreamItems, StreamPart};
-use super::batch_size_spec::Spec;
 use super::batch_stream::{PrefetchedBatches, read_ahead};
 use super::cursor::EpochPosition;
 use super::epoch::Reseed;
 use super::exchange_step::ReadPosition;
 use super::loader_context::LoaderContext;
+use super::order::Spec;
 use super::source::Batching;
 use crate::core::error::Result;
 use crate::timeline::Timeline;
