@@ -4,17 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use accelerator_host::sync::Mutex;
+use burn::tensor::Tensor;
+use burn::tensor::kind::Basic;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::{ConsumeTicket, EpochPass};
 use super::deferred::DeferredBatch;
-use burn::tensor::Tensor;
-use burn::tensor::kind::Basic;
-
 use crate::core::error::Result;
 use crate::core::user_message;
-use crate::data::weight::Closing;
-use crate::data::weight::Weight;
+use crate::data::weight::{Closing, Weight};
 
 /// The batcher's value of this rank's share of a step, with what is known about it. It derefs
 /// to the batcher's value: fields and methods of that are there as they are.
@@ -371,6 +369,13 @@ impl<O> Batch<DeferredBatch<O>> {
             ticket,
             padding,
         })
+    }
+}
+
+impl<O> From<&Batch<O>> for Weight {
+    /// The number of samples in the batch; none when it is padding.
+    fn from(batch: &Batch<O>) -> Self {
+        batch.weight()
     }
 }
 

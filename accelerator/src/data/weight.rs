@@ -1,14 +1,15 @@
 use crate::core::error::{Error, Result};
-use crate::data::{Batch, ConsumeTicket};
+use crate::data::ConsumeTicket;
 
 /// The weight of one call of [`Accelerator::backward`](crate::Accelerator::backward) in the
 /// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
 /// [`trigger_sync`](Self::trigger_sync).
 ///
 /// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but has no epoch and no loader,
-/// so that ranks at different steps of the data are not detected: use [`Batch::with_weight`] when you accumulate, have
-/// a schedule by epoch, or save checkpoints. Nor does a number leave out padding: `batch.num_samples()` of an idle
-/// rank's batch counts samples that do not exist. Use [`Batch::real`] where it must be a number.
+/// so that ranks at different steps of the data are not detected: use
+/// [`Batch::with_weight`](crate::data::Batch::with_weight) when you accumulate, have a schedule by epoch, or save
+/// checkpoints. Nor does a number leave out padding: `batch.num_samples()` of an idle rank's batch counts samples that do
+/// not exist. Use [`Batch::real`](crate::data::Batch::real) if it must be a number.
 ///
 /// Gradients are multiplied by it and added up, in `f32` where they are `f32`: it is 0, or from 2⁻⁴⁰ to 2⁴⁰
 /// (about 10⁻¹² to 10¹²), which leaves them room on both sides.
@@ -123,13 +124,6 @@ impl Weight {
             Closing::KeepOpen => false,
             Closing::Now => true,
         }
-    }
-}
-
-impl<O> From<&Batch<O>> for Weight {
-    /// The number of samples in the batch; none when it is padding.
-    fn from(batch: &Batch<O>) -> Self {
-        batch.weight()
     }
 }
 
