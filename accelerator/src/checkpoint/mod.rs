@@ -78,6 +78,7 @@ pub(crate) use self::save::{keep, save, save_async, save_emergency};
 pub use self::saved::Saved;
 pub use self::saving::Saving;
 pub use self::settings::{Checkpoints, Draft, Resumed};
-pub(crate) use self::snapshot::{PartKind, Snapshot, SnapshotExchange};
+pub(crate) use self::snapshot::{Snapshot, SnapshotExchange};
 pub(crate) use self::source::open_model;
+pub(crate) use self::state_file::PartKind;
 pub use self::world::{Rescale, WorldChange};

@@ -5,7 +5,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::resume::Restorer;
-use super::snapshot::{PartKind, Snapshot, SnapshotExchange};
+use super::snapshot::{Snapshot, SnapshotExchange};
+use super::state_file::PartKind;
 use crate::core::error::Result;
 use crate::data::PreparedLoader;
 use crate::ema::Ema;

@@ -16,10 +16,9 @@ use super::distribute::{bytes_from_main, from_main};
 use super::parts::Resume;
 use super::position::{Origin, Position};
 use super::settings::{Checkpoints, Resumed};
-use super::snapshot::PartKind;
 use super::source::{Source, is_called_checkpoint, is_meant_as_checkpoint};
 use super::state_file::{
-    HookState, Names, PartState, SavedHook, SavedModel, StateFile, decode, list,
+    HookState, Names, PartKind, PartState, SavedHook, SavedModel, StateFile, decode, list,
 };
 use super::world::{Rescale, WorldChange};
 use crate::context::WindowSize;

@@ -9,7 +9,7 @@ use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint_context::CheckpointContext;
-use super::state_file::{HookState, PartState, SavedModel, StateFile, encode};
+use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};
 use crate::data::LoaderState;
@@ -64,22 +64,6 @@ pub(super) enum SnapshotPart {
     Optimizer(OptimizerSnapshot),
     /// This rank's value, and then every rank's.
     PerRank(Vec<Option<Vec<u8>>>),
-}
-
-/// The kind of a part of a checkpoint.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PartKind {
-    #[doc(hidden)]
-    Loader,
-    #[doc(hidden)]
-    Model,
-    #[doc(hidden)]
-    Object,
-    #[doc(hidden)]
-    Optimizer,
-    #[doc(hidden)]
-    PerRank,
 }
 
 /// The report of a rank on its snapshot before any is written.
@@ -495,18 +479,6 @@ impl fmt::Display for PartName<'_> {
             Some(PartReport::Optimizer { steps }) => write!(f, "an optimizer after {steps} steps"),
             Some(PartReport::PerRank(_)) => PartKind::PerRank.fmt(f),
         }
-    }
-}
-
-impl fmt::Display for PartKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Loader => "a loader",
-            Self::Model => "a model",
-            Self::Object => "an object",
-            Self::Optimizer => "an optimizer",
-            Self::PerRank => "a value for each rank",
-        })
     }
 }
 

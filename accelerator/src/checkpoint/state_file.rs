@@ -1,4 +1,5 @@
 use core::cmp::Reverse;
+use core::fmt;
 use std::collections::HashSet;
 
 use accelerator_manifest::FileName;
@@ -6,7 +7,6 @@ use accelerator_track::RunMark;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::snapshot::PartKind;
 use crate::core::error::{Error, Kind, Result};
 use crate::data::{EpochPosition, LoaderState};
 use crate::model::Layout;
@@ -23,6 +23,22 @@ pub(super) struct StateFile {
     /// The place of its run, in a training that is tracked.
     #[serde(default)]
     pub(super) run: Option<RunMark>,
+}
+
+/// The kind of a part of a checkpoint.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PartKind {
+    #[doc(hidden)]
+    Loader,
+    #[doc(hidden)]
+    Model,
+    #[doc(hidden)]
+    Object,
+    #[doc(hidden)]
+    Optimizer,
+    #[doc(hidden)]
+    PerRank,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -219,6 +235,18 @@ impl PartState {
             Self::Optimizer(_) => PartKind::Optimizer,
             Self::PerRank => PartKind::PerRank,
         }
+    }
+}
+
+impl fmt::Display for PartKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Loader => "a loader",
+            Self::Model => "a model",
+            Self::Object => "an object",
+            Self::Optimizer => "an optimizer",
+            Self::PerRank => "a value for each rank",
+        })
     }
 }
 
