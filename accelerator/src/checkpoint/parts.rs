@@ -4,7 +4,7 @@ use burn::module::Module;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::resume::Restorer;
+use super::restorer::Restorer;
 use super::snapshot::{Snapshot, SnapshotExchange};
 use super::state_file::PartKind;
 use crate::core::error::Result;
