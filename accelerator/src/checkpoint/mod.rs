@@ -54,15 +54,12 @@
 //! A checkpoint is complete or absent, whichever process dies while it is written. Later damage is detected by its
 //! hashes, and the checkpoint before it is used. `accel-launch checkpoint` lists and verifies them.
 
-mod background;
-mod checkpoint_context;
 mod distribute;
 mod parts;
 mod position;
 mod restorer;
 mod resume;
 mod save;
-mod saved;
 mod saving;
 mod settings;
 mod snapshot;
@@ -71,14 +68,13 @@ mod state_file;
 mod world;
 mod write;
 
-pub(crate) use self::checkpoint_context::CheckpointContext;
 pub use self::parts::{Object, PerRank, Resume, Save, kind};
 pub use self::position::Position;
 pub(crate) use self::restorer::Restorer;
 pub(crate) use self::resume::{resume, resume_loader};
 pub(crate) use self::save::{keep, save, save_async, save_emergency};
-pub use self::saved::Saved;
-pub use self::saving::Saving;
+pub(crate) use self::saving::CheckpointContext;
+pub use self::saving::{Saved, Saving};
 pub use self::settings::{Checkpoints, Draft, Resumed};
 pub(crate) use self::snapshot::{Snapshot, SnapshotExchange};
 pub(crate) use self::source::open_model;

@@ -8,9 +8,9 @@ use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::checkpoint_context::CheckpointContext;
 use super::distribute::bytes_from_main;
 use super::position::Origin;
+use super::saving::CheckpointContext;
 use super::source::Source;
 use super::state_file::{
     HookState, Names, PartKind, PartState, SavedHook, SavedModel, StateFile, decode,
@@ -18,8 +18,7 @@ use super::state_file::{
 use super::world::{Rescale, WorldChange};
 use crate::context::WindowSize;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::outcome;
-use crate::core::user_message;
+use crate::core::{outcome, user_message};
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
 use crate::reduce::hook::{HookInstance, SavedBy};

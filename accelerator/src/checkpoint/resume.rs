@@ -5,11 +5,11 @@ use accelerator_manifest::{
     Checkpoint, CheckpointKind, FileName, Folder, Place, VerifyLevel, VerifyReport,
 };
 
-use super::checkpoint_context::CheckpointContext;
 use super::distribute::from_main;
 use super::parts::Resume;
 use super::position::{Origin, Position};
 use super::restorer::{FoundCheckpoint, Restorer};
+use super::saving::CheckpointContext;
 use super::settings::{Checkpoints, Resumed};
 use super::source::{Source, is_called_checkpoint, is_meant_as_checkpoint};
 use super::state_file::{StateFile, decode, list};

@@ -6,12 +6,9 @@ use std::time::Instant;
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
-use super::background::BackgroundSave;
-use super::checkpoint_context::CheckpointContext;
 use super::distribute::from_main;
 use super::parts::Save;
-use super::saved::Saved;
-use super::saving::Saving;
+use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving};
 use super::settings::Checkpoints;
 use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,

@@ -8,7 +8,7 @@ use accelerator_track::RunMark;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::checkpoint_context::CheckpointContext;
+use super::saving::CheckpointContext;
 use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Kind, Result};

@@ -11,8 +11,7 @@ use accelerator_manifest::{
 };
 use accelerator_track::RunMark;
 
-use super::checkpoint_context::CheckpointContext;
-use super::saved::Saved;
+use super::saving::{CheckpointContext, Saved};
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::source::{LiveState, MODEL, model_file};
