@@ -65,11 +65,10 @@ mod settings;
 mod snapshot;
 mod source;
 mod state_file;
-mod world;
 mod write;
 
 pub use self::parts::{Object, PerRank, Resume, Save, kind};
-pub use self::position::Position;
+pub use self::position::{Position, Rescale, WorldChange};
 pub(crate) use self::restorer::Restorer;
 pub(crate) use self::resume::{resume, resume_loader};
 pub(crate) use self::save::{keep, save, save_async, save_emergency};
@@ -79,4 +78,3 @@ pub use self::settings::{Checkpoints, Draft, Resumed};
 pub(crate) use self::snapshot::{Snapshot, SnapshotExchange};
 pub(crate) use self::source::open_model;
 pub(crate) use self::state_file::PartKind;
-pub use self::world::{Rescale, WorldChange};

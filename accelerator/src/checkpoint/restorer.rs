@@ -9,13 +9,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::distribute::bytes_from_main;
-use super::position::Origin;
+use super::position::{Origin, Rescale, WorldChange};
 use super::saving::CheckpointContext;
 use super::source::Source;
 use super::state_file::{
     HookState, Names, PartKind, PartState, SavedHook, SavedModel, StateFile, decode,
 };
-use super::world::{Rescale, WorldChange};
 use crate::context::WindowSize;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::{outcome, user_message};

@@ -7,13 +7,12 @@ use accelerator_manifest::{
 
 use super::distribute::from_main;
 use super::parts::Resume;
-use super::position::{Origin, Position};
+use super::position::{Origin, Position, Rescale, WorldChange};
 use super::restorer::{FoundCheckpoint, Restorer};
 use super::saving::CheckpointContext;
 use super::settings::{Checkpoints, Resumed};
 use super::source::{Source, is_called_checkpoint, is_meant_as_checkpoint};
 use super::state_file::{StateFile, decode, list};
-use super::world::{Rescale, WorldChange};
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
