@@ -9,11 +9,11 @@ use burn::data::dataloader::DataLoader;
 use burn::tensor::Device;
 
 use super::batch::UncountedPadding;
+use super::builder::{Loader, SampleSource};
 use super::cursor::{Cursor, EpochPass, EpochPosition};
 use super::digest::{DRAWN_HINT, ItemDigest};
 use super::epoch::{Epoch, Open, Reseed};
 use super::exchange_step::ReadPosition;
-use super::loader::{Loader, SampleSource};
 use super::loader_context::LoaderContext;
 use super::order::{EpochAssignment, SampleOrder, Spec};
 use super::source::{ItemSource, SourceSlice};

@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 
 use super::{Dispatched, Interleaved, Parts, SampleStream, Streamed};
 use crate::data::LoaderBuilder;
-use crate::data::loader::{Loader, SampleSource};
+use crate::data::builder::{Loader, SampleSource};
 use crate::data::order::Spec;
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
