@@ -3,13 +3,14 @@ use core::iter::FusedIterator;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::TransportKind;
 use accelerator_plan::mix;
 use burn::tensor::Device;
 
 use super::batch::{Batch, UncountedPadding};
 use super::batch_stream::PrefetchedBatches;
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
-use super::loader_context::{Generator, LoaderContext};
+use crate::context::Context;
 use crate::core::error::{Error, Result};
 use crate::core::generator::drawing;
 use crate::core::user_message;
@@ -284,5 +285,39 @@ impl Reseed {
             number, rank, seed, ..
         } = self.place;
         [seed, rank as u64, number, self.epoch]
+    }
+}
+
+/// The rank, the world and the loader of a share.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LoaderContext {
+    pub(super) generator: Generator,
+    pub(super) number: u64,
+    pub(super) rank: usize,
+    pub(super) seed: u64,
+    pub(super) world_size: usize,
+}
+
+/// The generator from which a rank draws: one of its own, or one that ranks share.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Generator {
+    Own,
+    /// Ranks are threads of one process.
+    Shared,
+}
+
+impl LoaderContext {
+    pub(super) fn of(context: &Context) -> Self {
+        let are_threads = context.group().transport() == TransportKind::Threads;
+        Self {
+            generator: match are_threads && context.world_size() > 1 {
+                true => Generator::Shared,
+                false => Generator::Own,
+            },
+            number: context.next_loader(),
+            rank: context.rank(),
+            seed: context.seed,
+            world_size: context.world_size(),
+        }
     }
 }

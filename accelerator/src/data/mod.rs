@@ -114,7 +114,6 @@ mod deferred;
 mod digest;
 mod epoch;
 mod exchange_step;
-mod loader_context;
 mod loader_state;
 mod opaque;
 mod order;
