@@ -9,7 +9,7 @@ use burn::tensor::kind::Basic;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::{ConsumeTicket, EpochPass};
-use super::deferred::DeferredBatch;
+use super::source::DeferredBatch;
 use crate::core::error::Result;
 use crate::core::user_message;
 use crate::data::weight::{Closing, Weight};

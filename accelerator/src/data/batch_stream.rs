@@ -6,9 +6,8 @@ use accelerator_plan::{BatchKind, PlannedBatch};
 use burn::tensor::Device;
 
 use super::batch::{Batch, BatchInfo, StepShare};
-use super::deferred::DeferredBatch;
 use super::order::{EpochShare, Spec};
-use super::source::ItemSource;
+use super::source::{DeferredBatch, ItemSource};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::panic_text::caught;
 use crate::timeline::Timeline;

@@ -110,7 +110,6 @@ mod batch_stream;
 mod builder;
 mod burn_loader;
 mod cursor;
-mod deferred;
 mod digest;
 mod epoch;
 mod exchange_step;

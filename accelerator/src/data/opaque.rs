@@ -7,8 +7,8 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 use super::batch::{Batch, BatchInfo, StepShare};
 use super::batch_stream::{PrefetchedBatches, Worker, WorkerShutdown, failed};
 use super::cursor::EpochPosition;
-use super::deferred::DeferredBatch;
 use super::epoch::LoaderContext;
+use super::source::DeferredBatch;
 use crate::core::error::{Error, Kind, Result};
 
 /// One of Burn's own data loaders, with the promise that it gives the same batches in the same

@@ -10,8 +10,8 @@ use crate::core::outcome::Failure;
 use crate::core::panic_text::caught;
 use crate::data::batch::{Batch, BatchInfo};
 use crate::data::batch_stream::{Ahead, read_ahead};
-use crate::data::deferred::DeferredBatch;
 use crate::data::exchange_step::{PURPOSE, ReadPosition, exchange_step};
+use crate::data::source::DeferredBatch;
 
 /// This rank's batches of a stream that rank 0 reads for all.
 pub(super) struct DispatchedBatches<S: SampleStream, O> {

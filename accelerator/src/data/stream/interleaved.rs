@@ -2,7 +2,7 @@ use super::rounds::StreamRounds;
 use super::{SampleStream, StreamPass, Streamed};
 use crate::core::error::Result;
 use crate::data::batch::Batch;
-use crate::data::deferred::DeferredBatch;
+use crate::data::source::DeferredBatch;
 
 /// This rank's batches of a stream that every rank reads as a whole.
 pub(super) struct InterleavedBatches<S: SampleStream, O> {

@@ -6,8 +6,8 @@ use super::{SampleStream, StreamPass, Streamed};
 use crate::core::error::{Error, Kind, Result};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
 use crate::data::batch_stream::{Ahead, read_ahead};
-use crate::data::deferred::DeferredBatch;
 use crate::data::exchange_step::exchange_step;
+use crate::data::source::DeferredBatch;
 
 /// This rank's batches of a stream of which each rank reads a part of its own.
 ///
