@@ -2,7 +2,6 @@
 
 mod build;
 mod dispatched;
-mod interleaved;
 mod part_batches;
 mod rounds;
 mod sample_stream;
@@ -137,7 +136,7 @@ impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Interleaved<S, O> {
         read_ahead(
             &spec,
             timeline,
-            interleaved::InterleavedBatches::new(self.0.clone(), pass),
+            rounds::InterleavedBatches::new(self.0.clone(), pass),
         )
     }
 }

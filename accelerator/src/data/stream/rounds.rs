@@ -1,9 +1,10 @@
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
-use super::StreamPass;
 use super::sample_stream::{PartReader, SampleStream, StreamPart};
+use super::{SampleStream, StreamPass, Streamed};
 use crate::core::error::Result;
-use crate::data::batch::{BatchInfo, StepShare};
+use crate::data::batch::{Batch, BatchInfo, StepShare};
+use crate::data::source::DeferredBatch;
 
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
 pub(super) struct StreamRounds<I> {
@@ -167,5 +168,49 @@ impl<I: Clone> StreamRound<I> {
             (Some(&first), Some(&last)) if is_run => self.items.drain(first..=last).collect(),
             _ => self.items(hand),
         }
+    }
+}
+
+/// This rank's batches of a stream that every rank reads as a whole.
+pub(super) struct InterleavedBatches<S: SampleStream, O> {
+    pass: StreamPass,
+    /// The rounds; `None` before the first batch.
+    rounds: Option<StreamRounds<S::Item>>,
+    streamed: Streamed<S, O>,
+}
+
+impl<S: SampleStream, O> InterleavedBatches<S, O> {
+    pub(super) fn new(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
+        Self {
+            pass,
+            rounds: None,
+            streamed,
+        }
+    }
+}
+
+impl<S: SampleStream, O: 'static> InterleavedBatches<S, O> {
+    fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
+        let rounds = StreamRounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
+        let Some(round) = rounds.next()? else {
+            return Ok(None);
+        };
+        let pass = &self.pass;
+        let Some(hand) = round.hand(pass.rank(), pass) else {
+            return Ok(None);
+        };
+        let items = round.into_items(&hand);
+        let indices = &hand.info.indices;
+        let batching = &self.streamed.batching;
+        let value = batching.batch(pass.epoch, items, indices, &pass.device);
+        Ok(Some(Batch::new(value, hand.info)))
+    }
+}
+
+impl<S: SampleStream, O: 'static> Iterator for InterleavedBatches<S, O> {
+    type Item = Result<Batch<DeferredBatch<O>>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
     }
 }
