@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use accelerator_collective::launcher::Token;
+use accelerator_host::error::chain;
 use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
@@ -108,7 +109,7 @@ fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) 
             Ok(Ok(Outcome::Done)) => FromWorker::Ended,
             Ok(Ok(Outcome::Refused)) => FromWorker::Refused,
             Ok(Err(error)) => FromWorker::Failed {
-                message: with_causes(&*error),
+                message: chain(&*error),
             },
             Err(panic) => FromWorker::Failed {
                 message: format!("it panicked: {}", panic_message(&*panic)),
@@ -139,21 +140,8 @@ fn join(place: &WorkerPlace, token: &Token, rank: usize) -> Result<Link> {
         })?;
     Ok(Link(Arc::new(LinkEnds {
         stream,
-        messages: messages.into(),
+        messages: Mutex::new(messages),
     })))
-}
-
-fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(below) = cause {
-        let message = below.to_string();
-        if !text.contains(&message) {
-            text = format!("{text}: {message}");
-        }
-        cause = below.source();
-    }
-    text
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {

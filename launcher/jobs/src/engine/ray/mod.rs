@@ -67,7 +67,7 @@ impl RayEngine {
         let job = GangJob::new(spec, &package.launcher, &package.program);
         let failed = |error| Error::system("cannot write JSON").with_source(error);
         let job = serde_json::to_string(&job).map_err(failed)?;
-        let entrypoint = shell_line(&["python", "gang.py", &job]);
+        let entrypoint = shell_line(["python", "gang.py", &job]);
         // Ray replaces `$NAME` in `env_vars`, so the driver sets the variables. Only Ray's own are there by name.
         let mut env: BTreeMap<_, _> = spec.env.clone();
         env.retain(|name, _| name.starts_with("RAY_"));
