@@ -1,7 +1,7 @@
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
 use super::sample_stream::{PartReader, SampleStream, StreamPart};
-use super::{SampleStream, StreamPass, Streamed};
+use super::{StreamPass, Streamed};
 use crate::core::error::Result;
 use crate::data::batch::{Batch, BatchInfo, StepShare};
 use crate::data::source::DeferredBatch;

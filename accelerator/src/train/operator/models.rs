@@ -8,7 +8,7 @@ use burn::tensor::{Int, Tensor};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::{PartKind, Restorer, Resume, Save, kind};
 use crate::core::error::{Error, Result};
-use crate::data::Batch;
+use crate::data::{Batch, PreparedLoader};
 use crate::metric::Accuracy;
 use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::reduce::AveragedGradients;
