@@ -19,11 +19,9 @@ mod text;
 mod variables;
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::process::ExitCode;
 
 use cli::Cli;
-use error::chain;
 use supervisor::shim::{self, Control, LivenessPipe};
 
 fn main() -> ExitCode {
@@ -44,8 +42,6 @@ fn main() -> ExitCode {
     {
         return code;
     }
-    cli.run(&arguments, liveness).unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "error: {}", chain(&error));
-        error.exit_code()
-    })
+    cli.run(&arguments, liveness)
+        .unwrap_or_else(|error| error.report())
 }

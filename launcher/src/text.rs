@@ -1,39 +1,15 @@
-//! Text for people: tables, and printing.
+//! Text for people: amounts, ranks, times, and notes on standard error.
 
-use std::ffi::OsString;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, Write};
 use std::ops::Range;
-use std::process::ExitCode;
 use std::time::SystemTime;
 
 use accelerator_host::machine::unix_time;
-use serde::Serialize;
 
-use crate::error::{Error, Result};
-
-/// Prints `text`; a closed pipe is no error.
-///
-/// # Errors
-/// When standard output cannot be written.
-pub(crate) fn print(text: &str) -> Result<ExitCode> {
-    let mut stdout = io::stdout().lock();
-    match stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-    {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Error::system("standard output cannot be written").with_source(error))
-        }
-        _ => Ok(ExitCode::SUCCESS),
-    }
-}
-
-/// Formats `value` as JSON with a line break at its end.
-pub(crate) fn json(value: &impl Serialize) -> Result<String> {
-    let text = serde_json::to_string_pretty(value);
-    let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
-    Ok(text + "\n")
-}
+pub(crate) use accelerator_host::cli::{json, print};
+pub(crate) use accelerator_host::text::{
+    columns, figure, plain, shell_line, shell_word, without_middle,
+};
 
 /// `1.5 MiB`.
 pub(crate) fn size(bytes: u64) -> String {
@@ -69,36 +45,6 @@ pub(crate) fn age(created: u64) -> u64 {
     unix_time().as_secs().saturating_sub(created)
 }
 
-/// A measured number in six digits: `0.0123457`, `1.5e-9`, `NaN`.
-pub(crate) fn figure(value: f64) -> String {
-    if !value.is_finite() {
-        return value.to_string();
-    }
-    let scientific = format!("{value:.5e}");
-    let Some((digits, exponent)) = scientific.split_once('e') else {
-        return scientific;
-    };
-    let exponent: i32 = exponent.parse().unwrap_or(0);
-    let trimmed = |text: &str| match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text.to_owned(),
-    };
-    match exponent {
-        -5..=5 => trimmed(&format!("{value:.*}", (5 - exponent) as usize)),
-        6..15 if value.fract() == 0.0 => format!("{value}"),
-        _ => format!("{}e{exponent}", trimmed(digits)),
-    }
-}
-
-/// Text of a program, without what moves a terminal's cursor or ends a line of a table.
-pub(crate) fn plain(text: &str) -> String {
-    let escaped = |c: char| match c.is_control() {
-        true => c.escape_default().to_string(),
-        false => c.to_string(),
-    };
-    text.chars().map(escaped).collect()
-}
-
 /// The beginning of what may be long.
 pub(crate) fn short(text: &str) -> String {
     const LONGEST: usize = 100;
@@ -106,42 +52,6 @@ pub(crate) fn short(text: &str) -> String {
         None => text.to_owned(),
         Some((at, _)) => format!("{}…", &text[..at]),
     }
-}
-
-/// Returns `text`; if it is longer than `bytes`, an ellipsis replaces the middle.
-pub(crate) fn without_middle(text: &str, bytes: usize) -> String {
-    if text.len() <= bytes {
-        return text.to_owned();
-    }
-    let head = text.floor_char_boundary(bytes / 2);
-    let tail = text.ceil_char_boundary(text.len() - bytes / 2);
-    format!("{}…{}", &text[..head], &text[tail..])
-}
-
-/// Aligns `rows` in columns, two blanks apart.
-pub(crate) fn columns(rows: &[impl AsRef<[String]>]) -> String {
-    let mut widths = Vec::new();
-    for row in rows {
-        for (at, cell) in row.as_ref().iter().enumerate() {
-            let width = cell.chars().count();
-            match widths.get_mut(at) {
-                Some(widest) => *widest = width.max(*widest),
-                None => widths.push(width),
-            }
-        }
-    }
-    let mut text = String::new();
-    for row in rows {
-        let cells: Vec<String> = row
-            .as_ref()
-            .iter()
-            .zip(&widths)
-            .map(|(cell, &width)| format!("{cell:width$}"))
-            .collect();
-        text.push_str(cells.join("  ").trim_end());
-        text.push('\n');
-    }
-    text
 }
 
 /// "rank 1", or "ranks 0, 2".
@@ -172,20 +82,6 @@ pub(crate) fn note(text: &str) {
     let _ = io::stderr().write_all(lines.as_bytes());
 }
 
-/// `words`, quoted for a shell.
-pub(crate) fn shell_line(words: &[OsString]) -> String {
-    let quoted = words.iter().map(|word| {
-        let word = word.to_string_lossy();
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%^".contains(c);
-        if !word.is_empty() && word.chars().all(is_plain) {
-            word.into_owned()
-        } else {
-            format!("'{}'", word.replace('\'', r"'\''"))
-        }
-    });
-    quoted.collect::<Vec<_>>().join(" ")
-}
-
 /// The newest version of the C library that a loader says is missing: `GLIBC_2.38`.
 pub(crate) fn needed_glibc(said: &str) -> Option<&str> {
     let versions = said.match_indices("GLIBC_").map(|(at, _)| {
@@ -210,15 +106,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_aligned() {
-        let rows = [
-            ["a".to_owned(), "b".to_owned()],
-            ["long".to_owned(), "c".to_owned()],
-        ];
-        assert_eq!(columns(&rows), "a     b\nlong  c\n");
-    }
-
-    #[test]
     fn times_are_short() {
         for (seconds, text) in [
             (0, "0 s"),
@@ -229,37 +116,6 @@ mod tests {
         ] {
             assert_eq!(duration(seconds), text);
         }
-    }
-
-    #[test]
-    fn figures_have_six_digits() {
-        for (value, text) in [
-            (0.0, "0"),
-            (0.1 + 0.2, "0.3"),
-            (-1.0 / 3.0, "-0.333333"),
-            (0.001_234_567_8, "0.00123457"),
-            (1.5e-9, "1.5e-9"),
-            (60_000.0, "60000"),
-            (1_234_567.0, "1234567"),
-            (1_234_567.8, "1.23457e6"),
-            (1e300, "1e300"),
-            (f64::NAN, "NaN"),
-            (f64::NEG_INFINITY, "-inf"),
-        ] {
-            assert_eq!(figure(value), text);
-        }
-    }
-
-    #[test]
-    fn names_cannot_move_the_cursor() {
-        assert_eq!(plain("a\nb\u{1b}[2J é"), "a\\nb\\u{1b}[2J é");
-    }
-
-    #[test]
-    fn a_long_text_loses_its_middle() {
-        assert_eq!(without_middle("abcdef", 6), "abcdef");
-        assert_eq!(without_middle("abcdefg", 6), "abc…efg");
-        assert_eq!(without_middle("ééééé", 6), "é…é");
     }
 
     #[test]
@@ -295,14 +151,5 @@ mod tests {
             Some("GLIBC_2.3.4")
         );
         assert_eq!(needed_glibc("libx.so.1 => not found"), None);
-    }
-
-    #[test]
-    fn a_command_line_can_be_given_to_a_shell() {
-        let words = ["train", "--lr=1e-3", "two words", "", "it's", "$x"].map(OsString::from);
-        assert_eq!(
-            shell_line(&words),
-            r"train --lr=1e-3 'two words' '' 'it'\''s' '$x'"
-        );
     }
 }

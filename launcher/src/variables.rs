@@ -10,7 +10,7 @@ use accelerator_host::{
 };
 
 use crate::error::{Error, Result};
-use crate::text::shell_line;
+use crate::text::shell_word;
 
 /// The scope of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,7 +149,7 @@ pub(crate) fn assignments(set: &[(String, OsString)]) -> String {
         .filter(|(name, _)| find(name).is_none_or(|known| known.reader != Reader::SetByLauncher))
         .filter(|(_, value)| !value.as_encoded_bytes().starts_with(b"/proc/"));
     inherited
-        .map(|(name, value)| format!("{name}={} ", shell_line(std::slice::from_ref(value))))
+        .map(|(name, value)| format!("{name}={} ", shell_word(value)))
         .collect()
 }
 

@@ -16,7 +16,7 @@ use super::admission::{Absent, Admission, Gathered};
 use super::host::{Host, LeavePolicy};
 use super::message::Plan;
 use super::trust;
-use crate::error::{Error, Result};
+use crate::error::{BEFORE_RESTART, BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::RankProcess;
 use crate::settings::nodes::HostPlace;
@@ -167,8 +167,8 @@ impl Head {
             }
             if let Event::Signal(signal) = channel.next(Some(next)) {
                 return Err(match settings.restart {
-                    0 => Error::interrupted(signal),
-                    _ => Error::interrupted_restart(signal),
+                    0 => ended_by(signal, BEFORE_START),
+                    _ => ended_by(signal, BEFORE_RESTART),
                 });
             }
         };

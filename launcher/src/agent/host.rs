@@ -152,7 +152,7 @@ impl Host {
         match message {
             ToHead::Ready => state.is_ready = true,
             ToHead::Failed { code, text } => {
-                let error = Error::of_host(code, format!("{}: {text}", self.shown()));
+                let error = Error::of_code(code, format!("{}: {text}", self.shown()));
                 state.failure = Some(error);
             }
             ToHead::Started { restart, rank, pid } if now == Some(restart) => {

@@ -302,8 +302,7 @@ fn words(command: &[OsString]) -> Vec<String> {
 
 /// Formats a command line for a shell, with the variables that are set.
 fn command_line(words: &[String]) -> String {
-    let words: Vec<OsString> = words.iter().map(OsString::from).collect();
-    variables::assignments(&variables::set()) + &shell_line(&words)
+    variables::assignments(&variables::set()) + &shell_line(words)
 }
 
 fn shown(end: Option<End>) -> String {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::error::{Error, Result};
+use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::output::{Output, Stream, headline};
 use crate::process::{End, RankProcess};
@@ -446,7 +446,7 @@ pub(super) fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
 /// The error of a launcher that receives a signal while it starts ranks: there may be thousands.
 fn interrupted(channel: &Channel) -> Result<()> {
     match channel.events.try_recv() {
-        Ok(Event::Signal(signal)) => Err(Error::interrupted(signal)),
+        Ok(Event::Signal(signal)) => Err(ended_by(signal, BEFORE_START)),
         Ok(event) => {
             // Kept for when all run. It can be sent, since the receiver is here.
             let _ = channel.sender.send(event);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use accelerator_host::process::Drain;
 
-use crate::error::{Error, Result};
+use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::Channel;
 use crate::process::{End, Process, RankProcess};
 use crate::supervisor::group::{NoopObserver, supervise, watch};
@@ -64,7 +64,7 @@ pub(crate) fn run(mut command: Command, stderr: Stderr, channel: &Channel) -> Re
         &mut NoopObserver,
     );
     if let Some(Cause::Signal(signal)) = outcome.cause() {
-        return Err(Error::interrupted(signal));
+        return Err(ended_by(signal, BEFORE_START));
     }
     Ok(ToolOutput {
         end: outcome.end(0).unwrap_or(End::Code(1)),

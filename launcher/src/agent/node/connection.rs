@@ -10,7 +10,7 @@ use accelerator_collective::launcher::Token;
 use crate::agent::handshake::{Refusal, ask};
 use crate::agent::line::spawn;
 use crate::agent::message::{ConnectionKind, HostInfo, JoinReply, JoinRequest};
-use crate::error::{Error, Result};
+use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::output::Stream;
 use crate::settings::nodes::{Endpoint, HostPlace};
@@ -74,7 +74,7 @@ impl Connection {
                 return opened;
             }
             if let Event::Signal(signal) = channel.next(None) {
-                return Err(Error::interrupted(signal));
+                return Err(ended_by(signal, BEFORE_START));
             }
         }
     }

@@ -16,7 +16,7 @@ use super::stream_line::StreamLine;
 use super::trust;
 use accelerator_host::machine::host_name;
 
-use crate::error::{Error, Result, START_AGAIN, chain};
+use crate::error::{Error, Result, START_AGAIN, chain, ended_by};
 use crate::event::{Channel, Event};
 use crate::output;
 use crate::report::{self, FailureRecord, JobOutcome, LostHead};
@@ -221,7 +221,7 @@ impl Agent<'_> {
         }
         self.requests.set(self.requests.get() + 1);
         if self.requests.get() >= MAX_REQUESTS {
-            return Err(Error::interrupted_host(signal));
+            return Err(ended_by(signal, "without waiting for host 0"));
         }
         self.line.send(&ToHead::Asked { signal });
         Ok(())
@@ -241,7 +241,7 @@ impl Agent<'_> {
                 Err(error) => note(&format!("the report cannot be written: {error}")),
             }
         }
-        Error::host_lost(said)
+        Error::unreachable(said)
     }
 
     /// Writes what this host knows of the failure.

@@ -8,7 +8,7 @@ use signal_hook::consts::signal::SIGTERM;
 use super::client::{Client, Show, Ssh, may_pass, not_started};
 use super::is_own;
 use super::order::{AgentHello, Order};
-use crate::error::{Error, Result, START_AGAIN};
+use crate::error::{BEFORE_START, Error, Result, START_AGAIN, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::End;
 use crate::settings::hosts::ListedHost;
@@ -111,7 +111,7 @@ impl<'a> SshJob<'a> {
         let (end, _) = ended?;
         match end {
             // That of ssh itself.
-            End::Code(255) | End::Signal(_) | End::Lost => Err(Error::host_lost(format!(
+            End::Code(255) | End::Signal(_) | End::Lost => Err(Error::unreachable(format!(
                 "the connection to host {}, which decides for the job, was lost; every process of the job has been \
                  ended. Exit code {START_AGAIN}: start it again",
                 self.hosts[0].listed
@@ -162,7 +162,7 @@ impl<'a> SshJob<'a> {
                 Event::Signal(signal) => {
                     requests += 1;
                     if requests >= MAX_REQUESTS || !self.hosts[0].is_ordered {
-                        return Err(Error::interrupted(signal));
+                        return Err(ended_by(signal, BEFORE_START));
                     }
                     self.signal(signal);
                 }
@@ -363,14 +363,14 @@ impl<'a> SshJob<'a> {
         let (end, said) = host.end.clone().unwrap_or((End::Lost, String::new()));
         let said = said.replace('\n', "\n  ");
         match end {
-            End::Code(code) if code != 255 => Error::of_host(
+            End::Code(code) if code != 255 => Error::of_code(
                 end.exit_code(),
                 format!(
                     "host {number} ({}) ended with {end}:\n  {said}",
                     host.listed
                 ),
             ),
-            _ => Error::host_lost(format!(
+            _ => Error::unreachable(format!(
                 "the connection to host {number} ({}) was lost: {end}\n  {said}",
                 host.listed
             )),

@@ -248,8 +248,7 @@ fn is_own(host: &ListedHost) -> bool {
 fn describe(hosts: &HostList, ssh: &Ssh, paths: &[PathBuf]) -> Result<ExitCode> {
     let mut text = String::from("dry run: nothing is built or started\n\n");
     let line = |command: Command| {
-        let words = std::iter::once(command.get_program()).chain(command.get_args());
-        shell_line(&words.map(OsString::from).collect::<Vec<_>>())
+        shell_line(std::iter::once(command.get_program()).chain(command.get_args()))
     };
     for (number, host) in hosts.hosts().iter().enumerate() {
         let how = match is_own(host) {

@@ -15,7 +15,7 @@ use super::client::{AgentStderr, LAST_WORDS, Ssh, keep, may_pass, not_started};
 use super::is_own;
 use super::job::{MAX_STARTING, MAX_TRIES, RETRY};
 use crate::agent::line::spawn;
-use crate::error::{Error, Result};
+use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::{End, Process, RankProcess};
 use crate::settings::hosts::ListedHost;
@@ -75,7 +75,9 @@ pub(super) fn copy(
                     Err(CopyError::MayPass(error) | CopyError::Final(error)) => return Err(error),
                 }
             }
-            Event::Signal(signal) if asks_to_end(signal) => return Err(Error::interrupted(signal)),
+            Event::Signal(signal) if asks_to_end(signal) => {
+                return Err(ended_by(signal, BEFORE_START));
+            }
             _ => {}
         }
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::restart::{AttemptFailure, Decision, Restarts};
-use crate::error::{Error, Result, chain};
+use crate::error::{BEFORE_RESTART, Error, Result, chain, ended_by};
 use crate::event::{Channel, Event};
 use crate::output::Output;
 use crate::report::{self, FailureRecord, JobOutcome, ReportFile};
@@ -274,12 +274,12 @@ impl JobLoop<'_> {
             _ => None,
         };
         if let Some(signal) = old.events.try_iter().find_map(asks) {
-            return Err(Error::interrupted_restart(signal));
+            return Err(ended_by(signal, BEFORE_RESTART));
         }
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match new.events.recv_timeout(left).map(asks) {
-                Ok(Some(signal)) => return Err(Error::interrupted_restart(signal)),
+                Ok(Some(signal)) => return Err(ended_by(signal, BEFORE_RESTART)),
                 Ok(None) => {}
                 Err(_) => return Ok(new),
             }

@@ -14,6 +14,7 @@ use accelerator_host::machine::host_name;
 use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::supervisor::tool::{self, Stderr, ToolOutput};
+use crate::text::{host_name, needed_glibc, shell_word};
 use crate::text::{needed_glibc, shell_line};
 
 /// Checks that the system finds the interpreter in the first line of a script. Any other program passes.
@@ -75,7 +76,7 @@ fn refused(program: &Path, why: &str) -> Result<()> {
 /// Returns why the system does not find the interpreter in the first line of a script; `None` if it does, and for
 /// anything but a script.
 fn unusable_first_line(program: &Path) -> Option<String> {
-    let shown = shell_line(&[program.into()]);
+    let shown = shell_word(program);
     let mut line = Vec::new();
     let file = File::open(program).ok()?.take(LONGEST_FIRST_LINE);
     BufReader::new(file).read_until(b'\n', &mut line).ok()?;

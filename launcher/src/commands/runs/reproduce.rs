@@ -38,8 +38,7 @@ pub(super) fn run(arguments: &ReproduceArgs) -> Result<ExitCode> {
     let command = command(&original)?;
     if arguments.dry_run {
         let words = std::iter::once(command.get_program()).chain(command.get_args());
-        let words: Vec<_> = words.map(ToOwned::to_owned).collect();
-        return print(&format!("{}\n", shell_line(&words)));
+        return print(&format!("{}\n", shell_line(words)));
     }
     let again = run_again(&original, command)?;
     let again_label = label(&again.folder);
