@@ -5,6 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 
 use accelerator_host::fs::{Draft, Durability, Replace};
+use accelerator_host::text::csv_cell;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -277,7 +278,7 @@ impl OpenFile {
     fn write(&mut self, entry: &Entry) -> Result<()> {
         match &entry.record {
             Record::Series { i, key } => {
-                self.keys.insert(*i, quoted(key));
+                self.keys.insert(*i, csv_cell(key));
             }
             Record::Metrics(metrics) => {
                 let epoch = metrics
@@ -312,14 +313,6 @@ impl OpenFile {
     }
 }
 
-/// A field as RFC 4180 has it.
-fn quoted(text: &str) -> String {
-    match text.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.to_owned(),
-    }
-}
-
 /// The configuration of clients that get every answer, an error's and a redirection's too.
 #[cfg(any(feature = "kubeflow", feature = "mlflow"))]
 pub(crate) fn http_config() -> ureq::config::ConfigBuilder<ureq::typestate::AgentScope> {
@@ -329,15 +322,4 @@ pub(crate) fn http_config() -> ureq::config::ConfigBuilder<ureq::typestate::Agen
         .max_redirects(0)
         .max_redirects_will_error(false)
         .user_agent(concat!("burn-accelerate-track/", env!("CARGO_PKG_VERSION")))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn fields_with_commas_and_quotes_are_quoted() {
-        assert_eq!(quoted("train/loss"), "train/loss");
-        assert_eq!(quoted("a,\"b\""), "\"a,\"\"b\"\"\"");
-    }
 }

@@ -12,6 +12,7 @@ use crate::history::HistoryReader;
 use crate::journal::{Followed, Follower, JOURNAL, RankJournals, RunLock};
 use crate::record::Record;
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
+use accelerator_host::text::shell_line;
 
 /// Delivers what is in a run's journal to a sink now.
 ///
@@ -226,20 +227,8 @@ pub(super) fn advice(folder: &Path, sink: &dyn Sink) -> String {
         // Otherwise it is a name in the folder `runs`.
         run.insert_str(0, "./");
     }
-    let words: Vec<_> = [run].into_iter().chain(options).map(quoted).collect();
-    format!(
-        "`accel-launch runs sync {}` delivers the rest",
-        words.join(" ")
-    )
-}
-
-/// A word as shells take it.
-fn quoted(word: String) -> String {
-    let is_plain = |x: char| x.is_alphanumeric() || "-_./:=@%+,".contains(x);
-    match !word.is_empty() && word.chars().all(is_plain) {
-        true => word,
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    }
+    let words = shell_line([run].into_iter().chain(options));
+    format!("`accel-launch runs sync {words}` delivers the rest")
 }
 
 /// The position of a sink that was opened.
