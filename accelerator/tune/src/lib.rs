@@ -31,7 +31,6 @@ mod host;
 mod journal;
 mod metrics;
 mod names;
-mod number;
 mod objective;
 mod output;
 mod pool;

@@ -2,8 +2,9 @@ use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+use accelerator_host::text::figure;
+
 use super::table::{Rows, best_line, counts, status, word};
-use crate::number::format_g;
 use crate::trial_id::TrialId;
 use crate::view::{SearchView, TrialStatus};
 
@@ -127,7 +128,7 @@ impl Console {
             let last = trial.last.as_ref();
             let iterations = last.map_or(0, |last| last.training_iteration);
             let value = last.and_then(|last| last.value(metric));
-            let value = value.map_or_else(|| "none".to_owned(), format_g);
+            let value = value.map_or_else(|| "none".to_owned(), figure);
             text.push_str(&format!(
                 "{} {} after {iterations} iterations: {metric}={value}\n",
                 trial.name,

@@ -1,25 +1,19 @@
 //! Fields of comma-separated values (RFC 4180).
 
+use accelerator_host::text::csv_cell;
 use serde_json::Value;
 
 /// A line of them.
 pub(super) fn line<'a>(fields: impl IntoIterator<Item = &'a Value>) -> String {
     let fields = fields.into_iter().map(|field| match field {
         Value::Null => String::new(),
-        Value::String(text) => quoted(text),
-        Value::Array(_) | Value::Object(_) => quoted(&field.to_string()),
+        Value::String(text) => csv_cell(text),
+        Value::Array(_) | Value::Object(_) => csv_cell(&field.to_string()),
         other => other.to_string(),
     });
     let mut line = fields.collect::<Vec<_>>().join(",");
     line.push('\n');
     line
-}
-
-fn quoted(text: &str) -> String {
-    match text.contains(['"', ',', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.to_owned(),
-    }
 }
 
 #[cfg(test)]

@@ -11,11 +11,8 @@ pub(crate) use trial_folder::{TrialFolder, folder_name, trial_name};
 mod console;
 mod csv;
 mod dataframe;
-mod psql;
 mod report;
 mod results;
-#[cfg(test)]
-mod status_tests;
 mod table;
 mod tensorboard;
 mod trial_folder;

@@ -1,13 +1,12 @@
-//! The status table, in the format of Ray Tune.
+//! The status of a search, with the lines of Ray Tune.
 
 use std::collections::BTreeMap;
 
 use accelerator_host::machine::Memory;
+use accelerator_host::text::{columns, figure, plain, without_middle};
 use serde_json::Value;
 
-use super::psql::{Align, Cell, psql};
 use super::trial_folder::ERROR;
-use crate::number::{repr, repr_float};
 use crate::stop::{ITERATION, TIME_TOTAL};
 use crate::view::{SearchView, Trial, TrialStatus};
 
@@ -61,7 +60,7 @@ pub(crate) fn status(view: &SearchView, rows: Rows) -> String {
     text
 }
 
-/// Returns a line such as `Current best trial: 358bb_00006 with mean_accuracy=0.1174 and parameters={'lr': 0.1}`.
+/// Returns a line such as `Current best trial: 358bb_00006 with mean_accuracy=0.1174 and parameters={"lr":0.1}`.
 pub(crate) fn best_line(view: &SearchView) -> Option<String> {
     let objective = &view.objective;
     let scored = view.trials.iter().filter_map(|trial| {
@@ -71,11 +70,10 @@ pub(crate) fn best_line(view: &SearchView) -> Option<String> {
     let (trial, value) = objective.mode.best(scored)?;
     let id = trial.name.strip_prefix(&format!("{}_", view.name));
     Some(format!(
-        "Current best trial: {} with {}={} and parameters={}",
+        "Current best trial: {} with {}={value:?} and parameters={}",
         id.unwrap_or(&trial.name),
         objective.metric,
-        repr_float(value),
-        repr(&Value::Object(trial.best_config.as_map().clone()))
+        plain(&trial.best_config.to_string())
     ))
 }
 
@@ -121,6 +119,8 @@ const METRICS: [(&str, &str); 6] = [
 ];
 /// The number of other metrics that have one.
 const INFERRED: usize = 3;
+/// The number of bytes of a parameter that are shown.
+const LONGEST_VALUE: usize = 20;
 
 /// Takes a trial of each status in turn, until there are enough; those with the lowest numbers.
 fn shown_trials(trials: &[Trial], rows: Rows) -> Vec<&Trial> {
@@ -155,41 +155,41 @@ fn shown_trials(trials: &[Trial], rows: Rows) -> Vec<&Trial> {
 }
 
 fn trial_table(view: &SearchView, shown: &[&Trial]) -> String {
-    let mut headers = vec![
-        "Trial name".to_owned(),
-        "status".to_owned(),
-        "loc".to_owned(),
-    ];
-    headers.extend(view.parameters.iter().cloned());
     let metrics = metric_columns(view);
-    headers.extend(metrics.iter().map(|(_, header)| header.clone()));
-    let rows = shown.iter().map(|trial| {
-        let location = trial
-            .location
-            .as_ref()
-            .filter(|_| trial.status == TrialStatus::Running);
-        let location = location.map_or_else(String::new, |at| format!("{}:{}", at.host, at.pid));
+    let mut header = ["Trial name", "status", "loc"].map(str::to_owned).to_vec();
+    header.extend(view.parameters.iter().cloned());
+    header.extend(metrics.iter().map(|(_, header)| plain(header)));
+    let mut rows = vec![header];
+    rows.extend(shown.iter().map(|trial| {
+        let is_running = trial.status == TrialStatus::Running;
+        let location = trial.location.as_ref().filter(|_| is_running);
+        let location = location.map(|at| format!("{}:{}", at.host, at.pid));
         let mut cells = vec![
-            Cell::text(&trial.name),
-            Cell::text(word(trial.status)),
-            Cell::text(&location),
+            plain(&trial.name),
+            word(trial.status).to_owned(),
+            plain(&location.unwrap_or_default()),
         ];
-        cells.extend(
-            view.parameters
-                .iter()
-                .map(|path| Cell::value(trial.config.value(path))),
-        );
+        let parameters = view.parameters.iter();
+        cells.extend(parameters.map(|path| parameter(trial.config.value(path))));
         cells.extend(metrics.iter().map(|(name, _)| {
             let value = trial.last.as_ref().and_then(|last| last.value(name));
-            value.map_or(Cell::Missing, Cell::number)
+            value.map_or_else(String::new, figure)
         }));
         cells
-    });
-    let headers: Vec<_> = headers
-        .into_iter()
-        .map(|header| (header, Align::Auto))
-        .collect();
-    psql(&headers, &rows.collect::<Vec<_>>())
+    }));
+    columns(&rows).trim_end().to_owned()
+}
+
+/// Returns the cell of a parameter.
+fn parameter(value: Option<&Value>) -> String {
+    match value {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::Number(number)) if number.is_f64() => {
+            figure(number.as_f64().unwrap_or(f64::NAN))
+        }
+        Some(Value::String(text)) => without_middle(&plain(text), LONGEST_VALUE),
+        Some(other) => without_middle(&other.to_string(), LONGEST_VALUE),
+    }
 }
 
 /// Metrics with their headers: Ray's own, the objective, and a few others.
@@ -258,24 +258,19 @@ fn errors(view: &SearchView, rows: Rows) -> Option<String> {
             failed.len() - shown.len()
         ));
     }
-    let headers = [
-        ("Trial name", Align::Auto),
-        ("# failures", Align::Right),
-        ("error file", Align::Auto),
-    ];
-    let headers = headers.map(|(header, align)| (header.to_owned(), align));
-    let rows = shown.iter().map(|trial| {
+    let mut rows = vec![["Trial name", "# failures", "error file"].map(str::to_owned)];
+    rows.extend(shown.iter().map(|trial| {
         let mark = match trial.status {
             TrialStatus::Error => "",
             _ => "*",
         };
-        vec![
-            Cell::text(&trial.name),
-            Cell::text(&format!("{}{mark}", trial.failures)),
-            Cell::text(&trial.folder.join(ERROR).display().to_string()),
+        [
+            plain(&trial.name),
+            format!("{}{mark}", trial.failures),
+            plain(&trial.folder.join(ERROR).display().to_string()),
         ]
-    });
-    lines.push(psql(&headers, &rows.collect::<Vec<_>>()));
+    }));
+    lines.push(columns(&rows).trim_end().to_owned());
     if shown
         .iter()
         .any(|trial| trial.status == TrialStatus::Terminated)
@@ -283,4 +278,129 @@ fn errors(view: &SearchView, rows: Rows) -> Option<String> {
         lines.push("* The trial terminated successfully after retrying.".to_owned());
     }
     Some(lines.join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::objective::{Mode, Objective};
+    use crate::runner::Location;
+    use crate::trial_id::TrialId;
+    use crate::view::TrialResult;
+
+    #[test]
+    fn a_status_has_the_best_trial_counts_values_and_failures() {
+        let mut view = view(&[
+            (
+                TrialStatus::Terminated,
+                json!({"a": 12345678, "b": [1, 2]}),
+                &[("loss", 1e-7)],
+            ),
+            (
+                TrialStatus::Running,
+                json!({"a": 0.000_123_456_78, "b": null}),
+                &[("loss", f64::NAN), ("n", 1200.0)],
+            ),
+            (
+                TrialStatus::Error,
+                json!({"a": 5, "b": "a\u{7}text that is longer"}),
+                &[],
+            ),
+            (TrialStatus::Pending, json!({"a": true, "b": "it's"}), &[]),
+        ]);
+        view.trials[0].failures = 1;
+        view.trials[2].failures = 2;
+        let text = status(&view, Rows::All);
+        let (first, rest) = text.split_once('\n').unwrap();
+        let (memory, rest) = rest.split_once('\n').unwrap();
+        assert_eq!(first, "== Status ==");
+        assert!(
+            memory.starts_with("Memory usage on this node: "),
+            "{memory}"
+        );
+        assert_eq!(rest, "\
+Using FIFO scheduling algorithm.
+Current best trial: 358bb_00000 with loss=1e-7 and parameters={\"a\":12345678,\"b\":[1,2]}
+Result logdir: /results
+Number of trials: 4/4 (1 ERROR, 1 PENDING, 1 RUNNING, 1 TERMINATED)
+Trial name         status      loc         a            b                      iter  total time (s)  loss  n
+line_358bb_00001   RUNNING     10.0.0.2:7  0.000123457                         1     1.5             NaN   1200
+");
+    }
+
+    #[test]
+    fn rows_are_taken_evenly_from_the_statuses() {
+        let trials = [
+            (TrialStatus::Terminated, 6),
+            (TrialStatus::Error, 10),
+            (TrialStatus::Running, 2),
+            (TrialStatus::Pending, 5),
+        ];
+        let trials: Vec<_> = trials
+            .iter()
+            .flat_map(|(status, count)| {
+                std::iter::repeat_n((*status, json!({}), NO_METRICS), *count)
+            })
+            .collect();
+        let view = view(&trials);
+        let text = status(&view, Rows::AtMost(8));
+        assert!(
+            text.ends_with("... 15 more trials not shown (3 PENDING, 4 TERMINATED, 8 ERROR)\n"),
+            "{text}"
+        );
+        assert_eq!(text.matches("line_358bb_").count(), 8);
+    }
+
+    const NO_METRICS: &[(&str, f64)] = &[];
+
+    fn view(trials: &[(TrialStatus, Value, &[(&str, f64)])]) -> SearchView {
+        let trials = trials
+            .iter()
+            .enumerate()
+            .map(|(number, (status, config, metrics))| {
+                let id = TrialId::new(u32::try_from(number).unwrap());
+                let name = format!("line_358bb_{id}");
+                let config: Config = serde_json::from_value(config.clone()).unwrap();
+                let last = (!metrics.is_empty()).then(|| TrialResult {
+                    training_iteration: 1,
+                    time_this_iter_s: 1.5,
+                    time_total_s: 1.5,
+                    timestamp: 9,
+                    metrics: metrics.iter().copied().collect(),
+                });
+                Trial {
+                    id,
+                    status: *status,
+                    location: Some(Location {
+                        host: "10.0.0.2".to_owned(),
+                        pid: 7,
+                    }),
+                    best_config: config.clone(),
+                    config,
+                    best: last.clone(),
+                    last,
+                    failures: 0,
+                    error: None,
+                    folder: Path::new("/results").join(&name),
+                    checkpoint: None,
+                    name,
+                }
+            });
+        SearchView {
+            name: "line".to_owned(),
+            folder: "/results".into(),
+            objective: Objective::new("loss", Mode::Min),
+            parameters: vec!["a".to_owned(), "b".to_owned()],
+            scheduler: vec!["Using FIFO scheduling algorithm.".to_owned()],
+            rungs: Vec::new(),
+            trials: trials.collect(),
+            expected: None,
+            resources: None,
+        }
+    }
 }

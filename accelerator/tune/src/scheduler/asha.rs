@@ -1,3 +1,4 @@
+use accelerator_host::text::figure;
 use serde::{Deserialize, Serialize};
 
 use super::rungs;
@@ -7,7 +8,6 @@ use super::trial_scheduler::{
 };
 use crate::config::Config;
 use crate::error::Result;
-use crate::number::repr_float;
 use crate::objective::Mode;
 use crate::space::Random;
 use crate::trial_id::TrialId;
@@ -257,7 +257,7 @@ impl TrialScheduler for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => repr_float(match self.settings.compatibility {
+                    Some(score) => figure(match self.settings.compatibility {
                         Compatibility::Exact => in_users_sign(self.mode, score),
                         Compatibility::Ray => score,
                     }),

@@ -1,12 +1,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
+use accelerator_host::text::figure;
 use serde::{Deserialize, Serialize};
 
 use super::rungs;
 use super::trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::config::Config;
 use crate::error::Result;
-use crate::number::repr_float;
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
 use crate::view::Rung;
@@ -199,7 +199,7 @@ impl TrialScheduler for Promotion {
             let best = self.best(rung, 1).first().copied();
             let mut entries = rung.entries.iter();
             let value = entries.find(|(trial, _)| Some(*trial) == best);
-            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| repr_float(*value));
+            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| figure(*value));
             format!(
                 "Iter {}.000: {} trials, best {value}",
                 rung.time,
