@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Draft, Durability, Replace};
 use oci_client::Reference;
 use oci_client::manifest::{
     OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE, OciDescriptor, OciImageIndex,
@@ -12,7 +13,6 @@ use oci_client::manifest::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tempfile::NamedTempFile;
 
 use super::layer::{DigestWriter, digest};
 use super::registry::{Access, Registries, Repository, size};
@@ -243,7 +243,7 @@ struct ImageArchive {
 /// An archive that is written. Until it is complete, there is no file with its name.
 pub(super) struct ArchiveWriter {
     path: PathBuf,
-    archive: tar::Builder<NamedTempFile>,
+    archive: tar::Builder<Draft>,
     written: BTreeSet<String>,
 }
 
@@ -377,10 +377,7 @@ impl ArchiveWriter {
     /// # Errors
     /// When its folder cannot be written.
     pub(super) fn create(path: &Path) -> Result<Self> {
-        let folder = path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty());
-        let file = NamedTempFile::new_in(folder.unwrap_or(Path::new(".")));
+        let file = Replace::new(path, Durability::Cached).private().begin();
         Ok(Self {
             path: path.to_owned(),
             archive: tar::Builder::new(file.map_err(|error| unwritten(path, error))?),
@@ -452,10 +449,8 @@ impl ArchiveWriter {
             self.add(name, text.len() as u64, text.as_bytes())?;
         }
         let file = self.archive.into_inner();
-        let file = file.map_err(|error| unwritten(&self.path, error))?;
-        let kept = file.persist(&self.path);
-        kept.map(|_| ())
-            .map_err(|error| unwritten(&self.path, error.error))
+        file.and_then(|mut draft| draft.publish())
+            .map_err(|error| unwritten(&self.path, error))
     }
 
     fn add(&mut self, name: &str, size: u64, contents: impl Read) -> Result<()> {

@@ -7,6 +7,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::fs::{Durability, Replace};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -221,13 +222,12 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Option<T> {
 
 /// Replaces a JSON file in the folder of a job. Only its owner can read it.
 pub(crate) fn replace_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
-    // Such a file has the mode 0600.
-    let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(path))?;
-    serde_json::to_writer_pretty(&mut file, value)?;
-    file.write_all(b"\n")?;
-    file.as_file().sync_all()?;
-    file.persist(path).map_err(|error| error.error)?;
-    Ok(())
+    Replace::new(path, Durability::Flushed)
+        .private()
+        .write(|file| {
+            serde_json::to_writer_pretty(&mut *file, value)?;
+            file.write_all(b"\n")
+        })
 }
 
 /// The fields of `failure.json` that are shown.

@@ -1,13 +1,13 @@
 //! The records of jobs on this machine: one folder per job, so that a name outlives an engine that forgets.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use rustix::fs::FlockOperation;
+use accelerator_host::lock::{FileLock, LockMode};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -167,17 +167,16 @@ impl Records {
         }
     }
 
-    fn lock(&self) -> Result<File> {
+    /// Waits for the lock; `None` on a file system without locks.
+    fn lock(&self) -> Result<Option<FileLock>> {
         let path = self.folder.join(LOCK);
-        let lock = || -> io::Result<File> {
-            let file = File::options().create(true).append(true).open(&path)?;
-            match rustix::fs::flock(&file, FlockOperation::LockExclusive) {
-                // Without locks in the file system, concurrent commands may overwrite one another's changes.
-                Ok(()) | Err(Errno::NOSYS | Errno::NOTSUP | Errno::NOLCK) => Ok(file),
-                Err(error) => Err(error.into()),
+        FileLock::create(&path, LockMode::Exclusive, Duration::MAX).or_else(|error| {
+            match Errno::from_io_error(&error) {
+                // Without locks, concurrent commands may overwrite one another's changes.
+                Some(Errno::NOSYS | Errno::NOTSUP | Errno::NOLCK) => Ok(None),
+                _ => Err(cannot("locked", &path, error)),
             }
-        };
-        lock().map_err(|error| cannot("locked", &path, error))
+        })
     }
 
     fn write(&self, record: &JobRecord) -> Result<()> {

@@ -1,12 +1,11 @@
 //! The state that the supervisor of a job writes for other processes.
 
-use std::fs::File;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
+use accelerator_host::lock::{FileLock, LockMode};
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
@@ -76,31 +75,23 @@ impl LocalState {
     }
 
     /// Acquires the lock of a job's supervisor and writes its process into it; `None` if another one holds it.
-    pub(super) fn lock(folder: &Path, supervisor: &ProcessIdentity) -> io::Result<Option<File>> {
-        let path = folder.join(LOCK);
-        let file = File::options().create(true).append(true).open(path)?;
-        // A command that looks whether the job is supervised holds the lock for a moment.
-        let give_up = Instant::now() + LONGEST_LOOK;
-        while !try_lock(&file, FlockOperation::NonBlockingLockExclusive)? {
-            if Instant::now() > give_up {
-                return Ok(None);
-            }
-            thread::sleep(POLL);
-        }
-        file.set_len(0)?;
-        serde_json::to_writer(&file, supervisor)?;
-        Ok(Some(file))
+    pub(super) fn lock(
+        folder: &Path,
+        supervisor: &ProcessIdentity,
+    ) -> io::Result<Option<FileLock>> {
+        let text = serde_json::to_vec(supervisor)?;
+        // A command that asks if the job is supervised holds the lock for a moment.
+        let locked = FileLock::create(&folder.join(LOCK), LockMode::Exclusive, LONGEST_LOOK)?;
+        let Some(mut lock) = locked else {
+            return Ok(None);
+        };
+        lock.write(&text)?;
+        Ok(Some(lock))
     }
 
     /// Returns `true` if the supervisor of a job lives.
     pub(super) fn is_supervised(folder: &Path) -> io::Result<bool> {
-        let file = match File::open(folder.join(LOCK)) {
-            Ok(file) => file,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-            Err(error) => return Err(error),
-        };
-        // Shared, so that concurrent checks do not take each other for the supervisor.
-        Ok(!try_lock(&file, FlockOperation::NonBlockingLockShared)?)
+        FileLock::is_held(&folder.join(LOCK))
     }
 
     /// Returns the process that holds the lock, or has held it.
@@ -154,15 +145,6 @@ impl LocalState {
     }
 }
 
-/// Returns `true` if the lock was acquired.
-fn try_lock(file: &File, operation: FlockOperation) -> io::Result<bool> {
-    match rustix::fs::flock(file, operation) {
-        Ok(()) => Ok(true),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -171,8 +153,8 @@ mod tests {
     fn a_look_at_the_lock_does_not_turn_a_supervisor_away() {
         let folder = tempfile::tempdir().unwrap();
         let this = ProcessIdentity::of(std::process::id() as i32).unwrap();
-        let look = File::create(folder.path().join(LOCK)).unwrap();
-        assert!(try_lock(&look, FlockOperation::NonBlockingLockShared).unwrap());
+        let look = FileLock::create(&folder.path().join(LOCK), LockMode::Shared, Duration::ZERO);
+        let look = look.unwrap().unwrap();
         let lock = thread::scope(|scope| {
             let supervisor = scope.spawn(|| LocalState::lock(folder.path(), &this).unwrap());
             thread::sleep(2 * POLL);
