@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use accelerator_track::{CsvFile, Run, RunBuilder, RunMark, Sink, SystemSampler, TensorBoard};
+use accelerator_track::{Run, RunMark, internal::SystemSampler};
 use serde::{Deserialize, Serialize};
 
 use crate::core::user_message;

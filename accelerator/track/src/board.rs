@@ -20,7 +20,7 @@ use crate::report::{BoardState, PageData, PageRun, points_of, runs_page};
 /// Requests need the random token that is in the [address](Self::url).
 ///
 /// ```
-/// use accelerator_track::{Board, Run};
+/// use accelerator_track::{Run, internal::Board};
 ///
 /// # fn main() -> accelerator_track::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();

@@ -16,34 +16,30 @@ pub use history::{
 pub use kubeflow::KubeflowSink;
 #[cfg(feature = "mlflow")]
 pub use mlflow::{MlflowServer, MlflowSink};
-pub use provenance::{
-    Capture, Commit, FolderDigest, HashedFile, HostFacts, Provenance, digest_folder, mask_arguments,
-};
+pub use provenance::{Capture, FolderDigest, digest_folder};
 pub use record::{ArtifactRole, EndStatus, Entry, Metrics, Number, PointValue, Record, RunId};
 pub use report::Report;
 pub use run::{Histogram, Run, RunBuilder, RunMark};
 pub use runs::{RunSummary, Runs, SeriesSummary};
 pub use sink::{CsvFile, Delivery, Origin, RunInfo, Sink, SinkPosition};
-pub use system::SystemSampler;
 pub use tensorboard::TensorBoard;
 pub use upload::{UploadReport, upload};
 
-// For accel-launch and the tuner, without a promise.
+/// Items of the launcher and of the other crates of this project; they are no part of the interface.
 #[doc(hidden)]
-pub use artifact::{PruneReport, Retention};
-#[cfg(feature = "board")]
-#[doc(hidden)]
-pub use board::Board;
-#[doc(hidden)]
-pub use provenance::Reproduction;
-#[doc(hidden)]
-pub use provenance::diff::{Difference, diff};
-#[doc(hidden)]
-pub use report::{HtmlPage, downsample};
-#[doc(hidden)]
-pub use run::{deliver, export, record_failure};
-#[doc(hidden)]
-pub use runs::{Leftover, ListedRun};
+pub mod internal {
+    pub use crate::artifact::PruneReport;
+    #[cfg(feature = "board")]
+    pub use crate::board::Board;
+    pub use crate::provenance::diff::{Difference, diff};
+    pub use crate::provenance::{
+        Commit, HashedFile, HostFacts, Provenance, Reproduction, mask_arguments,
+    };
+    pub use crate::report::{HtmlPage, downsample};
+    pub use crate::run::{deliver, export, record_failure};
+    pub use crate::runs::{Leftover, ListedRun};
+    pub use crate::system::SystemSampler;
+}
 
 mod artifact;
 #[cfg(feature = "board")]

@@ -30,7 +30,7 @@ use crate::record::{Number, Record};
 /// ```
 /// use std::time::Duration;
 ///
-/// use accelerator_track::{Run, RunHistory, SystemSampler};
+/// use accelerator_track::{Run, RunHistory, internal::SystemSampler};
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;

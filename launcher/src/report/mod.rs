@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use accelerator_host::machine::host_name;
-use accelerator_track::mask_arguments;
+use accelerator_track::internal::mask_arguments;
 use serde::Serialize;
 use signal_hook::consts::signal;
 use signal_hook::low_level::signal_name;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use accelerator_host as env;
-use accelerator_track::mask_arguments;
+use accelerator_track::internal::mask_arguments;
 
 use crate::settings::defaults::{self, Threads};
 use crate::settings::{Elastic, Settings};

@@ -10,7 +10,8 @@ use serde_json::{Map, Value};
 use crate::error::{Error, Kind, Result};
 use crate::record::RunId;
 pub use draft::Artifact;
-pub use retention::{PruneReport, Retention};
+pub use retention::PruneReport;
+pub(crate) use retention::Retention;
 pub use store::ArtifactStore;
 pub use stored::{ArtifactReader, StoredArtifact};
 

@@ -11,69 +11,37 @@ use super::{ArtifactId, ArtifactName, Version};
 use crate::error::{Error, Result};
 
 /// The rules that decide which versions of artifacts stay: a version stays if any of them keeps it.
-///
-/// ```
-/// use accelerator_track::{Artifact, ArtifactStore, Retention};
-///
-/// # fn main() -> accelerator_track::Result<()> {
-/// # let temporary = tempfile::tempdir().unwrap();
-/// # let file = temporary.path().join("model.bin");
-/// let store = ArtifactStore::of_runs(temporary.path().join("runs"));
-/// for weights in ["first", "best", "third", "last"] {
-///     std::fs::write(&file, weights).unwrap();
-///     store.commit(&Artifact::create("model").add_file(&file)?)?;
-/// }
-/// store.set_alias("model:v2", "best")?;
-///
-/// let retention = Retention::keep_last(1).keep_aliased();
-/// let planned = store.plan_prune(&retention)?;
-/// assert_eq!(planned.bytes, 10);
-/// assert_eq!(store.prune(&retention)?, planned);
-/// let left: Vec<_> = store.versions("model")?.iter().map(|x| x.version()).collect();
-/// assert_eq!(left, [2, 4]);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Clone, Debug)]
-pub struct Retention {
+pub(crate) struct Retention {
     last: usize,
     is_aliased_kept: bool,
     kept: BTreeSet<(String, u32)>,
-    only: Option<String>,
     among: Option<Vec<ArtifactId>>,
 }
 
 impl Retention {
     /// Keeps the latest versions of each name, so many.
     #[must_use]
-    pub fn keep_last(versions: usize) -> Self {
+    pub(crate) fn keep_last(versions: usize) -> Self {
         Self {
             last: versions,
             is_aliased_kept: false,
             kept: BTreeSet::new(),
-            only: None,
             among: None,
         }
     }
 
     /// Keeps versions that have an alias.
     #[must_use]
-    pub fn keep_aliased(mut self) -> Self {
+    pub(crate) fn keep_aliased(mut self) -> Self {
         self.is_aliased_kept = true;
         self
     }
 
     /// Keeps a version, as one that a run refers to.
     #[must_use]
-    pub fn keep(mut self, name: impl Into<String>, version: u32) -> Self {
+    pub(crate) fn keep(mut self, name: impl Into<String>, version: u32) -> Self {
         self.kept.insert((name.into(), version));
-        self
-    }
-
-    /// Leaves artifacts of other names alone.
-    #[must_use]
-    pub fn only(mut self, name: impl Into<String>) -> Self {
-        self.only = Some(name.into());
         self
     }
 
@@ -85,15 +53,6 @@ impl Retention {
 }
 
 /// The versions and contents that were removed from a store, or would be.
-///
-/// ```
-/// use accelerator_track::{ArtifactStore, PruneReport, Retention};
-///
-/// # let temporary = tempfile::tempdir().unwrap();
-/// let store = ArtifactStore::of_runs(temporary.path());
-/// assert_eq!(store.prune(&Retention::keep_last(3))?, PruneReport::default());
-/// # Ok::<(), accelerator_track::Error>(())
-/// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PruneReport {
@@ -106,28 +65,30 @@ pub struct PruneReport {
 }
 
 impl ArtifactStore {
-    /// Returns what [`prune`](Self::prune) would remove.
+    /// Returns what [`prune_with`](Self::prune_with) would remove.
     ///
     /// # Errors
     ///
     /// If the store cannot be read, or a manifest is damaged.
-    pub fn plan_prune(&self, retention: &Retention) -> Result<PruneReport> {
+    pub(crate) fn plan_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let _lock = StoreLock::take(self.folder(), LockKind::Read)?;
         Ok(self.plan(retention)?.report)
     }
 
+    /// Removes the versions that this retention does not keep.
+    #[cfg(test)]
+    pub(crate) fn prune(&self, retention: &Retention) -> Result<PruneReport> {
+        self.prune_with(|| Ok(retention.clone()))
+    }
+
     /// Removes the versions that nothing keeps, and then the contents that no version refers to. Waits while another
-    /// process stores or reads an artifact. Killed meanwhile, it removes the rest when it is called again.
+    /// process stores or reads an artifact, then calls `retention`. Killed meanwhile, it removes the rest when it is
+    /// called again.
     ///
     /// # Errors
     ///
     /// If the store cannot be written; if a manifest is damaged, since what it refers to is then not known, and nothing
     /// is removed.
-    pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
-        self.prune_with(|| Ok(retention.clone()))
-    }
-
-    /// Prunes by the retention that `retention` returns; calls it when nobody uses an artifact.
     pub(crate) fn prune_with(
         &self,
         retention: impl FnOnce() -> Result<Retention>,
@@ -154,17 +115,12 @@ impl ArtifactStore {
         for name in self.artifact_names()? {
             let versions = self.read_versions(&name)?;
             let aliased: BTreeSet<_> = self.index(&name)?.aliases.into_values().collect();
-            let is_other = retention
-                .only
-                .as_ref()
-                .is_some_and(|only| only != name.as_str());
             let old = versions.len().saturating_sub(retention.last);
             for (at, version) in versions.into_iter().enumerate() {
-                let is_kept = is_other
-                    || retention
-                        .among
-                        .as_ref()
-                        .is_some_and(|among| !among.iter().any(|id| version.is(id)))
+                let is_kept = retention
+                    .among
+                    .as_ref()
+                    .is_some_and(|among| !among.iter().any(|id| version.is(id)))
                     || at >= old
                     || (retention.is_aliased_kept && aliased.contains(&version.version))
                     || retention

@@ -13,7 +13,7 @@ use crate::record::ArtifactRole;
 /// An input that differs between two runs.
 ///
 /// ```
-/// use accelerator_track::Difference;
+/// use accelerator_track::internal::Difference;
 ///
 /// let seed = Difference { what: "seed model".into(), a: Some("1".into()), b: None };
 /// assert_eq!(seed.to_string(), "seed model: 1, none");
@@ -33,7 +33,7 @@ pub struct Difference {
 /// hyperparameters, and the artifacts that they used.
 ///
 /// ```
-/// use accelerator_track::{Run, RunHistory, diff};
+/// use accelerator_track::{Run, RunHistory, internal::diff};
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
 /// # let folder = temporary.path();

@@ -12,7 +12,7 @@ pub(super) const MASK: &str = "***";
 /// `--key 42`.
 ///
 /// ```
-/// use accelerator_track::mask_arguments;
+/// use accelerator_track::internal::mask_arguments;
 ///
 /// let line = ["train", "--lr", "0.1", "--api-key", "abc", "http://me:abc@host/x", "--eos-token", "</s>"];
 /// let masked = ["train", "--lr", "0.1", "--api-key", "***", "http://***@host/x", "--eos-token", "</s>"];

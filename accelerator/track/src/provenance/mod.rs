@@ -31,7 +31,7 @@ mod tests;
 /// [`Capture`](crate::Capture) makes it, and an [attempt](crate::Record::Attempt) of a run's journal holds it.
 ///
 /// ```
-/// use accelerator_track::Provenance;
+/// use accelerator_track::internal::Provenance;
 ///
 /// // A journal of another version may have fewer fields, or more.
 /// let text = r#"{"arguments": ["./mnist", "--epochs", "2"], "seeds": {"model": 42}, "later": 1}"#;
@@ -99,7 +99,7 @@ impl Provenance {
     /// something else.
     ///
     /// ```
-    /// use accelerator_track::{Capture, Provenance, Run, RunHistory};
+    /// use accelerator_track::{Capture, Run, RunHistory, internal::Provenance};
     ///
     /// # let temporary = tempfile::tempdir().unwrap();
     /// let capture = Capture::new().seed("model", 42);
@@ -118,7 +118,7 @@ impl Provenance {
     /// nor a scheduler sets.
     ///
     /// ```
-    /// use accelerator_track::Provenance;
+    /// use accelerator_track::internal::Provenance;
     ///
     /// let environment = [("WORLD_SIZE".into(), "2".into()), ("NCCL_DEBUG".into(), "INFO".into())].into();
     /// let provenance = Provenance { environment, ..Provenance::default() };
@@ -146,7 +146,7 @@ impl Provenance {
 /// The state of a git repository.
 ///
 /// ```
-/// use accelerator_track::Commit;
+/// use accelerator_track::internal::Commit;
 ///
 /// let mut commit = Commit { hash: Some("1a2b3c4".into()), ..Commit::default() };
 /// assert!(!commit.is_dirty());
@@ -187,7 +187,7 @@ impl Commit {
 /// A machine.
 ///
 /// ```
-/// use accelerator_track::HostFacts;
+/// use accelerator_track::internal::HostFacts;
 ///
 /// let host: HostFacts = serde_json::from_str(r#"{"name": "node1", "cores": 8}"#).unwrap();
 /// assert_eq!((host.name.as_deref(), host.memory), (Some("node1"), None));
@@ -337,7 +337,7 @@ pub struct FolderDigest {
 /// A file and its hash.
 ///
 /// ```
-/// use accelerator_track::HashedFile;
+/// use accelerator_track::internal::HashedFile;
 ///
 /// let file: HashedFile = serde_json::from_str(r#"{"path": "Cargo.lock", "hash": "af13", "bytes": 3}"#).unwrap();
 /// assert_eq!(file.bytes, 3);

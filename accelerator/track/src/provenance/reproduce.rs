@@ -13,8 +13,8 @@ use crate::error::{Error, Kind, Result};
 /// The command that starts a run again, with warnings of what changed since.
 ///
 /// ```no_run
-/// # fn start(provenance: &accelerator_track::Provenance) -> Result<(), Box<dyn std::error::Error>> {
-/// let again = accelerator_track::Reproduction::of(provenance)?;
+/// # fn start(provenance: &accelerator_track::internal::Provenance) -> Result<(), Box<dyn std::error::Error>> {
+/// let again = accelerator_track::internal::Reproduction::of(provenance)?;
 /// for warning in again.warnings() {
 ///     eprintln!("{warning}");
 /// }

@@ -325,7 +325,7 @@ impl Columns {
 /// in `limit` the least, the greatest, and the first that is not finite. Peaks stay, and so do gaps.
 ///
 /// ```
-/// use accelerator_track::downsample;
+/// use accelerator_track::internal::downsample;
 ///
 /// let mut losses = vec![1.0; 10_000];
 /// losses[777] = 9.0;

@@ -114,7 +114,7 @@ const MOST_POINTS: usize = 1000;
 /// `Chart`.
 ///
 /// ```
-/// use accelerator_track::HtmlPage;
+/// use accelerator_track::internal::HtmlPage;
 ///
 /// let page = HtmlPage {
 ///     title: "Losses <of today>",

@@ -21,7 +21,7 @@ use accelerator_host::text::shell_line;
 /// If there is no run, the sink refuses it, or another process delivers the run to the sink.
 ///
 /// ```
-/// use accelerator_track::{CsvFile, Run, deliver};
+/// use accelerator_track::{CsvFile, Run, internal::deliver};
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;
@@ -47,7 +47,7 @@ pub fn deliver(folder: impl AsRef<Path>, sink: &mut dyn Sink) -> Result<()> {
 /// If there is no run, or the sink refuses it.
 ///
 /// ```
-/// use accelerator_track::{CsvFile, Run, export};
+/// use accelerator_track::{CsvFile, Run, internal::export};
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
 /// let run = Run::builder("mnist").runs_folder(temporary.path()).start()?;

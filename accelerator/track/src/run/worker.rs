@@ -449,7 +449,7 @@ const LONGEST_WAIT: Duration = Duration::from_millis(200);
 /// `failure.json`. Both are masked, as [`mask_arguments`](crate::mask_arguments) does. Gives the folders of those runs.
 ///
 /// ```
-/// use accelerator_track::{Run, RunHistory, record_failure};
+/// use accelerator_track::{Run, RunHistory, internal::record_failure};
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
 /// # let runs = temporary.path();

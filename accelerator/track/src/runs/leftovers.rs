@@ -17,7 +17,7 @@ use crate::sink::Delivery;
 /// A file or a folder that nothing needs.
 ///
 /// ```
-/// fn describe(leftover: &accelerator_track::Leftover) -> String {
+/// fn describe(leftover: &accelerator_track::internal::Leftover) -> String {
 ///     format!("{} with {} bytes", leftover.path.display(), leftover.bytes)
 /// }
 /// ```
@@ -32,6 +32,7 @@ pub struct Leftover {
     pub modified: SystemTime,
 }
 
+#[doc(hidden)]
 impl Runs {
     /// Finds files that nothing needs: incomplete files of runs, images that a resume superseded, and runs whose
     /// removal was interrupted. Runs that are being written, or cannot be read, have no leftovers, and files that a run

@@ -44,7 +44,7 @@ pub struct Runs {
 /// A run in a folder of runs, of which the beginning was read.
 ///
 /// ```
-/// fn describe(run: &accelerator_track::ListedRun) -> String {
+/// fn describe(run: &accelerator_track::internal::ListedRun) -> String {
 ///     match &run.head {
 ///         Ok((_, name)) => name.clone(),
 ///         Err(error) => format!("{}: {error}", run.folder.display()),
@@ -482,6 +482,7 @@ impl KeptSummary<&RunSummary> {
 /// The version of the file. Another one is written anew.
 const VERSION: u32 = 1;
 
+#[doc(hidden)]
 impl Runs {
     /// Finds the versions of artifacts that nothing needs once some runs are removed: no other run made or uses them,
     /// they have no alias, and they are not the latest. A version that no run made is kept: a user put it there.

@@ -15,7 +15,7 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use accelerator_track::{Board, Report, Run};
+use accelerator_track::{Report, Run, internal::Board};
 use chromium::Chromium;
 use runs::{HOSTILE, plain, rich};
 

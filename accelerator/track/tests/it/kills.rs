@@ -6,7 +6,9 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_track::{CsvFile, Run, RunHistory, RunMark, RunStatus, Sink, TensorBoard, deliver};
+use accelerator_track::{
+    CsvFile, Run, RunHistory, RunMark, RunStatus, Sink, TensorBoard, internal::deliver,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::tensorboard;

@@ -369,7 +369,7 @@ impl JobLoop<'_> {
         let report = ReportFile::of(&history.failures, JobOutcome::Failed, reason);
         let launch = &self.settings.launch;
         if let Err(error) =
-            accelerator_track::record_failure(RUNS, launch, &last.summary(), &report)
+            accelerator_track::internal::record_failure(RUNS, launch, &last.summary(), &report)
         {
             let text = format!("the run does not know why the job failed: {error}");
             history.output.note(&text);

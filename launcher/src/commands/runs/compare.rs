@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use accelerator_track::{Difference, Provenance, RunSummary};
+use accelerator_track::{
+    RunSummary,
+    internal::{Difference, Provenance},
+};
 use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
@@ -173,7 +176,7 @@ pub(super) fn diff(arguments: &DiffArgs) -> Result<ExitCode> {
     let diff = InputDiff {
         a: label(&a.folder),
         b: label(&b.folder),
-        differences: accelerator_track::diff(&a, &b),
+        differences: accelerator_track::internal::diff(&a, &b),
     };
     for run in [&a, &b] {
         if Provenance::of(run) == Provenance::default() {

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_track::{CsvFile, Point, RunHistory, RunStatus, TensorBoard, export};
+use accelerator_track::{CsvFile, Point, RunHistory, RunStatus, TensorBoard, internal::export};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 

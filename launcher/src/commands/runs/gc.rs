@@ -6,7 +6,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use accelerator_track::{
-    ArtifactId, Leftover, ListedRun, PruneReport, RunStatus, RunSummary, Runs,
+    ArtifactId, RunStatus, RunSummary, Runs,
+    internal::{Leftover, ListedRun, PruneReport},
 };
 use clap::Args;
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use accelerator_track::{Board, Report};
+use accelerator_track::{Report, internal::Board};
 use clap::Args;
 
 use super::{RunsFolder, failed, label};

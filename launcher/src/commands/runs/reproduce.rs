@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use accelerator_track::{
-    ArtifactRole, Point, Provenance, Reproduction, RunHistory, RunStatus, RunSummary, Runs, Series,
-    WeightsDigest, diff,
+    ArtifactRole, Point, RunHistory, RunStatus, RunSummary, Runs, Series, WeightsDigest,
+    internal::{Provenance, Reproduction, diff},
 };
 use clap::Args;
 

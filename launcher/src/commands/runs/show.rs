@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
 use accelerator_track::{
-    MediaContent, Number, Provenance, RunAttempt, RunHistory, RunStatus, RunSummary, Series,
+    MediaContent, Number, RunAttempt, RunHistory, RunStatus, RunSummary, Series,
+    internal::Provenance,
 };
 use clap::Args;
 use serde::Serialize;

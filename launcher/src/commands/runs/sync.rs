@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 
-use accelerator_track::{CsvFile, Sink, TensorBoard, deliver, upload};
+use accelerator_track::{CsvFile, Sink, TensorBoard, internal::deliver, upload};
 #[cfg(feature = "mlflow")]
 use accelerator_track::{MlflowServer, MlflowSink};
 use clap::Args;

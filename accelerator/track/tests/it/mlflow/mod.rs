@@ -195,7 +195,7 @@ fn artifacts_are_on_the_server_with_their_files() {
     // The second time without knowledge of the first.
     for _ in 0..2 {
         let mut sink = MlflowSink::new(client.clone(), "digits");
-        accelerator_track::deliver(&run_folder, &mut sink).unwrap();
+        accelerator_track::internal::deliver(&run_folder, &mut sink).unwrap();
         let run = only_run(&server);
         let on_server = run["info"]["run_id"].as_str().unwrap();
         assert_eq!(run["info"]["status"], "FINISHED");

@@ -1,7 +1,10 @@
 //! The report of a search: one HTML file.
 
 use accelerator_host::machine::unix_time;
-use accelerator_track::{HtmlPage, Number, downsample};
+use accelerator_track::{
+    Number,
+    internal::{HtmlPage, downsample},
+};
 use serde::Serialize;
 use serde_json::Value;
 
