@@ -10,7 +10,7 @@ pub use output::{DataFrame, Display, Results, Scope, SearchEnd};
 pub use pool::WorkerReuse;
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
 pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchSpec};
-pub use searcher::{Optuna, Searcher, Suggestion, TrialEnd, VariantGenerator};
+pub use searcher::{Optuna, Searcher, Suggestion, TrialEnd};
 pub use slots::Resources;
 pub use space::{
     Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,

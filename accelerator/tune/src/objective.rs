@@ -16,8 +16,7 @@ pub enum Mode {
 
 impl Mode {
     /// Returns true if `value` is strictly better than `than`. NaN is worse than every number.
-    #[must_use]
-    pub fn is_better(self, value: f64, than: f64) -> bool {
+    pub(crate) fn is_better(self, value: f64, than: f64) -> bool {
         self.compare(value, than) == Ordering::Greater
     }
 

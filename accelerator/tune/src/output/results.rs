@@ -184,7 +184,7 @@ impl Results {
     ///
     /// # Errors
     /// [`Error::is_io`](crate::Error::is_io) where the results of a trial cannot be read, or the file cannot be written.
-    pub fn write_report(&self, path: impl AsRef<Path>) -> Result<()> {
+    pub(crate) fn write_report(&self, path: impl AsRef<Path>) -> Result<()> {
         write(path.as_ref(), self.html()?.as_bytes())
     }
 

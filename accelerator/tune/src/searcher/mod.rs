@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::trial_id::TrialId;
 
 pub use optuna::Optuna;
-pub use variants::VariantGenerator;
+pub(crate) use variants::VariantGenerator;
 
 mod optuna;
 mod optuna_space;

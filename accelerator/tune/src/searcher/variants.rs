@@ -11,17 +11,8 @@ use crate::trial_id::TrialId;
 /// A space with grids is tried at each of their points once per sample; the first grid, by its path, varies fastest. What is
 /// random is drawn again for each point. Every configuration follows from its number, so a grid of any size takes no
 /// memory.
-///
-/// ```
-/// use accelerator_tune::{Space, VariantGenerator, grid_search};
-///
-/// let grid = |options: [&str; 3]| grid_search(options.map(Into::into));
-/// let space = Space::new([("x", grid(["1", "2", "3"])), ("y", grid(["a", "b", "c"]))]);
-/// assert_eq!(VariantGenerator::new(&space, 2, 0)?.len(), 18);
-/// # Ok::<(), accelerator_tune::Error>(())
-/// ```
 #[derive(Clone, Debug)]
-pub struct VariantGenerator {
+pub(crate) struct VariantGenerator {
     /// The part of the space at each of the points to try first.
     points: Vec<Variants>,
     rest: Variants,
@@ -43,7 +34,7 @@ impl VariantGenerator {
     ///
     /// # Errors
     /// [`Error::is_misuse`] where something of the space cannot be drawn.
-    pub fn new(space: &Space, num_samples: u32, seed: u64) -> Result<Self> {
+    pub(crate) fn new(space: &Space, num_samples: u32, seed: u64) -> Result<Self> {
         space.check()?;
         let variants = Self {
             points: Vec::new(),
@@ -61,7 +52,7 @@ impl VariantGenerator {
     /// # Errors
     /// [`Error::is_misuse`] if a point names what is no parameter, or a value that the parameter never has; the errors of
     /// what is computed from other values, such as by `sample_from`.
-    pub fn with_points(mut self, points: &[Config]) -> Result<Self> {
+    pub(crate) fn with_points(mut self, points: &[Config]) -> Result<Self> {
         let at_point = |(number, point)| match self.rest.space.at_point(point) {
             Ok(space) => Ok(Variants::of(space)),
             Err(misfit) => Err(of_point(number, &misfit)),
@@ -85,15 +76,8 @@ impl VariantGenerator {
     }
 
     /// Returns the number of configurations.
-    #[must_use]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.count
-    }
-
-    /// Returns `true` if there are none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.count == 0
     }
 
     /// Draws the configuration of a number.
