@@ -2,4 +2,4 @@
 
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| accelerator_manifest::fuzz_manifest(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| accelerator_manifest::internal::fuzz_manifest(bytes));

@@ -20,7 +20,6 @@ use crate::tree;
 /// Everything that is read from it is compared with its manifest.
 ///
 /// ```
-/// use std::io::Read;
 /// use std::num::NonZeroUsize;
 /// use accelerator_manifest::{Checkpoint, Metadata, FileName, Folder, Role};
 ///
@@ -34,9 +33,7 @@ use crate::tree;
 ///
 /// let checkpoint = Checkpoint::at(path.join("checkpoint-000001"))?;
 /// assert_eq!(checkpoint.number(), 1);
-/// let mut content = Vec::new();
-/// checkpoint.open(&name)?.read_to_end(&mut content).unwrap();
-/// assert_eq!(content, checkpoint.read(&name)?);
+/// assert_eq!(checkpoint.read(&name)?, b"weights");
 /// // For a reader that wants a path.
 /// assert!(checkpoint.path_of(&name).is_file());
 /// // For a reader whose peers wait.
@@ -127,30 +124,6 @@ impl Checkpoint {
     /// The errors of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
     /// does not have, [`Error::is_corrupt`] for one that differs from its entry.
     pub fn read(&self, name: &FileName) -> Result<Vec<u8>> {
-        let mut reader = self.open(name)?;
-        let too_large = || {
-            let message = format!(
-                "{} is too large for the memory",
-                name.at(&self.path).display()
-            );
-            Error::new(Kind::Io, message)
-        };
-        // `open` has compared the length with that of the file.
-        let bytes = usize::try_from(reader.expected.bytes).map_err(|_| too_large())?;
-        let mut content = Vec::new();
-        content.try_reserve_exact(bytes).map_err(|_| too_large())?;
-        reader
-            .read_to_end(&mut content)
-            .map_err(|error| reader.error(error))?;
-        Ok(content)
-    }
-
-    /// A file, to be read in order; its end is an error if the content is not what was written.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`read`](Self::read); the sum is known only when all is read.
-    pub fn open(&self, name: &FileName) -> Result<VerifiedReader> {
         let Some(entry) = self.manifest()?.files.get(name) else {
             let message = format!(
                 "the checkpoint {} has no file {name}; expected it in its manifest",
@@ -158,7 +131,22 @@ impl Checkpoint {
             );
             return Err(Error::new(Kind::NotFound, message));
         };
-        self.reader(name, entry)
+        let mut reader = self.reader(name, entry)?;
+        let too_large = || {
+            let message = format!(
+                "{} is too large for the memory",
+                name.at(&self.path).display()
+            );
+            Error::new(Kind::Io, message)
+        };
+        // `reader` has compared the length with that of the file.
+        let bytes = usize::try_from(reader.expected.bytes).map_err(|_| too_large())?;
+        let mut content = Vec::new();
+        content.try_reserve_exact(bytes).map_err(|_| too_large())?;
+        reader
+            .read_to_end(&mut content)
+            .map_err(|error| reader.error(error))?;
+        Ok(content)
     }
 
     /// The path of a file, for readers that want one, such as memory maps. Nothing is checked: call
@@ -323,8 +311,7 @@ impl VerifyReport {
 
 impl Defect {
     /// Returns true if the file could not be read, so that nothing is known of its content.
-    #[must_use]
-    pub fn is_unreadable(&self) -> bool {
+    fn is_unreadable(&self) -> bool {
         self.error.is_io() || self.error.is_incompatible()
     }
 
@@ -366,8 +353,7 @@ impl fmt::Display for Defect {
 }
 
 /// Reads a file of a checkpoint, and fails at its end where it is not what was written.
-#[derive(Debug)]
-pub struct VerifiedReader {
+struct VerifiedReader {
     file: File,
     path: PathBuf,
     expected: FileEntry,
@@ -377,12 +363,6 @@ pub struct VerifiedReader {
 }
 
 impl VerifiedReader {
-    /// The manifest's entry for the file.
-    #[must_use]
-    pub fn entry(&self) -> &FileEntry {
-        &self.expected
-    }
-
     fn error(&self, error: io::Error) -> Error {
         match error.downcast::<Error>() {
             Ok(error) => error,

@@ -32,17 +32,22 @@
 //! # }
 //! ```
 
-pub use checkpoint::{Checkpoint, Defect, VerifiedReader, VerifyLevel, VerifyReport};
+pub use checkpoint::{Checkpoint, Defect, VerifyLevel, VerifyReport};
 pub use draft::Draft;
 pub use error::{Error, Result};
 pub use folder::{Folder, Search};
 pub use hash::ContentHash;
-#[cfg(any(test, feature = "fuzzing"))]
-pub use manifest::fuzz_manifest;
 pub use manifest::{CheckpointKind, FileEntry, LoaderState, Manifest, Metadata, Parameter, Role};
 pub use name::FileName;
-pub use place::Place;
-pub use staged::StagedFolder;
+
+/// Items of the launcher and of the other crates of this project; they are no part of the interface.
+#[doc(hidden)]
+pub mod internal {
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub use crate::manifest::fuzz_manifest;
+    pub use crate::place::Place;
+    pub use crate::staged::StagedFolder;
+}
 
 mod checkpoint;
 mod checkpoint_name;

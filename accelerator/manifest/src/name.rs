@@ -11,7 +11,7 @@ use crate::error::{Error, Kind, Result};
 /// The name of a file within a checkpoint: `model.safetensors`, `ranks/00001.json`.
 ///
 /// It is relative, has at most one folder, and cannot lead out of the checkpoint; it is UTF-8 of at
-/// most [`FileName::LONGEST`] bytes, with `/` between its parts on every system.
+/// most 128 bytes, with `/` between its parts on every system.
 ///
 /// ```
 /// use accelerator_manifest::FileName;
@@ -27,7 +27,7 @@ pub struct FileName(String);
 
 impl FileName {
     /// The most bytes of a name.
-    pub const LONGEST: usize = 128;
+    pub(crate) const LONGEST: usize = 128;
 
     /// Reads a name.
     ///

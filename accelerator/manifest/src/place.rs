@@ -10,7 +10,7 @@ use crate::folder::Folder;
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use accelerator_manifest::{Folder, Metadata, Place};
+/// use accelerator_manifest::{Folder, Metadata, internal::Place};
 ///
 /// # fn main() -> accelerator_manifest::Result<()> {
 /// # let temporary = tempfile::tempdir().unwrap();

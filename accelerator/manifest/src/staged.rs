@@ -24,7 +24,7 @@ use accelerator_host::lock::{FileLock, LockMode};
 /// is being written by a lock, which the system gives up with its process.
 ///
 /// ```
-/// use accelerator_manifest::StagedFolder;
+/// use accelerator_manifest::internal::StagedFolder;
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
 /// # let folder = temporary.path();

@@ -2,7 +2,7 @@ use std::path::Path;
 
 use accelerator_collective::Activity;
 use accelerator_manifest::{
-    Checkpoint, CheckpointKind, FileName, Folder, Place, VerifyLevel, VerifyReport,
+    Checkpoint, CheckpointKind, FileName, Folder, VerifyLevel, VerifyReport, internal::Place,
 };
 
 use super::distribute::from_main;

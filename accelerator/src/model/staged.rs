@@ -5,7 +5,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::Activity;
-use accelerator_manifest::StagedFolder;
+use accelerator_manifest::internal::StagedFolder;
 
 use super::write::FileNames;
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use accelerator_host::fs::{Durability, place, sync_folder};
-use accelerator_manifest::StagedFolder;
+use accelerator_manifest::internal::StagedFolder;
 
 use crate::artifact::objects::{self, SourceFile};
 use crate::artifact::{ArtifactId, ArtifactStore};

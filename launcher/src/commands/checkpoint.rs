@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_manifest::{Checkpoint, CheckpointKind, LoaderState, Manifest, Place, VerifyLevel};
+use accelerator_manifest::{
+    Checkpoint, CheckpointKind, LoaderState, Manifest, VerifyLevel, internal::Place,
+};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 

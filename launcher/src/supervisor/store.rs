@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use accelerator_collective::launcher::{Report, Security, StoreOptions, StoreServer, Token};
 use accelerator_host::sync::Mutex;
 use accelerator_host::{TOKEN_FILE, variable};
-use accelerator_manifest::StagedFolder;
+use accelerator_manifest::internal::StagedFolder;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 
 use crate::error::{Error, Result, chain};

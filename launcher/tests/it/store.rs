@@ -7,7 +7,7 @@ use crate::ports::free_port;
 use crate::support::{DEADLINE, Ended, Folder, Run};
 use accelerator_collective::launcher::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
-use accelerator_manifest::StagedFolder;
+use accelerator_manifest::internal::StagedFolder;
 
 /// Set for the ranks, to the name of the file that each of them adds its sum to.
 const RANK_OUTPUT: &str = "LAUNCHER_TEST_OUTPUT";

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::support::{
     FILES, content, folder_in_memory, latest, name, save, set_mode, without_privileges,
 };
-use accelerator_manifest::{Checkpoint, Defect, Folder, Place, VerifyLevel};
+use accelerator_manifest::{Checkpoint, Folder, VerifyLevel, internal::Place};
 use proptest::prelude::*;
 
 #[derive(Clone, Copy, Debug)]
@@ -124,7 +124,7 @@ fn all_defects_are_listed() {
         text[2].starts_with("ranks/00000.json: ranks is missing"),
         "{text:?}"
     );
-    assert!(!report.defects.iter().any(Defect::is_unreadable));
+    assert!(report.unreadable().is_none());
     assert_eq!(report.untracked, ["notes.txt"]);
 }
 
@@ -232,7 +232,7 @@ fn readers_are_told_at_the_end() {
     );
     assert!(
         checkpoint
-            .open(&name("no-such"))
+            .read(&name("no-such"))
             .unwrap_err()
             .is_not_found()
     );

@@ -1,7 +1,7 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
 
-use accelerator_manifest::Place;
+use accelerator_manifest::internal::Place;
 use burn::module::Module;
 
 use super::{TrainData, Trainer};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use accelerator_host::lock::{FileLock, LockMode};
-use accelerator_manifest::{ContentHash, StagedFolder};
+use accelerator_manifest::{ContentHash, internal::StagedFolder};
 use serde::{Deserialize, Serialize};
 
 use super::{ArtifactName, Version};

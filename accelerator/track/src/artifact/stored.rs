@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use accelerator_host::fs::{Durability, place};
-use accelerator_manifest::{ContentHash, StagedFolder};
+use accelerator_manifest::{ContentHash, internal::StagedFolder};
 use serde_json::{Map, Value};
 
 use super::objects::{Index, LockKind, Objects, SourceFile, StoreLock};
