@@ -77,6 +77,7 @@ impl Library {
 pub struct Version {
     major: u32,
     minor: u32,
+    /// 0 for CUDA, whose versions have two numbers.
     patch: u32,
 }
 
@@ -98,11 +99,6 @@ impl Version {
     /// The second number.
     pub fn minor(self) -> u32 {
         self.minor
-    }
-
-    /// The third number; 0 for CUDA, which has two.
-    pub fn patch(self) -> u32 {
-        self.patch
     }
 
     /// Reads NCCL's number of a version: 2708 is 2.7.8, and since 2.9, 22703 is 2.27.3.
