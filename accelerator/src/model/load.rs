@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use accelerator_collective::Activity;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
+use burn::module::{Module, ModuleMapper, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
@@ -10,6 +10,7 @@ use super::layout::Layout;
 use super::load_report::{LoadReport, Misshapen, Mistyped};
 use super::options::{Casts, MismatchMode};
 use super::read::{ModelFile, StoredTensor};
+use super::snapshot::{SnapshotEntry, visit_entries};
 use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
 use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
@@ -128,14 +129,7 @@ struct Matched<'a> {
 
 struct ValueSource<'a> {
     stored: &'a StoredTensor,
-    turned: Transposed,
-}
-
-/// The orientation of a matrix in a file.
-#[derive(Clone, Copy, Eq, PartialEq)]
-enum Transposed {
-    No,
-    Yes,
+    is_transposed: bool,
 }
 
 impl<'a> Matched<'a> {
@@ -146,23 +140,23 @@ impl<'a> Matched<'a> {
             casts: options.casts,
             originals: originals(file, options)?,
             used: BTreeSet::new(),
-            place: FilePath::default(),
-            matched: Self {
-                sources: Vec::new(),
-                report: LoadReport::default(),
-            },
+            report: LoadReport::default(),
         };
-        model.visit(&mut matcher);
-        let used = matcher.used;
-        let mut matched = matcher.matched;
+        let mut sources = Vec::new();
+        visit_entries(model, &mut |entry| sources.push(matcher.source(&entry)));
+        let Matcher {
+            layout,
+            used,
+            mut report,
+            ..
+        } = matcher;
         let counts = |name: &&str| {
-            let ignored =
-                matcher.layout == FileLayout::PyTorch && name.ends_with("num_batches_tracked");
+            let ignored = layout == FileLayout::PyTorch && name.ends_with("num_batches_tracked");
             !used.contains(*name) && !ignored
         };
         let unexpected = file.names().filter(counts).map(str::to_owned);
-        matched.report.unexpected = unexpected.collect();
-        Ok(matched)
+        report.unexpected = unexpected.collect();
+        Ok(Self { sources, report })
     }
 }
 
@@ -202,30 +196,13 @@ struct Matcher<'a> {
     originals: BTreeMap<String, String>,
     /// Names of the file.
     used: BTreeSet<String>,
-    place: FilePath,
-    matched: Matched<'a>,
-}
-
-impl Matcher<'_> {
-    fn push<const D: usize, K: Basic>(&mut self, param: &Param<Tensor<D, K>>)
-    where
-        Tensor<D, K>: Parameter,
-    {
-        let source = self.source(param);
-        self.matched.sources.push(source);
-    }
+    report: LoadReport,
 }
 
 impl<'a> Matcher<'a> {
-    fn source<const D: usize, K: Basic>(
-        &mut self,
-        param: &Param<Tensor<D, K>>,
-    ) -> Option<ValueSource<'a>>
-    where
-        Tensor<D, K>: Parameter,
-    {
-        let name = self.place.name(self.layout);
-        let report = &mut self.matched.report;
+    fn source(&mut self, entry: &SnapshotEntry) -> Option<ValueSource<'a>> {
+        let name = entry.name(self.layout).to_owned();
+        let report = &mut self.report;
         let found = match self.originals.get(&name) {
             Some(original) => self.file.find(original),
             // A tensor of that name is called otherwise: it may be kept under another one.
@@ -236,34 +213,28 @@ impl<'a> Matcher<'a> {
             return None;
         };
         self.used.insert(original.to_owned());
-        let value = param.val();
-        let (turned, expected) =
-            if self.layout == FileLayout::PyTorch && D == 2 && self.place.is_linear_weight() {
-                let mut shape = value.dims().to_vec();
-                shape.reverse();
-                (Transposed::Yes, shape)
-            } else {
-                let saved = param.transform_for_save().val();
-                (Transposed::No, saved.dims().to_vec())
-            };
+        let expected = entry.shape(self.layout);
         if stored.shape != expected {
             report.misshapen.push(Misshapen {
                 name,
-                expected,
+                expected: expected.to_vec(),
                 found: stored.shape.clone(),
             });
             return None;
         }
-        if !fits(stored.dtype, value.dtype(), self.casts) {
+        if !fits(stored.dtype, entry.dtype, self.casts) {
             report.mistyped.push(Mistyped {
                 name,
-                expected: format!("{:?}", value.dtype()).to_lowercase(),
+                expected: format!("{:?}", entry.dtype).to_lowercase(),
                 found: stored.dtype.to_string().to_lowercase(),
             });
             return None;
         }
         report.loaded.push(name);
-        Some(ValueSource { stored, turned })
+        Some(ValueSource {
+            stored,
+            is_transposed: entry.is_transposed(self.layout),
+        })
     }
 }
 
@@ -275,40 +246,18 @@ fn fits(stored: safetensors::Dtype, wanted: DType, casts: Casts) -> bool {
     }
 }
 
-impl ModuleVisitor for Matcher<'_> {
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.place.enter(name, container_type);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.place.exit();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.push(param);
-    }
-
-    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.push(param);
-    }
-
-    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.push(param);
-    }
-}
-
-/// Maps in the order in which [`Matcher`] visits.
+/// Maps in the order in which [`Matched`] was made.
 struct FileWriter<'a, I> {
     file: &'a ModelFile,
     ids: Option<I>,
     sources: std::vec::IntoIter<Option<ValueSource<'a>>>,
-    /// The first one; what comes after it is left as it is.
+    /// The first failure; later parameters keep their values.
     failure: Option<Error>,
 }
 
 impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
-    /// Gives the parameter its id, and returns the value it is to get.
-    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, Transposed)> {
+    /// Gives the parameter its id, and returns its new values, and true if they are transposed.
+    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, bool)> {
         if let Some(id) = self.ids.as_mut().and_then(Iterator::next) {
             param.id = ParamId::from(id);
         }
@@ -317,56 +266,58 @@ impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
             return None;
         }
         match self.file.read(source.stored) {
-            Ok(data) => Some((data, source.turned)),
+            Ok(data) => Some((data, source.is_transposed)),
             Err(error) => {
                 self.failure = Some(error);
                 None
             }
         }
     }
+
+    fn map<const D: usize, K: Basic>(
+        &mut self,
+        mut param: Param<Tensor<D, K>>,
+    ) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: Parameter,
+    {
+        let Some((data, _)) = self.next(&mut param) else {
+            return param;
+        };
+        let (id, old, mapper) = param.consume();
+        let new = Tensor::<D, K>::from_data(data, (&old.device(), old.dtype()));
+        Param::from_mapped_value(id, mapper.on_load(new), mapper)
+    }
 }
 
 impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
     fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some((data, turned)) = self.next(&mut param) else {
+        let Some((data, is_transposed)) = self.next(&mut param) else {
             return param;
         };
         let (id, old, mapper) = param.consume();
         let (device, dtype) = (old.device(), old.dtype());
         let stored = Tensor::<D>::from_data(data.convert_dtype(dtype), (&device, dtype));
-        let value = match turned {
-            Transposed::Yes => stored.transpose(),
-            Transposed::No => mapper.on_load(stored),
+        let value = match is_transposed {
+            true => stored.transpose(),
+            false => mapper.on_load(stored),
         };
-        // Through the host once more where the values were turned: they then lie in memory as
+        // Through the host once more if the values were transposed: they then lie in memory as
         // an optimizer's step leaves them, and sums over them come out the same to the last bit.
         let new = Tensor::<D>::from_data(value.into_data(), (&device, dtype))
             .set_require_grad(old.is_require_grad());
         Param::from_mapped_value(id, new, mapper)
     }
 
-    fn map_int<const D: usize>(
-        &mut self,
-        mut param: Param<Tensor<D, Int>>,
-    ) -> Param<Tensor<D, Int>> {
-        let Some((data, _)) = self.next(&mut param) else {
-            return param;
-        };
-        let (id, old, mapper) = param.consume();
-        let new = Tensor::<D, Int>::from_data(data, (&old.device(), old.dtype()));
-        Param::from_mapped_value(id, mapper.on_load(new), mapper)
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.map(param)
     }
 
     fn map_bool<const D: usize>(
         &mut self,
-        mut param: Param<Tensor<D, Bool>>,
+        param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        let Some((data, _)) = self.next(&mut param) else {
-            return param;
-        };
-        let (id, old, mapper) = param.consume();
-        let new = Tensor::<D, Bool>::from_data(data, &old.device());
-        Param::from_mapped_value(id, mapper.on_load(new), mapper)
+        self.map(param)
     }
 }
 

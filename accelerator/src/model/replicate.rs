@@ -1,5 +1,6 @@
 use accelerator_collective::ProcessGroup;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 
 use super::layout::Layout;
@@ -80,40 +81,33 @@ struct ReplicaWriter {
 }
 
 impl ReplicaWriter {
-    fn next(&mut self) -> Option<(ParamId, TensorData)> {
-        Some((ParamId::from(self.ids.next()?), self.values.next()?))
+    fn map<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: Parameter,
+    {
+        let (Some(id), Some(data)) = (self.ids.next(), self.values.next()) else {
+            return param;
+        };
+        let (_, old, mapper) = param.consume();
+        let new = Tensor::<D, K>::from_data(data, (&old.device(), old.dtype()))
+            .set_require_grad(old.is_require_grad());
+        Param::from_mapped_value(ParamId::from(id), new, mapper)
     }
 }
 
 impl ModuleMapper for ReplicaWriter {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some((id, data)) = self.next() else {
-            return param;
-        };
-        let (_, old, mapper) = param.consume();
-        let new = Tensor::<D>::from_data(data, (&old.device(), old.dtype()))
-            .set_require_grad(old.is_require_grad());
-        Param::from_mapped_value(id, new, mapper)
+        self.map(param)
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        let Some((id, data)) = self.next() else {
-            return param;
-        };
-        let (_, old, mapper) = param.consume();
-        let new = Tensor::<D, Int>::from_data(data, (&old.device(), old.dtype()));
-        Param::from_mapped_value(id, new, mapper)
+        self.map(param)
     }
 
     fn map_bool<const D: usize>(
         &mut self,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        let Some((id, data)) = self.next() else {
-            return param;
-        };
-        let (_, old, mapper) = param.consume();
-        let new = Tensor::<D, Bool>::from_data(data, &old.device());
-        Param::from_mapped_value(id, new, mapper)
+        self.map(param)
     }
 }

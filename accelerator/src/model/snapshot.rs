@@ -25,20 +25,20 @@ pub(super) struct SnapshotEntry {
     /// The shape that Burn saves, which is that of the module except for column-major linear layers.
     shape: Vec<usize>,
     pytorch_shape: Vec<usize>,
+    /// True for what PyTorch transposes.
+    is_linear_weight: bool,
     value: Box<dyn Fn(FileLayout) -> TensorData + Send>,
 }
 
 impl ModelSnapshot {
     pub(crate) fn of<M: Module>(model: &M) -> Self {
-        let mut reader = SnapshotReader::default();
+        let mut entries = Vec::new();
         // `valid` brings running statistics up to date, which are a step behind otherwise.
-        model.valid().visit(&mut reader);
-        Self {
-            entries: reader.entries,
-        }
+        visit_entries(&model.valid(), &mut |entry| entries.push(entry));
+        Self { entries }
     }
 
-    /// The ids of parameters and buffers, in order.
+    /// Returns the ids of parameters and buffers, in order.
     #[cfg(test)]
     pub(crate) fn ids(&self) -> Vec<u64> {
         self.entries.iter().map(|entry| entry.id).collect()
@@ -47,6 +47,12 @@ impl ModelSnapshot {
     pub(super) fn entries(&self) -> &[SnapshotEntry] {
         &self.entries
     }
+}
+
+/// Calls `take` with each parameter and buffer of a model, in the order in which Burn visits them.
+pub(super) fn visit_entries<M: Module>(model: &M, take: &mut dyn FnMut(SnapshotEntry)) {
+    let place = FilePath::default();
+    model.visit(&mut EntryVisitor { place, take });
 }
 
 impl SnapshotEntry {
@@ -64,7 +70,12 @@ impl SnapshotEntry {
         }
     }
 
-    /// The values, brought to the host.
+    /// Returns true if a file in that layout has the matrix transposed.
+    pub(super) fn is_transposed(&self, layout: FileLayout) -> bool {
+        layout == FileLayout::PyTorch && self.is_linear_weight
+    }
+
+    /// Returns the values, brought to the host.
     pub(super) fn data(&self, layout: FileLayout) -> TensorData {
         let data = (self.value)(layout);
         match self.dtype {
@@ -85,41 +96,41 @@ impl fmt::Debug for SnapshotEntry {
     }
 }
 
-#[derive(Default)]
-struct SnapshotReader {
+struct EntryVisitor<'a> {
     place: FilePath,
-    entries: Vec<SnapshotEntry>,
+    take: &'a mut dyn FnMut(SnapshotEntry),
 }
 
-impl SnapshotReader {
-    fn push<const D: usize, K: Basic + 'static>(&mut self, param: &Param<Tensor<D, K>>)
+impl EntryVisitor<'_> {
+    fn visit<const D: usize, K: Basic + 'static>(&mut self, param: &Param<Tensor<D, K>>)
     where
         Tensor<D, K>: Parameter,
     {
         let value = param.val();
         let saved = param.transform_for_save().val();
-        let turned = D == 2 && self.place.is_linear_weight();
+        let is_linear_weight = D == 2 && self.place.is_linear_weight();
         let mut pytorch_shape = saved.dims().to_vec();
-        if turned {
+        if is_linear_weight {
             pytorch_shape = value.dims().to_vec();
             pytorch_shape.reverse();
         }
-        self.entries.push(SnapshotEntry {
+        (self.take)(SnapshotEntry {
             id: param.id.val(),
             dtype: value.dtype(),
             path: self.place.name(FileLayout::Burn),
             pytorch_name: self.place.name(FileLayout::PyTorch),
             shape: saved.dims().to_vec(),
             pytorch_shape,
+            is_linear_weight,
             value: Box::new(move |layout| match layout {
-                FileLayout::PyTorch if turned => value.clone().transpose().into_data(),
+                FileLayout::PyTorch if is_linear_weight => value.clone().transpose().into_data(),
                 FileLayout::Burn | FileLayout::PyTorch => saved.clone().into_data(),
             }),
         });
     }
 }
 
-impl ModuleVisitor for SnapshotReader {
+impl ModuleVisitor for EntryVisitor<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.place.enter(name, container_type);
     }
@@ -129,14 +140,14 @@ impl ModuleVisitor for SnapshotReader {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.push(param);
+        self.visit(param);
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.push(param);
+        self.visit(param);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.push(param);
+        self.visit(param);
     }
 }
