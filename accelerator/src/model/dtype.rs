@@ -42,8 +42,3 @@ pub(super) fn from_file(dtype: Dtype) -> Option<DType> {
         _ => return None,
     })
 }
-
-/// Bytes of an element, where they are whole ones.
-pub(super) fn size(dtype: Dtype) -> usize {
-    dtype.bitsize() / 8
-}

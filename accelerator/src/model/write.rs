@@ -2,6 +2,7 @@ use core::num::NonZeroU64;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufWriter, Write};
 
+use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
@@ -97,7 +98,7 @@ impl ModelSnapshot {
             written.push(name);
         }
         if shards.len() > 1 {
-            let total: u64 = records.iter().map(|record| record.bytes).sum();
+            let total: usize = records.iter().map(|record| record.bytes).sum();
             let index = serde_json::json!({
                 "metadata": { "total_size": total },
                 "weight_map": weight_map,
@@ -121,7 +122,7 @@ impl ModelSnapshot {
             let same_id = by_id.entry(entry.id).or_default();
             // Clones of a parameter keep its id, and may have been trained apart since.
             let twin = same_id.iter().find(|&&at| {
-                records[at].shape() == record.shape()
+                records[at].shape == record.shape
                     && records[at].entry.data(layout) == entry.data(layout)
             });
             if let Some(&at) = twin {
@@ -152,8 +153,9 @@ impl ModelSnapshot {
 struct Record<'a> {
     entry: &'a SnapshotEntry,
     name: &'a str,
-    info: TensorInfo,
-    bytes: u64,
+    dtype: Dtype,
+    shape: &'a [usize],
+    bytes: usize,
 }
 
 impl<'a> Record<'a> {
@@ -168,22 +170,14 @@ impl<'a> Record<'a> {
                 ),
             )
         })?;
-        let shape = entry.shape(layout).to_vec();
-        let bytes = shape.iter().product::<usize>() * dtype::size(dtype);
+        let shape = entry.shape(layout);
         Ok(Self {
             entry,
             name,
-            bytes: bytes as u64,
-            info: TensorInfo {
-                dtype,
-                shape,
-                data_offsets: (0, bytes),
-            },
+            dtype,
+            shape,
+            bytes: shape.iter().product::<usize>() * dtype.bitsize() / 8,
         })
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.info.shape
     }
 }
 
@@ -193,9 +187,9 @@ fn shards<'a, 'b>(
     max_size: Option<NonZeroU64>,
 ) -> Vec<Vec<&'b Record<'a>>> {
     let mut shards = vec![Vec::new()];
-    let mut size = 0_u64;
+    let mut size = 0;
     for record in records {
-        if size > 0 && max_size.is_some_and(|max| size + record.bytes > max.get()) {
+        if size > 0 && max_size.is_some_and(|max| (size + record.bytes) as u64 > max.get()) {
             shards.push(Vec::new());
             size = 0;
         }
@@ -206,12 +200,12 @@ fn shards<'a, 'b>(
     }
     for shard in &mut shards {
         // Wide elements first, so that each tensor is aligned to its elements.
-        shard.sort_by_key(|record| core::cmp::Reverse(dtype::size(record.info.dtype)));
+        shard.sort_by_key(|record| core::cmp::Reverse(record.dtype.bitsize()));
     }
     shards
 }
 
-/// The length and the header of a file, to the first byte of data.
+/// Returns the length and the header of a file, to the first byte of data.
 fn header(
     shard: &[&Record<'_>],
     layout: FileLayout,
@@ -227,15 +221,14 @@ fn header(
     let mut tensors = Vec::with_capacity(shard.len());
     let mut start = 0;
     for record in shard {
-        let mut info = TensorInfo {
-            dtype: record.info.dtype,
-            shape: record.info.shape.clone(),
-            data_offsets: record.info.data_offsets,
+        let end = start + record.bytes;
+        let info = TensorInfo {
+            dtype: record.dtype,
+            shape: record.shape.to_vec(),
+            data_offsets: (start, end),
         };
-        let end = start + info.data_offsets.1;
-        info.data_offsets = (start, end);
-        start = end;
         tensors.push((record.name, info));
+        start = end;
     }
     let mut json = serde_json::to_vec(&SafetensorsHeader { metadata, tensors })?;
     json.resize(json.len().next_multiple_of(8), b' ');
@@ -255,14 +248,14 @@ fn write_file(
     for record in shard {
         let data = record.entry.data(layout);
         let bytes = data.bytes();
-        if bytes.len() as u64 != record.bytes {
+        if bytes.len() != record.bytes {
             return Err(io::Error::other(format!(
                 "`{}` came as {} bytes; expected {} for {:?} of {:?}",
                 record.name,
                 bytes.len(),
                 record.bytes,
-                record.info.shape,
-                record.info.dtype
+                record.shape,
+                record.dtype
             )));
         }
         writer.write_all(bytes)?;
@@ -270,7 +263,7 @@ fn write_file(
     writer.flush()
 }
 
-/// Keeps the order of tensors, which maps of the format's own crate do not.
+/// A header whose metadata are in order too, which the format's own crate keeps in a hash map.
 struct SafetensorsHeader<'a> {
     metadata: BTreeMap<&'a str, &'a str>,
     tensors: Vec<(&'a str, TensorInfo)>,
