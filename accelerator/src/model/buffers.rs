@@ -1,4 +1,5 @@
-//! Buffers, such as the running statistics of a batch norm, brought together over the ranks.
+//! Buffers, such as the running statistics of a batch norm: brought together over the ranks, and told from
+//! parameters that would never be trained.
 
 use std::collections::{HashMap, HashSet};
 
@@ -107,6 +108,26 @@ pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
     ids.filter(|(_, (before, after))| before == after)
         .map(|(place, _)| place)
         .collect()
+}
+
+/// Refuses a model with a parameter on a plain device, which would be moved as one that is frozen.
+pub(crate) fn check_autodiff<M: Module>(model: &M) -> Result<()> {
+    let mut finder = PlainDeviceFinder::default();
+    model.visit(&mut finder);
+    if finder.plain.is_empty() {
+        return Ok(());
+    }
+    // Statistics take no gradient anywhere.
+    let running = running_states(model);
+    let plain = finder.plain.iter().find(|(at, _)| !running.contains(at));
+    let Some((_, path)) = plain else {
+        return Ok(());
+    };
+    Err(Error::misuse(format!(
+        "the parameter `{path}` of a model lies on a device that records no gradients (of `Device::default()`, \
+         `.inner()` or `valid()`), so it would never be trained: build the model on `accelerator.device()`; for one \
+         that is not to be trained, call `.no_grad()` on it there"
+    )))
 }
 
 /// Returns the values that are added up over the ranks: the second moment for a variance whose mean is known.
@@ -220,5 +241,32 @@ impl ModuleMapper for BufferWriter {
         let dtype = old.dtype();
         let new = Tensor::<D>::from_data(data, (&old.device(), dtype));
         Param::from_mapped_value(id, new, mapper)
+    }
+}
+
+#[derive(Default)]
+struct PlainDeviceFinder {
+    path: ModulePath,
+    /// The current place among the floats of the model.
+    place: usize,
+    /// The parameters on a plain device, by place.
+    plain: Vec<(usize, String)>,
+}
+
+impl ModuleVisitor for PlainDeviceFinder {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.enter(name);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        // `lazy_device` draws nothing: lazy parameters are drawn later, in their turn.
+        if !param.lazy_device().is_autodiff() {
+            self.plain.push((self.place, self.path.as_str().to_owned()));
+        }
+        self.place += 1;
     }
 }

@@ -6,12 +6,14 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
 use super::file_layout::FilePath;
+use super::format::{FileLayout, burn_dtype, file_dtype};
 use super::layout::Layout;
 use super::load_report::{LoadReport, Misshapen, Mistyped};
-use super::options::{Casts, MismatchMode};
+use super::options::{Casts, LoadOptions, MismatchMode};
 use super::read::{ModelFile, StoredTensor};
 use super::snapshot::{SnapshotEntry, visit_entries};
-use super::{FileLayout, LoadOptions, TiedParameters, dtype, replicate};
+use super::tied::TiedParameters;
+use super::values;
 use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::outcome;
@@ -45,7 +47,7 @@ pub(crate) fn load_on_all<M: Module>(
     };
     let layout = Layout::of(&model);
     layout.check_against(&loading.all_gather_object(&layout)?)?;
-    let model = replicate::from_rank_zero(group, model, &layout)?;
+    let model = values::from_rank_zero(group, model, &layout)?;
     Ok((TiedParameters::of(&model).retie(model), report))
 }
 
@@ -63,8 +65,8 @@ pub(crate) fn restore_values<M: Module>(
     Ok(model)
 }
 
-/// Gives the model the file's values, and `ids` if there are some, one for each parameter and
-/// buffer in order. The values are the file's bit for bit, unless they are cast.
+/// Gives the model the file's values, and `ids` if there are any, one per parameter and buffer in
+/// order. The values are the file's bit for bit, unless they are cast.
 pub(super) fn load<M: Module>(
     model: M,
     file: &ModelFile,
@@ -174,7 +176,7 @@ fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> 
     }
 }
 
-/// The file's names by what they are called after renaming.
+/// Returns the names in the file, by their names after renaming.
 fn originals(file: &ModelFile, options: &LoadOptions) -> Result<BTreeMap<String, String>> {
     let mut originals = BTreeMap::new();
     for name in file.names() {
@@ -205,7 +207,7 @@ impl<'a> Matcher<'a> {
         let report = &mut self.report;
         let found = match self.originals.get(&name) {
             Some(original) => self.file.find(original),
-            // A tensor of that name is called otherwise: it may be kept under another one.
+            // A tensor of that name was renamed; the name may still be an alias of another tensor.
             None => self.file.find(&name).filter(|(kept, _)| *kept != name),
         };
         let Some((original, stored)) = found else {
@@ -239,8 +241,8 @@ impl<'a> Matcher<'a> {
 }
 
 fn fits(stored: safetensors::Dtype, wanted: DType, casts: Casts) -> bool {
-    match dtype::from_file(stored) {
-        _ if dtype::to_file(wanted) == Some(stored) => true,
+    match burn_dtype(stored) {
+        _ if file_dtype(wanted) == Some(stored) => true,
         Some(found) => casts == Casts::Floats && found.is_float() && wanted.is_float(),
         None => false,
     }

@@ -2,7 +2,7 @@ use core::num::NonZeroU64;
 
 use regex::Regex;
 
-use super::FileLayout;
+use super::format::FileLayout;
 use crate::core::error::{Error, Result};
 
 /// Options of [`Accelerator::save_model_with`](crate::Accelerator::save_model_with).

@@ -10,8 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use super::write::FileNames;
-use super::{FileLayout, dtype};
+use super::format::{FileLayout, FileNames, burn_dtype};
 use crate::core::error::{Error, Kind, Result};
 
 /// The most that a header may take, as in the format's own reader.
@@ -129,7 +128,7 @@ impl ModelFile {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The tensor of that name. A name that is another one of a tied parameter finds it too.
+    /// Returns the tensor of that name, also by another name of a tied parameter.
     pub(super) fn find(&self, name: &str) -> Option<(&str, &StoredTensor)> {
         let found = self.tensors.get_key_value(name).or_else(|| {
             let kept = self.metadata.get(name)?;
@@ -138,14 +137,14 @@ impl ModelFile {
         found.map(|(name, stored)| (name.as_str(), stored))
     }
 
-    /// The layout that the file says it has.
+    /// Returns the layout that the file names.
     pub(super) fn layout(&self) -> Option<FileLayout> {
         FileLayout::from_name(self.metadata.get("layout")?)
     }
 
     pub(super) fn read(&self, stored: &StoredTensor) -> Result<TensorData> {
         let (path, file) = &self.files[stored.file];
-        let dtype = dtype::from_file(stored.dtype)
+        let dtype = burn_dtype(stored.dtype)
             .ok_or_else(|| malformed(path, format!("Burn has no tensors of {:?}", stored.dtype)))?;
         let mut bytes = vec![0; stored.bytes];
         let mut file = file.reader();
@@ -237,7 +236,7 @@ fn path_in(path: &Path) -> PathBuf {
     }
 }
 
-/// The file, where its data begins, and what it says about them, checked against its length.
+/// Reads where the data of a file begins, and its header, checked against its length.
 fn read_header(path: &Path, file: &mut dyn ReadSeek) -> Result<(u64, Metadata)> {
     let unreadable = |error| Error::io("read the model file", path, error);
     let length = file.seek(SeekFrom::End(0)).map_err(unreadable)?;

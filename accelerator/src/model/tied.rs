@@ -1,5 +1,5 @@
-//! Parameters that a model has in several places, such as the token embedding and the output layer of a
-//! language model.
+//! The leaves of a model in the graph: one for all places of a tied parameter, such as the token embedding and the
+//! output layer of a language model, and new ones when a model is prepared.
 
 use std::collections::HashMap;
 
@@ -59,6 +59,14 @@ use crate::core::tensor_rank::any_rank;
 /// ```
 pub fn retie_parameters<M: Module>(model: M) -> M {
     TiedParameters::of(&model).retie(model)
+}
+
+/// Returns the model with new leaves of the graph, and the old leaf of its first trainable parameter. A loss that was
+/// made with an earlier clone, which has the same ids on some ranks, gives it no gradient on any rank.
+pub(crate) fn fresh_leaves<M: Module>(model: M) -> (M, Option<u64>) {
+    let mut fresh = FreshLeaves { first: None };
+    let model = model.map(&mut fresh);
+    (model, fresh.first)
 }
 
 /// The places of a model that hold the same parameter. Places are counted over its floats, in the order of visits.
@@ -271,5 +279,22 @@ impl ModuleMapper for Retier<'_> {
                 }
             },
         }
+    }
+}
+
+struct FreshLeaves {
+    first: Option<u64>,
+}
+
+impl ModuleMapper for FreshLeaves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !param.is_require_grad() {
+            return param;
+        }
+        let (id, old, mapper) = param.consume();
+        if self.first.is_none() {
+            self.first = autodiff::leaf_number(&old.clone().into_dispatch());
+        }
+        Param::from_mapped_value(id, old.detach().require_grad(), mapper)
     }
 }

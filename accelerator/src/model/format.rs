@@ -1,3 +1,7 @@
+//! The format of model files: their names, and the names, shapes and element types in them.
+
+use burn::tensor::{BoolStore, DType};
+use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 /// The names and shapes of parameters in a model file.
@@ -35,8 +39,8 @@ impl FileLayout {
             .find(|layout| layout.name() == name)
     }
 
-    /// The `format` by which Hugging Face's tools tell whose tensors they are. They refuse what
-    /// they do not know, as they should refuse Burn's layout.
+    /// Returns the `format` by which Hugging Face's tools tell whose tensors they are. They refuse
+    /// formats that they do not know, as they should refuse Burn's layout.
     pub(super) fn format(self) -> &'static str {
         match self {
             Self::Burn => "burn",
@@ -64,7 +68,7 @@ impl FilePath {
         self.containers.pop();
     }
 
-    /// The name of the parameter here.
+    /// Returns the name of the parameter here.
     pub(super) fn name(&self, layout: FileLayout) -> String {
         match layout {
             FileLayout::Burn => self.names.join("."),
@@ -72,7 +76,7 @@ impl FilePath {
         }
     }
 
-    /// Tells if the parameter here is one that PyTorch transposes.
+    /// Returns true if the parameter here is one that PyTorch transposes.
     pub(super) fn is_linear_weight(&self) -> bool {
         self.owner() == Some("Struct:Linear") && self.names.last().is_some_and(|n| n == "weight")
     }
@@ -97,7 +101,7 @@ impl FilePath {
         names.join(".")
     }
 
-    /// The module that the parameter is a field of.
+    /// Returns the module that the parameter is a field of.
     fn owner(&self) -> Option<&str> {
         let mut containers = self.containers.iter().rev();
         containers
@@ -115,6 +119,95 @@ fn is_norm(owner: &str) -> bool {
             | "Struct:LayerNorm"
             | "Struct:RmsNorm"
     )
+}
+
+/// Returns the type in a file; `None` for one that the format does not have, such as quantised tensors.
+pub(super) fn file_dtype(dtype: DType) -> Option<Dtype> {
+    Some(match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 | DType::Flex32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::I16 => Dtype::I16,
+        DType::I8 => Dtype::I8,
+        DType::U64 => Dtype::U64,
+        DType::U32 => Dtype::U32,
+        DType::U16 => Dtype::U16,
+        DType::U8 => Dtype::U8,
+        DType::Bool(_) => Dtype::BOOL,
+        DType::QFloat(_) => return None,
+    })
+}
+
+/// Returns the type of Burn; `None` for one that Burn does not have, such as f8.
+pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::I16 => DType::I16,
+        Dtype::I8 => DType::I8,
+        Dtype::U64 => DType::U64,
+        Dtype::U32 => DType::U32,
+        Dtype::U16 => DType::U16,
+        Dtype::U8 => DType::U8,
+        Dtype::BOOL => DType::Bool(BoolStore::Native),
+        _ => return None,
+    })
+}
+
+/// The file names of a model.
+#[derive(Clone, Debug)]
+pub(crate) struct FileNames {
+    /// The name if there is one file.
+    pub(super) single: String,
+    stem: String,
+}
+
+impl FileNames {
+    /// Makes the names of `model.safetensors`: itself, `model-00001-of-00002.safetensors`, …, and
+    /// `model.safetensors.index.json`.
+    pub(crate) fn new(single: &str) -> Self {
+        Self {
+            single: single.to_owned(),
+            stem: single
+                .strip_suffix(".safetensors")
+                .unwrap_or(single)
+                .to_owned(),
+        }
+    }
+
+    pub(crate) fn index(&self) -> String {
+        format!("{}.safetensors.index.json", self.stem)
+    }
+
+    pub(super) fn shard(&self, number: usize, count: usize) -> String {
+        format!("{}-{number:05}-of-{count:05}.safetensors", self.stem)
+    }
+
+    /// Returns true if a file has one of the names.
+    pub(super) fn has(&self, name: &str) -> bool {
+        name == self.single || name == self.index() || self.is_shard(name)
+    }
+
+    /// Returns true if a file has the name of a shard of this model.
+    pub(super) fn is_shard(&self, name: &str) -> bool {
+        let numbers = name
+            .strip_prefix(&self.stem)
+            .and_then(|rest| rest.strip_prefix('-'))
+            .and_then(|rest| rest.strip_suffix(".safetensors"))
+            .and_then(|rest| rest.split_once("-of-"));
+        numbers.is_some_and(|(number, count)| {
+            [number, count]
+                .iter()
+                .all(|part| part.len() >= 5 && part.bytes().all(|byte| byte.is_ascii_digit()))
+        })
+    }
 }
 
 #[cfg(test)]
@@ -153,5 +246,22 @@ mod tests {
         let weight = |owner| place(&[("x", "Struct:Net"), ("weight", owner)]).is_linear_weight();
         assert!(weight("Struct:Linear"));
         assert!(!weight("Struct:Embedding"));
+    }
+
+    #[test]
+    fn shards_are_told_from_other_files() {
+        let names = FileNames::new("model.safetensors");
+        assert!(names.is_shard(&names.shard(1, 3)) && names.has(&names.shard(1, 3)));
+        assert!(names.has(&names.single) && names.has(&names.index()));
+        for other in [
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.bin",
+            "model-1-of-2.safetensors",
+            "model-final-00001-of-00002.safetensors",
+            "other-00001-of-00002.safetensors",
+        ] {
+            assert!(!names.is_shard(other), "{other}");
+        }
     }
 }

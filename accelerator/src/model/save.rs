@@ -6,8 +6,58 @@ use std::time::{Duration, Instant};
 
 use accelerator_collective::Activity;
 use accelerator_manifest::internal::StagedFolder;
+use burn::module::Module;
 
-use super::write::FileNames;
+use super::format::FileNames;
+use super::options::SaveOptions;
+use super::snapshot::ModelSnapshot;
+use crate::context::Context;
+use crate::core::error::{Error, Result};
+
+/// Writes the model on rank 0, and returns its result on all ranks.
+#[track_caller]
+pub(crate) fn save<M: Module>(
+    context: &Context,
+    model: &M,
+    path: &Path,
+    options: &SaveOptions,
+) -> Result<()> {
+    let activity = context.group().activity();
+    let work = || write(&ModelSnapshot::of(model), path, options, activity);
+    context.on_main("save the model", work).map(drop)
+}
+
+/// Writes the files of a model beside their places, and then puts them there.
+fn write(
+    snapshot: &ModelSnapshot,
+    path: &Path,
+    options: &SaveOptions,
+    activity: Activity,
+) -> Result<()> {
+    let failed = |error| Error::io("write the model to", path, error);
+    let target = target(path, options).map_err(failed)?;
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let names = FileNames::new(&name);
+    let folder = target.with_file_name("");
+    let mut staged = Staged::new(folder, names.clone(), activity).map_err(failed)?;
+    snapshot.write(&names, options, &mut |name, emit| {
+        staged.write(name, emit).map_err(failed)
+    })?;
+    staged.publish().map_err(failed)
+}
+
+/// Returns the path to write to. A symbolic link stays and its target is replaced, but not if there may
+/// be several files, whose index is looked for beside the link. Anything that is not a regular file is
+/// refused.
+fn target(path: &Path, options: &SaveOptions) -> io::Result<PathBuf> {
+    match std::fs::metadata(path) {
+        Ok(found) if !found.is_file() => {
+            Err(io::Error::other("it is there and not a regular file"))
+        }
+        Ok(_) if options.max_shard_size.is_none() => path.canonicalize(),
+        Ok(_) | Err(_) => Ok(path.to_owned()),
+    }
+}
 
 /// The files of a model that are written and not yet in their places.
 ///
@@ -15,7 +65,7 @@ use super::write::FileNames;
 /// save under one name at the same time write files of their own, and the model of the one that is done last
 /// stays. What a dead process left is removed by the next save under the same name on that host, and a day
 /// later on others.
-pub(super) struct Staged {
+struct Staged {
     folder: PathBuf,
     names: FileNames,
     hidden: StagedFolder,
@@ -27,7 +77,7 @@ pub(super) struct Staged {
 
 impl Staged {
     /// Makes the hidden folder, and removes those of dead processes that wrote under this name.
-    pub(super) fn new(folder: PathBuf, names: FileNames, activity: Activity) -> io::Result<Self> {
+    fn new(folder: PathBuf, names: FileNames, activity: Activity) -> io::Result<Self> {
         let is_ours = |target: &str| names.has(target);
         let hidden = StagedFolder::create(or_here(&folder), &names.single, is_ours)?;
         Ok(Self {
@@ -40,7 +90,7 @@ impl Staged {
     }
 
     /// Writes and flushes one more of the files.
-    pub(super) fn write(
+    fn write(
         &mut self,
         name: &str,
         emit: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
@@ -58,7 +108,7 @@ impl Staged {
     /// Puts every file in its place, the index last, and removes what older saves under this name have left.
     /// If shards of an older save are replaced, its index goes first: none may ever speak of files of two
     /// saves.
-    pub(super) fn publish(self) -> io::Result<()> {
+    fn publish(self) -> io::Result<()> {
         let _turn = PublishLock::take(&self.folder);
         let written = &self.files;
         let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
@@ -111,7 +161,7 @@ impl ProgressFile<'_> {
 
 impl Write for ProgressFile<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // What is longer comes here again.
+        // The caller passes the rest again.
         let written = self.file.write(&bytes[..bytes.len().min(BLOCK)])?;
         self.activity.keep_alive();
         self.unflushed += written;
@@ -133,8 +183,8 @@ const BLOCK: usize = 1 << 20;
 /// The bytes that are flushed to the disk at a time.
 const FLUSHED: usize = 1 << 30;
 
-/// The turn to put files in their places, of which one writer at a time has it: shards of two saves must not
-/// be mixed. It ends when it is dropped, and with its process.
+/// The turn to put files in their places, which one writer has at a time: shards of two saves must not be
+/// mixed. It ends when it is dropped, and with its process.
 struct PublishLock {
     _locked: File,
 }
