@@ -138,7 +138,7 @@ pub use accelerator_tune as tune;
 pub use crate::accelerator::RunLogger;
 pub use crate::accelerator::{
     Accelerator, AcceleratorBuilder, BatchSizeFinder, DistributedType, PadSide, PaddedShare,
-    Prepare, Tensors, kind, launch, launch_processes,
+    Prepare, Tensors, launch, launch_processes,
 };
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};

@@ -45,7 +45,7 @@ pub use self::launch_threads::launch;
 #[cfg(feature = "burn-train")]
 pub use self::metric_logger::RunLogger;
 pub use self::padding::PadSide;
-pub use self::prepare::{Prepare, kind};
+pub use self::prepare::Prepare;
 pub use self::rank_processes::launch_processes;
 pub(crate) use self::rank_processes::{
     GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,

@@ -7,6 +7,7 @@ use burn::optim::ModuleOptimizer;
 use crate::accelerator::Accelerator;
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
+use crate::core::kind;
 use crate::data::{AssumeDeterministic, Loader, PreparedLoader};
 use crate::optim::{
     Manual, PerEpoch, PerProcess, PreparedOptimizer, Scheduled, Scheduler, Sharded, Shards,
@@ -17,8 +18,7 @@ use crate::reduce;
 /// The things that [`Accelerator::prepare`] takes: a module, an optimizer, an optimizer with its scheduler,
 /// a data loader, or a tuple of these.
 ///
-/// `K` is one of the [`kind`]s. It is always inferred; it exists so that one trait can cover
-/// every Burn module and the other types beside them.
+/// `K` is always inferred; it exists so that one trait can cover every Burn module and the other types beside them.
 ///
 /// ```
 /// use accelerator::{Accelerator, Prepare, Result};
@@ -89,60 +89,6 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
     )))
 }
 
-/// The kinds of things that can be prepared; see [`Prepare`].
-pub mod kind {
-    /// A loader built with [`LoaderBuilder`](crate::data::LoaderBuilder).
-    #[derive(Debug)]
-    pub enum Loader {}
-
-    /// A Burn module.
-    #[derive(Debug)]
-    pub enum Model {}
-
-    /// A kind that nothing has.
-    #[doc(hidden)]
-    #[derive(Debug)]
-    pub enum Never {}
-
-    /// A data loader of Burn's own, in [`AssumeDeterministic`](crate::data::AssumeDeterministic).
-    #[derive(Debug)]
-    pub enum Opaque {}
-
-    /// An optimizer without a scheduler.
-    #[derive(Debug)]
-    pub enum Optimizer {}
-
-    /// An optimizer with a scheduler that advances once an epoch.
-    #[derive(Debug)]
-    pub enum ScheduledByEpoch {}
-
-    /// An optimizer with a scheduler that advances once for each rank with each of its steps.
-    #[derive(Debug)]
-    pub enum ScheduledByProcess {}
-
-    /// An optimizer with a scheduler that advances with each of its steps.
-    #[derive(Debug)]
-    pub enum ScheduledByStep {}
-
-    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once an epoch.
-    #[derive(Debug)]
-    pub enum ShardedByEpoch {}
-
-    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances once for each rank
-    /// with each of its steps.
-    #[derive(Debug)]
-    pub enum ShardedByProcess {}
-
-    /// An optimizer in [`Sharded`](crate::optim::Sharded), with a scheduler that advances with each of
-    /// its steps.
-    #[derive(Debug)]
-    pub enum ShardedByStep {}
-
-    /// An optimizer in [`Sharded`](crate::optim::Sharded), without a scheduler.
-    #[derive(Debug)]
-    pub enum ShardedOptimizer {}
-}
-
 // `Display` tells a derived module from a tuple of modules, which is a Burn module as well.
 impl<M: Module + fmt::Display> Prepare<kind::Model> for M {
     type Prepared = M;
@@ -169,113 +115,55 @@ impl<T: Unimplementable> Prepare<kind::Never> for T {
     }
 }
 
-impl Prepare<kind::Optimizer> for ModuleOptimizer {
-    type Prepared = PreparedOptimizer<Manual>;
+macro_rules! optimizers {
+    ($($optimizer:ty, $name:literal;)+) => {
+        $(
+            impl Prepare<kind::Part> for $optimizer {
+                type Prepared = PreparedOptimizer<Manual>;
 
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        manual(accelerator, self)
-    }
+                fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+                    manual(accelerator, self)
+                }
 
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("an optimizer".to_owned());
-    }
+                fn kinds(kinds: &mut Vec<String>) {
+                    kinds.push($name.to_owned());
+                }
+            }
+
+            scheduled!($optimizer, S, concat!($name, " with a scheduler by step"),
+                |scheduler, _world_size| Scheduler::by_step(scheduler.into()));
+            scheduled!($optimizer, PerEpoch<S>, concat!($name, " with a scheduler by epoch"),
+                |scheduler, _world_size| Scheduler::by_epoch(scheduler.0.into()));
+            scheduled!($optimizer, PerProcess<S>, concat!($name, " with a scheduler by process"),
+                |scheduler, world_size| Scheduler::by_process(scheduler.0.into(), world_size));
+        )+
+    };
 }
 
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByStep> for (ModuleOptimizer, S) {
-    type Prepared = PreparedOptimizer<Scheduled>;
+macro_rules! scheduled {
+    ($optimizer:ty, $schedule:ty, $name:expr, |$scheduler:ident, $world_size:ident| $made:expr) => {
+        impl<S: Into<ModuleLrScheduler>> Prepare<kind::Part> for ($optimizer, $schedule) {
+            type Prepared = PreparedOptimizer<Scheduled>;
 
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
-    }
+            fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
+                let (optimizer, $scheduler) = self;
+                let $world_size = accelerator.world_size();
+                scheduled(accelerator, optimizer, $made)
+            }
 
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("an optimizer with a scheduler by step".to_owned());
-    }
+            fn kinds(kinds: &mut Vec<String>) {
+                kinds.push($name.to_owned());
+            }
+        }
+    };
 }
 
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByEpoch>
-    for (ModuleOptimizer, PerEpoch<S>)
-{
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
-    }
-
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("an optimizer with a scheduler by epoch".to_owned());
-    }
+optimizers! {
+    ModuleOptimizer, "an optimizer";
+    Sharded<ModuleOptimizer>, "a sharded optimizer";
 }
 
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ScheduledByProcess>
-    for (ModuleOptimizer, PerProcess<S>)
-{
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
-        scheduled(accelerator, self.0, scheduler)
-    }
-
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("an optimizer with a scheduler by process".to_owned());
-    }
-}
-
-impl Prepare<kind::ShardedOptimizer> for Sharded<ModuleOptimizer> {
-    type Prepared = PreparedOptimizer<Manual>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        manual(accelerator, self)
-    }
-
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("a sharded optimizer".to_owned());
-    }
-}
-
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByStep> for (Sharded<ModuleOptimizer>, S) {
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        scheduled(accelerator, self.0, Scheduler::by_step(self.1.into()))
-    }
-
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("a sharded optimizer with a scheduler by step".to_owned());
-    }
-}
-
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByEpoch>
-    for (Sharded<ModuleOptimizer>, PerEpoch<S>)
-{
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        scheduled(accelerator, self.0, Scheduler::by_epoch(self.1.0.into()))
-    }
-
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("a sharded optimizer with a scheduler by epoch".to_owned());
-    }
-}
-
-impl<S: Into<ModuleLrScheduler>> Prepare<kind::ShardedByProcess>
-    for (Sharded<ModuleOptimizer>, PerProcess<S>)
-{
-    type Prepared = PreparedOptimizer<Scheduled>;
-
-    fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-        let scheduler = Scheduler::by_process(self.1.0.into(), accelerator.world_size());
-        scheduled(accelerator, self.0, scheduler)
-    }
-
-    fn kinds(kinds: &mut Vec<String>) {
-        kinds.push("a sharded optimizer with a scheduler by process".to_owned());
-    }
-}
-
-impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
+impl<O: Send + 'static> Prepare<kind::Part> for Loader<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
@@ -291,7 +179,7 @@ impl<O: Send + 'static> Prepare<kind::Loader> for Loader<O> {
     }
 }
 
-impl<O: Send + 'static> Prepare<kind::Opaque> for AssumeDeterministic<O> {
+impl<O: Send + 'static> Prepare<kind::Part> for AssumeDeterministic<O> {
     type Prepared = PreparedLoader<O>;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {

@@ -67,7 +67,7 @@ mod source;
 mod state_file;
 mod write;
 
-pub use self::parts::{Object, PerRank, Resume, Save, kind};
+pub use self::parts::{Object, PerRank, Resume, Save};
 pub use self::position::{Position, Rescale, WorldChange};
 pub(crate) use self::restorer::Restorer;
 pub(crate) use self::resume::{resume, resume_loader};

@@ -8,6 +8,7 @@ use super::restorer::Restorer;
 use super::snapshot::{Snapshot, SnapshotExchange};
 use super::state_file::PartKind;
 use crate::core::error::Result;
+use crate::core::kind;
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
@@ -15,7 +16,7 @@ use crate::optim::{Manual, PreparedOptimizer, Scheduled};
 /// Parts that [`Accelerator::save_state`](crate::Accelerator::save_state) saves: references to prepared
 /// models, optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
 ///
-/// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
+/// `K` is always inferred, as for [`Prepare`](crate::Prepare).
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be saved in a checkpoint",
     label = "not a reference to a prepared part, an `Object(&value)`, `PerRank(&value)`, or a tuple",
@@ -38,7 +39,7 @@ pub trait Save<K> {
 /// Parts that [`Accelerator::resume`](crate::Accelerator::resume) takes and gives back: prepared models,
 /// optimizers and loaders, [`Object`]s and [`PerRank`] values, or a tuple of these.
 ///
-/// `K` is one of the [`kind`]s and always inferred, as for [`Prepare`](crate::Prepare).
+/// `K` is always inferred, as for [`Prepare`](crate::Prepare).
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be resumed from a checkpoint",
     label = "not a prepared part, an `Object(value)`, `PerRank(value)`, or a tuple of these",
@@ -90,41 +91,6 @@ pub struct PerRank<T>(
     pub T,
 );
 
-/// The kinds of things that a checkpoint can hold; see [`Save`] and [`Resume`].
-pub mod kind {
-    /// The outer optimizer of local training.
-    #[derive(Debug)]
-    pub enum DiLoCo {}
-
-    /// Averaged weights.
-    #[derive(Debug)]
-    pub enum Ema {}
-
-    /// A prepared loader.
-    #[derive(Debug)]
-    pub enum Loader {}
-
-    /// Local training without an outer optimizer.
-    #[derive(Debug)]
-    pub enum LocalSgd {}
-
-    /// A prepared Burn module.
-    #[derive(Debug)]
-    pub enum Model {}
-
-    /// A value of the program's own, in [`Object`](super::Object).
-    #[derive(Debug)]
-    pub enum Object {}
-
-    /// A prepared optimizer, with its scheduler if it has one.
-    #[derive(Debug)]
-    pub enum Optimizer {}
-
-    /// A value of the program's own on each rank, in [`PerRank`](super::PerRank).
-    #[derive(Debug)]
-    pub enum PerRank {}
-}
-
 impl<M: Module + fmt::Display> Save<kind::Model> for &M {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_model(*self)
@@ -146,7 +112,7 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 }
 
 // To a checkpoint it is one more model.
-impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
+impl<M: Module + fmt::Display> Save<kind::Part> for &Ema<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_companion("an `Ema`", self.model())
     }
@@ -156,7 +122,7 @@ impl<M: Module + fmt::Display> Save<kind::Ema> for &Ema<M> {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
+impl<M: Module + fmt::Display> Resume<kind::Part> for Ema<M> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Model);
     }
@@ -170,13 +136,13 @@ impl<M: Module + fmt::Display> Resume<kind::Ema> for Ema<M> {
 macro_rules! optimizers {
     ($($schedule:ident),+) => {
         $(
-            impl Save<kind::Optimizer> for &PreparedOptimizer<$schedule> {
+            impl Save<kind::Part> for &PreparedOptimizer<$schedule> {
                 fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
                     snapshot.add_optimizer(self)
                 }
             }
 
-            impl Resume<kind::Optimizer> for PreparedOptimizer<$schedule> {
+            impl Resume<kind::Part> for PreparedOptimizer<$schedule> {
                 fn kinds(kinds: &mut Vec<PartKind>) {
                     kinds.push(PartKind::Optimizer);
                 }
@@ -191,14 +157,14 @@ macro_rules! optimizers {
 
 optimizers!(Manual, Scheduled);
 
-impl<O: Send + 'static> Save<kind::Loader> for &PreparedLoader<O> {
+impl<O: Send + 'static> Save<kind::Part> for &PreparedLoader<O> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_loader(self.loader_state());
         Ok(())
     }
 }
 
-impl<O: Send + 'static> Resume<kind::Loader> for PreparedLoader<O> {
+impl<O: Send + 'static> Resume<kind::Part> for PreparedLoader<O> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Loader);
     }
@@ -208,13 +174,13 @@ impl<O: Send + 'static> Resume<kind::Loader> for PreparedLoader<O> {
     }
 }
 
-impl<T: Serialize> Save<kind::Object> for Object<&T> {
+impl<T: Serialize> Save<kind::Part> for Object<&T> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_object(self.0)
     }
 }
 
-impl<T: DeserializeOwned> Resume<kind::Object> for Object<T> {
+impl<T: DeserializeOwned> Resume<kind::Part> for Object<T> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Object);
     }
@@ -224,13 +190,13 @@ impl<T: DeserializeOwned> Resume<kind::Object> for Object<T> {
     }
 }
 
-impl<T: Serialize> Save<kind::PerRank> for PerRank<&T> {
+impl<T: Serialize> Save<kind::Part> for PerRank<&T> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_per_rank(self.0)
     }
 }
 
-impl<T: DeserializeOwned> Resume<kind::PerRank> for PerRank<T> {
+impl<T: DeserializeOwned> Resume<kind::Part> for PerRank<T> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::PerRank);
     }

@@ -5,6 +5,7 @@ pub(crate) mod device;
 pub(crate) mod error;
 pub(crate) mod forward_collectives;
 pub(crate) mod generator;
+pub(crate) mod kind;
 pub(crate) mod module_path;
 pub(crate) mod outcome;
 pub(crate) mod panic_text;

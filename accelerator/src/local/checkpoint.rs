@@ -3,11 +3,12 @@ use core::fmt;
 use burn::module::Module;
 
 use super::{DiLoCo, LocalSgd};
-use crate::checkpoint::{PartKind, Restorer, Resume, Save, Snapshot, SnapshotExchange, kind};
+use crate::checkpoint::{PartKind, Restorer, Resume, Save, Snapshot, SnapshotExchange};
 use crate::core::error::Result;
+use crate::core::kind;
 
 // Between rounds it has nothing to keep; within one, the model refuses.
-impl Save<kind::LocalSgd> for &LocalSgd {
+impl Save<kind::Part> for &LocalSgd {
     fn collect(&self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
         Ok(())
     }
@@ -17,7 +18,7 @@ impl Save<kind::LocalSgd> for &LocalSgd {
     }
 }
 
-impl Resume<kind::LocalSgd> for LocalSgd {
+impl Resume<kind::Part> for LocalSgd {
     fn kinds(_kinds: &mut Vec<PartKind>) {}
 
     fn restore(self, _restorer: &mut Restorer<'_>) -> Result<Self> {
@@ -26,7 +27,7 @@ impl Resume<kind::LocalSgd> for LocalSgd {
 }
 
 // To a checkpoint it is two more models: the outer parameters, and their momentum.
-impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
+impl<M: Module + fmt::Display> Save<kind::Part> for &DiLoCo<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         self.states()
             .into_iter()
@@ -42,7 +43,7 @@ impl<M: Module + fmt::Display> Save<kind::DiLoCo> for &DiLoCo<M> {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<kind::DiLoCo> for DiLoCo<M> {
+impl<M: Module + fmt::Display> Resume<kind::Part> for DiLoCo<M> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.extend([PartKind::Model, PartKind::Model]);
     }

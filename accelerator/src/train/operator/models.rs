@@ -6,8 +6,9 @@ use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
 use crate::accelerator::Accelerator;
-use crate::checkpoint::{PartKind, Restorer, Resume, Save, kind};
+use crate::checkpoint::{PartKind, Restorer, Resume, Save};
 use crate::core::error::{Error, Result};
+use crate::core::kind;
 use crate::data::{Batch, PreparedLoader};
 use crate::metric::Accuracy;
 use crate::optim::{PreparedOptimizer, Scheduled};
@@ -59,7 +60,7 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
     for RegisteredModel<M, O>
 {
     type Batch = O;
-    type Kinds = (kind::Model, kind::Optimizer);
+    type Kinds = (kind::Model, kind::Part);
 
     fn train_batch(&mut self, accelerator: &Accelerator, batch: &Batch<O>) -> Result<Metrics> {
         let output = self.output(accelerator, batch)?;
@@ -95,7 +96,7 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
     }
 }
 
-impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Optimizer)> for RegisteredModel<M, O> {
+impl<M: Module + fmt::Display, O> Resume<(kind::Model, kind::Part)> for RegisteredModel<M, O> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         <(M, PreparedOptimizer<Scheduled>)>::kinds(kinds);
     }
