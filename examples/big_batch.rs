@@ -6,7 +6,6 @@
 //! cargo run --release -p accel-launch -- --num-processes 2 --example big_batch --holds 50
 //! ```
 
-use accelerator::BatchSizeFinder;
 use accelerator::prelude::*;
 use accelerator_examples::{
     Cnn, CnnConfig, DigitBatcher, MnistArgs, Report, TrackArgs, cross_entropy, init_logging,
@@ -52,12 +51,10 @@ fn main() -> Result<(), Report> {
         .with_dropout(mnist.dropout)
         .init(&accelerator.device());
     let (mut model, mut optimizer) = accelerator.prepare((model, mnist.optimizer.init()))?;
-    let (size, ()) = BatchSizeFinder::starting_at(mnist.batch_size.get())
-        .with_step_of(&model, &optimizer)
-        .with_windows_kept_open()
-        .find(&accelerator, |size| {
-            attempt(&accelerator, &model, size, args.holds)
-        })?;
+    let start = mnist.batch_size.get();
+    let (size, ()) = accelerator.find_executable_batch_size(start, &model, |size| {
+        attempt(&accelerator, &model, size, args.holds)
+    })?;
     let processes = accelerator.world_size();
     let (micro_steps, together) = divided(args.global_batch.get(), processes, size)?;
     accelerator.print(format_args!(

@@ -1,5 +1,5 @@
 //! What `backward` takes from the allocator beside what plain Burn takes: books, and no gradients. And what is held
-//! while a batch size is tried: what steps hold.
+//! while batch sizes are tried: nothing of an attempt that failed.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
@@ -9,14 +9,11 @@ use core::cell::Cell;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
-use accelerator::optim::{InitFused, Sharded};
 use accelerator::prelude::*;
-use accelerator::{BatchSizeFinder, Compression, Overlap};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 
@@ -176,163 +173,6 @@ fn a_step_allocates_no_gradients_beside_burns() {
     }
 }
 
-/// How a model is trained.
-#[derive(Clone, Copy, Debug)]
-struct Training {
-    accumulation: usize,
-    compression: Compression,
-    is_sharded: bool,
-    overlap: Overlap,
-    ranks: usize,
-}
-
-/// What a rank held beside its model, in bytes: while a batch size was tried, and while it trained with it. And the
-/// bytes of its gradients.
-type HeldBytes = (isize, isize, isize);
-
-impl Training {
-    fn held(self) -> Vec<HeldBytes> {
-        let meeting = Meeting::default();
-        let rank = |accelerator: Accelerator| {
-            let model = accelerator.init(Layers::new);
-            let optimizer = AdamWConfig::new().init_fused();
-            if self.is_sharded {
-                let parts = accelerator.prepare((model, Sharded(optimizer)))?;
-                self.held_by(&accelerator, &meeting, parts)
-            } else {
-                let parts = accelerator.prepare((model, optimizer))?;
-                self.held_by(&accelerator, &meeting, parts)
-            }
-        };
-        Accelerator::builder()
-            .device(BackendKind::Flex)
-            .bucket_size(WIDTH * WIDTH * 4)
-            .accumulation_steps(self.accumulation)
-            .compression(self.compression)
-            .overlap(self.overlap)
-            .launch(self.ranks, rank)
-            .unwrap()
-    }
-
-    fn held_by(
-        self,
-        accelerator: &Accelerator,
-        meeting: &Meeting,
-        (mut model, mut optimizer): (Layers, PreparedOptimizer<accelerator::optim::Manual>),
-    ) -> accelerator::Result<HeldBytes> {
-        let device = accelerator.device();
-        // Buffers of several ranks lie in memory that is no allocator's.
-        let held = || {
-            meeting.wait(self.ranks);
-            let held = HELD.load(Ordering::Relaxed) / self.ranks as isize;
-            meeting.wait(self.ranks);
-            held + accelerator.group().buffer_bytes() as isize
-        };
-        // What the first backward of a thread keeps for those that follow.
-        drop(model.loss(&device).backward());
-        let before = held();
-        let mut tried = 0;
-        let attempt = |_| {
-            // It clears what there is of graphs.
-            drop(model.loss(&device).backward());
-            tried = held() - before;
-            Ok::<_, accelerator::Error>(())
-        };
-        accelerator.find_executable_batch_size(2, &model, &optimizer, attempt)?;
-        let left = held() - before;
-        assert!(
-            left < model.size() as isize / 2,
-            "{left} bytes are held after the search"
-        );
-        assert_eq!((optimizer.steps(), optimizer.state_memory()?), (0, 0));
-        let mut trained = 0;
-        for step in 0..12 * self.accumulation {
-            trained = held() - before;
-            let gradients = accelerator.backward(model.loss(&device), &model, 2)?;
-            model = optimizer.step(0.1, model, gradients);
-            assert!(step < self.accumulation || optimizer.steps() > 0);
-        }
-        Ok((tried, trained, model.size() as isize))
-    }
-}
-
-/// Where ranks, which are threads, wait for each other without a collective.
-#[derive(Default)]
-struct Meeting(AtomicUsize);
-
-impl Meeting {
-    fn wait(&self, ranks: usize) {
-        let mine = self.0.fetch_add(1, Ordering::SeqCst);
-        let all = mine - mine % ranks + ranks;
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while self.0.load(Ordering::SeqCst) < all {
-            assert!(Instant::now() < deadline, "another rank does not come");
-            std::thread::yield_now();
-        }
-    }
-}
-
-#[test]
-fn c20_a_trial_of_a_batch_size_holds_what_steps_hold() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let alone = Training {
-        accumulation: 1,
-        compression: Compression::None,
-        is_sharded: false,
-        overlap: Overlap::Off,
-        ranks: 1,
-    };
-    let two = Training { ranks: 2, ..alone };
-    let accumulating = Training {
-        accumulation: 3,
-        overlap: Overlap::On,
-        ..two
-    };
-    let cases = [
-        alone,
-        Training {
-            accumulation: 2,
-            ..alone
-        },
-        two,
-        accumulating,
-        Training {
-            compression: Compression::Bf16,
-            ..two
-        },
-        Training {
-            is_sharded: true,
-            ..two
-        },
-    ];
-    for case in cases {
-        for (tried, trained, size) in case.held() {
-            let slack = size as usize / 10;
-            assert!(
-                tried.abs_diff(trained) < slack,
-                "{case:?}: {tried} bytes are held in a trial, and {trained} in training, of gradients of {size}"
-            );
-            assert!(trained > size, "{case:?}: {trained} of {size}");
-        }
-    }
-}
-
-#[test]
-fn c20_a_batch_size_for_a_model_that_was_not_prepared_is_refused() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let errors = accelerator::launch(2, |accelerator| {
-        let optimizer = accelerator.prepare(SgdConfig::new().init())?;
-        let model = accelerator.init(Layers::new);
-        let finder = BatchSizeFinder::starting_at(2).with_step_of(&model, &optimizer);
-        let found = finder.find(&accelerator, |_| Ok::<_, accelerator::Error>(()));
-        Ok(found.unwrap_err())
-    });
-    for error in errors.unwrap() {
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(error.to_string().contains("not prepared"), "{error}");
-    }
-}
-
 #[test]
 fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -342,8 +182,7 @@ fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
         .unwrap();
     let device = accelerator.device();
     let model = accelerator.init(Layers::new);
-    let parts = accelerator.prepare((model, SgdConfig::new().init()));
-    let (model, optimizer) = parts.unwrap();
+    let model = accelerator.prepare(model).unwrap();
     drop(model.loss(&device).backward());
     let mut held = Vec::new();
     let attempt = |size| {
@@ -355,7 +194,7 @@ fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
         drop(output.mean().backward());
         Ok::<_, accelerator::Error>(())
     };
-    let found = accelerator.find_executable_batch_size(6, &model, &optimizer, attempt);
+    let found = accelerator.find_executable_batch_size(6, &model, attempt);
     assert_eq!(found.unwrap().0, 2);
     // The first attempt records more than 40 million bytes. Products of matrices keep some room to work in.
     let most = held.iter().max().unwrap();

@@ -38,7 +38,6 @@ use std::sync::atomic::AtomicBool;
 use accelerator_collective::{ProcessGroup, Topology};
 use burn::tensor::Device;
 
-pub use self::batch_size::BatchSizeFinder;
 pub use self::builder::AcceleratorBuilder;
 pub use self::distributed_type::DistributedType;
 pub use self::launch_threads::launch;

@@ -3,7 +3,7 @@ use std::collections::HashSet;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
-use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
 use super::count::{CountedOptimizer, OptimizerCount, StateOf};
@@ -11,13 +11,13 @@ use super::factor;
 use super::rate::{IntoLearningRate, ManualRates};
 use super::record_io::{check_types, size_of};
 use super::schedule::{Manual, Scheduled, Scheduler};
-use super::sharded::{self, Shards};
+use super::sharded::Shards;
 use super::unsharded::FusedSupport;
 use crate::context::Context;
 use crate::core::error::Result;
 use crate::core::scalar::Scalar;
 use crate::core::user_message;
-use crate::model::{Layout, Trainable};
+use crate::model::Layout;
 use crate::reduce::{AveragedGradients, GradientMean};
 use crate::timeline::{EventSubject, Phase, Timeline};
 
@@ -288,22 +288,6 @@ impl<S> PreparedOptimizer<S> {
     pub fn state_memory(&self) -> Result<usize> {
         let waiting = self.shards.as_ref().map_or(0, Shards::waiting);
         Ok(size_of(&self.optimizer)? + waiting)
-    }
-
-    /// Returns state of the size that this rank has to keep for a model after its first step. `None` if the optimizer
-    /// has stepped, and keeps it already.
-    pub(crate) fn reserve<M: Module>(
-        &self,
-        model: &M,
-        parameters: &[Trainable],
-        device: &Device,
-    ) -> Option<ModuleOptimizer> {
-        let shards = self.shards.as_ref();
-        (self.steps == 0).then(|| {
-            let blank = self.optimizer.clone();
-            let blank = blank.load_record(OptimizerRecord::default());
-            sharded::state_for_trial(blank, shards, model, parameters, device)
-        })
     }
 
     /// Returns Burn's optimizer, for its records: of a [`Sharded`](super::Sharded) one, this rank's part of the state.

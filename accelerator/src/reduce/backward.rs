@@ -5,6 +5,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
+use super::compression::Compression;
 use super::element_values;
 use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;
@@ -12,7 +13,6 @@ use super::model_state::ModelState;
 use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
 use super::reducer::{ReducedWindow, Reducer};
 use super::step_commit::StepCommit;
-use super::trial_memory::settle_device_reducer;
 use super::window::{Window, check_all_known};
 use super::working_parts::WorkingCopy;
 use crate::core::error::{Error, Result};
@@ -289,7 +289,10 @@ fn reduce_window<M: Module>(
     let group = context.group();
     let scale = window.loss_scale();
     let compression = context.settings.compression;
-    settle_device_reducer(context)?;
+    // What a hook or f16 is for is done in memory, on all ranks.
+    if context.settings.hook.is_none() && compression != Compression::F16 {
+        context.device_reducer.settle(group)?;
+    }
     context.device_reducer.window_begins();
     let mut scheduler = model_state.scheduler();
     if context.forward_collectives.is_noted() || matches!(step, MicroStep::Finished(_)) {

@@ -96,17 +96,6 @@ impl BucketStorage {
         }
     }
 
-    /// Fills it with zeros, which takes all of its memory: pages and tensors are allocated when they are written.
-    pub(super) fn zeroed(self) -> Self {
-        match self {
-            Self::Host(mut buffer) => {
-                buffer.bytes_mut().fill(0);
-                Self::Host(buffer)
-            }
-            Self::Device(flat) => Self::Device(flat.with(flat.tensor())),
-        }
-    }
-
     /// Clears it for the next window.
     pub(super) fn reopen(self) -> Self {
         match self {

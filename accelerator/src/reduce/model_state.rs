@@ -11,7 +11,7 @@ use burn::tensor::Tensor;
 use super::backward_guard::BackwardGuard;
 use super::bucket_layout::Buckets;
 use super::bucket_set::BucketSet;
-use super::bucket_storage::{BucketStorage, Placement};
+use super::bucket_storage::Placement;
 use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
@@ -565,13 +565,6 @@ impl ModelState {
                 self.parameters.len(),
             ))
         })
-    }
-
-    /// Its buckets, made anew.
-    pub(super) fn stores(&self, group: &ProcessGroup) -> impl Iterator<Item = BucketStorage> {
-        let layout = self.layout();
-        let placement = self.placement_of(&layout).clone();
-        (0..layout.len()).map(move |bucket| layout.store(group, &placement, bucket))
     }
 
     /// Gives the memory of the spare bucket set back; the next window takes some anew.

@@ -149,6 +149,12 @@ impl Models {
             .for_each(|model_state| model_state.release_spare());
     }
 
+    /// Forgets the copies that were made for forward passes, of which no `backward` will make use.
+    pub(crate) fn forget_working_copies(&self) {
+        self.models()
+            .for_each(|model_state| drop(model_state.take_working()));
+    }
+
     /// Returns each model once.
     fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
         let known = self.by_id.lock();

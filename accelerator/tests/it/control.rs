@@ -7,7 +7,6 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use crate::common::{devices, distance, line, loader};
-use accelerator::BatchSizeFinder;
 use accelerator::collective::launcher::StoreServer;
 use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
 use accelerator::prelude::*;
@@ -323,8 +322,8 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
                 accelerator.on_process(1, || local.backward(loss(), &model, &batch).map(drop)),
                 Some(accelerator.in_rank_order(backward)?),
                 Some(
-                    BatchSizeFinder::starting_at(2)
-                        .find(&accelerator, |_| backward())
+                    accelerator
+                        .find_executable_batch_size(2, &model, |_| backward())
                         .map(drop),
                 ),
             ];

@@ -5,7 +5,6 @@ mod param_shards;
 mod partition;
 pub(super) mod probe;
 mod record;
-mod trial_state;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -20,7 +19,6 @@ use self::elements::Elements;
 use self::param_shards::{ShardGradients, ShardReader};
 use self::partition::{Partition, Partitioner};
 use self::record::{RecordEntry, Records};
-pub(super) use self::trial_state::state_for_trial;
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
