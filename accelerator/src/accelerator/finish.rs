@@ -51,10 +51,7 @@ impl Accelerator {
         {
             user_message::warn(&format!("the trace is lost: {error}"));
         }
-        if let Err(error) = timeline.finish(group) {
-            // The barrier returns it.
-            tracing::debug!(%error, "ranks are missing: traces of cycles are each rank's own");
-        }
+        timeline.end(None);
         let met = self.shared.context.group.barrier();
         self.shared.context.group.close()?;
         let left = match (saved, met) {

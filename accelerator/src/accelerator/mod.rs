@@ -125,11 +125,11 @@ impl Drop for Shared {
         if let Some(failure) = failure {
             self.tracking.end(RunEnding::Finished, Some(&failure));
         }
-        let (rank, world_size) = (self.context.rank(), self.context.world_size());
+        let rank = self.context.rank();
         let timeline = &self.context.timeline;
-        timeline.write_own_cycles(world_size);
+        timeline.end(None);
         if let Some(path) = self.trace.whole()
-            && let Err(error) = timeline.write_own(world_size, path)
+            && let Err(error) = timeline.write_own(path)
         {
             user_message::warn(&format!("the trace of rank {rank} is lost: {error}"));
         }

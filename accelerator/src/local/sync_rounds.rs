@@ -147,8 +147,6 @@ impl SyncRounds {
                 shown.join(", ")
             )));
         }
-        // Ranks are together, after the same steps.
-        self.accelerator.shared.context.timeline.deliver(group)?;
         if round.steps() == 0 {
             return Ok(None);
         }

@@ -125,9 +125,6 @@ fn run_backward<M: Module>(
         // Nobody looks at its gradients.
         drop(copy);
         warn_precision_unused(context, &model_state);
-        if scope == ReduceScope::Global {
-            timeline.deliver(group)?;
-        }
         timeline.backward_begins();
         let (gradients, loss) = {
             let _backward = timeline.span(Phase::Backward);
@@ -195,10 +192,6 @@ fn run_backward<M: Module>(
         (core::mem::take(&mut *window), group_turn)
     };
     warn_precision_unused(context, &model_state);
-    if scope == ReduceScope::Global {
-        // All ranks come here, and to no other `backward`.
-        timeline.deliver(group)?;
-    }
     timeline.backward_begins();
     // As above.
     let _ = fail_point(group.rank(), Point::Step(model_state.steps()));

@@ -25,9 +25,9 @@ use std::time::Instant;
 use accelerator_collective::ProcessGroup;
 
 pub(crate) use self::event::{EventSubject, Phase};
+pub(crate) use self::profiler::check_cycles;
 pub use self::profiler::{Cycle, Profiler};
-pub(crate) use self::profiler::{Output, check_cycles};
-pub use self::profiler_schedule::{ProfilerSchedule, SchedulePhase};
+pub use self::profiler_schedule::ProfilerSchedule;
 pub(crate) use self::recorder::Recording;
 pub(crate) use self::span::Span;
 pub use self::summary::{Figure, StepSummary};
@@ -37,7 +37,7 @@ use self::clock::ClockSync;
 use self::clock::PURPOSE;
 use self::profiler::Profiling;
 use self::recorder::Recorder;
-use self::trace::RankTrace;
+use self::trace::{RankTrace, TraceStart};
 use crate::core::error::{Error, Result};
 use crate::core::user_message;
 
@@ -57,6 +57,7 @@ struct TimelineState {
     recording: Recording,
     /// The number of optimizer steps that this process did.
     steps: AtomicU64,
+    world_size: usize,
     /// Set once the trace was written.
     written: AtomicBool,
 }
@@ -71,6 +72,7 @@ impl Timeline {
             recorder: OnceLock::new(),
             recording,
             steps: AtomicU64::new(0),
+            world_size: group.world_size(),
             written: AtomicBool::new(false),
         }));
         if recording != Recording::Nothing {
@@ -168,23 +170,24 @@ impl Timeline {
                 (path, vec![own])
             }
         };
-        put(&path, &ranks)
+        put(&path, &ranks, TraceStart::FirstEvent)
     }
 
     /// Writes what this rank alone noted, where nothing was written before: beside the trace that it
     /// would have been a part of, or as the trace if there is no other rank. Waits for nobody.
-    pub(crate) fn write_own(&self, world_size: usize, path: &Path) -> Result<()> {
+    pub(crate) fn write_own(&self, path: &Path) -> Result<()> {
         let Some(recorder) = self.recorder() else {
             return Ok(());
         };
         if self.0.written.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let path = match world_size {
+        let path = match self.0.world_size {
             1 => path.to_owned(),
             _ => trace_file::of_rank(path, self.0.rank),
         };
-        put(&path, &[RankTrace::new(self.0.rank, recorder)])
+        let own = RankTrace::new(self.0.rank, recorder);
+        put(&path, &[own], TraceStart::FirstEvent)
     }
 
     /// Compares clocks with the other ranks.
@@ -230,8 +233,8 @@ impl Timeline {
 }
 
 /// Writes a trace, and says where.
-fn put(path: &Path, ranks: &[RankTrace]) -> Result<()> {
-    let written = TraceFile::find(path).and_then(|place| trace::write(&place, ranks));
+fn put(path: &Path, ranks: &[RankTrace], start: TraceStart) -> Result<()> {
+    let written = TraceFile::find(path).and_then(|place| trace::write(&place, ranks, start));
     written.map_err(|error| Error::io("write the trace", path, error))?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     user_message::tell(&format!(

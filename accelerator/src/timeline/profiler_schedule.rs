@@ -15,11 +15,9 @@ use crate::core::error::{Error, Result};
 /// may be left out.
 ///
 /// ```
-/// use accelerator::timeline::{ProfilerSchedule, SchedulePhase::*};
+/// use accelerator::timeline::ProfilerSchedule;
 ///
 /// let schedule = ProfilerSchedule::new(2).with_wait(1).with_warm_up(1).with_repeat(1).with_skip_first(1);
-/// let phases: Vec<_> = (0..7).map(|step| schedule.phase(step)).collect();
-/// assert_eq!(phases, [Idle, Idle, WarmUp, Active, Last, Idle, Idle]);
 /// assert_eq!("active=2,wait=1,warm_up=1,repeat=1,skip_first=1".parse(), Ok(schedule));
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -34,7 +32,7 @@ pub struct ProfilerSchedule {
 
 /// The phase of a step in a [`ProfilerSchedule`].
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub enum SchedulePhase {
+pub(super) enum SchedulePhase {
     /// The step is not looked at. Torch calls it `NONE`.
     Idle,
     /// The step is recorded, and thrown away: what is slow the first time is slow here. `WARMUP`.
@@ -79,7 +77,7 @@ impl ProfilerSchedule {
     }
 
     /// Returns the phase of the step that comes after `step` others.
-    pub fn phase(&self, step: u64) -> SchedulePhase {
+    pub(super) fn phase(&self, step: u64) -> SchedulePhase {
         let Some(step) = step.checked_sub(self.skip_first) else {
             return SchedulePhase::Idle;
         };
@@ -96,7 +94,7 @@ impl ProfilerSchedule {
     }
 
     /// Returns how many cycles are complete after so many steps.
-    pub fn cycles(&self, steps: u64) -> u64 {
+    fn cycles(&self, steps: u64) -> u64 {
         if self.active == 0 {
             return 0;
         }

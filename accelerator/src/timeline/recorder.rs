@@ -140,12 +140,6 @@ impl Recorder {
         self.notes.lock().cycle.as_ref()?.summary()
     }
 
-    /// Tells if a schedule keeps events here, and there are some.
-    pub(super) fn keeps_some(&self) -> bool {
-        let notes = self.notes.lock();
-        notes.cycle.is_some() && !notes.events.items().is_empty()
-    }
-
     pub(super) fn met(&self, meeting: ClockSync) {
         self.notes.lock().clocks.push(meeting);
     }
@@ -337,9 +331,8 @@ mod tests {
         recorder.begin_schedule();
         recorder.switch(RecordMode::Discarded, 7);
         step();
-        assert!(recorder.is_on() && recorder.cycle().is_none() && !recorder.keeps_some());
+        assert!(recorder.is_on() && recorder.cycle().is_none());
         recorder.switch(RecordMode::Kept, 8);
-        assert!(!recorder.keeps_some());
         step();
         step();
         assert_eq!(recorder.cycle().unwrap().steps, 2);

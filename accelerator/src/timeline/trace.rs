@@ -57,21 +57,35 @@ impl RankTrace {
     }
 }
 
+/// The moment from which the times of a file count.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum TraceStart {
+    /// The first event in the file.
+    FirstEvent,
+    /// The beginning of rank 0, which is the same in the files of several ranks.
+    Rank0,
+}
+
 /// Writes the trace event format of Chrome, in the form of an object, which Perfetto reads too: a
 /// process is a rank, complete events (`X`) are spans in microseconds, `M` names processes and
 /// threads, `C` counts bytes.
-pub(super) fn write(place: &TraceFile, ranks: &[RankTrace]) -> io::Result<()> {
-    place.fill(|file| write_to(file, ranks))
+pub(super) fn write(place: &TraceFile, ranks: &[RankTrace], start: TraceStart) -> io::Result<()> {
+    place.fill(|file| write_to(file, ranks, start))
 }
 
-fn write_to(file: &mut impl Write, ranks: &[RankTrace]) -> io::Result<()> {
-    let zero = ranks.iter().filter_map(RankTrace::beginning).min();
-    let zero = zero.unwrap_or(0);
+fn write_to(file: &mut impl Write, ranks: &[RankTrace], start: TraceStart) -> io::Result<()> {
+    let (zero, since) = match start {
+        TraceStart::FirstEvent => {
+            let first = ranks.iter().filter_map(RankTrace::beginning).min();
+            (first.unwrap_or(0), "the first event")
+        }
+        TraceStart::Rank0 => (0, "it began"),
+    };
     let about: Vec<_> = ranks.iter().map(about).collect();
     write!(
         file,
         "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\n\"traceEvents\":[",
-        json!({ "clock": "that of rank 0, in microseconds since the first event", "ranks": about })
+        json!({ "clock": format!("that of rank 0, in microseconds since {since}"), "ranks": about })
     )?;
     let mut between = "\n";
     let mut put = |event: &Value| {

@@ -62,12 +62,21 @@ fn traces(folder: &Path) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
         .collect()
 }
 
-fn expected(cycles: &[(&str, &[u64], &[u64])]) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
-    let one = |(name, ranks, steps): &(&str, &[u64], &[u64])| {
-        let ranks = ranks.iter().map(|rank| (*rank, steps.to_vec())).collect();
-        ((*name).to_owned(), ranks)
-    };
-    cycles.iter().map(one).collect()
+/// The traces of cycles with these steps, by each of two ranks.
+fn expected(cycles: &[(&str, &[u64])]) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
+    let files = cycles.iter().flat_map(|(name, steps)| {
+        [0, 1].map(|rank| {
+            let name = format!("{name}.rank{rank}.json");
+            (name, vec![(rank, steps.to_vec())])
+        })
+    });
+    files.collect()
+}
+
+/// Writes each cycle beside that file.
+fn traced(path: &Path) -> impl FnMut(&Cycle) + Send + use<> {
+    let path = path.to_owned();
+    move |cycle| cycle.write_trace(&path).unwrap()
 }
 
 /// The schedule that most tests have: of ten steps, the third and fourth, and the seventh and eighth.
@@ -79,34 +88,26 @@ fn schedule() -> ProfilerSchedule {
 }
 
 #[test]
-fn c24_each_cycle_is_one_trace_of_all_ranks() {
+fn c24_each_cycle_is_one_trace_of_each_rank() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     // As many cycles as the schedule says, on any accumulation.
     for accumulation in [1, 2] {
         let builder = Accelerator::builder().accumulation_steps(accumulation);
-        let counts = builder.launch(2, |accelerator| {
-            let profiler = accelerator.profile(schedule().with_skip_first(1), &path)?;
-            let mut counts = Vec::new();
+        let outcome = builder.launch(2, |accelerator| {
+            let _profiler = accelerator.profile(schedule().with_skip_first(1), traced(&path))?;
+            let own = folder
+                .path()
+                .join(format!("trace.cycle0.rank{}.json", accelerator.rank()));
             train(&accelerator, 12, |done| {
-                counts.push(profiler.cycles());
-                // The step after a cycle has written it.
-                let is_there = folder.path().join("trace.cycle0.json").exists();
-                assert!(done < 6 || accelerator.rank() > 0 || is_there);
+                // The step that ends a cycle writes it.
+                assert!(done < 5 || own.exists());
             })?;
             assert!(accelerator.step_summary().is_none(), "nobody asked for it");
-            accelerator.finish()?;
-            assert_eq!(profiler.cycles(), 2);
-            Ok(counts)
+            accelerator.finish()
         });
-        for counts in counts.unwrap() {
-            assert_eq!(counts, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]);
-        }
-        let ranks = &[0, 1][..];
-        let expected = expected(&[
-            ("trace.cycle0.json", ranks, &[3, 4]),
-            ("trace.cycle1.json", ranks, &[7, 8]),
-        ]);
+        outcome.unwrap();
+        let expected = expected(&[("trace.cycle0", &[3, 4]), ("trace.cycle1", &[7, 8])]);
         assert_eq!(traces(folder.path()), expected);
     }
 }
@@ -119,18 +120,14 @@ fn c24_a_builders_schedule_counts_from_the_first_step() {
         .trace(&path)
         .trace_schedule(schedule());
     let summaries = builder.step_summary().launch(2, |accelerator| {
-        let error = accelerator.profile(schedule(), "other.json").unwrap_err();
+        let error = accelerator.profile(schedule(), |_| ()).unwrap_err();
         assert!(error.is_misuse(), "{error:?}");
         train(&accelerator, 9, |_| ())?;
         accelerator.finish()?;
         Ok(accelerator.step_summary().unwrap().steps)
     });
     assert_eq!(summaries.unwrap(), [9, 9], "the summary is of all steps");
-    let ranks = &[0, 1][..];
-    let expected = expected(&[
-        ("trace.cycle0.json", ranks, &[2, 3]),
-        ("trace.cycle1.json", ranks, &[6, 7]),
-    ]);
+    let expected = expected(&[("trace.cycle0", &[2, 3]), ("trace.cycle1", &[6, 7])]);
     assert_eq!(traces(folder.path()), expected);
 }
 
@@ -147,7 +144,7 @@ fn c24_a_cycle_that_the_end_cuts_off_is_written_and_one_that_warms_up_is_not() {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("trace.json");
             let outcome = accelerator::launch(2, |accelerator| {
-                let profiler = accelerator.profile(schedule(), &path)?;
+                let profiler = accelerator.profile(schedule(), traced(&path))?;
                 train(&accelerator, steps, |_| ())?;
                 if ends == "dropped" {
                     drop(profiler);
@@ -158,7 +155,7 @@ fn c24_a_cycle_that_the_end_cuts_off_is_written_and_one_that_warms_up_is_not() {
             });
             outcome.unwrap();
             let traces = traces(folder.path());
-            let found = traces.values().next_back().map(|ranks| ranks[1].1.clone());
+            let found = traces.values().next_back().map(|ranks| ranks[0].1.clone());
             assert_eq!(found.as_deref(), last, "{steps} steps, {ends}");
         }
     }
@@ -170,8 +167,11 @@ fn c24_summaries_are_handed_to_the_program() {
         let seen = accelerator::launch(2, |accelerator| {
             let seen = Arc::new(Mutex::new(Vec::new()));
             let notes = Arc::clone(&seen);
-            let note = move |cycle: &Cycle| notes.lock().unwrap().push(cycle.clone());
-            let profiler = accelerator.profile_with(schedule().with_repeat(repeat), note)?;
+            let note = move |cycle: &Cycle| {
+                let seen = (cycle.number, cycle.first_step, cycle.summary.clone());
+                notes.lock().unwrap().push(seen);
+            };
+            let profiler = accelerator.profile(schedule().with_repeat(repeat), note)?;
             train(&accelerator, steps, |_| ())?;
             drop(profiler);
             accelerator.finish()?;
@@ -179,81 +179,32 @@ fn c24_summaries_are_handed_to_the_program() {
         });
         for seen in seen.unwrap() {
             assert_eq!(seen.len(), cycles, "repeat {repeat}, {steps} steps");
-            for (number, cycle) in seen.iter().enumerate() {
-                let number = number as u64;
-                assert_eq!((cycle.number, cycle.first_step), (number, 4 * number + 2));
-                let kept = (steps as u64 - cycle.first_step).min(2);
-                assert_eq!(cycle.summary.steps, kept);
-                assert!(cycle.summary.backward.mean > 0.0 && cycle.summary.bytes.mean > 0.0);
+            for (expected, (number, first_step, summary)) in (0..).zip(seen) {
+                assert_eq!((number, first_step), (expected, 4 * expected + 2));
+                let kept = (steps as u64 - first_step).min(2);
+                assert_eq!(summary.steps, kept);
+                assert!(summary.backward.mean > 0.0 && summary.bytes.mean > 0.0);
             }
         }
     }
-}
-
-/// What a program promises to send nothing, sends no trace either.
-#[test]
-fn cycles_wait_for_a_window_of_all_ranks() {
-    let folder = tempfile::tempdir().unwrap();
-    let builder = Accelerator::builder().accumulation_steps(2);
-    let outcome = builder.launch(2, |accelerator| {
-        let is_there = |name: &str| folder.path().join(name).exists();
-        let is_main = accelerator.is_main_process();
-        let profile = |name: &str| {
-            let path = folder.path().join(name);
-            accelerator.profile(ProfilerSchedule::new(1).with_repeat(1), path)
-        };
-        let parts = (line(&accelerator.device()), SgdConfig::new().init());
-        let (mut model, mut optimizer): (Linear, _) = accelerator.prepare(parts)?;
-        let train = accelerator.prepare(crate::common::loader(32, 2))?;
-        let mut batches = train.epoch(0);
-        let _first = profile("all.json")?;
-        for micro_step in 1..=4 {
-            let batch = batches.next().unwrap()?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            // It is complete after the second one; the main rank writes it.
-            assert!(!is_main || is_there("all.cycle0.json") == (micro_step == 4));
-            model = optimizer.step(0.01, model, gradients);
-        }
-        let _second = profile("own.json")?;
-        let mut local = LocalSgdConfig::new(8).init(&accelerator, &model)?;
-        for _ in 0..4 {
-            let batch = batches.next().unwrap()?;
-            let gradients = local.backward(distance(&model, &batch), &model, &batch)?;
-            assert!(!is_there("own.cycle0.json"));
-            model = optimizer.step(0.01, model, gradients);
-        }
-        // The main rank writes it there, and hears that the other one is there before.
-        accelerator.wait_for_everyone()?;
-        local.average(&mut model)?;
-        assert!(!is_main || is_there("own.cycle0.json"));
-        accelerator.finish()
-    });
-    outcome.unwrap();
-    assert_eq!(folder.path().read_dir().unwrap().count(), 2);
 }
 
 #[test]
 fn one_profiler_can_follow_another() {
     let folder = tempfile::tempdir().unwrap();
     let outcome = accelerator::launch(2, |accelerator| {
-        let profile = |name: &str| accelerator.profile(schedule(), folder.path().join(name));
+        let profile =
+            |name: &str| accelerator.profile(schedule(), traced(&folder.path().join(name)));
         let first = profile("a.json")?;
         assert!(profile("b.json").unwrap_err().is_misuse());
         train(&accelerator, 3, |_| ())?;
         drop(first);
-        // The rest of the first one is written before.
-        let second: Profiler = profile("b.json")?;
-        assert!(accelerator.rank() > 0 || folder.path().join("a.cycle0.json").exists());
+        let _second: Profiler = profile("b.json")?;
         train(&accelerator, 4, |_| ())?;
-        assert_eq!(second.cycles(), 1);
         accelerator.finish()
     });
     outcome.unwrap();
-    let ranks = &[0, 1][..];
-    let expected = expected(&[
-        ("a.cycle0.json", ranks, &[2]),
-        ("b.cycle0.json", ranks, &[5, 6]),
-    ]);
+    let expected = expected(&[("a.cycle0", &[2]), ("b.cycle0", &[5, 6])]);
     assert_eq!(traces(folder.path()), expected);
 }
 
@@ -262,23 +213,19 @@ fn what_would_fail_later_is_refused_at_once_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let outcome = accelerator::launch(2, |accelerator| {
-        let path = |name: &str| folder.join(name);
-        let refused = |schedule: ProfilerSchedule, name: &str| {
-            let error = accelerator.profile(schedule, path(name)).unwrap_err();
+        let refused = |schedule: ProfilerSchedule| {
+            let error = accelerator.profile(schedule, |_| ()).unwrap_err();
             assert!(error.is_config(), "{error:?}");
             error.to_string()
         };
-        assert!(refused(schedule(), "missing/trace.json").contains("missing"));
-        assert!(refused(schedule(), "").contains("folder"));
-        assert!(refused(ProfilerSchedule::new(0), "trace.json").contains("at least 1"));
+        assert!(refused(ProfilerSchedule::new(0)).contains("at least 1"));
         let other = schedule().with_wait(accelerator.rank() as u64);
-        assert!(refused(other, "trace.json").contains("differs between ranks"));
+        assert!(refused(other).contains("differs between ranks"));
         // The group is as good as before.
-        drop(accelerator.profile(schedule(), path("trace.json"))?);
+        drop(accelerator.profile(schedule(), |_| ())?);
         accelerator.finish()
     });
     outcome.unwrap();
-    assert_eq!(folder.read_dir().unwrap().count(), 0);
     let refused = |builder: AcceleratorBuilder| {
         let error = builder.build().unwrap_err();
         assert!(error.is_config(), "{error:?}");
@@ -295,7 +242,7 @@ fn ranks_that_are_left_write_their_own() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace.json");
         let outcome = accelerator::launch(3, |accelerator| {
-            let _profiler = accelerator.profile(schedule(), &path)?;
+            let _profiler = accelerator.profile(schedule(), traced(&path))?;
             train(&accelerator, steps, |_| ())?;
             if accelerator.rank() == 2 {
                 accelerator.group().abort("its disk is full");
@@ -326,11 +273,6 @@ fn traces_of_an_earlier_run_do_not_stay() {
     };
     let count = || folder.path().read_dir().unwrap().count();
     put();
-    let accelerator = Accelerator::new().unwrap();
-    let profiler = accelerator.profile(schedule(), &path).unwrap();
-    assert_eq!(count(), 0);
-    drop(profiler);
-    put();
     let builder = Accelerator::builder().trace(&path);
     let accelerator = builder.clone().build().unwrap();
     assert_eq!(count(), 0);
@@ -349,19 +291,18 @@ fn traces_of_an_earlier_run_do_not_stay() {
 #[test]
 fn c24_a_closure_that_panics_ends_recording_and_the_next_profiler_begins() {
     let accelerator = Accelerator::new().unwrap();
-    let first = accelerator
-        .profile_with(ProfilerSchedule::new(2), |_| panic!("there is no room"))
+    let _first = accelerator
+        .profile(ProfilerSchedule::new(2), |_| panic!("there is no room"))
         .unwrap();
     let training = AssertUnwindSafe(|| train(&accelerator, 4, |_| ()));
     assert!(catch_unwind(training).is_err());
-    assert_eq!(first.cycles(), 0);
     let cycles = Arc::<Mutex<Vec<u64>>>::default();
     let noted = cycles.clone();
-    let second = accelerator
-        .profile_with(ProfilerSchedule::new(2).with_repeat(1), move |cycle| {
+    let _second = accelerator
+        .profile(ProfilerSchedule::new(2).with_repeat(1), move |cycle| {
             noted.lock().unwrap().push(cycle.summary.steps);
         })
         .unwrap();
     train(&accelerator, 4, |_| ()).unwrap();
-    assert_eq!((&*cycles.lock().unwrap(), second.cycles()), (&vec![2], 1));
+    assert_eq!(*cycles.lock().unwrap(), [2]);
 }

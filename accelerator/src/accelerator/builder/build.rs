@@ -15,11 +15,12 @@ use crate::core::device::{self, BackendKind};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::forward_collectives::ForwardCollectives;
 use crate::core::generator::drawing;
+use crate::core::user_message;
 use crate::data::UncountedPadding;
 use crate::logging::WarnedTexts;
 use crate::optim::OptimizerCount;
 use crate::reduce::{DeviceReducer, OverlapSwitch, ReduceContext};
-use crate::timeline::{Output, Timeline, TraceFile, check_cycles, clear_traces};
+use crate::timeline::{Cycle, Timeline, TraceFile, check_cycles, clear_traces};
 use crate::tracking::Tracking;
 
 impl AcceleratorBuilder {
@@ -152,7 +153,13 @@ impl AcceleratorBuilder {
         tracing::debug!(topology = %group.topology(), device = %device_reducer.kind(), "accelerator ready");
         let timeline = Timeline::new(&group, settings.recording)?;
         if let (Some(schedule), Some(path)) = (settings.trace.schedule, &settings.trace.path) {
-            timeline.begin(&group, schedule, Output::Trace(path.clone()))?;
+            let path = path.clone();
+            let write = move |cycle: &Cycle| {
+                if let Err(error) = cycle.write_trace(&path) {
+                    user_message::warn(&format!("a trace is lost: {error:?}"));
+                }
+            };
+            timeline.begin(&group, schedule, Box::new(write))?;
         }
         let context = Arc::new(Context {
             accumulation: Accumulation::new(settings.accumulation_steps, settings.window),
