@@ -2,7 +2,6 @@ mod batch_size;
 mod builder;
 mod checkpoints;
 mod collectives;
-mod distributed_type;
 mod finish;
 mod launch_threads;
 mod log;
@@ -39,7 +38,6 @@ use accelerator_collective::{ProcessGroup, Topology};
 use burn::tensor::Device;
 
 pub use self::builder::AcceleratorBuilder;
-pub use self::distributed_type::DistributedType;
 pub use self::launch_threads::launch;
 #[cfg(feature = "burn-train")]
 pub use self::metric_logger::RunLogger;
