@@ -14,26 +14,9 @@ impl Accelerator {
         self.topology().is_main()
     }
 
-    /// Returns `true` on the first rank of each host.
-    pub fn is_local_main_process(&self) -> bool {
-        self.topology().is_local_main()
-    }
-
-    /// Returns `true` on the rank with the highest number.
-    pub fn is_last_process(&self) -> bool {
-        self.topology().is_last()
-    }
-
     /// Prints a line on rank 0, and nothing elsewhere. A closed standard output is not an error.
     pub fn print(&self, line: impl fmt::Display) {
         if self.is_main_process() {
-            print(line);
-        }
-    }
-
-    /// Prints a line on the first rank of each host, and nothing elsewhere.
-    pub fn print_local(&self, line: impl fmt::Display) {
-        if self.is_local_main_process() {
             print(line);
         }
     }
@@ -129,19 +112,7 @@ impl Accelerator {
         self.on_process(0, work)
     }
 
-    /// Runs `work` on the first rank of each host only; see
-    /// [`on_main_process`](Self::on_main_process).
-    pub fn on_local_main_process<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
-        self.is_local_main_process().then(|| self.busy_alone(work))
-    }
-
-    /// Runs `work` on the rank with the highest number only; see
-    /// [`on_main_process`](Self::on_main_process).
-    pub fn on_last_process<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
-        self.is_last_process().then(|| self.busy_alone(work))
-    }
-
-    /// Runs `work` on the rank with that number on its host, on each host; see
+    /// Runs `work` on the rank with that number on its host, on each host: 0 is the first rank of each. See
     /// [`on_main_process`](Self::on_main_process).
     pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.topology().local_rank() == local_rank).then(|| self.busy_alone(work))
@@ -191,7 +162,7 @@ impl Accelerator {
     #[track_caller]
     pub fn local_main_process_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let group = &self.shared.context.group;
-        if self.is_local_main_process() {
+        if self.topology().is_local_main() {
             return self.first(work, |failure| {
                 outcome::exchange(group, failure.as_ref(), FIRST)
             });

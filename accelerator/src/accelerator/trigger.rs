@@ -26,7 +26,7 @@ impl Accelerator {
     /// ```
     /// let answers = accelerator::launch(2, |accelerator| {
     ///     let before = accelerator.check_trigger()?;
-    ///     accelerator.on_last_process(|| accelerator.set_trigger());
+    ///     accelerator.on_process(1, || accelerator.set_trigger());
     ///     Ok([before, accelerator.check_trigger()?, accelerator.check_trigger()?])
     /// })?;
     /// assert_eq!(answers, [[false, true, false]; 2]);

@@ -66,7 +66,7 @@ fn steps(
             let mut answers = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
-                if batch.step() == 5 && accelerator.is_last_process() {
+                if batch.step() == 5 && accelerator.topology().is_last() {
                     accelerator.set_trigger();
                 }
                 let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
@@ -135,7 +135,7 @@ fn a_preemption_is_told_with_its_window_and_stays() {
             let mut answers = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
-                if batch.step() == 4 && accelerator.is_last_process() {
+                if batch.step() == 4 && accelerator.topology().is_last() {
                     accelerator.on_preemption(notice())?;
                 }
                 let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
@@ -201,7 +201,7 @@ fn a_preemption_in_local_training_is_told_with_the_average() {
             let mut answers = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
-                if batch.step() == 1 && accelerator.is_last_process() {
+                if batch.step() == 1 && accelerator.topology().is_last() {
                     accelerator.on_preemption(notice())?;
                 }
                 let gradients = local.backward(distance(&model, &batch), &model, &batch)?;
@@ -255,8 +255,8 @@ fn c14_work_runs_on_the_ranks_that_it_is_for() {
     let ran = accelerator::launch(3, |accelerator| {
         Ok([
             accelerator.on_main_process(|| 1),
-            accelerator.on_local_main_process(|| 1),
-            accelerator.on_last_process(|| 1),
+            accelerator.on_local_process(0, || 1),
+            accelerator.on_process(2, || 1),
             accelerator.on_process(1, || 1),
             accelerator.on_local_process(1, || 1),
             accelerator.on_process(7, || 1),
@@ -280,8 +280,8 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
         let meet = || accelerator.wait_for_everyone();
         let alone = [
             accelerator.on_main_process(meet),
-            accelerator.on_local_main_process(meet),
-            accelerator.on_last_process(meet),
+            accelerator.on_local_process(0, meet),
+            accelerator.on_process(2, meet),
             accelerator.on_process(1, meet),
             accelerator.on_local_process(1, meet),
             accelerator.on_process(0, || accelerator.check_trigger().map(drop)),
@@ -381,7 +381,7 @@ fn c14_the_first_of_each_host_goes_before_the_others() {
     let both = Barrier::new(2);
     let outcomes = on_two_hosts(|accelerator| {
         accelerator.local_main_process_first(|| {
-            if accelerator.is_local_main_process() {
+            if accelerator.topology().is_local_main() {
                 both.wait();
             }
             order.lock().unwrap().push(accelerator.rank() % 2);
@@ -398,7 +398,7 @@ fn c14_what_fails_on_the_first_of_a_host_fails_everywhere() {
     let errors = on_two_hosts(|accelerator| {
         let outcome = accelerator.local_main_process_first(|| {
             assert!(
-                accelerator.is_local_main_process(),
+                accelerator.topology().is_local_main(),
                 "the others do not run it"
             );
             if accelerator.rank() == 2 {
@@ -465,7 +465,7 @@ fn who_works_while_others_wait_is_waited_for() {
         },
         |accelerator| accelerator.in_rank_order(long).map(drop),
         |accelerator| {
-            accelerator.on_last_process(long);
+            accelerator.on_process(1, long);
             Ok(())
         },
         // Without a closure.
