@@ -137,8 +137,7 @@ pub use accelerator_tune as tune;
 #[cfg(feature = "burn-train")]
 pub use crate::accelerator::RunLogger;
 pub use crate::accelerator::{
-    Accelerator, AcceleratorBuilder, PadSide, PaddedShare, Prepare, Tensors, launch,
-    launch_processes,
+    Accelerator, AcceleratorBuilder, PadSide, Prepare, Tensors, launch, launch_processes,
 };
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};

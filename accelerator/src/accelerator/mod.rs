@@ -47,7 +47,6 @@ pub use self::rank_processes::launch_processes;
 pub(crate) use self::rank_processes::{
     GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
 };
-pub use self::split::PaddedShare;
 pub(crate) use self::tensors::TensorMap;
 pub use self::tensors::Tensors;
 use crate::checkpoint::CheckpointContext;
