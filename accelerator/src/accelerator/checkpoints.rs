@@ -1,7 +1,5 @@
 use super::Accelerator;
-use crate::checkpoint::{
-    self, Checkpoints, Position, Rescale, Resume, Save, Saved, Saving, WorldChange,
-};
+use crate::checkpoint::{self, Checkpoints, Position, Resume, Save, Saved, Saving};
 use crate::core::error::Result;
 use crate::data::PreparedLoader;
 
@@ -125,7 +123,7 @@ impl Accelerator {
     /// - [`AssumeDeterministic`](crate::data::AssumeDeterministic) loaders of Burn's own skip what was used by reading and
     ///   dropping it. That needs as many ranks as before, and an order that is the same each time.
     /// - At another number of ranks, a step uses as many samples as before, divided as evenly as
-    ///   possible, and the learning rate stays: see [`resume_with`](Self::resume_with). With
+    ///   possible, and the learning rate stays: see [`Checkpoints::with_rescale`]. With
     ///   [`global_batch`](crate::AcceleratorBuilder::global_batch), batches stay as they are, and micro-steps
     ///   follow. A schedule over the steps of a plan needs the loader first: see
     ///   [`resume_loader`](Self::resume_loader).
@@ -165,9 +163,7 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         parts: P,
     ) -> Result<(P, Position)> {
-        checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts, |_| {
-            Rescale::default()
-        })
+        checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts)
     }
 
     /// Gives a loader alone what [`resume`](Self::resume) will give it, before there is an optimizer: so that a
@@ -214,92 +210,6 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
-        checkpoint::resume_loader(
-            &self.shared.checkpoints,
-            &checkpoints.into(),
-            loader,
-            |_| Rescale::default(),
-        )
-    }
-
-    /// Does the same as [`resume_loader`](Self::resume_loader) for a program that continues by
-    /// [`resume_with`](Self::resume_with), with its rule.
-    ///
-    /// ```
-    /// use accelerator::checkpoint::Rescale;
-    /// use accelerator::prelude::*;
-    /// # use burn::data::dataset::InMemDataset;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    /// # let train = || {
-    /// #     let dataset = InMemDataset::new((0..96).collect());
-    /// #     LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(8).build(dataset)
-    /// # };
-    ///
-    /// launch(2, |accelerator| {
-    ///     let train = accelerator.prepare(train())?;
-    ///     accelerator.save_state(folder, &train).map(drop)
-    /// })?;
-    /// launch(3, |accelerator| {
-    ///     let train = accelerator.prepare(train())?;
-    ///     let train = accelerator
-    ///         .resume_loader_with(folder, train, |_| Rescale::keep_batch_per_rank())?;
-    ///     assert_eq!(train.steps(), Some(4));
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// The errors of both.
-    #[track_caller]
-    pub fn resume_loader_with<O: Send + 'static>(
-        &self,
-        checkpoints: impl Into<Checkpoints>,
-        loader: PreparedLoader<O>,
-        rule: impl FnOnce(&WorldChange) -> Rescale,
-    ) -> Result<PreparedLoader<O>> {
-        checkpoint::resume_loader(&self.shared.checkpoints, &checkpoints.into(), loader, rule)
-    }
-
-    /// Resumes like [`resume`](Self::resume), with a rule for another number of ranks; see [`Rescale`]. The
-    /// rule is asked on rank 0, and only if the number has changed.
-    ///
-    /// A batch size that was changed in the program takes precedence over the rule.
-    ///
-    /// ```
-    /// use accelerator::checkpoint::Rescale;
-    /// use accelerator::prelude::*;
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let folder = folder.path();
-    ///
-    /// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
-    /// launch(3, |accelerator| {
-    ///     let (_, position) = accelerator.resume_with(folder, Object(0), |change| {
-    ///         // The same steps where the job shrank, larger ones where it grew.
-    ///         match change.now() < change.before() {
-    ///             true => Rescale::keep_global_batch(),
-    ///             false => Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio()),
-    ///         }
-    ///     })?;
-    ///     assert_eq!(position.learning_rate_factor(), 1.5);
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`resume`](Self::resume), and [`Error::is_config`](crate::Error::is_config) for a factor
-    /// that is not a positive number.
-    #[track_caller]
-    pub fn resume_with<K, P: Resume<K>>(
-        &self,
-        checkpoints: impl Into<Checkpoints>,
-        parts: P,
-        rule: impl FnOnce(&WorldChange) -> Rescale,
-    ) -> Result<(P, Position)> {
-        checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts, rule)
+        checkpoint::resume_loader(&self.shared.checkpoints, &checkpoints.into(), loader)
     }
 }

@@ -142,8 +142,8 @@ impl fmt::Display for Position {
 
 /// A change of the number of ranks between the save of a checkpoint and the resume from it.
 ///
-/// [`Accelerator::resume_with`](crate::Accelerator::resume_with) shows it to the program, which
-/// answers with a [`Rescale`].
+/// [`Checkpoints::with_rescale`](super::Checkpoints::with_rescale) sets how the program answers it: with a
+/// [`Rescale`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorldChange {
     pub(super) before: usize,
@@ -183,7 +183,7 @@ impl WorldChange {
 ///
 /// The first rule keeps the trajectory of the job that was, up to rounding. Under the second one
 /// the rate is often scaled along, as in the example of
-/// [`Accelerator::resume_with`](crate::Accelerator::resume_with).
+/// [`Checkpoints::with_rescale`](super::Checkpoints::with_rescale).
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Rescale {
     batch: BatchChange,

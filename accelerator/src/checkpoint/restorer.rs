@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::distribute::bytes_from_main;
 use super::position::{Origin, Rescale, WorldChange};
 use super::saving::CheckpointContext;
+use super::settings::Checkpoints;
 use super::source::Source;
 use super::state_file::{
     HookState, Names, PartKind, PartState, SavedHook, SavedModel, StateFile, decode,
@@ -206,7 +207,7 @@ impl<'a> Restorer<'a> {
                     format!(
                         "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
                          must count as many steps: {RESUME_LOADER_HINT}; where batches are to stay those of a rank, use \
-                         `resume_with` and `Rescale::keep_batch_per_rank`; if the rate was changed on purpose, \
+                         `Checkpoints::with_rescale` and `Rescale::keep_batch_per_rank`; if the rate was changed on purpose, \
                          change it in a run with {before} ranks, and save there"
                     ),
                 ));
@@ -355,7 +356,7 @@ impl FoundCheckpoint {
         state: &StateFile,
         now: usize,
         window: WindowSize,
-        rule: impl FnOnce(&WorldChange) -> Rescale,
+        settings: &Checkpoints,
     ) -> Result<Self> {
         let metadata = source.metadata()?;
         let before = metadata.world_size.get();
@@ -370,7 +371,7 @@ impl FoundCheckpoint {
         let rescale = if before == now {
             Rescale::default()
         } else {
-            rule(&change)
+            settings.rescale(&change)
         };
         let rescale = match window {
             WindowSize::Samples => rescale.with_steps_that_follow(),

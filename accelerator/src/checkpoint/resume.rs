@@ -18,20 +18,18 @@ use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
 use crate::data::PreparedLoader;
 
-/// See [`Accelerator::resume_with`].
+/// See [`Accelerator::resume`].
 #[track_caller]
 pub(crate) fn resume<K, P: Resume<K>>(
     context: &CheckpointContext,
     settings: &Checkpoints,
     parts: P,
-    rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<(P, Position)> {
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
     context.ongoing.resumes(settings.path());
     let misfit = |found: &Candidate, _: &Folder| Ok(found.state.misfit(&kinds));
-    let Some((found, source)) = find(context, settings, "resume", list(&kinds), &misfit, rule)?
-    else {
+    let Some((found, source)) = find(context, settings, "resume", list(&kinds), &misfit)? else {
         if context.is_main_process() {
             let path = settings.path().display();
             tracing::info!("no checkpoint in `{path}`: nothing is resumed");
@@ -96,13 +94,12 @@ pub(crate) fn resume<K, P: Resume<K>>(
     Ok((parts, position))
 }
 
-/// See [`Accelerator::resume_loader_with`].
+/// See [`Accelerator::resume_loader`].
 #[track_caller]
 pub(crate) fn resume_loader<O: Send + 'static>(
     context: &CheckpointContext,
     settings: &Checkpoints,
     loader: PreparedLoader<O>,
-    rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<PreparedLoader<O>> {
     let number = loader.number();
     let name = format!("loader {number} (the first that was prepared is 0)");
@@ -113,7 +110,7 @@ pub(crate) fn resume_loader<O: Send + 'static>(
         Some(_) => found.other_parts(folder),
     };
     let call = "resume_loader";
-    let Some((found, _)) = find(context, settings, call, name.clone(), &misfit, rule)? else {
+    let Some((found, _)) = find(context, settings, call, name.clone(), &misfit)? else {
         return Ok(loader);
     };
     let Some((at, saved)) = found.state.loader(number) else {
@@ -134,7 +131,6 @@ fn find(
     call: &str,
     passed: String,
     misfit: &Misfit<'_>,
-    rule: impl FnOnce(&WorldChange) -> Rescale,
 ) -> Result<Option<(FoundCheckpoint, Option<Source>)>> {
     context.ongoing.settle(context)?;
     let folder = settings.path().display();
@@ -168,7 +164,7 @@ fn find(
         }
         let window = context.accumulation.window;
         let (ranks, state) = (context.world_size(), &newest.state);
-        let found = FoundCheckpoint::read(&newest.source, state, ranks, window, rule)?;
+        let found = FoundCheckpoint::read(&newest.source, state, ranks, window, settings)?;
         source = Some(newest.source);
         Ok(Some(FoundCheckpoint {
             passed_over,

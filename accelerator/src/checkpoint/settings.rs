@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use accelerator_track::Runs;
 
+use super::world::{Rescale, WorldChange};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
 
@@ -20,7 +21,10 @@ pub struct Checkpoints {
     pub(super) max_shard_size: u64,
     before_save: Vec<Arc<Callback<Draft>>>,
     after_resume: Vec<Arc<Callback<Resumed>>>,
+    rescale: Option<Arc<RescaleRule>>,
 }
+
+type RescaleRule = dyn Fn(&WorldChange) -> Rescale + Send + Sync;
 
 type Callback<T> = dyn Fn(&T) -> Result<(), CallbackError> + Send + Sync;
 
@@ -54,6 +58,7 @@ impl Checkpoints {
             max_shard_size: 0,
             before_save: Vec::new(),
             after_resume: Vec::new(),
+            rescale: None,
         }
     }
 
@@ -168,6 +173,47 @@ impl Checkpoints {
     ) -> Self {
         self.after_resume.push(Arc::new(hook));
         self
+    }
+
+    /// Sets the rule for a resume on another number of ranks. Default: [`Rescale::keep_global_batch`]. The rule is
+    /// called on rank 0, and only if the number has changed.
+    ///
+    /// A batch size that was changed in the program takes precedence over the rule.
+    ///
+    /// ```
+    /// use accelerator::checkpoint::Rescale;
+    /// use accelerator::prelude::*;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// launch(2, |accelerator| accelerator.save_state(folder, Object(&1)).map(drop))?;
+    /// launch(3, |accelerator| {
+    ///     let checkpoints = Checkpoints::new(folder).with_rescale(|change| {
+    ///         // The same steps if the job shrank, larger ones if it grew.
+    ///         match change.now() < change.before() {
+    ///             true => Rescale::keep_global_batch(),
+    ///             false => Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio()),
+    ///         }
+    ///     });
+    ///     let (_, position) = accelerator.resume(checkpoints, Object(0))?;
+    ///     assert_eq!(position.learning_rate_factor(), 1.5);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn with_rescale(
+        mut self,
+        rule: impl Fn(&WorldChange) -> Rescale + Send + Sync + 'static,
+    ) -> Self {
+        self.rescale = Some(Arc::new(rule));
+        self
+    }
+
+    /// Applies the rule to that change.
+    pub(super) fn rescale(&self, change: &WorldChange) -> Rescale {
+        self.rescale
+            .as_ref()
+            .map_or_else(Rescale::default, |rule| rule(change))
     }
 
     /// The folder.

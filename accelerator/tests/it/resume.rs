@@ -768,14 +768,15 @@ fn the_program_may_rescale_instead() {
             let optimizer = (SgdConfig::new().init(), scheduler);
             let parts = (line(&accelerator.device()), optimizer, loader(64, 4));
             let parts = accelerator.prepare(parts)?;
+            let checkpoints = Checkpoints::new(folder.path()).with_rescale(move |change| {
+                assert_eq!(change.now(), ranks);
+                assert_eq!(change.global_batches().len(), 1);
+                factor.map_or_else(Rescale::keep_global_batch, |factor| {
+                    Rescale::keep_batch_per_rank().with_learning_rate_factor(factor)
+                })
+            });
             let ((mut model, mut optimizer, train), position) =
-                accelerator.resume_with(folder.path(), parts, |change| {
-                    assert_eq!(change.now(), ranks);
-                    assert_eq!(change.global_batches().len(), 1);
-                    factor.map_or_else(Rescale::keep_global_batch, |factor| {
-                        Rescale::keep_batch_per_rank().with_learning_rate_factor(factor)
-                    })
-                })?;
+                accelerator.resume(checkpoints, parts)?;
             let batch = train.epoch(0).next().unwrap()?;
             let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
             let samples = gradients.samples();
