@@ -127,12 +127,7 @@ pub mod timeline;
 mod tracking;
 pub mod train;
 
-pub use accelerator_collective as collective;
 pub use accelerator_host::PREEMPTED_EXIT_CODE;
-pub use accelerator_plan as plan;
-pub use accelerator_track as track;
-#[cfg(feature = "tune")]
-pub use accelerator_tune as tune;
 
 #[cfg(feature = "burn-train")]
 pub use crate::accelerator::RunLogger;
@@ -187,6 +182,50 @@ pub mod prelude {
     pub use crate::{
         Accelerator, AveragedGradients, BackendKind, Compression, Error, GradientReduction,
         Overlap, Oversubscription, PadSide, Preemption, Result, launch,
+    };
+}
+
+/// Groups of ranks: how a process finds its place among them, and what they compute together.
+pub mod collective {
+    #[doc(hidden)]
+    pub use accelerator_collective::rendezvous;
+    pub use accelerator_collective::{
+        Activity, Buffer, BufferSlice, Culprit, DType, Element, Error, ExecThread, GroupOptions,
+        Launch, LaunchSource, OpEvent, OpKind, Partition, Pending, ProcessGroup, ReduceOp,
+        Rendezvous, Result, ShardLayout, StoreHost, Topology, TransportKind,
+    };
+}
+
+/// The rules by which samples are shared out, and randomness that depends on positions alone.
+pub mod plan {
+    pub use accelerator_plan::{Permutation, TailPolicy, WeightedSampler, mix, sample_rng_seed};
+}
+
+/// Runs: what [`Accelerator::tracker`] lends, what a [`Tracker`] is fed with, and what is read back.
+pub mod track {
+    pub use accelerator_track::{
+        Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactRole,
+        ArtifactStore, ArtifactUse, CsvFile, Delivery, EndStatus, Entry, Error, Histogram,
+        Hyperparameter, Media, MediaContent, Metrics, Number, Origin, Point, PointValue, Record,
+        Report, Result, Run, RunAttempt, RunEnd, RunHistory, RunId, RunInfo, RunMark, RunStatus,
+        RunSummary, Runs, Series, SeriesSummary, Sink, SinkPosition, StoredArtifact, SystemPoint,
+        TensorBoard, WeightsDigest,
+    };
+    #[cfg(feature = "mlflow")]
+    pub use accelerator_track::{MlflowServer, MlflowSink};
+}
+
+/// Hyperparameter search.
+#[cfg(feature = "tune")]
+pub mod tune {
+    pub use accelerator_tune::{
+        Asha, AshaPromotion, BoxError, CheckpointSettings, Config, Display, Domain, Error,
+        IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number, Objective, Optuna,
+        Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Scheduler, Scope, Search,
+        SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder, Searcher, Space, Stop, Suggestion,
+        Trainable, Trial, TrialContext, TrialEnd, TrialId, TrialResult, TrialSession, TrialStatus,
+        VariantGenerator, WorkerReuse, choice, grid_search, lograndint, loguniform, qlograndint,
+        qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
     };
 }
 
