@@ -23,7 +23,7 @@ impl Accelerator {
 
     /// Prints a line of each rank, in the order of ranks and in one piece, on rank 0.
     ///
-    /// Every rank must call it: one collective sends the lines to rank 0. Where some ranks do not call it, or one
+    /// Every rank must call it: one collective sends the lines to rank 0. If some ranks do not call it, or one
     /// calls it in a closure that only some ranks run, it is an error, not a hang.
     ///
     /// # Errors
@@ -40,11 +40,10 @@ impl Accelerator {
     /// Runs `work` on one rank after the other, in their order: each begins when the one before has
     /// ended, and the first when all have come. Every rank must call it; it returns when all are done.
     ///
-    /// Lines that ranks log so come in the order of ranks where they write to one place, a terminal or a
-    /// file. A launcher that collects the output of each rank by itself, as `accel-launch` does, may still
-    /// mix lines that come at almost the same time: where the order of lines is all that matters,
-    /// [`print_in_order`](Self::print_in_order) sends them to rank 0, in one operation for all ranks in
-    /// place of one for each.
+    /// Lines that ranks log come in the order of ranks if all write to one terminal or file. A launcher that
+    /// collects the output of each rank, as `accel-launch` does, may still mix lines that come at almost the
+    /// same time: if the order of lines is all that matters, [`print_in_order`](Self::print_in_order) sends
+    /// them to rank 0, in one operation for all ranks instead of one per rank.
     ///
     /// A collective inside `work` returns an error at once. What `work` returns, an error included, stays on this
     /// rank. When it panics, the panic is resumed on this rank, the other ranks get an error, and later ranks do not
@@ -97,9 +96,9 @@ impl Accelerator {
 
     /// Runs `work` on rank 0 only.
     ///
-    /// The other ranks do not take part, so a collective inside `work` would wait for them for
-    /// ever: it returns an error there and then instead. Where they come to their next collective before
-    /// `work` is done, they wait as in [`main_process_first`](Self::main_process_first).
+    /// The other ranks do not take part, so a collective inside `work` would wait for them forever:
+    /// it returns an error at once instead. If they come to their next collective before `work` is done,
+    /// they wait as in [`main_process_first`](Self::main_process_first).
     ///
     /// ```
     /// let seen = accelerator::launch(2, |accelerator| {
@@ -152,7 +151,7 @@ impl Accelerator {
     }
 
     /// Runs `work` on the first rank of each host, and on the others after it succeeded on all of
-    /// those: what is unpacked to a disk of the host is there once a host.
+    /// those: what is unpacked to a disk of the host is there once per host.
     ///
     /// # Errors
     ///
@@ -171,7 +170,7 @@ impl Accelerator {
         self.busy(work)
     }
 
-    /// Shows the other ranks that this one works, where it does for long what they do not: they wait
+    /// Shows the other ranks that this one works, while it does for long what they do not: they wait
     /// for it in their next collective, for at most the
     /// [progress timeout](crate::AcceleratorBuilder::progress_timeout) after the last such call. It sends
     /// nothing by itself, costs next to nothing, and may be called by any thread.
