@@ -188,7 +188,7 @@ pub mod prelude {
 /// Groups of ranks: how a process finds its place among them, and what they compute together.
 pub mod collective {
     #[doc(hidden)]
-    pub use accelerator_collective::rendezvous;
+    pub use accelerator_collective::launcher;
     pub use accelerator_collective::{
         Activity, Buffer, BufferSlice, Culprit, DType, Element, Error, ExecThread, GroupOptions,
         Launch, LaunchSource, OpEvent, OpKind, Partition, Pending, ProcessGroup, ReduceOp,
@@ -224,8 +224,8 @@ pub mod tune {
         Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Scheduler, Scope, Search,
         SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder, Searcher, Space, Stop, Suggestion,
         Trainable, Trial, TrialContext, TrialEnd, TrialId, TrialResult, TrialSession, TrialStatus,
-        VariantGenerator, WorkerReuse, choice, grid_search, lograndint, loguniform, qlograndint,
-        qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
+        WorkerReuse, choice, grid_search, lograndint, loguniform, qlograndint, qloguniform,
+        qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
     };
 }
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use accelerator_track::{CsvFile, Run, RunBuilder, RunMark, Sink, SystemSampler, TensorBoard};
-use accelerator_track::{Run, RunMark, internal::SystemSampler};
+use accelerator_track::internal::SystemSampler;
+use accelerator_track::{CsvFile, Run, RunBuilder, RunMark, Sink, TensorBoard};
 use serde::{Deserialize, Serialize};
 
 use crate::core::user_message;

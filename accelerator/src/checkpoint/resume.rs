@@ -7,7 +7,7 @@ use accelerator_manifest::{
 
 use super::distribute::from_main;
 use super::parts::Resume;
-use super::position::{Origin, Position, Rescale, WorldChange};
+use super::position::{Origin, Position};
 use super::restorer::{FoundCheckpoint, Restorer};
 use super::saving::CheckpointContext;
 use super::settings::{Checkpoints, Resumed};

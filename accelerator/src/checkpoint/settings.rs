@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use accelerator_track::Runs;
 
-use super::world::{Rescale, WorldChange};
+use super::position::{Rescale, WorldChange};
 use crate::core::error::{Error, Kind, Result};
 use crate::core::user_message;
 

@@ -5,7 +5,6 @@ use burn::module::{Module, ModuleMapper, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
-use super::file_layout::FilePath;
 use super::format::{FileLayout, burn_dtype, file_dtype};
 use super::layout::Layout;
 use super::load_report::{LoadReport, Misshapen, Mistyped};

@@ -21,7 +21,6 @@ use crate::runner::{Location, Offer, Restore, RunnerEvent, TrialRunner, TrialSta
 use crate::searcher::Searcher;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
-use accelerator_host::text::unix_time;
 
 /// The limits of a search.
 #[derive(Clone, Copy, Debug, Default)]

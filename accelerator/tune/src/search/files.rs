@@ -5,7 +5,6 @@ use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
 use accelerator_host::machine::unix_time;
-use accelerator_host::text::unix_time;
 use accelerator_track::EndStatus;
 
 use crate::checkpoint_folder;

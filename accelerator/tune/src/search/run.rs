@@ -26,7 +26,6 @@ use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
 use crate::trial_id::TrialId;
 use crate::view::{SearchView, Trial, TrialStatus};
-use accelerator_host::text::unix_time;
 
 /// The options for running any search.
 #[derive(Clone, Debug, Default)]

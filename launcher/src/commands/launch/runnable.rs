@@ -14,8 +14,7 @@ use accelerator_host::machine::host_name;
 use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::supervisor::tool::{self, Stderr, ToolOutput};
-use crate::text::{host_name, needed_glibc, shell_word};
-use crate::text::{needed_glibc, shell_line};
+use crate::text::{needed_glibc, shell_word};
 
 /// Checks that the system finds the interpreter in the first line of a script. Any other program passes.
 ///
