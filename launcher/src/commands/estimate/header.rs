@@ -1,7 +1,6 @@
 //! The headers of safetensors files: eight bytes of length, and JSON of that length.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry as MapEntry;
 use std::fmt;
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -12,7 +11,7 @@ use serde::de::{self, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, Vis
 
 use crate::error::{Error, Result};
 
-/// The most that the format allows; and no index is longer that anybody wrote.
+/// The longest header that the format allows, and the longest index that is read.
 const MAX_HEADER: u64 = 100_000_000;
 
 /// A tensor, as a header describes it.
@@ -23,7 +22,7 @@ pub(super) struct Tensor {
     pub(super) elements: u64,
 }
 
-/// The tensors of a file, or of all files of an index, by name.
+/// Reads the tensors of a file, or of all files of an index, by name.
 ///
 /// # Errors
 /// If a file cannot be read, is no safetensors file or index, or lacks what the index says.
@@ -99,45 +98,35 @@ struct Header {
 
 impl<'de> Deserialize<'de> for Header {
     fn deserialize<D: Deserializer<'de>>(reader: D) -> std::result::Result<Self, D::Error> {
-        reader.deserialize_map(Tensors)
+        reader.deserialize_map(Self::default())
     }
 }
 
-struct Tensors;
-
-impl<'de> Visitor<'de> for Tensors {
-    type Value = Header;
+impl<'de> Visitor<'de> for Header {
+    type Value = Self;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("an object of tensors")
     }
 
-    fn visit_map<A: MapAccess<'de>>(
-        self,
-        mut map: A,
-    ) -> std::result::Result<Self::Value, A::Error> {
-        let mut header = Header::default();
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> std::result::Result<Self, A::Error> {
         while let Some(name) = map.next_key::<String>()? {
             if name == METADATA {
                 map.next_value::<IgnoredAny>()?;
                 continue;
             }
-            let entry: HeaderEntry = map.next_value().map_err(|error| {
-                de::Error::custom(format!("the tensor {}: {error}", quoted(&name)))
-            })?;
-            header.data = header.data.max(entry.data_offsets[1]);
-            let tensor = entry.tensor(&name).map_err(de::Error::custom)?;
-            match header.tensors.entry(name) {
-                MapEntry::Vacant(place) => place.insert(tensor),
-                MapEntry::Occupied(place) => {
-                    let name = quoted(place.key());
-                    return Err(de::Error::custom(format!(
-                        "the tensor {name} is there twice"
-                    )));
-                }
-            };
+            let shown = quoted(&name);
+            let entry: HeaderEntry = map
+                .next_value()
+                .map_err(|error| de::Error::custom(format!("the tensor {shown}: {error}")))?;
+            self.data = self.data.max(entry.data_offsets[1]);
+            let tensor = entry.tensor(&shown).map_err(de::Error::custom)?;
+            if self.tensors.insert(name, tensor).is_some() {
+                let error = format!("the tensor {shown} is there twice");
+                return Err(de::Error::custom(error));
+            }
         }
-        Ok(header)
+        Ok(self)
     }
 }
 
@@ -149,28 +138,25 @@ struct HeaderEntry {
 }
 
 impl HeaderEntry {
+    /// Returns the tensor; `name` is quoted.
     fn tensor(self, name: &str) -> std::result::Result<Tensor, String> {
+        let Self { dtype, shape, .. } = self;
         let [start, end] = self.data_offsets;
-        let elements = self.shape.iter().try_fold(1_u64, |a, &b| a.checked_mul(b));
+        let elements = shape.iter().try_fold(1_u64, |a, &b| a.checked_mul(b));
         let (Some(bytes), Some(elements)) = (end.checked_sub(start), elements) else {
             return Err(format!(
-                "the tensor {} has the shape {:?} and lies from {start} to {end}",
-                quoted(name),
-                self.shape
+                "the tensor {name} has the shape {shape:?} and lies from {start} to {end}"
             ));
         };
-        let expected = width(&self.dtype).map(|width| elements.checked_mul(width));
+        let expected = width(&dtype).map(|width| elements.checked_mul(width));
         if expected.is_some_and(|expected| expected != Some(bytes)) {
             return Err(format!(
-                "the tensor {} of {} has the shape {:?}, and {bytes} bytes",
-                quoted(name),
-                self.dtype,
-                self.shape
+                "the tensor {name} of {dtype} has the shape {shape:?}, and {bytes} bytes"
             ));
         }
         Ok(Tensor {
             bytes,
-            dtype: self.dtype,
+            dtype,
             elements,
         })
     }
