@@ -1,6 +1,10 @@
 //! The error of this crate.
 
-use std::{fmt, io, time::Duration};
+use std::{
+    fmt,
+    io::{self, Write},
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -271,6 +275,14 @@ impl fmt::Display for Seconds {
 
 /// The most ranks that a message lists one by one.
 const MAX_LISTED_RANKS: usize = 8;
+
+/// Tells standard error what was logged, where the program collects no logs.
+pub fn stderr_fallback(text: &str) {
+    if !tracing::dispatcher::has_been_set() {
+        // A closed standard error is no reason to end.
+        let _ = writeln!(std::io::stderr(), "accelerator: {text}");
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -1,15 +1,13 @@
 //! The fingerprint of a collective: what each rank sends about its call, so that ranks that call
-//! different collectives all fail with the same error.
+//! different collectives all fail with the same error; and checksums of such data.
 
 use std::{fmt, panic::Location};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    element::DType,
+    element::{DType, ReduceOp},
     error::{Error, Kind},
-    purpose::Purpose,
-    reduce_op::ReduceOp,
 };
 
 /// The call of one rank: the operation, its arguments and the call site.
@@ -358,6 +356,67 @@ pub(crate) fn mismatch(sequence: u64, fingerprints: &[Option<CollectiveFingerpri
     )
 }
 
+/// A short text that travels with the header of an operation; empty where nobody gave one.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(crate) struct Purpose {
+    bytes: [u8; Self::BOUND],
+    len: u8,
+}
+
+impl Purpose {
+    pub(crate) const NONE: Self = Self {
+        bytes: [0; Self::BOUND],
+        len: 0,
+    };
+
+    /// The beginning of `text`, as much of it as fits.
+    pub(crate) fn new(text: &str) -> Self {
+        let mut end = text.len().min(Self::BOUND);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let mut bytes = [0; Self::BOUND];
+        bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+        Self {
+            bytes,
+            // At most BOUND, which fits.
+            len: end as u8,
+        }
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        // Cut at a character boundary by the only constructor.
+        std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or("?")
+    }
+
+    /// The text as words, zeros behind it; nothing where there is no purpose.
+    pub(crate) fn words(&self) -> impl Iterator<Item = u64> {
+        let used = usize::from(self.len).next_multiple_of(size_of::<u64>());
+        let words = self.bytes[..used].as_chunks().0.iter();
+        words.map(|word| u64::from_le_bytes(*word))
+    }
+
+    /// The most bytes of a purpose.
+    pub(crate) const BOUND: usize = 40;
+}
+
+impl fmt::Debug for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.as_str(), f)
+    }
+}
+
+/// The checksum of nothing. It is not zero, so that zeros are not their own checksum.
+///
+/// These checksums are against accidents, for paths on which a digest, or even a CRC-32, would be a fifth of the time.
+pub(crate) const SEED: u64 = 0x6163_6365_6c5f_7368;
+
+/// The checksum of what `sum` is that of, and one more word.
+pub(crate) fn mix(sum: u64, word: u64) -> u64 {
+    let mixed = (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ mixed >> 29
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -441,5 +500,12 @@ mod tests {
         fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = CollectiveFingerprint::decode(&bytes);
         }
+    }
+    #[test]
+    fn long_texts_keep_their_beginning() {
+        let long = Purpose::new(&format!("{}ä", "x".repeat(Purpose::BOUND - 1)));
+        assert_eq!(long.as_str(), "x".repeat(Purpose::BOUND - 1));
+        let fits = "x".repeat(Purpose::BOUND);
+        assert_eq!(Purpose::new(&fits).as_str(), fits);
     }
 }

@@ -17,10 +17,9 @@ use std::{
 use accelerator_host::sync::Mutex;
 
 use crate::{
-    element::DType,
+    element::{DType, ReduceOp},
     error::Result,
     group::{GroupOptions, ProcessGroup},
-    reduce_op::ReduceOp,
     shard_layout::ShardLayout,
     topology::Topology,
     transport::{

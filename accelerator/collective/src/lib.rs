@@ -28,8 +28,6 @@
 
 mod backoff;
 mod buffer;
-mod buffer_slice;
-mod checksum;
 mod element;
 mod error;
 mod fingerprint;
@@ -39,56 +37,47 @@ mod group;
 mod kernel;
 mod launch;
 mod liveness;
-mod partition;
-mod purpose;
-mod reduce_op;
+mod processor;
 mod rendezvous;
 mod shard_layout;
 mod shm;
 mod shm_ops;
-mod stderr_fallback;
-mod target_features;
 mod topology;
 mod transport;
-mod transport_kind;
 mod wire;
 
-pub use buffer::Buffer;
-pub use buffer_slice::BufferSlice;
-pub use element::{DType, Element};
+pub use buffer::{Buffer, BufferSlice};
+pub use element::{DType, Element, ReduceOp};
 pub use error::{Culprit, Error, Result};
 pub use fingerprint::OpKind;
 pub use group::{
     Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
 };
 pub use launch::{Launch, LaunchSource, Origin, Setting};
-pub use partition::Partition;
-pub use reduce_op::ReduceOp;
 pub use rendezvous::{Rendezvous, StoreHost};
-pub use shard_layout::ShardLayout;
-pub use topology::Topology;
-pub use transport_kind::TransportKind;
+pub use shard_layout::{Partition, ShardLayout};
+pub use topology::{Topology, TransportKind};
 
 /// Items of the launcher and of the other crates of this project; they are no part of the interface.
 #[doc(hidden)]
 pub mod launcher {
     pub use crate::{
         backoff::limit_backoff,
+        error::stderr_fallback,
         group::NextPlace,
         launch::{
             AgentHead, AgentLaunch, AgentProcesses, NodeCount, check_alone, expand_hosts,
             place_variables,
         },
+        processor::TargetFeatures,
         rendezvous::{
             FailureReport, PendingHandshake, PendingHandshakes, Report, Security, StoreOptions,
             StoreServer, Token, is_own_address, listen_at, listen_everywhere,
         },
-        stderr_fallback::stderr_fallback,
-        target_features::TargetFeatures,
     };
 
     #[cfg(feature = "fuzzing")]
-    pub use crate::fuzzing;
+    pub use crate::fuzzing::{frames as fuzz_frames, messages as fuzz_messages};
     #[cfg(target_os = "linux")]
     pub use crate::launch::{inherited, spawn_with_inherited};
 }

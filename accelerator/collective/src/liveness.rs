@@ -2,7 +2,7 @@
 //! itself for suspended.
 //!
 //! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh
-//! (`transport/tcp/heartbeat_round.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
+//! (`transport/tcp/planes.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
 //! the store (`rendezvous/store_state/clock.rs`).
 
 use std::time::{Duration, Instant};

@@ -4,17 +4,16 @@ use std::collections::VecDeque;
 
 use super::{
     engine::{OpContext, OpProgress, Output, Reduction, Scratch},
-    job_queue::Receiver,
     observer::{ExecThread, OpTimer},
-    pending::Completion,
+    pending::{Completion, Receiver},
     rank_state::{AbortOnPanic, RankState},
     ticket_lock::{OpPermit, Ticket},
 };
 use crate::{
     buffer::Buffer,
+    element::ReduceOp,
     error::{Error, Result},
     fingerprint::CollectiveFingerprint,
-    reduce_op::ReduceOp,
     transport::{OpDeadline, OpPosition},
 };
 
@@ -297,8 +296,8 @@ mod tests {
         error::Kind,
         fingerprint::{CallSite, OpKind},
         group::{
-            GroupOptions, ProcessGroup, job_queue,
-            pending::{Pending, SlotPool},
+            GroupOptions, ProcessGroup,
+            pending::{self, Pending, SlotPool},
         },
     };
 
@@ -349,7 +348,7 @@ mod tests {
         let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
         let rank_state = Arc::clone(&ranks[0].0.rank_state);
         let fingerprint = fingerprint();
-        let (sender, jobs) = job_queue::channel();
+        let (sender, jobs) = pending::channel();
         let slots = SlotPool::default();
         let pending: Vec<Pending> = (0..3)
             .map(|_| {

@@ -1,28 +1,22 @@
 //! Process groups: what programs call.
 
-mod activity;
-mod buffers;
 mod collectives;
 mod data_path;
 mod engine;
-mod forbidden;
-mod heartbeat;
 mod in_flight;
-mod job_queue;
+mod lifecycle;
 mod next_place;
 mod objects;
 mod observer;
 mod options;
-mod panics;
 mod pending;
 mod rank_state;
-mod shutdown;
 mod ticket_lock;
 
 use std::{fmt, panic::Location, sync::Arc, thread, time::Instant};
 
-pub use activity::{Activity, Busy};
-pub use forbidden::Forbidden;
+pub use lifecycle::Forbidden;
+pub use lifecycle::{Activity, Busy};
 pub use next_place::NextPlace;
 pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
@@ -35,12 +29,10 @@ use rank_state::RankState;
 
 use crate::{
     buffer::Buffer,
-    element::DType,
+    element::{DType, ReduceOp},
     error::{Error, Kind, Result},
-    fingerprint::{CallSite, CollectiveFingerprint},
+    fingerprint::{CallSite, CollectiveFingerprint, Purpose},
     launch::Launch,
-    purpose::Purpose,
-    reduce_op::ReduceOp,
     rendezvous::{Key, StoreClient, Token},
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
@@ -425,7 +417,7 @@ struct GroupHandle {
     rank_state: Arc<RankState>,
     /// The way to the communication thread, which starts with the first job and ends when the
     /// handle is dropped.
-    jobs: Mutex<Option<job_queue::Sender<Job>>>,
+    jobs: Mutex<Option<pending::Sender<Job>>>,
     /// The slots in which started operations hand over their results.
     slots: SlotPool,
     /// The key by which the ranks recognize one another, if they are processes.
@@ -470,8 +462,8 @@ impl GroupHandle {
         Ok(pending)
     }
 
-    fn spawn(&self) -> Result<job_queue::Sender<Job>> {
-        let (sender, jobs) = job_queue::channel::<Job>();
+    fn spawn(&self) -> Result<pending::Sender<Job>> {
+        let (sender, jobs) = pending::channel::<Job>();
         let rank_state = Arc::clone(&self.rank_state);
         thread::Builder::new()
             .name(format!("collective-{}", rank_state.topology.rank()))

@@ -1,21 +1,24 @@
-//! The state of one rank in a group: the order of operations, failure, and leaving.
+//! The state of one rank in a group: the order of operations, failure, heartbeats, panics, and leaving.
 
 use std::{
+    cell::RefCell,
     fmt,
+    panic::{self, PanicHookInfo},
     sync::{
-        Arc, OnceLock,
+        Arc, Once, OnceLock, Weak,
         atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
 };
 
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+
 use super::{
     engine::{OpContext, Scratch},
-    heartbeat::HeartbeatThread,
     observer::{Callback, ExecThread, OpTimer},
     options::GroupOptions,
-    panics,
     ticket_lock::{Ticket, TicketLock},
 };
 use crate::{
@@ -27,7 +30,6 @@ use crate::{
     topology::Topology,
     transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
 };
-use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// The state that all handles of one rank and its communication thread share.
 pub(crate) struct RankState {
@@ -91,7 +93,7 @@ impl RankState {
         if self.topology.world_size() == 1 {
             return Ok(());
         }
-        panics::install_hook(self);
+        install_hook(self);
         if self.transport.kind() == TransportKind::Threads {
             return Ok(());
         }
@@ -222,7 +224,7 @@ impl RankState {
     /// Leaves because the last handle is gone; waits a moment for what was started.
     pub(crate) fn leave(&self) {
         if thread::panicking() {
-            self.abort(&panics::last_panic());
+            self.abort(&last_panic());
         } else if self.order.is_idle_within(DROP_WAIT) {
             self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Dropped));
         } else {
@@ -407,7 +409,7 @@ pub(super) struct AbortOnPanic<'a> {
 impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.rank_state.abort(&panics::last_panic());
+            self.rank_state.abort(&last_panic());
         }
     }
 }
@@ -423,3 +425,152 @@ const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
 /// The longest time by which the final message of a rank may follow the notice of its end.
 const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);
+
+/// Controls the heartbeat thread of a rank.
+#[derive(Debug, Default)]
+pub(super) struct HeartbeatThread {
+    state: Mutex<Flags>,
+    changed: Condvar,
+}
+
+impl HeartbeatThread {
+    /// Starts the heartbeats of a rank. They end with its final message, or with the `RankState`.
+    pub(super) fn start(rank_state: &Arc<RankState>) -> Result<()> {
+        let heartbeat = Arc::clone(&rank_state.heartbeat);
+        let weak = Arc::downgrade(rank_state);
+        thread::Builder::new()
+            .name(format!("heartbeat-{}", rank_state.topology.rank()))
+            .stack_size(256 * 1024)
+            .spawn(move || {
+                while !heartbeat.is_stopped() {
+                    let Some(rank_state) = weak.upgrade() else {
+                        return;
+                    };
+                    let Some(pause) = rank_state.heartbeat_round() else {
+                        return;
+                    };
+                    drop(rank_state);
+                    heartbeat.sleep(pause);
+                }
+            })
+            .map_err(|error| Error::io("the thread of the heartbeat cannot be started", error))?;
+        Ok(())
+    }
+
+    /// Ends it.
+    pub(super) fn stop(&self) {
+        self.lock().stopped = true;
+        self.changed.notify_all();
+    }
+
+    /// Lets it beat at once.
+    pub(super) fn wake(&self) {
+        self.lock().wakened = true;
+        self.changed.notify_all();
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.lock().stopped
+    }
+
+    fn sleep(&self, pause: Duration) {
+        let quiet = |state: &mut Flags| !state.stopped && !state.wakened;
+        let mut state = self.changed.wait_timeout_while(self.lock(), pause, quiet);
+        state.wakened = false;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Flags> {
+        self.state.lock()
+    }
+}
+
+#[derive(Debug, Default)]
+struct Flags {
+    stopped: bool,
+    wakened: bool,
+}
+
+/// Lets a rank abort its group with the text of a panic. The first call installs a panic hook, in front of
+/// the one that was there.
+///
+/// If panics unwind, the hook only keeps what each thread said, and the rank sends it when
+/// the unwinding drops its group: a panic of a thread that holds no group concerns nobody else.
+/// If panics abort, nothing unwinds and every panic ends the process, so the hook itself lets
+/// all ranks tell.
+pub(super) fn install_hook(rank_state: &Arc<RankState>) {
+    if cfg!(panic = "abort") {
+        let mut ranks = RANKS.lock();
+        ranks.retain(|rank_state| rank_state.strong_count() > 0);
+        ranks.push(Arc::downgrade(rank_state));
+    }
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let earlier = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            let text = describe(info);
+            if cfg!(panic = "abort") {
+                report_panic(&text);
+            }
+            // The memory of a thread that is ending may be gone.
+            let _ = LAST_PANIC.try_with(|said| {
+                if let Ok(mut said) = said.try_borrow_mut() {
+                    *said = Some(text);
+                }
+            });
+            earlier(info);
+        }));
+    });
+}
+
+/// The text of the panic of this thread, which unwinds.
+pub(super) fn last_panic() -> String {
+    let said = LAST_PANIC.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
+    match said.ok().flatten() {
+        Some(text) => text,
+        None => "it panicked".to_owned(),
+    }
+}
+
+fn describe(info: &PanicHookInfo<'_>) -> String {
+    let message = info.payload_as_str().unwrap_or("a value that is no text");
+    let end = message.char_indices().nth(MAX_MESSAGE_CHARS);
+    let message = &message[..end.map_or(message.len(), |(at, _)| at)];
+    match info.location() {
+        Some(place) => format!(
+            "it panicked: {message} (at {}:{})",
+            place.file(),
+            place.line()
+        ),
+        None => format!("it panicked: {message}"),
+    }
+}
+
+/// Lets every rank of the process tell that it is lost, within a moment: the panicking thread
+/// may hold what another thread needs for that.
+fn report_panic(text: &str) {
+    let (sender, done) = mpsc::channel::<()>();
+    let text = text.to_owned();
+    let spawned = thread::Builder::new().spawn(move || {
+        // If the panicking thread itself holds the lock, this waits for ever, and the panic only for `ABORT_SEND_WAIT`.
+        let ranks: Vec<Weak<RankState>> = RANKS.lock().clone();
+        for rank_state in ranks.iter().filter_map(Weak::upgrade) {
+            rank_state.abort(&text);
+        }
+        drop(sender);
+    });
+    if spawned.is_ok() {
+        let _ = done.recv_timeout(ABORT_SEND_WAIT);
+    }
+}
+
+thread_local! {
+    static LAST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
+
+/// The most characters of a panic's message that are reported.
+const MAX_MESSAGE_CHARS: usize = 1000;
+
+/// The time that a panic that aborts waits for the abort to be sent.
+const ABORT_SEND_WAIT: Duration = Duration::from_millis(1500);

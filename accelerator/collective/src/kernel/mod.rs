@@ -28,7 +28,7 @@ mod tests;
 
 use half::{bf16, f16};
 
-use crate::{element::DType, reduce_op::ReduceOp};
+use crate::element::{DType, ReduceOp};
 use arithmetic::{ExactMean, Kernel, Max, Mean, Min, Sum};
 pub(crate) use simd::SimdLevel;
 use simd::{Convert, Instructions, Portable};

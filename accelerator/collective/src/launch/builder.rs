@@ -8,16 +8,26 @@ use super::{
     Elastic, Launch,
     exchange::Exchange,
     place::{LocalTold, MeetingTold, Place},
-    reader::{LaunchReader, invalid},
-    setting::{Origin, Setting},
+    reader::{LaunchReader, Origin, Setting, invalid},
     sources::{self, Found},
 };
 use crate::{
     error::Result,
     rendezvous::{Rendezvous, Security, StoreHost},
-    topology::Topology,
-    transport_kind::TransportKind,
+    topology::{Topology, TransportKind},
 };
+
+impl Launch {
+    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment. One that
+    /// is empty counts as not set. Nobody is asked.
+    ///
+    /// # Errors
+    ///
+    /// A topology error that names the variable, what it holds and what was expected.
+    pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        LaunchBuilder::new(LaunchReader(&lookup)).launch()
+    }
+}
 
 /// A launch in the making.
 pub(super) struct LaunchBuilder<'a> {

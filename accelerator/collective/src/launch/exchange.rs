@@ -13,8 +13,7 @@ use super::{pmi1, pmix};
 use crate::{
     error::{Error, Kind, Result},
     rendezvous::{MAX_WAIT, Meeting, Rendezvous, StorePlace, Token},
-    topology::Topology,
-    transport_kind::TransportKind,
+    topology::{Topology, TransportKind},
 };
 
 /// A meeting whose address the ranks learn from their launcher.

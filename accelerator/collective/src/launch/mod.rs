@@ -3,15 +3,12 @@
 mod agent;
 mod builder;
 mod exchange;
-mod hostlist;
 mod inherited;
 mod mpi;
 mod place;
-mod place_variables;
 mod pmi1;
 mod pmix;
 mod reader;
-mod setting;
 mod slurm;
 mod sources;
 #[cfg(test)]
@@ -23,22 +20,20 @@ use accelerator_host as env;
 use accelerator_host::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
-pub use hostlist::expand_hosts;
 #[cfg(target_os = "linux")]
 pub use inherited::{inherited, spawn_with_inherited};
-pub use place_variables::place_variables;
-pub use setting::{LaunchSource, Origin, Setting};
+pub use reader::{LaunchSource, Origin, Setting};
+pub use slurm::expand_hosts;
+pub use sources::place_variables;
 
-use builder::LaunchBuilder;
 use exchange::Exchange;
 use reader::{LaunchReader, invalid};
 
 use crate::{
     error::Result,
+    processor::keep_mark,
     rendezvous::{MAX_WAIT, Meeting, Rendezvous, resolve_local_rank},
-    target_features::keep_mark,
-    topology::Topology,
-    transport_kind::TransportKind,
+    topology::{Topology, TransportKind},
     wire::message::Registration,
 };
 
@@ -215,16 +210,6 @@ impl Launch {
             "PMI_SIZE" => Some(asked.world_size.to_string()),
             _ => read(name),
         })
-    }
-
-    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment. One that
-    /// is empty counts as not set. Nobody is asked.
-    ///
-    /// # Errors
-    ///
-    /// A topology error that names the variable, what it holds and what was expected.
-    pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        LaunchBuilder::new(LaunchReader(&lookup)).launch()
     }
 
     /// Returns the time without a heartbeat after which a rank counts as lost, if the environment sets it

@@ -2,8 +2,7 @@
 
 use super::{
     exchange::Wire,
-    reader::{LaunchReader, invalid},
-    setting::LaunchSource,
+    reader::{LaunchReader, LaunchSource, invalid},
 };
 use crate::{error::Result, topology::Topology};
 

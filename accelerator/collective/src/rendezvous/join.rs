@@ -19,10 +19,8 @@ use super::{
 };
 use crate::{
     backoff::limit_backoff,
-    error::{Error, Kind, Result, Seconds, list_ranks},
-    stderr_fallback::stderr_fallback,
-    topology::Topology,
-    transport_kind::TransportKind,
+    error::{Error, Kind, Result, Seconds, list_ranks, stderr_fallback},
+    topology::{Topology, TransportKind},
     wire::{
         ReadError,
         message::{self, LocalPlace, Message, Nonce, Proves, Registration},

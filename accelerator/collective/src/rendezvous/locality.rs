@@ -94,7 +94,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::transport_kind::TransportKind;
+    use crate::topology::TransportKind;
 
     /// A rank's host, boot id, and local rank and local world size, where it was told them.
     type Given = (&'static str, &'static str, Option<(usize, usize)>);

@@ -18,11 +18,9 @@ use super::{
     token::{Key, Token},
 };
 use crate::{
-    error::{Error, Kind, Result, Seconds},
+    error::{Error, Kind, Result, Seconds, stderr_fallback},
     liveness::bounded,
-    stderr_fallback::stderr_fallback,
-    topology::Topology,
-    transport_kind::TransportKind,
+    topology::{Topology, TransportKind},
     wire::message::Registration,
 };
 

@@ -11,11 +11,7 @@ mod meeting;
 mod outbox;
 mod peer_origin;
 mod pending_handshakes;
-mod registry;
-mod report;
 mod server;
-#[cfg(target_os = "linux")]
-mod socket_diag;
 mod store_client;
 mod store_options;
 mod store_place;
@@ -28,9 +24,9 @@ use std::{fmt, net::IpAddr, path::PathBuf};
 
 pub use address::{is_own_address, listen_at, listen_everywhere};
 pub use pending_handshakes::{PendingHandshake, PendingHandshakes};
-pub use report::{FailureReport, Report};
 pub use server::StoreServer;
 pub use store_options::StoreOptions;
+pub use store_options::{FailureReport, Report};
 pub(crate) use store_state::MAX_WAIT;
 pub use token::Token;
 

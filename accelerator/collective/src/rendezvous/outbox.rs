@@ -1,20 +1,26 @@
-//! The messages of the store to one rank.
+//! The ranks of a store with their connections, and the messages of the store to each.
 
 use std::{
+    collections::HashMap,
     io::{self, Write},
     net::{Shutdown, TcpStream},
-    sync::Arc,
+    sync::{Arc, mpsc},
     thread,
     time::Instant,
 };
 
+use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{SendFlags, send},
 };
 
-use crate::wire::message::{self, SHORT_SEND_TIMEOUT};
-use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use super::{
+    Report,
+    store_state::{Connection, StoreState},
+};
+use crate::wire::message::{self, Message, Nonce, SHORT_SEND_TIMEOUT};
 
 /// The way out to a rank, on which nobody waits for it: what the rank does not take at once
 /// is kept, in order, and a thread that lives as long as anything is left writes it. Who lets
@@ -158,6 +164,44 @@ const FLAGS: SendFlags = SendFlags::DONTWAIT;
 
 /// The most bytes that wait for a rank: a table, and said of very many deaths.
 const MAX_QUEUED_BYTES: usize = 4 * message::MAX_TABLE_BYTES;
+
+/// The state machine with the connections of the ranks.
+pub(super) struct Registry {
+    pub(super) state: StoreState,
+    pub(super) connections: HashMap<Connection, RankConnection>,
+    /// The channel to the observer.
+    pub(super) reports: Option<mpsc::Sender<Report>>,
+}
+
+/// The store's end of a connection to a rank.
+pub(super) struct RankConnection {
+    pub(super) outbox: Arc<Outbox>,
+    /// The nonces of its challenge, for the proof of the answer.
+    pub(super) nonces: [Nonce; 2],
+}
+
+impl Registry {
+    /// Checks if bytes wait to be read. The end of a connection counts too; its thread reports it.
+    pub(super) fn has_unread(&self, connection: Connection) -> bool {
+        let Some(rank) = self.connections.get(&connection) else {
+            return false;
+        };
+        let mut polled = [PollFd::new(rank.outbox.stream(), PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+
+    pub(super) fn send(&self, connections: &[Connection], message: &Message) {
+        let message = message.encode();
+        for rank in self.of(connections) {
+            rank.outbox.push(&message);
+        }
+    }
+
+    pub(super) fn of(&self, connections: &[Connection]) -> impl Iterator<Item = &RankConnection> {
+        let rank = |connection| self.connections.get(connection);
+        connections.iter().filter_map(rank)
+    }
+}
 
 #[cfg(test)]
 mod tests {

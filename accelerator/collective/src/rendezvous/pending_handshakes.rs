@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::stderr_fallback::stderr_fallback;
+use crate::error::stderr_fallback;
 use accelerator_host::sync::{Mutex, MutexGuard};
 
 /// Connections that have not completed the handshake. Their number is bounded: each further connection evicts the

@@ -20,12 +20,11 @@ use super::{
     interface::{addresses_of, all_names},
 };
 use crate::{
+    element::ReduceOp,
     error::{Error, Kind, Result},
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
-    reduce_op::ReduceOp,
-    topology::Topology,
-    transport_kind::TransportKind,
+    topology::{Topology, TransportKind},
     wire::{
         ReadError, WireError,
         message::{self, Message, Proves, RankTable, Registration},

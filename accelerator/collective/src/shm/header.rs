@@ -3,10 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::memory::Atomics;
-use crate::{
-    checksum::{SEED, mix},
-    fingerprint::CollectiveFingerprint,
-};
+use crate::fingerprint::{CollectiveFingerprint, SEED, mix};
 
 /// One rank's header of one operation, and where its data lie.
 ///
@@ -142,10 +139,8 @@ const _: () = assert!(
 mod tests {
     use super::*;
     use crate::{
-        element::DType,
-        fingerprint::{CallSite, OpKind},
-        purpose::Purpose,
-        reduce_op::ReduceOp,
+        element::{DType, ReduceOp},
+        fingerprint::{CallSite, OpKind, Purpose},
     };
 
     fn header() -> ShmHeader {

@@ -2,8 +2,7 @@
 
 use super::{ShmOp, reduce::chunk};
 use crate::{
-    buffer::{Buffer, Loan},
-    buffer_slice::{GatherLayout, gather_layouts_differ},
+    buffer::{Buffer, GatherLayout, Loan, gather_layouts_differ},
     error::Result,
     shm::{MemoryRange, SHM_CHUNK},
 };

@@ -19,11 +19,10 @@ use std::{
 use accelerator_fault::{Effect, Point, fail_point};
 
 use crate::{
-    element::DType,
+    element::{DType, ReduceOp},
     error::{Error, Result},
     fingerprint::{CollectiveFingerprint, mismatch},
     kernel::fold,
-    reduce_op::ReduceOp,
     shm::{Arena, HeaderDigest, MemoryRange, ShmPeers, Spin},
     transport::{LastOp, OpDeadline, Peer, Transport, TransportKind},
 };

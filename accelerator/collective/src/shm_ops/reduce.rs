@@ -5,12 +5,10 @@ use std::ops::Range;
 use super::{Placement, ShmOp, ShmScratch};
 use crate::{
     buffer::{Buffer, LINE, Loan},
-    element::DType,
+    element::{DType, ONE_EXCHANGE_BYTES, ReduceOp},
     error::Result,
     kernel::fold,
-    partition::{self, Partition},
-    reduce_op::{ONE_EXCHANGE_BYTES, ReduceOp},
-    shard_layout::{ShardLayout, shard_layouts_differ},
+    shard_layout::{self, Partition, ShardLayout, shard_layouts_differ},
     shm::SHM_CHUNK,
 };
 
@@ -264,5 +262,5 @@ fn cache_lines(len: usize, world_size: usize, rank: usize) -> Range<usize> {
 
 /// A chunk of `len` bytes; empty behind the last one.
 pub(super) fn chunk(len: usize, index: usize) -> Range<usize> {
-    partition::chunk(len, index, SHM_CHUNK)
+    shard_layout::chunk(len, index, SHM_CHUNK)
 }

@@ -7,10 +7,9 @@ use std::{
 
 use super::{LastOp, Peer};
 use crate::{
-    error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks},
+    error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks, stderr_fallback},
     fingerprint::CollectiveFingerprint,
     liveness::SUSPEND_THRESHOLD,
-    stderr_fallback::stderr_fallback,
 };
 
 /// The timeouts of an operation.

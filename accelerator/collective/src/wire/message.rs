@@ -9,12 +9,13 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
-    WireError, read_printable,
-    source::{DeadlineReader, ReadError, fill},
+    WireError,
+    frame::{DeadlineReader, ReadError, fill},
+    read_printable,
 };
 use crate::{
     error::{Certainty, Culprit},
-    transport_kind::TransportKind,
+    topology::TransportKind,
 };
 
 /// Everything that is said outside of operations.
@@ -244,7 +245,7 @@ pub(crate) struct LocalPlace {
 mod name {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    use crate::transport_kind::TransportKind;
+    use crate::topology::TransportKind;
 
     pub(super) fn serialize<S: Serializer>(kind: &TransportKind, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(kind)

@@ -4,8 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use crate::{
     buffer::Storage,
-    partition::{self, Partition},
-    shard_layout::{Runs, ShardLayout},
+    shard_layout::{self, Partition, Runs, ShardLayout},
     transport::CHUNK,
 };
 
@@ -167,7 +166,7 @@ impl EvenShards {
 
 /// A chunk of `len` bytes; empty behind the last one.
 pub(super) fn chunk(len: usize, round: usize) -> Range<usize> {
-    partition::chunk(len, round, CHUNK)
+    shard_layout::chunk(len, round, CHUNK)
 }
 
 #[cfg(test)]

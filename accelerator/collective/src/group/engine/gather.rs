@@ -2,8 +2,7 @@
 
 use super::{OpContext, PREFETCH, chunks::chunk};
 use crate::{
-    buffer::Buffer,
-    buffer_slice::{GatherLayout, gather_layouts_differ},
+    buffer::{Buffer, GatherLayout, gather_layouts_differ},
     error::Result,
     fingerprint::CollectiveFingerprint,
     transport::{CHUNK, OpPhase},

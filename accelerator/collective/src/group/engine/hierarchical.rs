@@ -2,37 +2,16 @@
 
 use std::ops::Range;
 
-use super::OpContext;
+use super::{HierarchicalScratch, OpContext};
 use crate::{
     buffer::Storage,
-    element::DType,
+    element::{DType, ReduceOp},
     error::Result,
     kernel::{combine, divide, finish, wide, widen},
-    partition::{self, Partition},
-    reduce_op::ReduceOp,
-    shard_layout::{ShardLayout, shard_layouts_differ},
+    shard_layout::{self, Partition, ShardLayout, shard_layouts_differ},
     shm::{Hosts, SHM_CHUNK},
     transport::OpPhase,
 };
-
-/// Memory that reductions over hosts use again and again.
-#[derive(Default)]
-pub(super) struct HierarchicalScratch {
-    /// This rank's values of a chunk as they are added up, if they are held otherwise.
-    widened: Storage,
-    /// The combined values of this host's ranks, for this rank's lane.
-    partial: Storage,
-    /// The chunks under way: this host's share of each, then the results.
-    owned: Vec<Storage>,
-    results: Vec<Storage>,
-}
-
-impl std::fmt::Debug for HierarchicalScratch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HierarchicalScratch")
-            .finish_non_exhaustive()
-    }
-}
 
 impl OpContext<'_> {
     /// Returns `true` if a reduction can be computed host by host. A mean of integers cannot: it is rounded once, from
@@ -293,7 +272,7 @@ impl HierarchicalPlan {
     }
 
     fn chunk(&self, index: usize) -> Range<usize> {
-        partition::chunk(self.len, index, self.size)
+        shard_layout::chunk(self.len, index, self.size)
     }
 
     /// A lane's part of a chunk, within it.

@@ -9,7 +9,7 @@ mod reduce;
 #[cfg(test)]
 mod tests;
 
-use std::ops::Range;
+use std::{fmt, ops::Range};
 
 use accelerator_fault::{Effect, Point, fail_point};
 
@@ -21,7 +21,6 @@ use crate::{
     shm_ops::{self, ShmOp},
     transport::{OpDeadline, OpPhase, OpPosition, OutgoingChunk, RecvChunk, Tag, Transport},
 };
-use hierarchical::HierarchicalScratch;
 
 pub(crate) use chunks::Output;
 pub(crate) use gather::scatter_len;
@@ -40,6 +39,25 @@ pub(crate) struct Scratch {
     staging: HierarchicalScratch,
     /// Scattered pieces of a buffer, packed to travel as one.
     packed: Storage,
+}
+
+/// Memory that reductions over hosts use again and again.
+#[derive(Default)]
+struct HierarchicalScratch {
+    /// This rank's values of a chunk as they are added up, if they are held otherwise.
+    widened: Storage,
+    /// The combined values of this host's ranks, for this rank's lane.
+    partial: Storage,
+    /// The chunks under way: this host's share of each, then the results.
+    owned: Vec<Storage>,
+    results: Vec<Storage>,
+}
+
+impl fmt::Debug for HierarchicalScratch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HierarchicalScratch")
+            .finish_non_exhaustive()
+    }
 }
 
 impl Scratch {

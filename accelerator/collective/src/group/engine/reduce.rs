@@ -8,10 +8,9 @@ use super::{
 };
 use crate::{
     buffer::Buffer,
-    element::DType,
+    element::{DType, ONE_EXCHANGE_BYTES, ReduceOp},
     error::Result,
     kernel::combine,
-    reduce_op::{ONE_EXCHANGE_BYTES, ReduceOp},
     shard_layout::{Digest, shard_layouts_differ},
     transport::OpPhase,
 };

@@ -6,9 +6,8 @@ use std::{
 use super::*;
 use crate::{
     buffer::Buffer,
-    element::DType,
+    element::{DType, ReduceOp},
     fingerprint::{CallSite, OpKind},
-    reduce_op::ReduceOp,
     shard_layout::ShardLayout,
     transport::{
         CHUNK, ControlPlane, DataPlane, FinalMessage, Inbox, OpTimeouts, Peer, PeerLocation,

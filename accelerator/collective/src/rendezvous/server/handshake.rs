@@ -13,10 +13,9 @@ use crate::{
     error::{Error, Kind, Result},
     rendezvous::{
         PendingHandshake, PendingHandshakes, Security, Token,
-        outbox::Outbox,
+        outbox::{Outbox, RankConnection},
         peer_origin::{PeerOrigin, plain},
         random,
-        registry::RankConnection,
         store_state::{Connection, RankMessage, StoreInput},
     },
     wire::{

@@ -19,9 +19,8 @@ use std::{
 use super::{
     StoreOptions,
     address::{is_own_address, listen_everywhere, reachable},
-    outbox,
+    outbox::{self, Registry},
     pending_handshakes::PendingHandshakes,
-    registry::Registry,
     store_state::{RankMessage, Severity, StoreAction, StoreInput, StoreState},
     token::{Token, random},
 };

@@ -3,7 +3,7 @@ use std::collections::{HashMap, HashSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{transport_kind::TransportKind, wire::message::LocalPlace};
+use crate::{topology::TransportKind, wire::message::LocalPlace};
 
 const LIVENESS: Duration = Duration::from_secs(2);
 const MS: Duration = Duration::from_millis(1);

@@ -1,21 +1,21 @@
 //! One rank's memory that all ranks of the host can reach.
 
-mod allocator;
-#[cfg(target_os = "linux")]
-mod limits;
-mod region;
+#[cfg(test)]
+mod tests;
 
 use std::{
     fmt, io,
-    sync::atomic::{AtomicU64, Ordering},
+    ptr::NonNull,
+    slice,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
+use accelerator_host::sync::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use region::Region;
-
-#[cfg(target_os = "linux")]
-use super::memory::Advice;
 use super::{
     free_list::FreeList,
     header::ShmHeader,
@@ -23,10 +23,9 @@ use super::{
     seq_counter::SeqCounter,
 };
 use crate::fingerprint::CollectiveFingerprint;
-use accelerator_host::sync::Mutex;
-use allocator::ArenaAllocator;
+
 #[cfg(target_os = "linux")]
-use limits::{installed, permitted};
+use super::memory::Advice;
 
 /// The identity of an arena, by which other ranks find and recognize it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
@@ -256,5 +255,186 @@ const _: () = assert!(
 #[cfg(target_os = "linux")]
 pub(super) const NAME: &str = "accelerator-arena";
 
-#[cfg(test)]
-mod tests;
+struct ArenaAllocator {
+    free_list: Mutex<FreeList>,
+    #[cfg(target_os = "linux")]
+    file: Option<std::os::fd::OwnedFd>,
+}
+
+impl ArenaAllocator {
+    /// Puts memory behind a range of addresses.
+    #[cfg(target_os = "linux")]
+    fn provide(&self, memory: &RawMemory, offset: usize, len: usize) -> bool {
+        use rustix::{
+            fs::{FallocateFlags, fallocate},
+            io::retry_on_intr,
+        };
+
+        if let Some(file) = &self.file {
+            // Now rather than when it is touched: then the system could only kill the process.
+            let flags = FallocateFlags::empty();
+            let outcome = retry_on_intr(|| fallocate(file, flags, offset as u64, len as u64));
+            if let Err(error) = outcome {
+                tracing::debug!(%error, len, "no shared memory for a buffer; it lies on the heap");
+                return false;
+            }
+        }
+        if len >= LARGE {
+            memory.advise(offset, len, Advice::Large);
+        }
+        memory.advise(offset, len, Advice::Touch);
+        true
+    }
+
+    /// Gives the memory behind a range of addresses back to the system, and says whether it did:
+    /// then the range is zeroes again.
+    #[cfg(target_os = "linux")]
+    fn take_back(&self, memory: &RawMemory, offset: usize, len: usize) -> bool {
+        use rustix::{
+            fs::{FallocateFlags, fallocate},
+            io::retry_on_intr,
+        };
+
+        match &self.file {
+            Some(file) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                retry_on_intr(|| fallocate(file, flags, offset as u64, len as u64)).is_ok()
+            }
+            None => memory.advise(offset, len, Advice::Forget),
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn provide(&self, _memory: &RawMemory, _offset: usize, _len: usize) -> bool {
+        false
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn take_back(&self, _memory: &RawMemory, _offset: usize, _len: usize) -> bool {
+        false
+    }
+
+    fn lock(&self) -> MutexGuard<'_, FreeList> {
+        // A panic among them leaves a range neither free nor used.
+        self.free_list.lock()
+    }
+}
+
+/// The size from which on memory comes in large pages, if the system has them.
+const LARGE: usize = 2 * 1024 * 1024;
+
+/// A buffer in an arena, at the beginning of a page.
+pub(crate) struct Region {
+    arena: Arc<Arena>,
+    start: NonNull<u8>,
+    offset: usize,
+    /// The length, rounded up to pages.
+    len: usize,
+    /// Set if another rank may still write to it.
+    abandoned: bool,
+}
+
+// SAFETY: a region is the only one of its bytes, as a `Box<[u8]>` is.
+unsafe impl Send for Region {}
+// SAFETY: as above: through a shared reference it can only be read.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Zeroes; `None` if there is no room or no memory.
+    pub(crate) fn new(arena: &Arc<Arena>, len: usize) -> Option<Self> {
+        let allocator = arena.allocator.as_ref()?;
+        let len = len.max(1).checked_next_multiple_of(PAGE)?;
+        let align = if len < LARGE { PAGE } else { LARGE };
+        let range = allocator.lock().take(len, align)?;
+        let start = match arena.memory.at(range.start, len) {
+            Some(start) if allocator.provide(&arena.memory, range.start, len) => start,
+            _ => {
+                allocator.lock().free(range);
+                return None;
+            }
+        };
+        Some(Self {
+            arena: Arc::clone(arena),
+            start,
+            offset: range.start,
+            len,
+            abandoned: false,
+        })
+    }
+
+    /// Returns the offset at which it begins in its arena.
+    pub(crate) fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Returns `true` if it lies in this arena.
+    pub(crate) fn is_in(&self, arena: &Arc<Arena>) -> bool {
+        Arc::ptr_eq(&self.arena, arena)
+    }
+
+    /// The bytes that it takes, which may be more than were asked for.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: the range lies within the arena, which lives as long as this value; no other
+        // region has it. Other ranks write to it only during an operation that holds the only
+        // reference to this value, or after it was abandoned, which needs the value itself.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and through `&mut self` nobody else reads it.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// Leaves the memory to whoever still writes to it; it is not used again while the arena
+    /// lives.
+    pub(crate) fn abandon(mut self) {
+        self.abandoned = true;
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({} bytes)", self.len)
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if let Some(allocator) = &self.arena.allocator
+            && !self.abandoned
+            && allocator.take_back(&self.arena.memory, self.offset, self.len)
+        {
+            allocator.lock().free(self.offset..self.offset + self.len);
+        }
+    }
+}
+
+/// The memory of the machine: more buffers than that there cannot be.
+#[cfg(target_os = "linux")]
+fn installed() -> usize {
+    let info = rustix::system::sysinfo();
+    let bytes = info.totalram as u64 * u64::from(info.mem_unit.max(1));
+    // At most a 64th of the address space, so that the ranks of a large host fit into it.
+    bytes.min(1 << 41).next_multiple_of(LARGE as u64) as usize
+}
+
+/// The room for buffers in a file that this process may make: one that is larger than its limit
+/// would end it by SIGXFSZ.
+#[cfg(target_os = "linux")]
+fn permitted() -> io::Result<usize> {
+    use rustix::process::{Resource, getrlimit};
+
+    let Some(limit) = getrlimit(Resource::Fsize).current else {
+        return Ok(usize::MAX);
+    };
+    match limit.checked_sub(CONTROL as u64) {
+        Some(room) => Ok(usize::try_from(room).unwrap_or(usize::MAX) / PAGE * PAGE),
+        None => Err(io::Error::other(format!(
+            "it takes a file of {CONTROL} bytes, and files may have {limit} (`ulimit -f`)"
+        ))),
+    }
+}

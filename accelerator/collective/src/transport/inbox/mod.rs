@@ -1,7 +1,5 @@
 //! The receive queue of a rank, and what it knows of its peers.
 
-mod activity_clock;
-mod failures;
 mod peer_queue;
 mod recv;
 mod state;
@@ -14,20 +12,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub(crate) use activity_clock::ActivityClock;
+pub(crate) use peer_queue::ActivityClock;
 pub(crate) use peer_queue::{MAX_IN_FLIGHT, OpPosition, RecvChunk};
 
 use super::{
     Abort, LastOp, LeaveKind, OpDeadline, Peer,
-    pool::{Pool, PooledBuffer},
+    chunk::{Pool, PooledBuffer},
     waker::Waker,
 };
 use crate::error::Certainty;
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
-use failures::{DROPPED, GRACE};
 use peer_queue::PeerState;
 use state::InboxState;
+use state::{DROPPED, GRACE};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use super::peer_liveness::PeerLiveness;
 use crate::{
     error::Certainty,
     fingerprint::CollectiveFingerprint,
-    transport::{Abort, Inbox, LeaveKind, OpPhase, RecvChunk, Tag, pool::PooledBuffer},
+    transport::{Abort, Inbox, LeaveKind, OpPhase, RecvChunk, Tag, chunk::PooledBuffer},
     wire::{
         ReadError,
         frame::{FrameError, FrameKind, Head, Heartbeat, MAX_PREAMBLE},

@@ -1,15 +1,11 @@
 //! A mesh of TCP connections between processes: a control plane, and a data plane.
 
-mod control_plane;
-mod data_plane;
 mod frame_reader;
-mod heartbeat_round;
 mod link;
 mod mesh;
 mod peer_liveness;
-mod poll_loop;
-mod reader_handoff;
-mod reader_thread;
+mod planes;
+mod reader;
 mod unsent;
 
 use std::{
@@ -25,9 +21,9 @@ use crate::{
 };
 use accelerator_host::{machine::UsableCores, sync::Mutex};
 use link::Link;
-use reader_handoff::ReaderHandoff;
+use reader::ReaderHandoff;
 #[cfg(feature = "fuzzing")]
-pub(crate) use reader_thread::feed;
+pub(crate) use reader::feed;
 
 /// One rank in a mesh of connections. Waiting operations read incoming data; while none waits, one
 /// thread per peer does, so a peer that sends never waits for this rank's engine for long.
@@ -82,7 +78,7 @@ impl Tcp {
                 Some(stream) => {
                     let link = Link::new(stream, peer.rank, &inbox)?;
                     let (inbox, handoff) = (Arc::clone(&inbox), Arc::clone(&handoff));
-                    reader_thread::spawn(&link, peer.rank, inbox, handoff)?;
+                    reader::spawn(&link, peer.rank, inbox, handoff)?;
                     Some(link)
                 }
             };

@@ -10,11 +10,10 @@ use std::{
 
 use super::{Tcp, mesh};
 use crate::{
-    element::Element,
+    element::{Element, ReduceOp},
     error::Error,
     group::{GroupOptions, ProcessGroup},
     launch::Launch,
-    reduce_op::ReduceOp,
     rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
     topology::Topology,
     transport::{Abort, TransportKind},

@@ -12,11 +12,10 @@ use super::{
     show_life,
 };
 use crate::{
-    element::Element,
+    element::{Element, ReduceOp},
     error::Result,
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     group::ProcessGroup,
-    reduce_op::ReduceOp,
     transport::{CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag},
     wire::frame::{FrameKind, Head},
 };

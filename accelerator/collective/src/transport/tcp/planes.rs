@@ -1,0 +1,416 @@
+//! The planes of the mesh: chunks as frames of the connections, with the waits that read them meanwhile; and final
+//! messages, heartbeats and exit reports.
+
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::{
+    FINAL_MESSAGES_TIMEOUT, Tcp,
+    frame_reader::{ReadOutcome, is_open, read_frames},
+    link::{self, Link, WRITER_CHECK_INTERVAL, await_ready, timespec},
+};
+use crate::{
+    error::{Certainty, Error, Result, Seconds},
+    liveness::{self, mesh_interval, suspended_for},
+    transport::{
+        ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
+        TransportKind,
+    },
+    wire::frame::{FrameKind, Head, Heartbeat},
+};
+
+impl DataPlane for Tcp {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn send(&self, to: usize, chunk: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()> {
+        let Some(link) = &self.links[to] else {
+            return Err(deadline.protocol(&self.peers[self.rank], "it sent a part to itself"));
+        };
+        let encoded = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
+        let preamble = match &encoded {
+            Some((bytes, len)) => &bytes[..*len],
+            None => &[],
+        };
+        let head = chunk.head(preamble);
+        // After a failure the time to complete the frame is short; the failure is told then.
+        let mut failure: Option<(Error, Instant)> = None;
+        let mut stuck: Option<(usize, Instant)> = None;
+        let outcome = link.write(
+            &self.header_bytes(head),
+            preamble,
+            chunk.payload,
+            |written| {
+                let now = Instant::now();
+                let mut due = match stuck {
+                    Some((at, due)) if at == written => due,
+                    _ => now + link::WRITER_CHECK_INTERVAL,
+                };
+                if written > stuck.map_or(0, |(at, _)| at) {
+                    deadline.on_progress(now);
+                }
+                self.inbox.await_rank(Some(to));
+                let was_calm = self.inbox.has_no_failures();
+                if failure.is_none() && (now >= due || !was_calm) {
+                    deadline.compensate(due, now);
+                    due = now + link::WRITER_CHECK_INTERVAL;
+                    let check = self.inbox.check(to, &self.peers, deadline);
+                    let check = check.and_then(|()| {
+                        let roots = |deadline: &OpDeadline| self.inbox.roots(vec![to], deadline);
+                        let active = |rank| self.last_activity(rank);
+                        let last = |rank| self.inbox.last_op(rank);
+                        deadline.tick(roots, active, &self.peers, last).map(drop)
+                    });
+                    if let Err(error) = check {
+                        // Who is lost takes nothing more.
+                        let linger = match error.is_peer_lost() && error.ranks().contains(&to) {
+                            true => Duration::ZERO,
+                            false => FINAL_MESSAGES_TIMEOUT,
+                        };
+                        failure = Some((error, now + linger));
+                    }
+                }
+                stuck = Some((written, due));
+                if let Some((_, until)) = &failure {
+                    if written == 0 || now >= *until {
+                        return false;
+                    }
+                    due = *until;
+                }
+                // What has been told is not told again.
+                self.poll_until_writable(link, due, || was_calm && !self.inbox.has_no_failures());
+                true
+            },
+        );
+        if stuck.is_some() {
+            self.inbox.await_rank(None);
+        }
+        match (failure, outcome) {
+            (Some((error, _)), _) => Err(error),
+            (None, Ok(())) => {
+                deadline.restart();
+                Ok(())
+            }
+            (None, Err(error)) => {
+                // The peer, or another one, has said why; else the broken connection is why.
+                self.inbox.wait_for_cause(to, &self.peers, deadline)?;
+                let why = format!("its connection broke: {error}");
+                Err(deadline.lost(&self.peers[to], &why, Certainty::Guessed))
+            }
+        }
+    }
+
+    fn wait_for_arrival(&self, version: u64, due: Instant) {
+        self.poll_until_event(version, due);
+    }
+
+    fn max_in_flight(&self) -> usize {
+        MAX_IN_FLIGHT
+    }
+
+    fn inject_corruption(&self) {
+        self.corrupt_next.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Tcp {
+    /// The header of a chunk as bytes; one of them is wrong where a fault asks for it.
+    fn header_bytes(&self, head: Head) -> [u8; Head::LEN] {
+        let mut bytes = head.encode();
+        if self.corrupt_next.load(Ordering::Relaxed)
+            && self.corrupt_next.swap(false, Ordering::Relaxed)
+        {
+            bytes[8] ^= 1;
+        }
+        bytes
+    }
+}
+
+impl Tcp {
+    /// Reads until something happens that was not counted in `version`, or it is `due`.
+    pub(super) fn poll_until_event(&self, version: u64, due: Instant) {
+        let _polling = self.handoff.enter();
+        let mut busy = Instant::now() + self.busy;
+        loop {
+            let outcome = self.read_frames();
+            if self.inbox.version() != version {
+                return;
+            }
+            let now = Instant::now();
+            if now >= due {
+                return;
+            }
+            if outcome == ReadOutcome::Frames {
+                busy = now + self.busy;
+            }
+            if now < busy {
+                std::hint::spin_loop();
+                continue;
+            }
+            let Some(waker) = self.inbox.before_poll(version) else {
+                return;
+            };
+            self.poll([PollFd::new(waker, PollFlags::IN)], due - now);
+            self.inbox.after_poll();
+        }
+    }
+
+    /// Waits until there may be room in a connection, and reads meanwhile; until it is `due` at the
+    /// latest, and not where there is reason to `stop`. The peer may be waiting for this rank to
+    /// read.
+    pub(super) fn poll_until_writable(&self, link: &Link, due: Instant, stop: impl Fn() -> bool) {
+        let _polling = self.handoff.enter();
+        while self.read_frames() == ReadOutcome::Frames {}
+        let version = self.inbox.version();
+        if stop() {
+            return;
+        }
+        // Nothing is missed that happens after the look.
+        let Some(waker) = self.inbox.before_poll(version) else {
+            return;
+        };
+        let left = due.saturating_duration_since(Instant::now());
+        self.poll(
+            [
+                PollFd::new(waker, PollFlags::IN),
+                PollFd::new(link.stream(), PollFlags::OUT),
+            ],
+            left,
+        );
+        self.inbox.after_poll();
+    }
+
+    /// Takes what has come, and what comes until all that was said has left for these peers; for a
+    /// while at most. Where bytes are left unread when the program ends, or come later, the system cuts off what
+    /// has not arrived, and what has arrived stays.
+    pub(super) fn drain_until_sent(&self, receivers: &[&Link], until: Instant) {
+        let take = || while self.read_frames() == ReadOutcome::Frames && Instant::now() < until {};
+        take();
+        while let Some(link) = receivers.iter().find(|link| link.has_unsent()) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            // No event tells that all has left.
+            await_ready(link.stream(), PollFlags::IN, left.min(SEND_CHECK_INTERVAL));
+            take();
+        }
+        // A peer that ended just now has sent its own final message before.
+        take();
+    }
+
+    /// Takes at most a frame or two from everyone.
+    fn read_frames(&self) -> ReadOutcome {
+        let mut outcome = ReadOutcome::Nothing;
+        for (_, link) in self.others() {
+            if read_frames(&link.reader) == ReadOutcome::Frames {
+                outcome = ReadOutcome::Frames;
+            }
+        }
+        outcome
+    }
+
+    /// Waits for one of these, or for bytes from anyone whose bytes can be taken.
+    fn poll<const N: usize>(&self, these: [PollFd<'_>; N], pause: Duration) {
+        let mut few = std::array::from_fn::<_, MAX_STACK_FDS, _>(|at| these[at.min(N - 1)].clone());
+        let mut many = Vec::new();
+        let fds = match self.links.len() + N <= MAX_STACK_FDS {
+            true => &mut few[..],
+            false => {
+                many.extend_from_slice(&these);
+                many.resize(self.links.len() + N, these[0].clone());
+                &mut many[..]
+            }
+        };
+        let mut count = N;
+        for (_, link) in self.others() {
+            if is_open(&link.reader) {
+                fds[count] = PollFd::new(link.stream(), PollFlags::IN);
+                count += 1;
+            }
+        }
+        // One that failed is followed by another look.
+        let _ = poll(&mut fds[..count], Some(&timespec(pause)));
+    }
+}
+
+/// The interval at which to check if the final message has left.
+const SEND_CHECK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// The most connections that are polled without allocating memory.
+const MAX_STACK_FDS: usize = 64;
+
+impl ControlPlane for Tcp {
+    fn leave(&self, leave: &FinalMessage) {
+        self.inbox.close();
+        self.handoff.end();
+        let (head, preamble) = match leave {
+            FinalMessage::Abort(abort) => {
+                let preamble = abort.encode();
+                let head = Head::new(FrameKind::Abort, abort.sequence, 0, &preamble, &[]);
+                (head.encode(), preamble)
+            }
+            FinalMessage::Goodbye(kind) => {
+                let code = match kind {
+                    LeaveKind::Closed => 0,
+                    LeaveKind::Dropped => 1,
+                };
+                let head = Head::new(FrameKind::Goodbye, 0, code, &[], &[]);
+                (head.encode(), Vec::new())
+            }
+        };
+        // Who is lost is told last, so that nobody else waits for it.
+        let (mut receivers, lost): (Vec<_>, Vec<_>) = self
+            .others()
+            .partition(|(rank, _)| self.inbox.can_receive(*rank));
+        // Nor for one that broke the protocol, and may take nothing.
+        receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
+        let patience = match leave {
+            // Who is not lost has to get all data, some of which a network may have lost.
+            FinalMessage::Goodbye(_) if receivers.iter().any(|(_, link)| !link.is_local()) => {
+                liveness::DEFAULT_TIMEOUT
+            }
+            _ => FINAL_MESSAGES_TIMEOUT,
+        };
+        let until = Instant::now() + patience;
+        for (_, link) in &receivers {
+            link.part(&head, &preamble, until);
+        }
+        // A peer that has failed may still listen, and would take a connection that ends without a final message for a
+        // death. The time is enough for a heartbeat that another thread is writing, and bounds the wait for a stuck writer.
+        let soon = Instant::now() + WRITER_CHECK_INTERVAL;
+        for (_, link) in lost {
+            link.part(&head, &preamble, soon);
+        }
+        // The program may end next.
+        let receivers: Vec<&Link> = receivers.into_iter().map(|(_, link)| link).collect();
+        self.drain_until_sent(&receivers, until);
+    }
+
+    fn last_activity(&self, rank: usize) -> Option<Instant> {
+        self.inbox.active(rank)
+    }
+
+    fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
+        let mut due = self.round_due.lock();
+        Some(self.round(&mut due, liveness))
+    }
+
+    fn silent(&self, silence: Duration) -> Vec<usize> {
+        let now = Instant::now();
+        self.others()
+            .filter(|(rank, link)| {
+                self.inbox.is_present(*rank)
+                    && link.liveness.has_spoken()
+                    && link.liveness.silence(now) >= silence
+                    && !link.has_unread()
+            })
+            .map(|(rank, _)| rank)
+            .collect()
+    }
+
+    fn report_exit(&self, rank: usize, text: &str) -> bool {
+        if let Some(link) = &self.links[rank]
+            && self.inbox.is_present(rank)
+        {
+            if link.liveness.is_paused() || link.has_unread() {
+                return false;
+            }
+            self.inbox.lost(rank, text, Certainty::Settled);
+        }
+        true
+    }
+
+    fn inject_disconnect(&self) {
+        for (_, link) in self.others() {
+            link.cut();
+        }
+    }
+}
+
+impl Tcp {
+    /// Runs one round: a heartbeat on every idle link, then a check of every silent one.
+    ///
+    /// A process that was suspended receives nothing meanwhile. A round that comes later than it was `due` does not
+    /// count that time, and after more than a whole period finds nobody silent before another one has passed; and
+    /// nobody is silent whose bytes wait to be read.
+    pub(super) fn round(&self, due: &mut Option<Instant>, liveness: Duration) -> Duration {
+        self.inbox.note_running(liveness);
+        let now = Instant::now();
+        if let Some(late) = suspended_for(*due, now, liveness) {
+            self.credit_silence(match late < liveness {
+                true => late,
+                false => liveness.saturating_add(late),
+            });
+        }
+        let milliseconds = liveness.as_millis().try_into().unwrap_or(u32::MAX);
+        let heartbeat = Heartbeat {
+            awaited: self.inbox.awaited(),
+            active: self.inbox.activity().last().map(|at| at.elapsed()),
+        };
+        let heartbeat = heartbeat.encode();
+        let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
+        let mut tick = mesh_interval(liveness);
+        for (_, link) in self.present() {
+            link.heartbeat(&frame);
+            tick = link
+                .liveness
+                .peer_limit()
+                .map_or(tick, |wish| tick.min(mesh_interval(wish)));
+        }
+        let mut next = tick;
+        for (rank, link) in self.present() {
+            let limit = match link.liveness.has_spoken() {
+                true => liveness,
+                // It may be waiting for others to connect to it, and shows no life meanwhile.
+                false => liveness.saturating_add(self.connect_timeout),
+            };
+            let silence = link.liveness.silence(now);
+            if silence < limit {
+                next = next.min((limit - silence).max(MIN_PAUSE));
+                continue;
+            }
+            next = next.min(MIN_PAUSE);
+            // The socket is checked before the clock, so that a suspension in between blames no peer.
+            if link.has_unread() {
+                continue;
+            }
+            if let Some(late) = suspended_for(Some(now), Instant::now(), liveness) {
+                self.credit_silence(liveness.saturating_add(late));
+                break;
+            }
+            let cause = format!(
+                "it has been silent for {:.1} s: stopped, swapped out, or cut off from the network",
+                silence.as_secs_f64()
+            );
+            tracing::debug!(
+                rank = self.rank,
+                "rank {rank} was silent for {}",
+                Seconds(silence)
+            );
+            self.inbox.lost(rank, cause, Certainty::Settled);
+        }
+        *due = Some(Instant::now() + next);
+        next
+    }
+
+    /// Takes so much silence off every peer.
+    fn credit_silence(&self, silence: Duration) {
+        let now = Instant::now();
+        for (_, link) in self.others() {
+            link.liveness.credit(silence, now);
+        }
+    }
+
+    fn present(&self) -> impl Iterator<Item = (usize, &Link)> {
+        self.others()
+            .filter(|(rank, _)| self.inbox.is_present(*rank))
+    }
+}
+
+const MIN_PAUSE: Duration = Duration::from_millis(20);
