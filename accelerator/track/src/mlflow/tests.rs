@@ -381,7 +381,7 @@ fn a_journal_that_is_shorter_than_what_was_delivered_is_delivered_again() {
     let server = FakeServer::start();
     let deliver = || {
         let client = MlflowServer::new(&server.address).unwrap();
-        crate::deliver(&folder, &mut MlflowSink::new(client, "e").live()).unwrap();
+        crate::internal::deliver(&folder, &mut MlflowSink::new(client, "e").live()).unwrap();
     };
     deliver();
     assert_eq!(server.state().runs[0].metrics.len(), 1);
@@ -419,7 +419,7 @@ fn an_artifact_survives_faults_and_what_is_not_taken() {
     let server = FakeServer::start();
     let deliver = || {
         let client = MlflowServer::new(&server.address).unwrap();
-        crate::deliver(&folder, &mut MlflowSink::new(client, "e"))
+        crate::internal::deliver(&folder, &mut MlflowSink::new(client, "e"))
     };
     server.fail("mlflow-artifacts", Fault::LostAnswer);
     // The connection is down in the middle.

@@ -255,10 +255,10 @@ fn a_run_is_removed_with_its_own_files_alone() {
     let run = builder.start().unwrap();
     run.log_image("x", &image(1), 1).unwrap();
     let folder = run.folder().to_owned();
-    crate::SystemSampler::start(&folder, 0, std::time::Duration::from_secs(60)).unwrap();
+    crate::internal::SystemSampler::start(&folder, 0, std::time::Duration::from_secs(60)).unwrap();
     run.finish().unwrap();
     RunSummary::read(&folder).unwrap();
-    crate::deliver(&folder, &mut crate::CsvFile::in_run()).unwrap();
+    crate::internal::deliver(&folder, &mut crate::CsvFile::in_run()).unwrap();
     let runs = Runs::open(temporary.path()).unwrap();
     let run = listed(&runs, "a");
     assert_eq!(
