@@ -4,9 +4,11 @@ mod block;
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::io::Write;
 use std::path::Path;
 use std::time::SystemTime;
 
+use accelerator_host::fs::{Durability, Replace};
 use accelerator_host::machine::host_name;
 use accelerator_track::internal::mask_arguments;
 use serde::Serialize;
@@ -200,10 +202,9 @@ pub(crate) fn write(
     }
     let mut text = serde_json::to_vec_pretty(&ReportFile::of(attempts, ending, reason))?;
     text.push(b'\n');
-    let draft = folder.join(format!("{FILE}.partial"));
-    let written = std::fs::write(&draft, text);
-    let written = written.and_then(|()| std::fs::rename(&draft, folder.join(FILE)));
-    written.inspect_err(|_| drop(std::fs::remove_file(&draft)))
+    Replace::new(&folder.join(FILE), Durability::Cached)
+        .draft(folder.join(format!("{FILE}.partial")))
+        .write(|file| file.write_all(&text))
 }
 
 /// The contents of the report.

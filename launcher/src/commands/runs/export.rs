@@ -1,11 +1,11 @@
 //! `accel-launch runs export`.
 
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use accelerator_host::fs::write_output;
 use accelerator_track::{CsvFile, Point, RunHistory, RunStatus, TensorBoard, internal::export};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -129,38 +129,8 @@ fn write(
             _ => Ok(()),
         };
     };
-    let written = match path.metadata().is_ok_and(|found| !found.is_file()) {
-        true => File::options()
-            .write(true)
-            .open(path)
-            .and_then(|file| filled(file, content))
-            .map(drop),
-        false => replace(path, content),
-    };
-    written.map_err(|error| {
+    write_output(path, content).map_err(|error| {
         let message = format!("{} cannot be written", path.display());
         Error::system(message).with_source(error)
     })
-}
-
-fn replace(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-    let folder = match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    // As others are: what the system makes of it takes away what the user does not allow.
-    let file = tempfile::Builder::new()
-        .permissions(Permissions::from_mode(0o666))
-        .tempfile_in(folder)?;
-    let file = filled(file, content)?;
-    file.persist(path).map_err(|error| error.error).map(drop)
-}
-
-fn filled<W: Write>(
-    file: W,
-    content: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-) -> io::Result<W> {
-    let mut file = BufWriter::new(file);
-    content(&mut file)?;
-    file.into_inner().map_err(|error| error.into_error())
 }
