@@ -1,9 +1,9 @@
 use std::io;
 use std::path::Path;
 
+use accelerator_host::fs::{Durability, Replace};
 use burn::module::Module;
 use serde::Serialize;
-use tempfile::NamedTempFile;
 
 use super::Accelerator;
 use crate::checkpoint;
@@ -194,12 +194,7 @@ impl Accelerator {
 }
 
 fn write_json<T: Serialize>(value: &T, path: &Path) -> io::Result<()> {
-    let folder = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    let mut file = NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
-    serde_json::to_writer(&mut file, value)?;
-    file.as_file().sync_all()?;
-    file.persist(path)?;
-    Ok(())
+    Replace::new(path, Durability::Flushed)
+        .private()
+        .write(|file| Ok(serde_json::to_writer(file, value)?))
 }

@@ -1,10 +1,11 @@
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accelerator_collective::Activity;
+use accelerator_host::fs::{Durability, place, sync_folder};
+use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::internal::StagedFolder;
 use burn::module::Module;
 
@@ -109,16 +110,18 @@ impl Staged {
     /// If shards of an older save are replaced, its index goes first: none may ever speak of files of two
     /// saves.
     fn publish(self) -> io::Result<()> {
-        let _turn = PublishLock::take(&self.folder);
+        let _turn = wait_for_turn(or_here(&self.folder));
         let written = &self.files;
         let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
         if written.len() > 1 && written.iter().any(replaces) {
             remove_if_there(&self.folder.join(self.names.index()))?;
         }
         for name in written {
-            std::fs::rename(self.hidden.path().join(name), self.folder.join(name))?;
+            let staged = self.hidden.path().join(name);
+            place(&staged, &self.folder.join(name), Durability::Cached)?;
         }
-        sync_folder(&self.folder);
+        // Once for all of them, and best effort.
+        let _ = sync_folder(or_here(&self.folder));
         // What is left no longer counts: a file is read before an index, and an index names its shards.
         self.remove_older();
         Ok(())
@@ -183,50 +186,25 @@ const BLOCK: usize = 1 << 20;
 /// The bytes that are flushed to the disk at a time.
 const FLUSHED: usize = 1 << 30;
 
-/// The turn to put files in their places, which one writer has at a time: shards of two saves must not be
-/// mixed. It ends when it is dropped, and with its process.
-struct PublishLock {
-    _locked: File,
-}
-
-impl PublishLock {
-    /// Waits for the turn. Best effort: not every file system has locks, and a writer that is stopped in its
-    /// turn keeps nobody for ever.
-    fn take(folder: &Path) -> Option<Self> {
-        let locked = File::open(or_here(folder)).ok()?;
-        let until = Instant::now() + LOCK_TIMEOUT;
-        loop {
-            match locked.try_lock() {
-                Ok(()) => return Some(Self { _locked: locked }),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                    sleep(LOCK_RETRY_INTERVAL)
-                }
-                Err(TryLockError::WouldBlock) => {
-                    let folder = or_here(folder).display();
-                    tracing::warn!(%folder, "another process keeps the folder locked; saving all the same");
-                    return None;
-                }
-                Err(TryLockError::Error(_)) => return None,
-            }
-        }
+/// Waits for the turn to put files in their places, which one writer at a time has: shards of two saves must not be
+/// mixed. Best effort: not every file system has locks, and a writer that is stopped in its turn keeps nobody for
+/// ever.
+fn wait_for_turn(folder: &Path) -> Option<FileLock> {
+    let turn = FileLock::open(folder, LockMode::Exclusive, LOCK_TIMEOUT).ok()?;
+    if turn.is_none() {
+        let folder = folder.display();
+        tracing::warn!(%folder, "another process keeps the folder locked; saving all the same");
     }
+    turn
 }
 
 /// Renaming takes far less; only a writer that does not run takes longer.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 fn remove_if_there(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
-    }
-}
-
-/// Best effort: not every system can flush a folder.
-fn sync_folder(folder: &Path) {
-    if let Ok(folder) = File::open(or_here(folder)) {
-        let _ = folder.sync_all();
     }
 }
 

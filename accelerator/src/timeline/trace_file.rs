@@ -1,9 +1,9 @@
 use std::ffi::OsStr;
 use std::fs;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter};
 use std::path::{Path, PathBuf};
 
-use tempfile::NamedTempFile;
+use accelerator_host::fs::{Draft, Durability, Replace, folder_of};
 
 /// The file of a trace: a regular file, or one that is not there, in a folder that takes files.
 #[derive(Clone, Debug)]
@@ -32,33 +32,20 @@ impl TraceFile {
             Err(_) => path.to_owned(),
         };
         let place = Self(path);
-        drop(place.open()?);
+        drop(place.replace().begin()?);
         Ok(place)
     }
 
     /// Puts a file there, complete or not at all. Nothing else is left, whatever fails.
     pub(super) fn fill(
         &self,
-        write: impl FnOnce(&mut BufWriter<&mut NamedTempFile>) -> io::Result<()>,
+        write: impl FnOnce(&mut BufWriter<Draft>) -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut file = self.open()?;
-        let mut buffered = BufWriter::new(&mut file);
-        write(&mut buffered)?;
-        buffered.flush()?;
-        drop(buffered);
-        file.as_file().sync_all()?;
-        file.persist(&self.0)?;
-        Ok(())
+        self.replace().write(write)
     }
 
-    /// A file of a name of its own, in the same folder, so that renaming it is atomic.
-    fn open(&self) -> io::Result<NamedTempFile> {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".trace-");
-        // As any file of the user's, and not for the user alone.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        builder.tempfile_in(folder(&self.0))
+    fn replace(&self) -> Replace<'_> {
+        Replace::new(&self.0, Durability::Flushed)
     }
 }
 
@@ -95,7 +82,7 @@ fn remove(path: &Path, is_old: impl Fn(&str) -> bool) {
     let Some(stem) = path.file_stem().and_then(OsStr::to_str) else {
         return;
     };
-    let Ok(entries) = fs::read_dir(folder(path)) else {
+    let Ok(entries) = fs::read_dir(folder_of(path)) else {
         return;
     };
     for entry in entries.flatten() {
@@ -118,15 +105,9 @@ fn is_numbered(text: &str, what: &str) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-fn folder(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    }
-}
-
 #[cfg(all(test, unix))]
 mod tests {
+    use std::io::Write;
     use std::os::unix::fs::symlink;
 
     use super::*;
