@@ -33,7 +33,7 @@ pub enum Group {
 /// A program's end, and its output.
 #[derive(Debug)]
 pub struct Output {
-    /// How it ended.
+    /// The way in which it ended.
     pub outcome: Outcome,
     /// The bytes that it wrote to standard output; the first ones if there were too many.
     pub stdout: Vec<u8>,
@@ -41,7 +41,7 @@ pub struct Output {
     pub stderr: Vec<u8>,
 }
 
-/// How a program that [`run`] has run came to its end.
+/// The end of a program that [`run`] has run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Outcome {
     /// It ended by itself.
@@ -140,7 +140,7 @@ pub struct Drain {
     end: Receiver<()>,
 }
 
-/// What was read of a pipe.
+/// The bytes that were read from a pipe.
 #[derive(Debug, Default)]
 pub struct Kept {
     /// The first bytes, as many as were to be kept.
