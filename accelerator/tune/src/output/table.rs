@@ -328,8 +328,16 @@ Using FIFO scheduling algorithm.
 Current best trial: 358bb_00000 with loss=1e-7 and parameters={\"a\":12345678,\"b\":[1,2]}
 Result logdir: /results
 Number of trials: 4/4 (1 ERROR, 1 PENDING, 1 RUNNING, 1 TERMINATED)
-Trial name         status      loc         a            b                      iter  total time (s)  loss  n
-line_358bb_00001   RUNNING     10.0.0.2:7  0.000123457                         1     1.5             NaN   1200
+Trial name        status      loc         a            b                      iter  total time (s)  loss  n
+line_358bb_00001  RUNNING     10.0.0.2:7  0.000123457                         1     1.5             NaN   1200
+line_358bb_00003  PENDING                 true         it's
+line_358bb_00000  TERMINATED              12345678     [1,2]                  1     1.5             1e-7
+line_358bb_00002  ERROR                   5            a\\u{7}text… is longer
+Number of errored trials: 2
+Trial name        # failures  error file
+line_358bb_00000  1*          /results/line_358bb_00000/error.txt
+line_358bb_00002  2           /results/line_358bb_00002/error.txt
+* The trial terminated successfully after retrying.
 ");
     }
 
