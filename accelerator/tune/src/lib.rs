@@ -6,7 +6,7 @@ pub use core::{CheckpointSettings, SearchOrder};
 pub use error::{Error, Result};
 pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
-pub use output::{DataFrame, Display, Results, Scope, SearchEnd};
+pub use output::{DataFrame, Display, Results, Scope};
 pub use pool::WorkerReuse;
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
 pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchSpec};
@@ -20,7 +20,7 @@ pub use stop::{Plateau, Stop};
 pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
 pub use trial_id::TrialId;
 pub use value::{IntoValue, Number};
-pub use view::{Rung, Trial, TrialResult, TrialStatus};
+pub use view::{Rung, SearchEnd, Trial, TrialResult, TrialStatus};
 
 mod checkpoint_folder;
 mod config;

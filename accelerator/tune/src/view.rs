@@ -125,6 +125,17 @@ pub(crate) struct SearchView {
     pub(crate) resources: Option<String>,
 }
 
+/// The reason why a search has ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum SearchEnd {
+    /// Every trial has ended.
+    Finished,
+    /// It was interrupted. Running it again resumes it.
+    Interrupted,
+    /// Its time is over. Running it again resumes it.
+    OutOfTime,
+}
+
 /// A point at which a scheduler compared trials.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]

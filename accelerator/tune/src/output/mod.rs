@@ -2,17 +2,12 @@
 
 pub(crate) use console::Console;
 pub use console::Display;
-pub use dataframe::DataFrame;
-pub use results::{Results, Scope, SearchEnd};
+pub use results::{DataFrame, Results, Scope};
 
-pub(crate) use tensorboard::TrialEvents;
-pub(crate) use trial_folder::{TrialFolder, folder_name, trial_name};
+pub(crate) use trial_folder::{TrialEvents, TrialFolder, folder_name, trial_name};
 
 mod console;
-mod csv;
-mod dataframe;
 mod report;
 mod results;
 mod table;
-mod tensorboard;
 mod trial_folder;

@@ -1,17 +1,17 @@
 use std::path::Path;
+use std::{fmt, fs};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use super::dataframe::DataFrame;
 use super::report;
 use super::table::{Rows, status};
-use super::trial_folder::{read_results, read_rows, write};
+use super::trial_folder::{csv_line, read_results, read_rows, write};
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
 use crate::value::json_number;
-use crate::view::{Rung, SearchView, Trial, TrialResult};
+use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult};
 
 /// The results of a search: Ray Tune's `ExperimentAnalysis`.
 ///
@@ -28,17 +28,6 @@ use crate::view::{Rung, SearchView, Trial, TrialResult};
 pub struct Results {
     view: SearchView,
     ending: SearchEnd,
-}
-
-/// The reason why a search has ended.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum SearchEnd {
-    /// Every trial has ended.
-    Finished,
-    /// It was interrupted. Running it again resumes it.
-    Interrupted,
-    /// Its time is over. Running it again resumes it.
-    OutOfTime,
 }
 
 /// The value of a trial that counts.
@@ -81,7 +70,7 @@ impl Results {
     /// Everything that a trial has reported, as its folder has it.
     ///
     /// # Errors
-    /// [`Error::is_io`](crate::Error::is_io) where that cannot be read.
+    /// [`Error::is_io`] if that cannot be read.
     pub fn history(&self, trial: TrialId) -> Result<Vec<TrialResult>> {
         match self.view.trials.get(trial.index()) {
             Some(trial) => read_results(&trial.folder),
@@ -169,23 +158,17 @@ impl Results {
         status(&self.view, Rows::All)
     }
 
-    /// The report: one HTML file that asks no network for anything, with the best configuration, parameters beside the
-    /// objective, rungs, learning curves, and a table of all trials.
+    /// Writes the report to a file, which it replaces as a whole or not at all: one HTML file that asks no network for
+    /// anything, with the best configuration, parameters beside the objective, rungs, learning curves, and a table of all
+    /// trials.
     ///
     /// # Errors
-    /// [`Error::is_io`](crate::Error::is_io) where the results of a trial cannot be read.
-    pub fn html(&self) -> Result<String> {
+    /// [`Error::is_io`] if the results of a trial cannot be read, or the file cannot be written.
+    pub fn write_report(&self, path: impl AsRef<Path>) -> Result<()> {
         let objective = &self.view.objective;
         let best = self.best_trial(&objective.metric, objective.mode, Scope::Best);
-        report::html(&self.view, self.ending, best.map(|(trial, _)| trial))
-    }
-
-    /// Writes the report to a file, which it replaces as a whole or not at all.
-    ///
-    /// # Errors
-    /// [`Error::is_io`](crate::Error::is_io) where the results of a trial cannot be read, or the file cannot be written.
-    pub(crate) fn write_report(&self, path: impl AsRef<Path>) -> Result<()> {
-        write(path.as_ref(), self.html()?.as_bytes())
+        let page = report::html(&self.view, self.ending, best.map(|(trial, _)| trial))?;
+        write(path.as_ref(), page.as_bytes())
     }
 
     fn is_objective(&self, metric: &str, mode: Mode) -> bool {
@@ -217,5 +200,72 @@ impl Results {
             Scope::Average => mean(&values),
             Scope::LastAverage(count) => mean(&values[values.len().saturating_sub(count)..]),
         }
+    }
+}
+
+/// A table of results: a row for each trial.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DataFrame {
+    columns: Vec<String>,
+    /// The rows, with null for each missing value.
+    rows: Vec<Vec<Value>>,
+}
+
+impl DataFrame {
+    /// Creates a table of rows with named values; columns are in the order in which they first appear.
+    fn new(rows: Vec<Vec<(String, Value)>>) -> Self {
+        let mut columns: Vec<String> = Vec::new();
+        for (name, _) in rows.iter().flatten() {
+            if !columns.contains(name) {
+                columns.push(name.clone());
+            }
+        }
+        let rows = rows.into_iter().map(|row| {
+            let value = |column: &String| {
+                let found = row.iter().find(|(name, _)| name == column);
+                found.map_or(Value::Null, |(_, value)| value.clone())
+            };
+            columns.iter().map(value).collect()
+        });
+        let rows = rows.collect();
+        Self { columns, rows }
+    }
+
+    /// Writes comma-separated values.
+    ///
+    /// # Errors
+    /// [`Error::is_io`] if the file cannot be written.
+    pub fn to_csv(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        fs::write(path, self.to_string()).map_err(|error| Error::io("write", path, error))
+    }
+
+    /// A JSON array of objects, without what is missing.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        let object = |row: &Vec<Value>| {
+            let fields = self.columns.iter().cloned().zip(row.iter().cloned());
+            Value::Object(
+                fields
+                    .filter(|(_, value)| !value.is_null())
+                    .collect::<Map<_, _>>(),
+            )
+        };
+        self.rows.iter().map(object).collect()
+    }
+}
+
+/// Comma-separated values.
+impl fmt::Display for DataFrame {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let header: Vec<_> = self
+            .columns
+            .iter()
+            .map(|name| Value::from(name.as_str()))
+            .collect();
+        formatter.write_str(&csv_line(&header))?;
+        self.rows
+            .iter()
+            .try_for_each(|row| formatter.write_str(&csv_line(row)))
     }
 }

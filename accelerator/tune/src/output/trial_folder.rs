@@ -1,14 +1,19 @@
-use std::collections::BTreeSet;
+//! The files of a trial: its folder, and its events for TensorBoard.
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use accelerator_host::fs::{Durability, Replace};
+use accelerator_host::text::csv_cell;
+use accelerator_track::{
+    EndStatus, Entry, Number, Origin, PointValue, Record, RunId, RunInfo, Sink, TensorBoard,
+};
 use serde_json::{Map, Value, json};
 
-use super::csv;
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::metrics::Metrics;
 use crate::trial_id::TrialId;
 use crate::value::json_number;
@@ -119,6 +124,111 @@ impl TrialFolder {
     }
 }
 
+/// The events of a trial for TensorBoard: its metrics as scalars, and its configuration and end under HParams.
+#[derive(Debug)]
+pub(crate) struct TrialEvents {
+    sink: TensorBoard,
+    /// The number of entries that were written.
+    written: u64,
+    series: BTreeMap<String, u32>,
+    config: Config,
+}
+
+impl TrialEvents {
+    /// Writes below a folder, in place of what was written of a trial of that name.
+    pub(crate) fn begin(logs: &Path, trial: &str, config: &Config, created: u64) -> Result<Self> {
+        let folder = logs.join(trial);
+        // The same each time, by which what was written before is known.
+        let id = &blake3::hash(trial.as_bytes()).to_hex()[..32];
+        let run = RunInfo {
+            id: id.parse::<RunId>().map_err(of_track)?,
+            name: trial.to_owned(),
+            folder: folder.clone(),
+            created_ms: created * 1000,
+        };
+        let mut events = Self {
+            sink: TensorBoard::new(folder),
+            written: 0,
+            series: BTreeMap::new(),
+            config: config.clone(),
+        };
+        events.sink.open(&run).map_err(of_track)?;
+        events.write_config(created)?;
+        Ok(events)
+    }
+
+    /// Writes a result, with the configuration that it is of.
+    pub(crate) fn report(&mut self, result: &TrialResult, config: &Config) -> Result<()> {
+        if *config != self.config {
+            self.config = config.clone();
+            self.write_config(result.timestamp)?;
+        }
+        let mut points = Vec::new();
+        for (name, value) in result.metrics.iter() {
+            let next = u32::try_from(self.series.len()).unwrap_or(u32::MAX);
+            let series = *self.series.entry(name.to_owned()).or_insert(next);
+            if series == next {
+                let key = name.to_owned();
+                self.write(result.timestamp, Record::Series { i: series, key })?;
+            }
+            points.push(PointValue {
+                series,
+                value: Number(value),
+                count: None,
+            });
+        }
+        let metrics = accelerator_track::Metrics {
+            step: result.training_iteration,
+            epoch: None,
+            points,
+        };
+        self.write(result.timestamp, Record::Metrics(metrics))
+    }
+
+    pub(crate) fn end(&mut self, status: EndStatus, at: u64) -> Result<()> {
+        let end = Record::End {
+            status,
+            failure: None,
+        };
+        self.write(at, end)?;
+        self.flush()
+    }
+
+    /// Lets readers see what was written.
+    pub(crate) fn flush(&mut self) -> Result<()> {
+        self.sink.flush().map_err(of_track)
+    }
+
+    fn write_config(&mut self, at: u64) -> Result<()> {
+        let leaves = self.config.leaves().into_iter();
+        let set = leaves.map(|(path, value)| (path, value.clone())).collect();
+        self.write(at, Record::Param { set })
+    }
+
+    fn write(&mut self, at: u64, record: Record) -> Result<()> {
+        let entry = Entry {
+            n: self.written,
+            ms: at * 1000,
+            record,
+        };
+        self.written += 1;
+        self.sink.write(Origin::Run, &entry).map_err(of_track)
+    }
+}
+
+/// Returns a line of comma-separated values.
+pub(super) fn csv_line<'a>(fields: impl IntoIterator<Item = &'a Value>) -> String {
+    let fields = fields.into_iter().map(|field| match field {
+        Value::Null => String::new(),
+        Value::String(text) => csv_cell(text),
+        Value::Array(_) | Value::Object(_) => csv_cell(&field.to_string()),
+        other => other.to_string(),
+    });
+    let mut line = fields.collect::<Vec<_>>().join(",");
+    line.push('\n');
+    line
+}
+
 /// The results that a trial's folder holds; none where it has none.
 pub(crate) fn read_results(folder: &Path) -> Result<Vec<TrialResult>> {
     let rows = read_rows(folder)?.into_iter();
@@ -169,7 +279,7 @@ impl ProgressHeader {
         let metrics = self.metrics.iter().map(|name| name.as_str().into());
         let parameters = self.parameters.iter();
         let parameters = parameters.map(|path| format!("config/{path}").into());
-        csv::line(
+        csv_line(
             &auto_filled
                 .chain(metrics)
                 .chain(parameters)
@@ -185,7 +295,7 @@ impl ProgressHeader {
         });
         let parameters = self.parameters.iter();
         let parameters = parameters.map(|path| config.value(path).cloned().unwrap_or(Value::Null));
-        csv::line(
+        csv_line(
             &auto_filled
                 .chain(metrics)
                 .chain(parameters)
@@ -279,6 +389,10 @@ pub(super) fn write(path: &Path, text: &[u8]) -> Result<()> {
         .map_err(|error| Error::io("write", path, error))
 }
 
+fn of_track(error: accelerator_track::Error) -> Error {
+    Error::new(Kind::Io, error.to_string()).with_source(error)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -325,6 +439,21 @@ mod tests {
         TrialFolder::open(&path, "t_00000", &config, &before).unwrap();
         assert_eq!(read_results(&path).unwrap(), [first, second]);
         assert_eq!(fs::read_to_string(path.join(PROGRESS)).unwrap(), expected);
+    }
+
+    #[test]
+    fn fields_are_quoted_where_they_need_it() {
+        let fields = [
+            json!(0.5),
+            json!("a,b"),
+            json!("say \"x\""),
+            json!([1, 2]),
+            json!(null),
+        ];
+        assert_eq!(
+            csv_line(&fields),
+            "0.5,\"a,b\",\"say \"\"x\"\"\",\"[1,2]\",\n"
+        );
     }
 
     #[test]

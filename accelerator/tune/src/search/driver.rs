@@ -16,11 +16,10 @@ use crate::core::{Action, CheckpointKey, CheckpointSettings, Core, Event, prunab
 use crate::error::{Error, Result};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
-use crate::output::SearchEnd;
 use crate::runner::{Location, Offer, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::Searcher;
 use crate::trial_id::TrialId;
-use crate::view::TrialResult;
+use crate::view::{SearchEnd, TrialResult};
 
 /// The limits of a search.
 #[derive(Clone, Copy, Debug, Default)]

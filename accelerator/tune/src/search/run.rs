@@ -21,11 +21,11 @@ use crate::core::{CheckpointKey, Core, Event, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::fields;
 use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
-use crate::output::{Console, Display, Results, SearchEnd};
+use crate::output::{Console, Display, Results};
 use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
 use crate::trial_id::TrialId;
-use crate::view::{SearchView, Trial, TrialStatus};
+use crate::view::{SearchEnd, SearchView, Trial, TrialStatus};
 
 /// The options for running any search.
 #[derive(Clone, Debug, Default)]

@@ -8,13 +8,12 @@ use accelerator_track::{
 use serde::Serialize;
 use serde_json::Value;
 
-use super::results::SearchEnd;
 use super::table::{Rows, status};
 use super::trial_folder::read_results;
 use crate::error::{Error, Result};
 use crate::objective::Mode;
 use crate::trial_id::TrialId;
-use crate::view::{Rung, SearchView, Trial, TrialResult, TrialStatus};
+use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult, TrialStatus};
 
 #[cfg(test)]
 mod tests;

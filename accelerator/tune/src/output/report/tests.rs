@@ -6,9 +6,8 @@ use serde_json::json;
 use super::{PROGRAM, STYLE, html};
 use crate::config::Config;
 use crate::objective::{Mode, Objective};
-use crate::output::SearchEnd;
 use crate::trial_id::TrialId;
-use crate::view::{Rung, SearchView, Trial, TrialResult, TrialStatus};
+use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult, TrialStatus};
 
 #[test]
 fn names_and_values_are_data_whatever_they_are() {
