@@ -1,4 +1,3 @@
-use accelerator_host::text::figure;
 use serde::{Deserialize, Serialize};
 
 use super::rungs;
@@ -257,10 +256,10 @@ impl TrialScheduler for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => figure(match self.settings.compatibility {
-                        Compatibility::Exact => in_users_sign(self.mode, score),
-                        Compatibility::Ray => score,
-                    }),
+                    Some(score) => match self.settings.compatibility {
+                        Compatibility::Exact => format!("{:?}", in_users_sign(self.mode, score)),
+                        Compatibility::Ray => format!("{score:?}"),
+                    },
                 };
                 format!("Iter {}.000: {cutoff}", rung.time)
             });
