@@ -256,10 +256,10 @@ impl TrialScheduler for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => match self.settings.compatibility {
-                        Compatibility::Exact => format!("{:?}", in_users_sign(self.mode, score)),
-                        Compatibility::Ray => format!("{score:?}"),
-                    },
+                    Some(score) => rungs::shown(match self.settings.compatibility {
+                        Compatibility::Exact => in_users_sign(self.mode, score),
+                        Compatibility::Ray => score,
+                    }),
                 };
                 format!("Iter {}.000: {cutoff}", rung.time)
             });

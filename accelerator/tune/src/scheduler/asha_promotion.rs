@@ -198,7 +198,7 @@ impl TrialScheduler for Promotion {
             let best = self.best(rung, 1).first().copied();
             let mut entries = rung.entries.iter();
             let value = entries.find(|(trial, _)| Some(*trial) == best);
-            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| format!("{value:?}"));
+            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| rungs::shown(*value));
             format!(
                 "Iter {}.000: {} trials, best {value}",
                 rung.time,

@@ -85,6 +85,14 @@ pub(super) fn percentile(
     })
 }
 
+/// Formats a value of a rung with all digits. As Ray has it, NaN is `nan`.
+pub(super) fn shown(value: f64) -> String {
+    match value.is_nan() {
+        true => "nan".to_owned(),
+        false => format!("{value:?}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
