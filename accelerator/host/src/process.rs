@@ -316,7 +316,8 @@ fn has_ended(child: &mut Child) -> io::Result<bool> {
     Ok(child.try_wait()?.is_some())
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod tests {
     use std::io::{Seek, Write};
     use std::os::unix::fs::PermissionsExt;

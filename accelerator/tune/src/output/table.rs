@@ -366,7 +366,9 @@ line_358bb_00002  2           /results/line_358bb_00002/error.txt
 
     const NO_METRICS: &[(&str, f64)] = &[];
 
-    fn view(trials: &[(TrialStatus, Value, &[(&str, f64)])]) -> SearchView {
+    type Expected<'a> = (TrialStatus, Value, &'a [(&'a str, f64)]);
+
+    fn view(trials: &[Expected<'_>]) -> SearchView {
         let trials = trials
             .iter()
             .enumerate()
