@@ -166,7 +166,7 @@ class Crate:
             return module, rest[0] if rest else ""
 
     def without_hidden(self, module):
-        """The code of a file without the items that `#[doc(hidden)] pub mod`s of the crate's root hold or hand on."""
+        """The code of a file without the items that `#[doc(hidden)] pub mod`s of its root contain or re-export."""
         root = code(self.files[()].read_text())
         names = set()
         for match in re.finditer(r"#\[doc\(hidden\)\]\s*pub mod (\w+)\s*([;{])", root):

@@ -201,7 +201,7 @@ pub mod plan {
     pub use accelerator_plan::{Permutation, TailPolicy, WeightedSampler, mix, sample_rng_seed};
 }
 
-/// Runs: what [`Accelerator::tracker`] lends, what a [`Tracker`] is fed with, and what is read back.
+/// Runs: the handle that [`Accelerator::tracker`] lends, the records that a [`Tracker`] gets, and the readers of both.
 pub mod track {
     pub use accelerator_track::{
         Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactRole,

@@ -1,5 +1,5 @@
-//! What `backward` takes from the allocator beside what plain Burn takes: books, and no gradients. And what is held
-//! while batch sizes are tried: nothing of an attempt that failed.
+//! The memory that `backward` allocates beside plain Burn: books, and no gradients; and the memory that is held while
+//! batch sizes are tried: nothing of an attempt that failed.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

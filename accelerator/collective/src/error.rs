@@ -106,13 +106,13 @@ impl Error {
         self.0.details.culprit.as_ref()
     }
 
-    /// An error about these ranks.
+    /// Makes an error about these ranks.
     pub(crate) fn about(kind: Kind, ranks: Vec<usize>, message: impl Into<String>) -> Self {
         let culprit = None;
         Self::new(kind, message).with_details(Details { ranks, culprit })
     }
 
-    /// An error for which one rank is to blame; the message contains the cause.
+    /// Makes an error for which one rank is to blame; the message contains the cause.
     pub(crate) fn blaming(kind: Kind, culprit: Culprit, message: impl Into<String>) -> Self {
         Self::new(kind, message).with_details(Details {
             ranks: vec![culprit.rank],
@@ -120,7 +120,7 @@ impl Error {
         })
     }
 
-    /// The same error with what the store knows about the cause.
+    /// Returns this error with the cause that the store knows.
     pub(crate) fn with_exit_notice(&self, text: &str) -> Self {
         let Some(culprit) = self.culprit() else {
             return self.clone();
@@ -143,7 +143,7 @@ impl Error {
         Self::caused(Kind::Io, message, source)
     }
 
-    /// An error whose message ends with its cause.
+    /// Makes an error whose message ends with its cause.
     pub(crate) fn caused(
         kind: Kind,
         message: impl fmt::Display,

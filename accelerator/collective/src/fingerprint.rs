@@ -408,7 +408,8 @@ impl fmt::Debug for Purpose {
 
 /// The checksum of nothing. It is not zero, so that zeros are not their own checksum.
 ///
-/// These checksums are against accidents, for paths on which a digest, or even a CRC-32, would be a fifth of the time.
+/// These checksums guard against accidents only, on paths where a digest, or even a CRC-32, would take a fifth of the
+/// time.
 pub(crate) const SEED: u64 = 0x6163_6365_6c5f_7368;
 
 /// The checksum of what `sum` is that of, and one more word.

@@ -58,7 +58,7 @@ pub use rendezvous::{Rendezvous, StoreHost};
 pub use shard_layout::{Partition, ShardLayout};
 pub use topology::{Topology, TransportKind};
 
-/// Items of the launcher and of the other crates of this project; they are no part of the interface.
+/// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
 pub mod launcher {
     pub use crate::{

@@ -25,7 +25,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Prints `text`. A closed pipe is not an error.
 ///
 /// # Errors
-/// When standard output cannot be written.
+/// If standard output cannot be written.
 pub fn print(text: &str) -> Result<ExitCode> {
     let mut stdout = io::stdout().lock();
     match stdout
@@ -42,7 +42,7 @@ pub fn print(text: &str) -> Result<ExitCode> {
 /// Formats `value` as JSON that ends with a line break.
 ///
 /// # Errors
-/// When JSON cannot have the value.
+/// If JSON cannot represent `value`.
 pub fn json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value);
     let text = text.map_err(|error| Error::system("cannot write JSON").with_source(error))?;
@@ -50,7 +50,7 @@ pub fn json(value: &impl Serialize) -> Result<String> {
 }
 
 impl Error {
-    /// Makes an error of the command line, or of what it names: exit code 2.
+    /// Makes an error for a wrong command line, or for something wrong that it names: exit code 2.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(Kind::Usage, message)
     }
@@ -60,12 +60,12 @@ impl Error {
         Self::new(Kind::System, message)
     }
 
-    /// Makes an error for a refusal of another program, such as for want of rights: exit code 1.
+    /// Makes an error for a refusal of another program, such as for lack of permission: exit code 1.
     pub fn refused(message: impl Into<String>) -> Self {
         Self::new(Kind::System, message)
     }
 
-    /// Makes an error for a thing that another program does not have, or has forgotten: exit code 1.
+    /// Makes an error for something that another program does not have, or has forgotten: exit code 1.
     pub fn not_found(message: impl Into<String>) -> Self {
         Self::new(Kind::NotFound, message)
     }
@@ -86,7 +86,7 @@ impl Error {
         Self::new(Kind::Interrupted(signal), message)
     }
 
-    /// Makes the error of another launcher, which ended with this code.
+    /// Makes an error for another launcher that ended with `code`.
     pub fn of_code(code: u8, message: impl Into<String>) -> Self {
         let kind = match code {
             2 => Kind::Usage,
@@ -103,12 +103,12 @@ impl Error {
         self
     }
 
-    /// Returns `true` if the command line, or what it names, is wrong.
+    /// Returns `true` if the command line, or something that it names, is wrong.
     pub fn is_usage(&self) -> bool {
         self.kind == Kind::Usage
     }
 
-    /// Returns `true` if another program does not have the thing.
+    /// Returns `true` if another program does not have the requested thing.
     pub fn is_not_found(&self) -> bool {
         self.kind == Kind::NotFound
     }

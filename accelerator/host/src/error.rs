@@ -2,11 +2,11 @@
 
 use std::{error::Error, sync::Arc};
 
-/// Declares an error type and its kinds, each with the predicate that asks for it.
+/// Declares an error type and its kinds, with a predicate for each kind.
 ///
-/// The type is opaque, and cheap to clone. It displays its message. Its fields are an [`Inner`], with the details of
-/// `struct Error(Details);` if there are any. The crate that declares it gets the constructor `new`, to which
-/// `with_source` adds a cause, `kind`, and the list `Kind::ALL`.
+/// The type is opaque, and cheap to clone. It displays its message. Its fields are those of [`Inner`]; the crate's own
+/// are `Details` in `struct Error(Details);`. The crate that declares it gets the constructor `new`, the methods
+/// `with_source`, `with_details` and `kind`, and the list `Kind::ALL`.
 ///
 /// ```
 /// mod store {
@@ -118,17 +118,17 @@ macro_rules! define_error {
 /// The fields of an error that [`define_error!`](crate::define_error) declares.
 #[derive(Clone, Debug)]
 pub struct Inner<K, D = ()> {
-    /// The kind, for which the predicates ask.
+    /// The kind, which the predicates test.
     pub kind: K,
-    /// The text for people.
+    /// The message for people.
     pub message: String,
-    /// Further fields of the crate's own.
+    /// The crate's own fields.
     pub details: D,
     /// The error that led to this one.
     pub source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
-/// Returns the error and its causes in one line, without a cause that the line has already.
+/// Joins the error and its causes in one line, without a cause that the line already contains.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

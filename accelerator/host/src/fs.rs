@@ -1,7 +1,7 @@
 //! Files that are replaced whole.
 //!
 //! [`Replace`] writes a draft beside a file and renames it, so that readers find the old contents or the new ones and
-//! never a part. [`place`] gives a file or folder that is complete its name.
+//! never a part. [`place`] gives a complete file or folder its name.
 
 use std::collections::hash_map::RandomState;
 use std::fs::{self, File, OpenOptions};
@@ -17,11 +17,11 @@ pub const DRAFT_PREFIX: &str = ".accel-";
 pub enum Durability {
     /// The end of the process. A power cut may lose the file, or leave an empty one.
     Cached,
-    /// A power cut, too: the bytes are on the disk before the file has its name, and the name once the call returns.
+    /// A power cut, too: the bytes are on the disk before the file gets its name, and the name before the call returns.
     Flushed,
 }
 
-/// The replacement of a file, all of it or nothing.
+/// A replacement of a file, all or nothing.
 ///
 /// ```
 /// use std::io::Write;
@@ -44,7 +44,7 @@ pub struct Replace<'a> {
 }
 
 impl<'a> Replace<'a> {
-    /// Replaces the file `target`, or creates it, with the permissions of any new file of the user.
+    /// Replaces the file `target`, or creates it, with the user's default permissions for files.
     ///
     /// A symbolic link is replaced, not followed.
     #[must_use]
@@ -57,7 +57,7 @@ impl<'a> Replace<'a> {
         }
     }
 
-    /// Makes the file readable for its owner only.
+    /// Makes the file readable and writable by its owner only.
     #[must_use]
     pub fn private(self) -> Self {
         Self {
@@ -78,12 +78,12 @@ impl<'a> Replace<'a> {
         }
     }
 
-    /// Replaces the file by what `content` writes, which is buffered.
+    /// Replaces the file by the output of `content`, which is buffered.
     ///
     /// # Errors
     ///
-    /// I/O errors, and the error of `content`. The file is then what it was, unless only its name could not be
-    /// flushed, and the draft is removed.
+    /// I/O errors, and the error of `content`. The file then keeps its old contents, unless only flushing its name
+    /// failed, and the draft is removed.
     pub fn write(
         self,
         content: impl FnOnce(&mut BufWriter<Draft>) -> io::Result<()>,
@@ -94,7 +94,7 @@ impl<'a> Replace<'a> {
         draft.map_err(|error| error.into_error())?.publish()
     }
 
-    /// Begins a draft that is written over time.
+    /// Begins a draft that the caller writes and [publishes](Draft::publish).
     ///
     /// # Errors
     ///
@@ -106,8 +106,8 @@ impl<'a> Replace<'a> {
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, self.mode);
         let (file, path) = match self.draft {
             Some(path) => {
-                // A file of its own, so that what is left of an earlier draft cannot touch this one. Opening it says
-                // what cannot be removed.
+                // A new file, so that the writer of an earlier draft cannot touch this one. If the old one cannot be
+                // removed, opening it reports the error.
                 let _ = fs::remove_file(&path);
                 (options.create(true).truncate(true).open(&path)?, path)
             }
@@ -122,7 +122,7 @@ impl<'a> Replace<'a> {
     }
 }
 
-/// A file that is written under another name until it is [published](Self::publish). Dropped before, it is removed.
+/// A file that is written under another name until it is [published](Self::publish). Dropping it earlier removes it.
 #[derive(Debug)]
 pub struct Draft {
     file: File,
@@ -133,8 +133,8 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Gives the file its name, in place of the file that has it; does nothing if it has its name already. Later writes
-    /// continue at the end of that file.
+    /// Gives the file its name, in place of the file that has it; does nothing if that is done already. Later writes
+    /// continue at the end of the file.
     ///
     /// # Errors
     ///
@@ -167,13 +167,13 @@ impl Drop for Draft {
         if let Some(path) = &self.path
             && is_at(&self.file, path)
         {
-            // Its name says that it is a leftover.
+            // If this fails, its name marks it as a leftover.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Writes the file that a user named: replaces a regular file whole, and writes into anything else, such as a pipe or a
+/// Writes a file that the user named: replaces a regular file whole, and writes into anything else, such as a pipe or a
 /// device.
 ///
 /// # Errors
@@ -191,13 +191,13 @@ pub fn write_output(
     Replace::new(path, Durability::Cached).write(|file| content(file))
 }
 
-/// Gives a file or folder that is complete its name, in place of the file or empty folder that has it.
+/// Gives a complete file or folder its name, in place of the file or empty folder that has it.
 ///
-/// [`Durability::Flushed`] flushes the name only; the caller has flushed the contents.
+/// [`Durability::Flushed`] flushes the name only: the caller has to flush the contents first.
 ///
 /// # Errors
 ///
-/// I/O errors. `from` is then left, unless only the name could not be flushed.
+/// I/O errors. `from` then stays, unless only flushing the name failed.
 pub fn place(from: &Path, to: &Path, durability: Durability) -> io::Result<()> {
     fs::rename(from, to)?;
     match durability {
@@ -236,7 +236,7 @@ pub fn sync_folder(_folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The folder that a path is in: `.` for a lone name.
+/// Returns the folder that contains a path: `.` for a bare name.
 #[must_use]
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
@@ -245,7 +245,7 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Returns true if `path` leads to the open file.
+/// Returns `true` if `path` leads to the open file.
 #[cfg(unix)]
 pub(crate) fn is_at(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -261,7 +261,7 @@ pub(crate) fn is_at(_file: &File, path: &Path) -> bool {
     path.exists()
 }
 
-/// Creates a file of a random hidden name.
+/// Creates a file with a random hidden name.
 fn create_hidden(options: &OpenOptions, folder: &Path) -> io::Result<(File, PathBuf)> {
     loop {
         let random = RandomState::new().build_hasher().finish();
@@ -359,7 +359,7 @@ mod tests {
                     let mut read = 0;
                     while !is_over.load(Ordering::Relaxed) {
                         let text = fs::read(&path).unwrap();
-                        // The length says who wrote it.
+                        // The length identifies the writer.
                         let letter = text[0];
                         assert_eq!(text.len(), length(letter));
                         assert!(text == vec![letter; text.len()]);
@@ -406,7 +406,7 @@ mod tests {
         let new = Replace::new(&path, Durability::Cached).draft(draft);
         let mut earlier = new.clone().begin().unwrap();
         let mut later = new.begin().unwrap();
-        // One that was given up late does no harm.
+        // A draft that is given up late does no harm.
         earlier.write_all(b"old").unwrap();
         drop(earlier);
         later.write_all(b"new").unwrap();

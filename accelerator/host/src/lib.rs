@@ -1,13 +1,13 @@
-//! What the crates of this project share: the `ACCEL_` environment variables, and utilities that know nothing of
-//! training. Its items are internals: they change without notice.
+//! Internals that the crates of this project share: the `ACCEL_` environment variables, and utilities that know nothing
+//! of training. They change without notice.
 //!
 //! One table has the name, grammar, default, reader and meaning of each variable; the library, the launcher and the
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
 //! that programs and launcher share, and the signal state that a process inherits with its variables.
 //!
-//! A module each has the shape of errors ([`error`]), the frame of command-line programs ([`cli`]), files that are
-//! replaced whole ([`fs`]) and lock files ([`lock`]), facts of the machine ([`machine`]), programs that run to their end
-//! ([`process`]), locks without poisoning ([`sync`]), and text for terminals, shells and tables ([`text`]).
+//! The utilities are the shape of errors ([`error`]), the frame of command-line programs ([`cli`]), files that are
+//! replaced whole ([`fs`]), locks of files ([`lock`]), facts of the machine ([`machine`]), programs that run within
+//! limits ([`process`]), locks without poisoning ([`sync`]), and text for terminals, shells and tables ([`text`]).
 //!
 //! ```
 //! use accelerator_host::{OVERLAP, VARIABLES, find};
@@ -48,8 +48,8 @@ use std::fmt::Write;
 /// The prefix of all variables of this project.
 pub const PREFIX: &str = "ACCEL_";
 
-/// The exit code of a program that was preempted: its ranks have saved and ended together, and go on when they are
-/// started again. It is `EX_TEMPFAIL` of `sysexits.h`.
+/// The exit code of a program that was preempted: its ranks have saved and ended together, and continue when they
+/// are started again. It is `EX_TEMPFAIL` of `sysexits.h`.
 pub const PREEMPTED_EXIT_CODE: u8 = 75;
 
 /// The variable, with its value, that makes Python write output at once instead of in blocks. Ranks and trials get it

@@ -10,9 +10,9 @@ use crate::fs::is_at;
 
 /// An advisory lock of a file or folder (`flock`), released when it is dropped or the process ends.
 ///
-/// It holds for what has the name: a file that was removed or replaced while this waited is not taken for it. Folders
-/// can be locked on nearly every file system, since the kernel keeps such locks to itself; NFS, too, passes on only
-/// those of files.
+/// It locks the file that has the name at the end of the wait, not one that was removed or replaced meanwhile. Folders
+/// can be locked on nearly every file system, since the kernel keeps such locks local: even NFS forwards only locks of
+/// files.
 #[derive(Debug)]
 pub struct FileLock(File);
 
@@ -20,7 +20,8 @@ impl FileLock {
     /// Locks a file, which is created if it does not exist. Returns `None` if others keep it locked for longer than
     /// `wait`.
     ///
-    /// A wait of at least some milliseconds lets those pass that only [ask](Self::is_held) for the holder.
+    /// Wait for at least a few milliseconds: a process that only [looks](Self::is_held) for the holder shares the lock
+    /// for a moment.
     ///
     /// # Errors
     ///
@@ -31,8 +32,8 @@ impl FileLock {
         Self::take(path, &options, mode, wait)
     }
 
-    /// Locks a file or folder that exists, for which reading it is permission enough. Returns `None` if others keep it
-    /// locked for longer than `wait`.
+    /// Locks a file or folder that exists; permission to read it is enough. Returns `None` if others keep it locked for
+    /// longer than `wait`.
     ///
     /// # Errors
     ///
@@ -41,7 +42,7 @@ impl FileLock {
         Self::take(path, OpenOptions::new().read(true), mode, wait)
     }
 
-    /// Returns true if a process holds a file exclusively. A file that does not exist is held by nobody.
+    /// Returns `true` if a process holds a file exclusively. Nobody holds a file that does not exist.
     ///
     /// # Errors
     ///
@@ -51,7 +52,7 @@ impl FileLock {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             opened => opened?,
         };
-        // Shared, so that those who ask at the same time do not take each other for the holder.
+        // Shared, so that processes that look at the same time do not take each other for the holder.
         match file.try_lock_shared() {
             Ok(()) => {
                 drop(Self(file));
@@ -107,12 +108,12 @@ impl Drop for FileLock {
     }
 }
 
-/// The holders that a lock allows beside itself.
+/// The other holders that a lock allows.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LockMode {
-    /// Others that share it.
+    /// Holders that share it, too.
     Shared,
-    /// None.
+    /// No other holder.
     Exclusive,
 }
 
@@ -146,7 +147,7 @@ mod tests {
         assert!(try_lock(Exclusive).is_none() && !FileLock::is_held(&path).unwrap());
         drop(shared);
         assert!(try_lock(Exclusive).is_some());
-        // The text is left to who locks it next.
+        // The text stays for the next holder.
         assert_eq!(fs::read(&path).unwrap(), b"text");
     }
 
@@ -209,7 +210,7 @@ mod tests {
         };
         let lock = FileLock::create(path.as_ref(), LockMode::Exclusive, Duration::ZERO).unwrap();
         println!("\n{}", if lock.is_some() { "held" } else { "refused" });
-        // Until this is told, or killed.
+        // Until the test writes to this process, or kills it.
         let _ = io::stdin().read(&mut [0]);
         drop(lock);
         println!("\nreleased");

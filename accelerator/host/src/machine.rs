@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::process::{self, Group, Limits, Outcome};
 
-/// Returns the name of this host; of a long one, 64 characters.
+/// Returns the name of this host, cut to 64 characters.
 pub fn host_name() -> String {
     #[cfg(unix)]
     let name = rustix::system::uname()
@@ -23,14 +23,14 @@ pub fn host_name() -> String {
     }
 }
 
-/// Returns the random id of this start of the machine's kernel, if it has one. Containers of a machine have it in
-/// common.
+/// Returns the random id of this start of the machine's kernel, if it has one. The containers of a machine
+/// share it.
 pub fn boot_id() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(id.trim().to_owned()).filter(|id| !id.is_empty())
 }
 
-/// Returns the time since 1970; nothing if the clock is set to a time before.
+/// Returns the time since 1970, or zero if the clock is set to an earlier time.
 pub fn unix_time() -> Duration {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default()
@@ -39,14 +39,14 @@ pub fn unix_time() -> Duration {
 /// The main memory of the machine, in bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Memory {
-    /// All there is.
+    /// All of it.
     pub total: u64,
     /// The part that programs can get without swapping.
     pub available: u64,
 }
 
 impl Memory {
-    /// Returns the memory of this machine, if the system tells.
+    /// Returns the memory of this machine, if the system reports it.
     pub fn of_this_machine() -> Option<Self> {
         let text = std::fs::read_to_string("/proc/meminfo").ok()?;
         Some(Self {
@@ -55,7 +55,7 @@ impl Memory {
         })
     }
 
-    /// Returns how many bytes of this process are in main memory, if the system tells.
+    /// Returns how many bytes of this process are in main memory, if the system reports it.
     pub fn of_this_process() -> Option<u64> {
         bytes(
             &std::fs::read_to_string("/proc/self/status").ok()?,
@@ -114,11 +114,11 @@ impl UsableCores {
     }
 }
 
-/// Asks NVIDIA's tool, `nvidia-smi`, about each GPU, or about those that `ids` names as its option `-i` does.
+/// Queries NVIDIA's tool, `nvidia-smi`, for each GPU, or for those that `ids` names as its option `-i` does.
 ///
-/// `query` are the names of properties, with commas between them. Each GPU is a row of at least as many values: a name
-/// may hold a comma, and then is several. A tool that fails says so in other lines, so there is no row then, nor is one
-/// if the tool takes longer than `time`: it hangs if a device does.
+/// `query` has the names of properties, separated by commas. Each GPU is a row of at least as many values: a name that
+/// contains a comma becomes several. A line with fewer values, such as an error message of the tool, is no row. There
+/// are no rows if the tool takes longer than `time`: it hangs if a device does.
 pub fn nvidia_smi(
     program: impl AsRef<OsStr>,
     query: &str,

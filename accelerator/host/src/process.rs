@@ -1,4 +1,4 @@
-//! Programs: finds them, and runs one to its end within limits of time and output.
+//! Programs: finding them, and running them within limits of time and output.
 
 use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use crate::sync::Mutex;
 
-/// The limits of a program, and how it is started.
+/// The limits of a program, and its process group.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The time that it may take.
     pub time: Duration,
-    /// The bytes that it may write to standard output. Of standard error, as many are kept.
+    /// The number of bytes that it may write to standard output, and of those that are kept of standard error.
     pub output: usize,
     /// The process group that it runs in.
     pub group: Group,
@@ -24,9 +24,9 @@ pub struct Limits {
 /// The process group of a program.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Group {
-    /// One of its own, so that what it has started is killed with it; Ctrl-C does not reach it.
+    /// One of its own, so that its children are killed with it; Ctrl-C does not reach it.
     Own,
-    /// The caller's, so that Ctrl-C ends both; what it has started may outlive it.
+    /// The caller's, so that Ctrl-C ends both; its children may outlive it.
     Callers,
 }
 
@@ -46,23 +46,23 @@ pub struct Output {
 pub enum Outcome {
     /// It ended by itself.
     Ended(ExitStatus),
-    /// It was killed, since it had not ended in time.
+    /// It was killed because it had not ended in time.
     OutOfTime,
-    /// It wrote more to standard output than it may, and was killed if it still ran.
+    /// It exceeded the limit of standard output, and was killed if it still ran.
     OutputTooLong,
 }
 
 impl Output {
-    /// Returns `true` if the program ended by itself, in success.
+    /// Returns `true` if the program ended by itself and successfully.
     pub fn is_success(&self) -> bool {
         matches!(self.outcome, Outcome::Ended(status) if status.success())
     }
 }
 
-/// Runs `command`, with nothing on its standard input, until it ends or reaches a limit; then it is killed.
+/// Runs `command`, with nothing on its standard input, until it ends; kills it when it reaches a limit.
 ///
-/// A process that it has started does not delay the return, even if that keeps the pipes open: in the end, the group of
-/// the program is killed, and a process that has left the group is waited for no longer than two seconds.
+/// Children of the program do not delay the return, even if they keep the pipes open: its own group, if it has one, is
+/// killed when the program has ended, and a process outside that group delays the return by two seconds at most.
 ///
 /// ```
 /// use std::process::Command;
@@ -84,7 +84,7 @@ impl Output {
 ///
 /// # Errors
 ///
-/// If the program cannot be started, or the system does not tell how it ended.
+/// If the program cannot be started, or its exit status cannot be read.
 pub fn run(command: &mut Command, limits: Limits) -> io::Result<Output> {
     run_with(command, Stdio::null(), limits)
 }
@@ -113,7 +113,7 @@ pub fn run_with(
     }
     let mut child = spawn(command)?;
     let watched = watch(&mut child, limits.output, deadline);
-    // Also if it has ended: it is not reaped yet, so that its number is that of its group and of no other process.
+    // Even if it has ended: it is not reaped yet, so its number still belongs to its group and to no other process.
     kill(&mut child, limits.group);
     let status = reap(&mut child);
     let (reached, stdout, stderr) = watched?;
@@ -132,20 +132,20 @@ pub fn run_with(
     })
 }
 
-/// Reads a pipe on a thread of its own, so that nobody has to wait for a process that keeps it open.
+/// A reader of a pipe on a thread of its own, so that nobody has to wait for a process that keeps the pipe open.
 #[derive(Debug)]
 pub struct Drain {
     kept: Arc<Mutex<Kept>>,
-    /// Nothing comes; disconnected when the pipe has ended.
+    /// Receives nothing; disconnected at the end of the pipe.
     end: Receiver<()>,
 }
 
 /// The bytes that were read from a pipe.
 #[derive(Debug, Default)]
 pub struct Kept {
-    /// The first bytes, as many as were to be kept.
+    /// The first bytes, up to the limit.
     pub bytes: Vec<u8>,
-    /// True once there were more.
+    /// `true` if there were more.
     pub is_cut: bool,
 }
 
@@ -154,7 +154,7 @@ impl Drain {
     ///
     /// # Errors
     ///
-    /// If there can be no thread.
+    /// If the thread cannot be started.
     pub fn start(mut pipe: impl Read + Send + 'static, limit: usize) -> io::Result<Self> {
         let kept = Arc::new(Mutex::new(Kept::default()));
         let (reading, end) = mpsc::channel();
@@ -180,31 +180,31 @@ impl Drain {
         Ok(Self { kept, end })
     }
 
-    /// Returns `true` once there was more than is kept.
+    /// Returns `true` once the pipe had more bytes than are kept.
     pub fn is_cut(&self) -> bool {
         self.kept.lock().is_cut
     }
 
-    /// Returns what was read until the end of the pipe, or for `time` if a process keeps it open.
+    /// Waits for the end of the pipe, but no longer than `time`, and returns the bytes that were read.
     pub fn finish(self, time: Duration) -> Kept {
-        // Either way, what was read is all there is.
+        // Either way, these bytes are the output.
         let _ = self.end.recv_timeout(time);
         std::mem::take(&mut *self.kept.lock())
     }
 }
 
-/// Finds the program that a shell finds under this name, by its absolute path.
+/// Returns the absolute path of the program that a shell finds under this name.
 pub fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     let found = std::env::split_paths(&path)
         .map(|folder| folder.join(&name))
         .find(|program| is_executable(program))?;
-    // The PATH may have folders that are relative.
+    // The PATH may contain relative folders.
     std::path::absolute(found).ok()
 }
 
-/// Finds a program that was installed with this one: beside it, in the folder above, as cargo leaves the programs that
-/// examples need, or else on the PATH.
+/// Finds a program that was installed with this one: beside it, in the folder above (where cargo puts the programs
+/// that examples need), or else on the PATH.
 pub fn find_installed(name: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
     let folders = own.iter().flat_map(|own| own.ancestors().skip(1).take(2));
@@ -223,15 +223,15 @@ pub fn is_executable(path: &Path) -> bool {
     path.is_file()
 }
 
-/// The time for which a program's file may be open for writing somewhere before that is an error: a child of another
-/// thread, between fork and exec, holds open what was just written. Tests may run on a busy machine.
+/// The time after which a program's file that is still open for writing is an error: a child of another thread, between
+/// fork and exec, keeps open a file that was just written. Tests may run on a busy machine.
 const BUSY: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 2 });
 
 /// The longest time between two looks at a program.
 const LONGEST_PAUSE: Duration = Duration::from_millis(16);
 
-/// The time that a killed program may take to end, which one that waits for a device may never do, and its pipes after
-/// it.
+/// The longest wait for a killed program to end, and then for its pipes: a program that waits for a device may never
+/// end.
 const LAST_WAIT: Duration = Duration::from_secs(2);
 
 const CHUNK: usize = 16 << 10;
@@ -250,7 +250,7 @@ fn spawn(command: &mut Command) -> io::Result<Child> {
     }
 }
 
-/// Reads the pipes of `child` until it has ended, which is left to be reaped, or has reached a limit.
+/// Reads the pipes of `child` until it has ended, without reaping it, or has reached a limit.
 fn watch(
     child: &mut Child,
     limit: usize,
@@ -280,7 +280,7 @@ fn watch(
 
 /// Kills the child, and its group if that is its own.
 fn kill(child: &mut Child, group: Group) {
-    // That there is nothing left to kill is no error.
+    // It is no error if nothing is left to kill.
     let _ = child.kill();
     #[cfg(unix)]
     if group == Group::Own {
@@ -303,7 +303,7 @@ fn reap(child: &mut Child) -> io::Result<ExitStatus> {
     child.wait()
 }
 
-/// Returns `true` if the child has ended, and leaves it to be reaped.
+/// Returns `true` if the child has ended, without reaping it.
 #[cfg(unix)]
 fn has_ended(child: &mut Child) -> io::Result<bool> {
     use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
@@ -324,7 +324,7 @@ mod tests {
 
     use super::*;
 
-    /// More than a test takes on a busy machine.
+    /// A time longer than a test takes on a busy machine.
     const LONG: Duration = Duration::from_secs(60);
 
     fn limits(time: Duration, output: usize) -> Limits {
@@ -339,7 +339,7 @@ mod tests {
         run(Command::new("sh").args(["-c", script]), limits).unwrap()
     }
 
-    /// Waits until the process of this number runs no more; a zombie does not.
+    /// Waits until the process with this number has ended; a zombie has.
     fn expect_end(pid: &str) {
         let until = Instant::now() + LONG;
         loop {
@@ -391,7 +391,7 @@ mod tests {
         let output = shell("exec yes", limits(LONG, 1001));
         assert_eq!(output.outcome, Outcome::OutputTooLong);
         assert_eq!(output.stdout.len(), 1001);
-        // It had ended before anyone looked.
+        // It may have ended before the first look at it.
         let output = shell("echo ab", limits(LONG, 2));
         assert_eq!(
             (output.outcome, &*output.stdout),
@@ -412,7 +412,7 @@ mod tests {
         let output = shell("sleep 600 & echo $!", limits(LONG, 100));
         assert!(output.is_success());
         expect_end(std::str::from_utf8(&output.stdout).unwrap());
-        // Of a group of its own.
+        // In a group of its own.
         let output = shell("setsid sleep 600 & echo $!", limits(LONG, 100));
         assert!(output.is_success());
         let pid = String::from_utf8(output.stdout).unwrap();

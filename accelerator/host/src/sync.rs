@@ -1,7 +1,7 @@
 //! Locks without poisoning.
 //!
-//! Critical sections of this project leave their data consistent at every point that can panic, so the panic of
-//! another thread is no reason to stop. Where that does not hold (a frame that is read or written in pieces), code
+//! Critical sections of this project leave their data consistent at every point that can panic, so a panic of
+//! another thread is no reason to stop. Code for which this does not hold (a frame that is read or written in pieces)
 //! uses the locks of the standard library.
 
 use std::{
@@ -42,7 +42,7 @@ impl<T> Mutex<T> {
     }
 }
 
-/// A [`std::sync::Condvar`]; whether a wait timed out shows in the data.
+/// A [`std::sync::Condvar`] that ignores poisoning; callers see in the data if a wait timed out.
 #[derive(Debug, Default)]
 pub struct Condvar(sync::Condvar);
 

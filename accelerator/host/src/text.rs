@@ -1,8 +1,8 @@
-//! Text for people, shells and spreadsheets: tables, numbers, quoted words and cells, ages.
+//! Text for people, shells and spreadsheets: tables, numbers, quoted words and cells.
 
 use std::ffi::OsStr;
 
-/// Aligns `rows` in columns, two blanks apart. Lines have no blanks at their ends.
+/// Aligns `rows` in columns, two spaces apart, without trailing spaces.
 pub fn columns(rows: &[impl AsRef<[String]>]) -> String {
     let mut widths = Vec::new();
     for row in rows {
@@ -28,7 +28,8 @@ pub fn columns(rows: &[impl AsRef<[String]>]) -> String {
     text
 }
 
-/// Formats a measured number in six digits: `0.0123457`, `1.5e-9`, `NaN`. Whole numbers below 10¹⁵ keep all digits.
+/// Formats a measured number with six significant digits: `0.0123457`, `1.5e-9`, `NaN`. Whole numbers below 10¹⁵ keep
+/// all digits.
 pub fn figure(value: f64) -> String {
     if !value.is_finite() {
         return value.to_string();

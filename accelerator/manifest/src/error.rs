@@ -26,7 +26,7 @@ accelerator_host::define_error! {
         Conflict => is_conflict,
         /// Returns `true` if a text is not a valid name for a file of a checkpoint.
         Name => is_name,
-        /// Returns `true` if the caller made a mistake: a file written twice, a file without an entry, a file in the
+        /// Returns `true` if the caller made a mistake: a file written twice, a file without an entry, a file in
         /// place of a folder.
         Misuse => is_misuse,
         /// Returns `true` if the system failed to read or to write.
@@ -49,7 +49,7 @@ impl Error {
         false
     }
 
-    /// Wraps this error, with the path that it is about in front.
+    /// Wraps this error, and puts the path that it is about in front of the message.
     pub(crate) fn at(self, path: &Path) -> Self {
         let message = format!("{}: {self}", path.display());
         Self::new(self.kind(), message).with_source(self)

@@ -40,7 +40,7 @@ pub use hash::ContentHash;
 pub use manifest::{CheckpointKind, FileEntry, LoaderState, Manifest, Metadata, Parameter, Role};
 pub use name::FileName;
 
-/// Items of the launcher and of the other crates of this project; they are no part of the interface.
+/// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
 pub mod internal {
     #[cfg(any(test, feature = "fuzzing"))]

@@ -186,8 +186,8 @@ impl State {
     }
 }
 
-/// Takes the lock that marks a file or folder as in use by a living process of this kernel; `None` if somebody else
-/// has it, or has removed what was there.
+/// Takes the lock that marks a file or folder as in use by a living process of this kernel; `None` if another
+/// process holds it, or has removed the file or folder.
 ///
 /// # Errors
 ///
@@ -253,7 +253,7 @@ pub(crate) fn time_of(path: &Path) -> Option<SystemTime> {
     path.symlink_metadata().and_then(|x| x.modified()).ok()
 }
 
-/// Holds the lock of what is about to be removed, if it has one.
+/// Holds the lock of a file or folder that is about to be removed, if it has one.
 struct Claim {
     _lock: Option<FileLock>,
 }

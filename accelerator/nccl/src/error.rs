@@ -17,13 +17,13 @@ accelerator_host::define_error! {
     pub(crate) enum Kind {
         /// Returns `true` if there is no GPU, or a library is not installed or too old: the driver's, or NCCL.
         Absent => is_absent,
-        /// Returns `true` if the call itself is wrong: a GPU that is not there, bytes that do not fit, a type of
-        /// elements that NCCL does not reduce, settings that contradict.
+        /// Returns `true` if the call itself is wrong: a GPU that does not exist, bytes that do not fit, a type of
+        /// elements that NCCL does not reduce, contradictory settings.
         Misuse => is_misuse,
         /// Returns `true` if the ranks did not come together within the deadline.
         Timeout => is_timeout,
-        /// Returns `true` if the communicator has ended, since the group has, or since NCCL or CUDA failed on this
-        /// rank; the message carries the reason.
+        /// Returns `true` if the communicator has ended because the group has, or because NCCL or CUDA failed on this
+        /// rank; the message has the reason.
         Aborted => is_aborted,
         /// Returns `true` if the driver refused something: memory, a stream, a device.
         Cuda => is_cuda,

@@ -15,23 +15,23 @@ use crate::core::user_message;
 
 /// Batches that fit.
 impl Accelerator {
-    /// Returns the largest number of samples, from `start` downwards by nine tenths (128, 115, 103, 92, …), for
-    /// which `attempt` succeeds on every rank, with what it returned there.
+    /// Returns the largest number of samples, from `start` down by nine tenths (128, 115, 103, 92, …), for which
+    /// `attempt` succeeds on every rank, and the value that it returned on this one.
     ///
-    /// An attempt computes forward and backward of `model` on a batch of that size, and by itself: a collective
-    /// inside it, [`backward`](Self::backward) among them, is an error if there are several ranks, since one that
-    /// runs out of memory would never come to it. Burn's own `loss.backward()` takes its place. After each attempt
-    /// ranks compare; if one ran out of memory, all try the next size. For several models, pass a tuple of clones:
+    /// An attempt computes forward and backward of `model` on a batch of that size, without the other ranks: a
+    /// collective in it, [`backward`](Self::backward) included, is an error if there are several ranks, since a rank
+    /// that runs out of memory would never reach it. Call Burn's own `loss.backward()` instead. Ranks compare after
+    /// each attempt; if one ran out of memory, all try the next size. For several models, pass a tuple of clones:
     /// `&(generator.clone(), discriminator.clone())`.
     ///
     /// An attempt is out of memory if its error or panic says so, as those of allocators and drivers do. Rank 0 logs
-    /// a line for each size that does not fit. If the system kills the process instead, as Linux does when the
-    /// machine's memory is used up, no attempt can tell.
+    /// a line for each size that does not fit. The search cannot notice it if the system kills the process instead,
+    /// as Linux does when the machine runs out of memory.
     ///
-    /// What the first step allocates beside forward and backward is not counted: the buckets in which gradients
-    /// travel, of the size of the model on several ranks, and the optimizer's state. If they are large for the
-    /// device, hold a tensor of their size in the attempt. The model does not change; layers with running
-    /// statistics, such as `BatchNorm`, note what attempts compute.
+    /// Memory that only a training step allocates is not counted: the buckets in which gradients travel, of the size
+    /// of the model on several ranks, and the optimizer's state. If they are large for the device, hold a tensor of
+    /// their size in the attempt. The parameters do not change, but layers with running statistics, such as
+    /// `BatchNorm`, update them in attempts.
     ///
     /// ```
     /// use accelerator::Error;
@@ -63,7 +63,7 @@ impl Accelerator {
     ///
     /// # Panics
     ///
-    /// Panics with the attempt's own panic, if that is not for lack of memory.
+    /// Panics with the attempt's own panic, unless that is for lack of memory.
     #[track_caller]
     pub fn find_executable_batch_size<M: Module, T, E>(
         &self,
@@ -163,7 +163,7 @@ impl AttemptReport {
     }
 }
 
-/// Returns the first rank that is out of memory, with its words; the error of the first rank that failed otherwise.
+/// Returns the first rank that is out of memory, with its message, or the error of the first that failed otherwise.
 fn first_full(all: Vec<AttemptReport>, size: usize) -> Result<Option<(usize, String)>> {
     let mut full = None;
     for (rank, report) in all.into_iter().enumerate() {

@@ -111,7 +111,7 @@ impl Accelerator {
         self.on_process(0, work)
     }
 
-    /// Runs `work` on the rank with that number on its host, on each host: 0 is the first rank of each. See
+    /// Runs `work` only on the rank with this local number, on each host: 0 is the first rank of a host. See
     /// [`on_main_process`](Self::on_main_process).
     pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.topology().local_rank() == local_rank).then(|| self.busy_alone(work))
@@ -151,7 +151,7 @@ impl Accelerator {
     }
 
     /// Runs `work` on the first rank of each host, and on the others after it succeeded on all of
-    /// those: what is unpacked to a disk of the host is there once per host.
+    /// those: an archive is unpacked to each host's disk once.
     ///
     /// # Errors
     ///
@@ -170,7 +170,7 @@ impl Accelerator {
         self.busy(work)
     }
 
-    /// Shows the other ranks that this one works, while it does for long what they do not: they wait
+    /// Shows the other ranks that this one works, during long work that they do not share: they wait
     /// for it in their next collective, for at most the
     /// [progress timeout](crate::AcceleratorBuilder::progress_timeout) after the last such call. It sends
     /// nothing by itself, costs next to nothing, and may be called by any thread.

@@ -67,16 +67,16 @@ impl Accelerator {
         Ok(Some(mean))
     }
 
-    /// Records the steps that the schedule keeps, and calls `on_cycle` at the end of each of its cycles with what this
-    /// rank kept: a summary, and a trace to [write](Cycle::write_trace). Every rank must call it, with the same
-    /// schedule. From outside, traces are asked for by `ACCEL_TRACE` and `ACCEL_TRACE_SCHEDULE`.
+    /// Records the steps that the schedule keeps, and calls `on_cycle` at the end of each of its cycles with this
+    /// rank's part: a summary, and a trace to [write](Cycle::write_trace). Every rank must call it, with the same
+    /// schedule. `ACCEL_TRACE` and `ACCEL_TRACE_SCHEDULE` do the same without a change of the program.
     ///
     /// Steps are optimizer steps, and counted by the library: the loop needs no calls, and the micro-steps of a window
     /// are one step. A loop that steps two optimizers counts two steps in each pass.
     ///
-    /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is dropped. A cycle
-    /// that is not complete then is handed over as well, if a step was done. A panic of `on_cycle` ends recording.
-    /// `on_cycle` must keep no [`Accelerator`], which would then never be dropped.
+    /// Recording ends with the schedule, with [`finish`](Self::finish), or when the [`Profiler`] is dropped. `on_cycle`
+    /// also gets a cycle that is incomplete then, if it has a step. A panic of `on_cycle` ends recording. `on_cycle`
+    /// must not own an [`Accelerator`], which would then never be dropped.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -114,8 +114,8 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// On all ranks alike: [`Error::is_config`](crate::Error::is_config) for a schedule without active steps or that
-    /// differs between ranks; [`Error::is_misuse`](crate::Error::is_misuse) while a trace is recorded already;
+    /// On all ranks alike: [`Error::is_config`](crate::Error::is_config) for a schedule that has no active steps or
+    /// differs between ranks; [`Error::is_misuse`](crate::Error::is_misuse) if a trace is being recorded already;
     /// [`Error::is_collective`](crate::Error::is_collective) if another rank is lost or does not call it.
     #[track_caller]
     pub fn profile(

@@ -1,3 +1,5 @@
+//! The position from which a training continues, and the rule for a change of the number of ranks.
+
 use core::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -142,8 +144,7 @@ impl fmt::Display for Position {
 
 /// A change of the number of ranks between the save of a checkpoint and the resume from it.
 ///
-/// [`Checkpoints::with_rescale`](super::Checkpoints::with_rescale) sets how the program answers it: with a
-/// [`Rescale`].
+/// The rule of [`Checkpoints::with_rescale`](super::Checkpoints::with_rescale) answers it with a [`Rescale`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorldChange {
     pub(super) before: usize,

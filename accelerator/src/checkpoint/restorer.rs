@@ -1,3 +1,5 @@
+//! The checkpoint that was found, and the restoring of parts from it.
+
 use core::fmt;
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -23,7 +25,7 @@ use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
 use crate::reduce::hook::{HookInstance, SavedBy};
 
-/// Restores each part, in order, from what was saved of it.
+/// Restores each part, in order, from its saved state.
 pub struct Restorer<'a> {
     context: &'a CheckpointContext,
     at: usize,
@@ -337,7 +339,7 @@ impl fmt::Debug for Restorer<'_> {
     }
 }
 
-/// The checkpoint that rank 0 found, for all ranks.
+/// The checkpoint that rank 0 found, as all ranks get it.
 #[derive(Deserialize, Serialize)]
 pub(super) struct FoundCheckpoint {
     pub(super) origin: Origin,

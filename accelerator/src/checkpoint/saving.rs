@@ -1,3 +1,5 @@
+//! Saves under way in the background, and the state that a rank keeps between saves.
+
 use core::fmt;
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;

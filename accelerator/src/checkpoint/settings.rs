@@ -175,8 +175,8 @@ impl Checkpoints {
         self
     }
 
-    /// Sets the rule for a resume on another number of ranks. Default: [`Rescale::keep_global_batch`]. The rule is
-    /// called on rank 0, and only if the number has changed.
+    /// Sets the rule for a resume on another number of ranks. Default: [`Rescale::keep_global_batch`]. Rank 0 calls the
+    /// rule, and only if the number has changed.
     ///
     /// A batch size that was changed in the program takes precedence over the rule.
     ///
@@ -209,7 +209,7 @@ impl Checkpoints {
         self
     }
 
-    /// Applies the rule to that change.
+    /// Applies the rule to `change`.
     pub(super) fn rescale(&self, change: &WorldChange) -> Rescale {
         self.rescale
             .as_ref()

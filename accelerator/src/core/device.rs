@@ -28,8 +28,8 @@ pub enum BackendKind {
     NdArray,
     /// Graphics devices by Vulkan, Metal or WebGPU. A rank that is alone on its host takes the best.
     ///
-    /// Of several ranks of a host, each takes the discrete GPU of its local rank; with fewer such GPUs than
-    /// ranks see [`Oversubscription`]. If there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
+    /// Each of several ranks of a host takes the discrete GPU of its local rank; with fewer such GPUs than
+    /// ranks, see [`Oversubscription`]. If there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
     /// a device, they share one. Gradients are gathered on the device and reduced
     /// [through memory](crate::GradientReduction::Staged).
     ///
@@ -236,7 +236,7 @@ fn opened(device: Device) -> Result<Device> {
     Ok(device)
 }
 
-/// Returns the number of the device, of `devices` of this kind on its host, that the rank takes.
+/// Returns the number of the device that the rank takes, of the `devices` of this kind on its host.
 ///
 /// # Errors
 ///
@@ -268,7 +268,7 @@ fn choose(
     ))
 }
 
-/// Does the same, and says once per host that ranks share.
+/// Does the same as [`choose`], and warns once per host if ranks share devices.
 #[cfg_attr(
     not(any(feature = "cuda", feature = "wgpu")),
     allow(dead_code, reason = "a CPU is shared by all ranks")

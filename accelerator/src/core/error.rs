@@ -38,8 +38,8 @@ accelerator_host::define_error! {
         Data => is_data,
         /// Returns `true` if a device is not compiled in, is not there, or cannot do what was asked of it.
         Device => is_device,
-        /// Returns `true` if the parameters of a model are no longer the same on every rank, or were updated otherwise
-        /// on some; see
+        /// Returns `true` if the parameters of a model are no longer the same on every rank, or were updated
+        /// differently on some; see
         /// [`AcceleratorBuilder::check_replicas_every`](crate::AcceleratorBuilder::check_replicas_every).
         Drift => is_drift,
         /// Returns `true` if a communication hook failed to reduce gradients, with an error of its own; see

@@ -1,4 +1,4 @@
-//! The markers by which one trait covers every Burn module and the types beside them: of
+//! The markers by which one trait covers every Burn module and other types, too: of
 //! [`Prepare`](crate::Prepare), [`Save`](crate::checkpoint::Save) and [`Resume`](crate::checkpoint::Resume).
 //! Programs never name them; the compiler infers which one applies.
 

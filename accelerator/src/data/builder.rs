@@ -1,3 +1,5 @@
+//! The builder of loaders, and the loaders that it builds.
+
 use core::fmt;
 use std::sync::Arc;
 

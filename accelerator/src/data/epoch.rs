@@ -1,3 +1,5 @@
+//! This rank's batches of one epoch, with the seed of the device's generator for each.
+
 use core::fmt;
 use core::iter::FusedIterator;
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! The settings by which samples are read, and the assignment of an epoch's batches to ranks.
+
 use core::fmt;
 use core::panic::Location;
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! The items of a data set, and the batches that the batcher makes of them, on a worker or deferred to the caller.
+
 use std::sync::{Arc, OnceLock};
 
 use accelerator_plan::sample_rng_seed;

@@ -5,8 +5,8 @@ use crate::data::ConsumeTicket;
 /// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
 /// [`trigger_sync`](Self::trigger_sync).
 ///
-/// Usually made from a batch (`&batch`). A bare number of samples or tokens works too, but has no epoch and no loader,
-/// so that ranks at different steps of the data are not detected: use
+/// It is usually made from a batch (`&batch`). A bare number of samples or tokens works too, but has no epoch and no
+/// loader, so ranks at different steps of the data are not detected: use
 /// [`Batch::with_weight`](crate::data::Batch::with_weight) when you accumulate, have a schedule by epoch, or save
 /// checkpoints. Nor does a number leave out padding: `batch.num_samples()` of an idle rank's batch counts samples that do
 /// not exist. Use [`Batch::real`](crate::data::Batch::real) if it must be a number.

@@ -39,8 +39,8 @@ impl FileLayout {
             .find(|layout| layout.name() == name)
     }
 
-    /// Returns the `format` by which Hugging Face's tools tell whose tensors they are. They refuse
-    /// formats that they do not know, as they should refuse Burn's layout.
+    /// Returns the `format` by which Hugging Face's tools recognize the framework of the tensors. They refuse
+    /// unknown formats, and so Burn's layout, which they would misread.
     pub(super) fn format(self) -> &'static str {
         match self {
             Self::Burn => "burn",
@@ -68,7 +68,7 @@ impl FilePath {
         self.containers.pop();
     }
 
-    /// Returns the name of the parameter here.
+    /// Returns the name of the parameter at this place.
     pub(super) fn name(&self, layout: FileLayout) -> String {
         match layout {
             FileLayout::Burn => self.names.join("."),
@@ -76,7 +76,7 @@ impl FilePath {
         }
     }
 
-    /// Returns true if the parameter here is one that PyTorch transposes.
+    /// Returns `true` if PyTorch transposes the parameter at this place.
     pub(super) fn is_linear_weight(&self) -> bool {
         self.owner() == Some("Struct:Linear") && self.names.last().is_some_and(|n| n == "weight")
     }
@@ -190,12 +190,12 @@ impl FileNames {
         format!("{}-{number:05}-of-{count:05}.safetensors", self.stem)
     }
 
-    /// Returns true if a file has one of the names.
+    /// Returns `true` if a file has one of the names.
     pub(super) fn has(&self, name: &str) -> bool {
         name == self.single || name == self.index() || self.is_shard(name)
     }
 
-    /// Returns true if a file has the name of a shard of this model.
+    /// Returns `true` if a file has the name of a shard of this model.
     pub(super) fn is_shard(&self, name: &str) -> bool {
         let numbers = name
             .strip_prefix(&self.stem)

@@ -175,7 +175,7 @@ fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> 
     }
 }
 
-/// Returns the names in the file, by their names after renaming.
+/// Returns the names in the file, keyed by the names after renaming.
 fn originals(file: &ModelFile, options: &LoadOptions) -> Result<BTreeMap<String, String>> {
     let mut originals = BTreeMap::new();
     for name in file.names() {
@@ -247,7 +247,7 @@ fn fits(stored: safetensors::Dtype, wanted: DType, casts: Casts) -> bool {
     }
 }
 
-/// Maps in the order in which [`Matched`] was made.
+/// A mapper that visits parameters in the order of [`Matched`].
 struct FileWriter<'a, I> {
     file: &'a ModelFile,
     ids: Option<I>,
@@ -257,7 +257,7 @@ struct FileWriter<'a, I> {
 }
 
 impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
-    /// Gives the parameter its id, and returns its new values, and true if they are transposed.
+    /// Gives the parameter its id, and returns its new values, with `true` if they are transposed.
     fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, bool)> {
         if let Some(id) = self.ids.as_mut().and_then(Iterator::next) {
             param.id = ParamId::from(id);

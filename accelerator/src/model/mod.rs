@@ -1,4 +1,4 @@
-//! Model files: saving, loading, and what of a file fits a model.
+//! Model files: saving, loading, and matching them with a model.
 //!
 //! [`Accelerator::save_model`](crate::Accelerator::save_model) and
 //! [`load_model`](crate::Accelerator::load_model) write and read safetensors files, which every

@@ -128,7 +128,7 @@ impl ModelFile {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Returns the tensor of that name, also by another name of a tied parameter.
+    /// Returns the tensor with this name; a tied parameter has several names.
     pub(super) fn find(&self, name: &str) -> Option<(&str, &StoredTensor)> {
         let found = self.tensors.get_key_value(name).or_else(|| {
             let kept = self.metadata.get(name)?;

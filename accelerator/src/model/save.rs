@@ -186,9 +186,9 @@ const BLOCK: usize = 1 << 20;
 /// The bytes that are flushed to the disk at a time.
 const FLUSHED: usize = 1 << 30;
 
-/// Waits for the turn to put files in their places, which one writer at a time has: shards of two saves must not be
-/// mixed. Best effort: not every file system has locks, and a writer that is stopped in its turn keeps nobody for
-/// ever.
+/// Waits until this writer may put its files in their places. Only one may at a time: shards of two saves must not be
+/// mixed. Best effort: not every file system has locks, and a writer that is stopped meanwhile must not block others
+/// for ever.
 fn wait_for_turn(folder: &Path) -> Option<FileLock> {
     let turn = FileLock::open(folder, LockMode::Exclusive, LOCK_TIMEOUT).ok()?;
     if turn.is_none() {

@@ -23,7 +23,7 @@ pub(crate) struct ModelSnapshot {
     entries: Vec<SnapshotEntry>,
 }
 
-/// Takes the files of a model one after the other: the name of each, and a function that writes it.
+/// A function that takes the files of a model one after the other: the name of each, and a function that writes it.
 pub(crate) type Sink<'a> =
     dyn FnMut(&str, &mut dyn FnMut(&mut dyn Write) -> io::Result<()>) -> Result<()> + 'a;
 
@@ -37,7 +37,7 @@ pub(super) struct SnapshotEntry {
     /// The shape that Burn saves, which is that of the module except for column-major linear layers.
     shape: Vec<usize>,
     pytorch_shape: Vec<usize>,
-    /// True for what PyTorch transposes.
+    /// `true` if PyTorch transposes it.
     is_linear_weight: bool,
     value: Box<dyn Fn(FileLayout) -> TensorData + Send>,
 }
@@ -162,7 +162,7 @@ impl SnapshotEntry {
         }
     }
 
-    /// Returns true if a file in that layout has the matrix transposed.
+    /// Returns `true` if a file in this layout has the matrix transposed.
     pub(super) fn is_transposed(&self, layout: FileLayout) -> bool {
         layout == FileLayout::PyTorch && self.is_linear_weight
     }
@@ -358,7 +358,7 @@ fn write_file(
     writer.flush()
 }
 
-/// A header whose metadata are in order too, which the format's own crate keeps in a hash map.
+/// A header with its metadata in a fixed order, too: the format's own crate keeps them in a hash map.
 struct SafetensorsHeader<'a> {
     metadata: BTreeMap<&'a str, &'a str>,
     tensors: Vec<(&'a str, TensorInfo)>,

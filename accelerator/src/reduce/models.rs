@@ -149,7 +149,7 @@ impl Models {
             .for_each(|model_state| model_state.release_spare());
     }
 
-    /// Forgets the copies that were made for forward passes, of which no `backward` will make use.
+    /// Forgets the copies for forward passes that no `backward` will use.
     pub(crate) fn forget_working_copies(&self) {
         self.models()
             .for_each(|model_state| drop(model_state.take_working()));

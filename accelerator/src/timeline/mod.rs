@@ -1,9 +1,9 @@
 //! The time of a step, by its parts.
 //!
-//! Ask for it when the accelerator is built, and read the [`StepSummary`]; or write a
-//! [trace](crate::AcceleratorBuilder::trace) of all ranks and look at it. Of a long training, record
+//! Turn it on when the accelerator is built, and read the [`StepSummary`]; or write a
+//! [trace](crate::AcceleratorBuilder::trace) of all ranks and look at it. In a long training, record
 //! some steps now and then, by a [`ProfilerSchedule`]: with [`Accelerator::profile`](crate::Accelerator::profile),
-//! or from outside.
+//! or by `ACCEL_TRACE_SCHEDULE`.
 
 mod clock;
 mod event;

@@ -1,3 +1,5 @@
+//! The step in progress: the times of its phases, and the intervals of its communication.
+
 use super::event::{EventKind, Thread};
 use super::summary::StepTimes;
 

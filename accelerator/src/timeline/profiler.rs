@@ -1,3 +1,5 @@
+//! Recording by a schedule: the profiler, and the cycles that the program gets.
+
 use core::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,9 +52,9 @@ pub struct Cycle {
 }
 
 impl Cycle {
-    /// Writes a trace of this rank's kept steps, which [Perfetto](https://ui.perfetto.dev) opens. For `trace.json` it
-    /// is `trace.cycle0.json`, and with several ranks `trace.cycle0.rank1.json`. Times are those of rank 0's clock,
-    /// since it began.
+    /// Writes a trace of this rank's kept steps, which [Perfetto](https://ui.perfetto.dev) opens. With the path
+    /// `trace.json`, the file is `trace.cycle0.json`, or with several ranks `trace.cycle0.rank1.json`. Times are on
+    /// rank 0's clock, from the start of rank 0.
     ///
     /// # Errors
     ///
@@ -69,10 +71,10 @@ impl Cycle {
 /// The program's closure, which is called at the end of each cycle.
 pub(super) type OnCycle = Box<dyn FnMut(&Cycle) + Send>;
 
-/// The schedule that runs.
+/// The schedule in progress.
 #[derive(Default)]
 pub(super) struct Profiling {
-    /// Set while a schedule runs: looked at in every step, without a lock.
+    /// Set while a schedule runs: every step reads it, without a lock.
     runs: AtomicBool,
     state: Mutex<ProfilerState>,
 }
@@ -86,9 +88,9 @@ struct ProfilerState {
 struct Profile {
     /// The number of cycles so far.
     cycles: u64,
-    /// The optimizer steps before it.
+    /// The number of optimizer steps before it.
     first: u64,
-    /// The optimizer steps before those that are kept.
+    /// The number of optimizer steps before those that are kept.
     kept_from: u64,
     number: u64,
     on_cycle: OnCycle,
@@ -96,7 +98,7 @@ struct Profile {
 }
 
 impl Timeline {
-    /// Begins to record by a schedule that all ranks have agreed on, which ends with what this returns. The ranks
+    /// Begins to record by a schedule that all ranks have agreed on, until the [`Profiler`] is dropped. The ranks
     /// compare their clocks.
     #[track_caller]
     pub(crate) fn profile(
@@ -111,7 +113,7 @@ impl Timeline {
         })
     }
 
-    /// The same, until [`Timeline::end`]; returns the profile's number.
+    /// Does the same until [`Timeline::end`], and returns the profile's number.
     #[track_caller]
     pub(crate) fn begin(
         &self,
@@ -140,7 +142,7 @@ impl Timeline {
         Ok(number)
     }
 
-    /// An optimizer step has ended, the `done`th of this process.
+    /// Notes the end of an optimizer step, the `done`th of this process.
     pub(super) fn advance(&self, done: u64) {
         let profiling = self.profiling();
         if !profiling.runs.load(Ordering::Relaxed) {
@@ -166,7 +168,7 @@ impl Timeline {
         profiling.state.lock().current = Some(profile);
     }
 
-    /// Ends the profile of that number, or whichever runs.
+    /// Ends the profile with this number, or whichever runs.
     pub(crate) fn end(&self, number: Option<u64>) {
         let mut state = self.profiling().state.lock();
         let ends = |profile: &mut Profile| number.is_none_or(|number| number == profile.number);
@@ -189,8 +191,8 @@ impl Timeline {
         }
     }
 
-    /// Ends recording, and hands what the cycle has kept to the program. It holds no lock, and nothing is left to end
-    /// if the program's closure panics.
+    /// Ends recording, and hands the cycle to the program. It holds no lock, and nothing is left to end if the
+    /// program's closure panics.
     fn hand_over(&self, profile: &mut Profile, recorder: &Recorder) {
         let cycle = recorder.cycle().map(|summary| Cycle {
             number: profile.cycles,
@@ -220,7 +222,7 @@ impl Timeline {
 }
 
 impl Profile {
-    /// Sets the recorder to the step that comes after `done`, with the phase of the one before.
+    /// Switches the recorder for the step after `done`; `before` is the phase of the step before it.
     fn enter(&mut self, recorder: &Recorder, done: u64, before: SchedulePhase) {
         let mode = match self.schedule.phase(done.saturating_sub(self.first)) {
             SchedulePhase::Idle => RecordMode::Off,

@@ -1,3 +1,5 @@
+//! Summaries of steps, from sums and from the newest times.
+
 use core::fmt;
 
 use serde::{Deserialize, Serialize};

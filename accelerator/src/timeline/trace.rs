@@ -62,7 +62,7 @@ impl RankTrace {
 pub(super) enum TraceStart {
     /// The first event in the file.
     FirstEvent,
-    /// The beginning of rank 0, which is the same in the files of several ranks.
+    /// The start of rank 0, which is the same in the files of all ranks.
     Rank0,
 }
 

@@ -37,16 +37,16 @@ accelerator_host::define_error! {
     pub(crate) enum Kind {
         /// Returns `true` if a run, an artifact or a file does not exist.
         NotFound => is_not_found,
-        /// Returns `true` if a journal or an artifact is not what was written.
+        /// Returns `true` if a journal or an artifact is damaged.
         Corrupt => is_corrupt,
         /// Returns `true` if a journal has a format that this version does not know.
         Incompatible => is_incompatible,
         /// Returns `true` if another process uses the run, or the name is taken.
         Conflict => is_conflict,
-        /// Returns `true` if an argument cannot be used as it is.
+        /// Returns `true` if an argument is invalid.
         Misuse => is_misuse,
         Remote,
-        // A server refuses this, whoever repeats it: it does not let this user in, or does not take such a request.
+        // A server would refuse a retry, too: it denies access to this user, or rejects such requests.
         Denied,
         /// Returns `true` if the system failed to read or to write.
         Io => is_io,
@@ -60,7 +60,7 @@ impl Error {
         matches!(self.kind(), Kind::Remote | Kind::Denied)
     }
 
-    /// Returns `true` if the same may succeed later without a correction.
+    /// Returns `true` if the same call may succeed later.
     pub(crate) fn is_temporary(&self) -> bool {
         let source = self.0.source.as_deref();
         let io = source.and_then(|source| source.downcast_ref::<io::Error>());

@@ -25,7 +25,7 @@ pub use sink::{CsvFile, Delivery, Origin, RunInfo, Sink, SinkPosition};
 pub use tensorboard::TensorBoard;
 pub use upload::{UploadReport, upload};
 
-/// Items of the launcher and of the other crates of this project; they are no part of the interface.
+/// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::artifact::PruneReport;

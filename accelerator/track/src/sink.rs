@@ -198,7 +198,7 @@ pub struct CsvFile {
 
 #[derive(Debug)]
 struct OpenFile {
-    /// It gets its name once it holds everything that was there when it was opened.
+    /// The file gets its name once it has everything that the run had when the sink was opened.
     file: BufWriter<Draft>,
     path: PathBuf,
     keys: HashMap<u32, String>,

@@ -107,7 +107,7 @@ pub fn upload(run_folder: impl AsRef<Path>, destination: impl AsRef<Path>) -> Re
     copy_files(&run_folder, &hidden, &mut report)?;
     place(&hidden, &target, Durability::Cached)
         .map_err(|error| Error::io("write the folder", &target, error))?;
-    // Its files are on the disk. In a folder that cannot be flushed, the name may be lost in a power cut.
+    // The files of the run are on the disk. If the folder cannot be flushed, a power cut may lose the name.
     let _ = sync_folder(destination);
     Ok(report)
 }

@@ -370,7 +370,7 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     entries
 }
 
-/// The time that a tool may take to tell its version: rustup may have to install it.
+/// The time that a tool may take to print its version: rustup may have to install it.
 const LONGEST_ANSWER: Duration = Duration::from_secs(300);
 
 fn tool(name: &'static str, mut command: Command) -> Tool {

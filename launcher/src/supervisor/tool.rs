@@ -13,7 +13,7 @@ use crate::supervisor::group::{NoopObserver, supervise, watch};
 use crate::supervisor::job::Cause;
 use crate::supervisor::leftovers::KillScope;
 
-/// The time that a tool may take to end after a signal, and a pipe after the tool.
+/// The time that a tool may take to end after a signal, and that a pipe may take to end after the tool.
 const TOOL_GRACE: Duration = Duration::from_secs(5);
 
 /// The use of a tool's standard error.
@@ -79,7 +79,7 @@ fn drain(pipe: File) -> Result<Drain> {
     })
 }
 
-/// The bytes that a tool which has ended wrote; a daemon that it has left may keep the pipe.
+/// Returns the output of a tool that has ended; a daemon that it has left behind may keep the pipe open.
 fn bytes(reader: Option<Drain>) -> Vec<u8> {
     reader.map_or_else(Vec::new, |reader| reader.finish(TOOL_GRACE).bytes)
 }

@@ -1,5 +1,5 @@
-//! The life of a group beside its operations: signs of work, places without collectives, the ways out, and the ranks
-//! that are gone.
+//! The life of a group apart from its operations: signs of work, code that must not call collectives, leaving, and the
+//! ranks that are gone.
 
 use std::{fmt, sync::Arc, time::Duration};
 

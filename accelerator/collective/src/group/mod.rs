@@ -1,4 +1,4 @@
-//! Process groups: what programs call.
+//! Process groups, and the handle that programs call.
 
 mod collectives;
 mod data_path;
@@ -271,8 +271,8 @@ impl ProcessGroup {
         Self(Arc::clone(&self.0), Purpose::new(purpose), self.2)
     }
 
-    /// A handle whose operations name `caller` as their call site: for a library that runs them in a callback, or far
-    /// below the line of the program that it serves.
+    /// Returns a handle whose operations name `caller` as their call site: for a library that runs them in a callback,
+    /// or deep below the call of the program.
     ///
     /// ```
     /// use std::panic::Location;
@@ -377,7 +377,7 @@ impl ProcessGroup {
         Ok(Self(handle, Purpose::NONE, None))
     }
 
-    /// The call site of an operation: that of the handle, or the caller of the method that calls this one.
+    /// Returns the call site of an operation: that of the handle, else the caller of the method that calls this one.
     #[track_caller]
     fn site(&self) -> CallSite {
         CallSite::of(self.2.unwrap_or(Location::caller()))

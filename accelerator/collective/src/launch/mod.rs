@@ -49,8 +49,8 @@ use crate::{
 /// | PMI: MPICH, Intel MPI, `srun --mpi=pmi2` | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | rank 0 tells the others through `PMI_FD` or `PMI_PORT` |
 /// | a step of Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` | the first host of `SLURM_STEP_NODELIST`, at port 21000 + (job + 257 · step) mod 8000; the job is `slurm-JOB.STEP` |
 ///
-/// What rank 0 tells the others through a launcher are the addresses of its host, a port and a new token; they
-/// are exchanged when the ranks connect, once per process. Slurm's variables come without a token, so ranks on several
+/// Through a launcher, rank 0 sends the others the addresses of its host, a port and a new token, once per process,
+/// when the ranks connect. Slurm's variables come without a token, so ranks on several
 /// hosts need `ACCEL_TOKEN_FILE`, or `srun --mpi=pmi2`.
 ///
 /// `LOCAL_RANK` may be told without `LOCAL_WORLD_SIZE`: the ranks find out the rest, and whether it agrees.
@@ -70,7 +70,7 @@ use crate::{
 /// | `ACCEL_TRANSPORT` | `auto` (default), `hierarchical`, `shm`, `tcp` or `threads` |
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
-/// | `ACCEL_ELASTIC` | `running` if the launcher may give ranks a place in a next group, `joining` if the others have been running already |
+/// | `ACCEL_ELASTIC` | `running` if the launcher may give ranks a place in a next group, `joining` if the others are already running |
 /// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.

@@ -1,4 +1,4 @@
-//! Whose process is at the other end of a connection within this host.
+//! The origin of a connection: the host and user of the process at its other end.
 
 use std::{
     net::{IpAddr, SocketAddr, TcpStream},
@@ -124,7 +124,7 @@ pub(super) fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
-/// One connection of this host, as the kernel knows it: `sock_diag(7)`, which finds it without a walk through its table.
+/// Lookups of one connection of this host by `sock_diag(7)`, without a walk through the kernel's table.
 #[cfg(target_os = "linux")]
 mod socket_diag {
     use std::net::{IpAddr, SocketAddr};

@@ -399,9 +399,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Records, of the steps from the first on, those that the schedule keeps, and writes a trace for each of its
-    /// cycles beside the file of [`trace`](Self::trace): `trace.cycle0.json`, and with several ranks one file per
-    /// rank, `trace.cycle0.rank1.json`. It is [`Accelerator::profile`](crate::Accelerator::profile) with
+    /// Records the steps that the schedule keeps, counted from the first, and writes a trace for each of its cycles
+    /// beside the file of [`trace`](Self::trace): `trace.cycle0.json`, or with several ranks one file per rank,
+    /// `trace.cycle0.rank1.json`. It is [`Accelerator::profile`](crate::Accelerator::profile) with
     /// [`Cycle::write_trace`](crate::timeline::Cycle::write_trace), from the start to the end of the program.
     /// Default: `ACCEL_TRACE_SCHEDULE`, else one trace of everything.
     pub fn trace_schedule(mut self, schedule: ProfilerSchedule) -> Self {

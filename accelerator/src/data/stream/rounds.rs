@@ -1,3 +1,5 @@
+//! Streams that are read in rounds, and this rank's batches of a stream that every rank reads.
+
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
 
 use super::sample_stream::{PartReader, SampleStream, StreamPart};

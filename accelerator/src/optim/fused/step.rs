@@ -174,7 +174,7 @@ pub(super) fn step<E: Real>(
     stepped.flatten().expect("sums of this type")
 }
 
-/// Returns the settings of a Burn configuration, whose fields are private: it tells them to serde alone.
+/// Returns the settings of a Burn configuration, whose fields are private: only serde can read them.
 ///
 /// `None` if a field has another name or type than expected: Burn's own operations are right then.
 pub(super) fn settings<S: DeserializeOwned>(config: &impl Serialize) -> Option<S> {

@@ -377,8 +377,8 @@ impl<T: TrainingOperator> Registered<T> {
     }
 }
 
-/// The batches of a call of [`OperatorTrainer::train`]: the rest of the epoch, or as many
-/// as were asked for, of as many epochs as that needs.
+/// The batches of a call of [`OperatorTrainer::train`]: the rest of the epoch, or the requested number, from as many
+/// epochs as that needs.
 pub struct TrainBatches<'a, O> {
     has_ended: bool,
     /// The epoch of the last batch.

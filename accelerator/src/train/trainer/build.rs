@@ -98,9 +98,10 @@ where
 {
     /// Builds a trainer of the model that `model_init` makes on the device of its rank, from the arguments' seed.
     ///
-    /// `data_collator` makes batches of items. `compute_loss` gives the mean loss of a batch: alone, as `(loss, outputs)`
-    /// where metrics are made of outputs, or as a [`LossOutput`](crate::train::LossOutput) where it is a mean over tokens. It is called for
-    /// training and for evaluation, with the model that records gradients and the one that does not.
+    /// `data_collator` makes batches of items. `compute_loss` returns the mean loss of a batch: alone, as `(loss,
+    /// outputs)` if metrics need the outputs, or as a [`LossOutput`](crate::train::LossOutput) if it is a mean over
+    /// tokens. It is called for training with the model that records gradients, and for evaluation with the one that
+    /// does not.
     pub fn builder<L>(
         arguments: TrainingArguments,
         model_init: impl FnOnce(&Device) -> M,

@@ -65,7 +65,7 @@ pub struct PruneReport {
 }
 
 impl ArtifactStore {
-    /// Returns what [`prune_with`](Self::prune_with) would remove.
+    /// Returns the report of a [`prune_with`](Self::prune_with) without removing anything.
     ///
     /// # Errors
     ///
@@ -82,8 +82,8 @@ impl ArtifactStore {
     }
 
     /// Removes the versions that nothing keeps, and then the contents that no version refers to. Waits while another
-    /// process stores or reads an artifact, then calls `retention`. Killed meanwhile, it removes the rest when it is
-    /// called again.
+    /// process stores or reads an artifact, then calls `retention`. If it is killed meanwhile, the next call
+    /// removes the rest.
     ///
     /// # Errors
     ///

@@ -213,7 +213,7 @@ impl RunLock {
     fn take_file(path: &Path, taken: impl FnOnce(&str) -> String) -> Result<Self> {
         let locked = FileLock::create(path, LockMode::Exclusive, LONGEST_WAIT);
         let Some(mut lock) = locked.map_err(|error| Error::io("lock", path, error))? else {
-            // Only the message needs it.
+            // Only the message needs the owner.
             let owner = fs::read_to_string(path).unwrap_or_default();
             let owner = match owner.trim() {
                 "" => "another process",
@@ -223,17 +223,17 @@ impl RunLock {
         };
         // `run_files` recognizes the file by this text.
         let owner = format!("process {} on {}\n", std::process::id(), host_name());
-        // The owner is for messages; the lock is the system's.
+        // The owner is only for messages; the system holds the lock.
         let _ = lock.write(owner.as_bytes());
         Ok(Self { _lock: lock })
     }
 
-    /// Returns true if a process writes the run now.
+    /// Returns `true` if a process writes the run now.
     pub(crate) fn is_held(folder: &Path) -> bool {
         FileLock::is_held(&folder.join(LOCK)).unwrap_or(false)
     }
 }
 
-/// Whoever asks if the run is being written holds the lock for a moment, and so does a process that another thread is
-/// starting, until it has become its program.
+/// The longest wait for the lock. A process that checks if the run is being written holds it for a moment, and so does
+/// a process that another thread starts, until it executes its program.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);

@@ -151,12 +151,12 @@ fn path_of(folder: &Path, order: u64, place: u8, run: RunId) -> PathBuf {
     folder.join(format!("{EVENTS}{order:010}.{place}.{run}"))
 }
 
-/// The place of the file with what became known later, among the two of a run.
+/// The place, among the two files of a run, of the one with values that became known later.
 const BEFORE_PLACE: u8 = 0;
 /// The place of the file that grows.
 const EVENTS_PLACE: u8 = 1;
 
-/// The name of a file that is not to be read yet. There is one a run, so none is left behind for ever.
+/// The name of a file that is not to be read yet. There is one per run, so none is left behind for ever.
 fn hidden_name(run: RunId) -> String {
     format!("{STAGED}{run}")
 }

@@ -1,3 +1,5 @@
+//! The results of a search, and the table of its trials.
+
 use std::path::Path;
 use std::{fmt, fs};
 
@@ -67,10 +69,10 @@ impl Results {
         &self.view.trials
     }
 
-    /// Everything that a trial has reported, as its folder has it.
+    /// Everything that a trial has reported, from its folder.
     ///
     /// # Errors
-    /// [`Error::is_io`] if that cannot be read.
+    /// [`Error::is_io`] if the folder cannot be read.
     pub fn history(&self, trial: TrialId) -> Result<Vec<TrialResult>> {
         match self.view.trials.get(trial.index()) {
             Some(trial) => read_results(&trial.folder),
@@ -158,9 +160,9 @@ impl Results {
         status(&self.view, Rows::All)
     }
 
-    /// Writes the report to a file, which it replaces as a whole or not at all: one HTML file that asks no network for
-    /// anything, with the best configuration, parameters beside the objective, rungs, learning curves, and a table of all
-    /// trials.
+    /// Writes the report to a file, which it replaces whole or not at all: one HTML page that loads nothing from the
+    /// network, with the best configuration, parameters beside the objective, rungs, learning curves, and a table of
+    /// all trials.
     ///
     /// # Errors
     /// [`Error::is_io`] if the results of a trial cannot be read, or the file cannot be written.

@@ -85,7 +85,7 @@ pub(super) fn percentile(
     })
 }
 
-/// Formats a value of a rung with all digits. As Ray has it, NaN is `nan`.
+/// Formats a value of a rung with all digits. NaN is `nan`, as in Ray.
 pub(super) fn shown(value: f64) -> String {
     match value.is_nan() {
         true => "nan".to_owned(),

@@ -1,4 +1,4 @@
-//! Gathers, broadcasts and scatters: each rank sends others what it has for them.
+//! Gathers, broadcasts and scatters, in which ranks send their parts to others.
 
 use super::{OpContext, PREFETCH, chunks::chunk};
 use crate::{
@@ -81,8 +81,8 @@ impl OpContext<'_> {
         Ok(())
     }
 
-    /// Sends the root's `parts[rank]` to each other rank, and gives the part of this rank to `sink`, in order; the
-    /// parts of all ranks but the root are empty.
+    /// Sends the root's `parts[rank]` to each other rank, and gives the part of this rank to `sink`, in order. On the
+    /// other ranks, `parts` are empty.
     pub(crate) fn scatter(
         mut self,
         root: usize,
@@ -170,7 +170,7 @@ enum FirstChunk {
     AfterHeader,
 }
 
-/// The bytes that these parts take in shared memory, where they lie behind their lengths.
+/// Returns the number of bytes that these parts take in shared memory, behind their lengths.
 pub(crate) fn scatter_len(parts: &[Vec<u8>]) -> usize {
     parts.len() * LEN_BYTES + parts.iter().map(Vec::len).sum::<usize>()
 }

@@ -80,7 +80,7 @@ impl LocalState {
         supervisor: &ProcessIdentity,
     ) -> io::Result<Option<FileLock>> {
         let text = serde_json::to_vec(supervisor)?;
-        // A command that asks if the job is supervised holds the lock for a moment.
+        // A command that checks if the job is supervised holds the lock for a moment.
         let locked = FileLock::create(&folder.join(LOCK), LockMode::Exclusive, LONGEST_LOOK)?;
         let Some(mut lock) = locked else {
             return Ok(None);

@@ -352,7 +352,7 @@ fn tensorboard(spec: &JobSpec, folder: &Path) -> Result<Child> {
     command.spawn().map_err(failed)
 }
 
-/// A port of this machine that the system chooses for nobody else. A program that is given its number can listen there.
+/// A port of this machine that the system gives to nobody else. A program that knows its number can listen there.
 struct ReservedPort {
     /// `127.0.0.1:PORT`.
     address: String,

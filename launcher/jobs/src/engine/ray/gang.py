@@ -39,7 +39,7 @@ class Agent:
         self.reserved = []
 
     def place(self):
-        """Where it runs, and a port that the system gives to nobody else while this actor lives."""
+        """The address of its node, and a port that the system gives to nobody else while this actor lives."""
         ip = ray.util.get_node_ip_address()
         holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
         # Bound, without listening: a server that reuses addresses, as all do, can still listen there.

@@ -9,7 +9,7 @@ use accelerator_host::process::{self, Group, Limits, Outcome, Output};
 
 use crate::error::{Error, Result};
 
-/// The limits of a command. It gets more time than Slurm's own commands wait for a controller that does not answer, and
+/// The limits of a command. Its time is longer than Slurm's own commands wait for a controller that does not answer.
 /// Ctrl-C ends a submission.
 const LIMITS: Limits = Limits {
     time: Duration::from_secs(150),
