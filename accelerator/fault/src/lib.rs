@@ -19,14 +19,14 @@
 //! # }
 //! ```
 
-mod fail_point;
 mod parse;
 mod plan;
+mod points;
 mod random;
 
-pub use fail_point::{Effect, check, fail_point};
 pub use parse::Error;
 pub use plan::{Action, Fault, FaultPlan, Point, SaveStage};
+pub use points::{Effect, check, fail_point};
 pub use random::Bounds;
 
 /// The variable that holds the plan of a process.

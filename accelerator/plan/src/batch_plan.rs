@@ -2,11 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::batch::PlannedBatch;
-use crate::config::Order;
-use crate::epoch::EpochPlan;
 use crate::error::{Error, Kind, Result};
-use crate::plan::Plan;
+use crate::plan::{EpochPlan, Order, Plan, PlannedBatch};
 use crate::tail::TailPolicy;
 
 /// A plan of which rank gets which batch of an epoch, given the samples of each batch: batches of

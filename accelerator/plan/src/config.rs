@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 
 use crate::error::{Error, Kind, Result};
-use crate::plan::Plan;
+use crate::plan::{Order, Plan};
 use crate::tail::TailPolicy;
 
 /// The number of samples of a batch.
@@ -37,19 +37,6 @@ impl BatchSize {
     pub fn global(samples: usize) -> Result<Self> {
         non_zero(samples).map(Self::Global)
     }
-}
-
-/// The order in which an epoch goes through the samples.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Order {
-    /// Index order, the same in every epoch.
-    #[default]
-    Sequential,
-    /// Shuffled over all samples, anew in every epoch: see [`Permutation`](crate::Permutation).
-    Shuffled {
-        /// The seed of the run, the same on every rank.
-        seed: u64,
-    },
 }
 
 /// The settings of a [`Plan`]: one rank, [`TailPolicy::Exact`] and sequential order unless said

@@ -35,21 +35,17 @@
 //! The order of a shuffled epoch is a [`Permutation`], computed by index; randomness that belongs
 //! to one sample, such as augmentation, is seeded by [`sample_rng_seed`].
 
-pub use batch::{BatchKind, PlannedBatch, RankBatches};
 pub use batch_plan::BatchPlan;
-pub use config::{BatchSize, Order, PlanConfig};
-pub use epoch::EpochPlan;
+pub use config::{BatchSize, PlanConfig};
 pub use error::{Error, Result};
 pub use mix::{mix, sample_rng_seed};
 pub use permutation::Permutation;
-pub use plan::Plan;
+pub use plan::{BatchKind, EpochPlan, Order, Plan, PlannedBatch, RankBatches};
 pub use tail::TailPolicy;
 pub use weighted::WeightedSampler;
 
-mod batch;
 mod batch_plan;
 mod config;
-mod epoch;
 mod error;
 mod mix;
 mod permutation;

@@ -1,6 +1,10 @@
 //! Bounds on the values of a manifest, checked without allocation before anything is parsed.
 
-use super::Manifest;
+/// The most values that a manifest may have: numbers, strings, lists and maps, including nested ones.
+pub(super) const MOST_VALUES: usize = 1 << 20;
+
+/// The deepest nesting of lists and maps.
+pub(super) const DEEPEST: usize = 64;
 
 /// Checks the number of values in a JSON text, and how deep they are nested. A value of two bytes can take hundreds of
 /// bytes in memory, so the length of the text alone is a weak bound.
@@ -23,16 +27,16 @@ pub(super) fn check_bounds(bytes: &[u8]) -> Result<(), String> {
             b']' | b'}' => depth = depth.saturating_sub(1),
             _ => {}
         }
-        if depth > Manifest::DEEPEST {
+        if depth > DEEPEST {
             return Err(format!(
                 "values are in one another more than {} deep, which is the most that is allowed",
-                Manifest::DEEPEST
+                DEEPEST
             ));
         }
-        if values > Manifest::MOST_VALUES {
+        if values > MOST_VALUES {
             return Err(format!(
                 "the manifest has more than the {} values that are allowed",
-                Manifest::MOST_VALUES
+                MOST_VALUES
             ));
         }
     }
@@ -56,7 +60,7 @@ mod tests {
 
     #[test]
     fn what_stands_in_texts_is_no_value() {
-        let many = "[,{\\\"".repeat(Manifest::MOST_VALUES);
+        let many = "[,{\\\"".repeat(MOST_VALUES);
         assert_eq!(
             check_bounds(format!("{{\"{many}\": \"{many}\"}}").as_bytes()),
             Ok(())

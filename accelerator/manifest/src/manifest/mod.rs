@@ -195,12 +195,6 @@ impl Manifest {
     /// The most files that a checkpoint may have, beside the manifest.
     pub(crate) const MOST_FILES: usize = 65_536;
 
-    /// The most values that a manifest may have: numbers, strings, lists and maps, including nested ones.
-    pub(crate) const MOST_VALUES: usize = 1 << 20;
-
-    /// The deepest nesting of lists and maps.
-    pub(crate) const DEEPEST: usize = 64;
-
     /// Reads the content of a `manifest.json`.
     ///
     /// # Errors

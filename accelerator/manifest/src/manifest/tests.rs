@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use serde_json::json;
 
+use super::bounds::{DEEPEST, MOST_VALUES};
 use super::*;
 
 fn manifest() -> Manifest {
@@ -135,10 +136,10 @@ fn more_than_can_be_is_refused_before_memory_is_taken() {
     // The fields besides those that this version knows.
     let (others, above) = (100, 2);
     for (extra, says) in [
-        (list(Manifest::MOST_VALUES), Some("1048576 values")),
-        (nested(Manifest::DEEPEST), Some("64 deep")),
-        (list(Manifest::MOST_VALUES - others), None),
-        (nested(Manifest::DEEPEST - above), None),
+        (list(MOST_VALUES), Some("1048576 values")),
+        (nested(DEEPEST), Some("64 deep")),
+        (list(MOST_VALUES - others), None),
+        (nested(DEEPEST - above), None),
     ] {
         let parsed = Manifest::parse(&forged(|x| x["extra"]["more"] = extra.clone()));
         let mut written = manifest();
