@@ -14,7 +14,8 @@ use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
 use super::message::{EndSignal, FromAgent, ToAgent};
-use super::{HostResources, Output, Process, ProcessProgram, ProcessSpec};
+use super::process::{Output, Process, ProcessProgram, ProcessSpec};
+use super::resources::HostResources;
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::{PeerRole, greet, receive, send};
 

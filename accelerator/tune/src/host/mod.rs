@@ -1,7 +1,6 @@
 #![doc = include_str!("README.md")]
 
 use std::fs;
-use std::io::Read;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -18,7 +17,7 @@ use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::accept_one;
 use agent_link::AgentLink;
 use message::Invitation;
-use process::{LocalProcess, ProcessLog};
+use process::{LocalProcess, Output, Process, ProcessLog};
 pub(crate) use process::{ProcessProgram, ProcessSpec};
 pub(crate) use resources::HostResources;
 
@@ -46,21 +45,6 @@ pub(crate) struct TrialProcess {
     process: Box<dyn Process>,
     log: ProcessLog,
 }
-
-/// A process of this host or of another.
-trait Process: std::fmt::Debug + Send {
-    /// Its number to the system.
-    fn id(&self) -> u32;
-
-    /// Sends a signal to it, and to what it has started.
-    fn signal(&self, signal: Signal);
-
-    /// Takes its end, once it was told. What it has started ends, too.
-    fn reap(&mut self) -> Option<ExitStatus>;
-}
-
-/// The standard output of a process.
-pub(crate) type Output = Box<dyn Read + Send>;
 
 impl Hosts {
     /// The hosts of the job that this process is rank 0 of, which is this one alone where there is no job. In the job's other

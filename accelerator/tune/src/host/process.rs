@@ -14,6 +14,21 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::WorkerPlace;
 
+/// A process of this host or of another.
+pub(super) trait Process: std::fmt::Debug + Send {
+    /// Its number to the system.
+    fn id(&self) -> u32;
+
+    /// Sends a signal to it, and to what it has started.
+    fn signal(&self, signal: Signal);
+
+    /// Takes its end, once it was told. What it has started ends, too.
+    fn reap(&mut self) -> Option<ExitStatus>;
+}
+
+/// The standard output of a process.
+pub(crate) type Output = Box<dyn Read + Send>;
+
 /// The description of a process to start.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct ProcessSpec {

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::listener::Connection;
+use super::listener::PoolEvent;
 use super::worker::Worker;
 use super::{Pool, WorkerReuse};
 use crate::checkpoint_folder;
@@ -10,23 +10,6 @@ use crate::error::Result;
 use crate::runner::RunnerEvent;
 use crate::trial::protocol::{FromWorker, ToWorker};
 use crate::trial_id::TrialId;
-
-/// An event of a worker.
-#[derive(Debug)]
-pub(super) enum PoolEvent {
-    Connected(Connection),
-    Message {
-        worker: u32,
-        rank: usize,
-        message: FromWorker,
-    },
-    Closed {
-        worker: u32,
-    },
-    Exited {
-        worker: u32,
-    },
-}
 
 impl Pool {
     pub(super) fn handle(&mut self, event: PoolEvent) -> Result<()> {

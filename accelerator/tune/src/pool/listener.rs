@@ -5,10 +5,9 @@ use std::thread;
 
 use accelerator_collective::launcher::{PendingHandshakes, Token};
 
-use super::events::PoolEvent;
 use crate::error::Result;
 use crate::host::{at_port, bind_everywhere};
-use crate::trial::protocol::{PeerRole, WorkerPlace, accept_one, greet, receive};
+use crate::trial::protocol::{FromWorker, PeerRole, WorkerPlace, accept_one, greet, receive};
 
 /// The address to which workers connect.
 #[derive(Debug)]
@@ -24,6 +23,23 @@ pub(super) struct Connection {
     pub(super) host: String,
     pub(super) pid: u32,
     pub(super) stream: Arc<TcpStream>,
+}
+
+/// An event of a worker.
+#[derive(Debug)]
+pub(super) enum PoolEvent {
+    Connected(Connection),
+    Message {
+        worker: u32,
+        rank: usize,
+        message: FromWorker,
+    },
+    Closed {
+        worker: u32,
+    },
+    Exited {
+        worker: u32,
+    },
 }
 
 impl Listener {

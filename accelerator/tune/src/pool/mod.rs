@@ -18,8 +18,7 @@ use crate::runner::{Answer, RunnerEvent, TrialRunner, TrialStart};
 use crate::slots::{Resources, Slot, Slots};
 use crate::trial::protocol::ToWorker;
 use crate::trial_id::TrialId;
-use events::PoolEvent;
-use listener::Listener;
+use listener::{Listener, PoolEvent};
 use placements::{Placements, Turn};
 use worker::Worker;
 

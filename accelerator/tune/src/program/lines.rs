@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::{Metrics, ProgramEvent};
 use crate::error::{Error, Result};
+use crate::metrics::Metrics;
 
 /// A report that a program has printed.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,6 +18,19 @@ pub(super) struct MetricsLine {
     pub(super) metrics: Metrics,
     /// The checkpoint that the program has saved.
     pub(super) checkpoint: Option<PathBuf>,
+}
+
+/// An event of a program.
+#[derive(Debug)]
+pub(super) enum ProgramEvent {
+    Line(u32, MetricsLine),
+    /// It has printed, for the first time, an object with numbers of these names, and not the metric.
+    Other(u32, Vec<String>),
+    /// This rank, which is not rank 0, has printed its first report.
+    OtherRank(u32, usize),
+    /// Its standard output is closed.
+    Closed(u32),
+    Exited(u32),
 }
 
 /// The origin of the lines of an output.

@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::host::{Hosts, ProcessProgram, ProcessSpec};
-use crate::metrics::Metrics;
 use crate::names;
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::slots::{Resources, Slot, Slots};
 use crate::trial_id::TrialId;
 use attempt::ProgramAttempt;
-use lines::{GrowingFile, LineSource, MetricsLine, ReportSender};
+use lines::{GrowingFile, LineSource, ProgramEvent, ReportSender};
 
 pub(crate) use template::Template;
 
@@ -47,18 +46,6 @@ pub(crate) enum OtherObjects {
     /// The search ends with an error, as long as there is no report.
     Refused,
     Ignored,
-}
-
-#[derive(Debug)]
-enum ProgramEvent {
-    Line(u32, MetricsLine),
-    /// It has printed, for the first time, an object with numbers of these names, and not the metric.
-    Other(u32, Vec<String>),
-    /// This rank, which is not rank 0, has printed its first report.
-    OtherRank(u32, usize),
-    /// Its standard output is closed.
-    Closed(u32),
-    Exited(u32),
 }
 
 impl Programs {

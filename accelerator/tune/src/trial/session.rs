@@ -1,17 +1,20 @@
+use std::net::TcpStream;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 use accelerator_host::sync::Mutex;
 
-use super::protocol::{FromWorker, ToWorker};
-use super::trainable::BoxError;
-use super::worker::Link;
+use super::protocol::{self, FromWorker, ToWorker};
 use crate::error::{Error, Kind, Result};
 use crate::metrics::Metrics;
 use crate::runner::{Offer, Restore};
 use crate::trial_id::TrialId;
+
+/// An error of a trial's own work: `?` takes any error.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The trial that a process carries out, and its place.
 #[derive(Clone, Debug)]
@@ -212,4 +215,36 @@ type Save<'a> = dyn FnMut(&Path) -> Result<(), BoxError> + 'a;
 
 fn over() -> Error {
     Error::new(Kind::Trial, "the search has ended this trial")
+}
+
+/// A connection to the search.
+#[derive(Clone, Debug)]
+pub(super) struct Link(Arc<LinkEnds>);
+
+#[derive(Debug)]
+struct LinkEnds {
+    stream: TcpStream,
+    messages: Mutex<Receiver<ToWorker>>,
+}
+
+impl Link {
+    pub(super) fn new(stream: TcpStream, messages: Receiver<ToWorker>) -> Self {
+        Self(Arc::new(LinkEnds {
+            stream,
+            messages: Mutex::new(messages),
+        }))
+    }
+
+    pub(super) fn send(&self, message: &FromWorker) -> Result<()> {
+        protocol::send(&self.0.stream, message)
+    }
+
+    /// The next message of the search.
+    pub(super) fn next(&self) -> Result<ToWorker> {
+        let messages = self.0.messages.lock();
+        // The other end is a thread that ends with this process.
+        messages
+            .recv()
+            .map_err(|_| Error::connection("the connection to the search has ended"))
+    }
 }

@@ -1,11 +1,8 @@
 use std::path::Path;
 
-use super::session::{TrialContext, TrialSession};
+use super::session::{BoxError, TrialContext, TrialSession};
 use crate::config::Config;
 use crate::metrics::Metrics;
-
-/// An error of a trial's own work: `?` takes any error.
-pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A training that a search carries out in steps: Ray Tune's `Trainable`.
 ///

@@ -1,19 +1,16 @@
 //! The process of a trial: this program, started again.
 
-use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::channel;
 use std::thread;
 
 use accelerator_collective::launcher::Token;
 use accelerator_host::error::chain;
-use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 
-use super::protocol::{self, FromWorker, PeerRole, ToWorker, WorkerPlace, connect, receive};
-use super::session::{TrialContext, TrialSession};
-use super::trainable::{BoxError, ClassTrainable, FunctionTrainable, Outcome, RunTrial, Trainable};
+use super::protocol::{FromWorker, PeerRole, ToWorker, WorkerPlace, connect, receive};
+use super::session::{BoxError, Link, TrialContext, TrialSession};
+use super::trainable::{ClassTrainable, FunctionTrainable, Outcome, RunTrial, Trainable};
 use crate::config::Config;
 use crate::error::{Error, Result};
 
@@ -44,31 +41,6 @@ fn serve(mut trainable: impl RunTrial) {
         }
     };
     std::process::exit(code);
-}
-
-/// A connection to the search.
-#[derive(Clone, Debug)]
-pub(super) struct Link(Arc<LinkEnds>);
-
-#[derive(Debug)]
-struct LinkEnds {
-    stream: TcpStream,
-    messages: Mutex<Receiver<ToWorker>>,
-}
-
-impl Link {
-    pub(super) fn send(&self, message: &FromWorker) -> Result<()> {
-        protocol::send(&self.0.stream, message)
-    }
-
-    /// The next message of the search.
-    pub(super) fn next(&self) -> Result<ToWorker> {
-        let messages = self.0.messages.lock();
-        // The other end is a thread that ends with this process.
-        messages
-            .recv()
-            .map_err(|_| Error::connection("the connection to the search has ended"))
-    }
 }
 
 fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) -> Result<()> {
@@ -138,10 +110,7 @@ fn join(place: &WorkerPlace, token: &Token, rank: usize) -> Result<Link> {
             // The search is gone, and nothing that this process does is of use, whatever it does.
             let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::KILL);
         })?;
-    Ok(Link(Arc::new(LinkEnds {
-        stream,
-        messages: Mutex::new(messages),
-    })))
+    Ok(Link::new(stream, messages))
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
