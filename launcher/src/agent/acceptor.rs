@@ -20,7 +20,7 @@ use super::message::{ConnectionKind, JoinReply};
 use super::stream_line;
 use crate::error::{Error, Result, chain};
 use crate::output::Stream;
-use crate::settings::nodes::Endpoint;
+use crate::settings::hosts::Endpoint;
 use crate::supervisor::signals::Relay;
 use crate::text::note;
 

@@ -9,7 +9,7 @@
 //! `/*` and `*/`. A host that is listed twice without a count runs two ranks, as with Open MPI.
 
 use std::fmt;
-use std::net::Ipv6Addr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::str::FromStr;
@@ -307,6 +307,71 @@ fn without_comments(text: &str) -> String {
         }
     }
     kept + rest
+}
+
+/// A host and a port. The port is that of torchrun where none is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Endpoint {
+    /// An address or a name.
+    pub(crate) host: String,
+    /// The port.
+    pub(crate) port: u16,
+}
+
+impl Endpoint {
+    /// The port of torchrun.
+    pub(crate) const DEFAULT_PORT: u16 = 29400;
+
+    /// Returns the address, unless it is a name.
+    pub(crate) fn address(&self) -> Option<IpAddr> {
+        self.host.parse().ok()
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let v6 = |host: &str| host.split('%').next().unwrap_or(host).parse::<Ipv6Addr>();
+        let is_v6 = |host: &str| v6(host).is_ok();
+        let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+            Some((host, port)) if is_v6(host) => (host, port.strip_prefix(':').or(Some(port))),
+            Some(_) => ("", None),
+            None if is_v6(text) => (text, None),
+            None => match text.split_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (text, None),
+            },
+        };
+        if v6(host).is_ok_and(|address| address.is_unicast_link_local()) {
+            return Err(format!(
+                "{host} is a link-local address, which holds on one link only, and which ranks cannot tell one another: \
+                 give a name of host 0, or an address in the network, such as [fd00::1]"
+            ));
+        }
+        let port = match port.filter(|port| !port.is_empty()) {
+            None => Ok(Self::DEFAULT_PORT),
+            Some(port) => port.parse(),
+        };
+        match port {
+            Ok(port) if !host.is_empty() && !host.contains([' ', '/', '@']) => Ok(Self {
+                host: host.to_owned(),
+                port,
+            }),
+            _ => Err(
+                "expected HOST or HOST:PORT, such as node-0:29400 or [fd00::1]:29400".to_owned(),
+            ),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.contains(':') {
+            true => write!(formatter, "[{}]:{}", self.host, self.port),
+            false => write!(formatter, "{}:{}", self.host, self.port),
+        }
+    }
 }
 
 #[cfg(test)]

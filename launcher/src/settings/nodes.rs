@@ -2,10 +2,8 @@
 //!
 //! Options say so, and where they do not, the variables of the engine that has started a launcher on every host.
 
-use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, ToSocketAddrs};
+use std::net::ToSocketAddrs;
 use std::num::NonZeroUsize;
-use std::str::FromStr;
 use std::time::Duration;
 
 use accelerator_collective::{
@@ -16,7 +14,8 @@ use accelerator_collective::{
 use crate::error::{Error, Result, chain};
 use crate::gpu::{GpuIds, VISIBLE, Visible, inventory};
 use crate::settings::defaults;
-use crate::settings::options::{Options, Processes};
+use crate::settings::hosts::Endpoint;
+use crate::settings::options::{Options, PerHost, Processes};
 
 /// The default time for which hosts wait for each other: a node that is being set up takes minutes.
 pub(crate) const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
@@ -34,28 +33,6 @@ pub(crate) struct HostPlace {
     pub(crate) endpoint: Endpoint,
     /// The time to wait for other hosts.
     pub(crate) join_timeout: Duration,
-}
-
-/// A host and a port. The port is that of torchrun where none is given.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Endpoint {
-    /// An address or a name.
-    pub(crate) host: String,
-    /// The port.
-    pub(crate) port: u16,
-}
-
-/// The number of ranks that a host runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PerHost {
-    /// This number.
-    Count(NonZeroUsize),
-    /// One per GPU, or one if there is none.
-    Auto,
-    /// One per GPU.
-    Gpu,
-    /// One per core.
-    Cpu,
 }
 
 /// Resolves the number of ranks on this host, and the place of this host if there are several. `lookup` finds the
@@ -225,93 +202,6 @@ impl PerHost {
                     "--nproc-per-node gpu: this host has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it; give a number",
                 )
             }),
-        }
-    }
-}
-
-impl fmt::Display for PerHost {
-    /// Writes the option's value.
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Count(count) => count.fmt(formatter),
-            Self::Auto => formatter.write_str("auto"),
-            Self::Gpu => formatter.write_str("gpu"),
-            Self::Cpu => formatter.write_str("cpu"),
-        }
-    }
-}
-
-impl FromStr for PerHost {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "gpu" => Ok(Self::Gpu),
-            "cpu" => Ok(Self::Cpu),
-            _ => match text.parse::<usize>().map(NonZeroUsize::new) {
-                Ok(Some(count)) if count.get() <= Topology::LARGEST => Ok(Self::Count(count)),
-                _ => Err(format!(
-                    "expected a whole number from 1 to {}, auto, gpu or cpu",
-                    Topology::LARGEST
-                )),
-            },
-        }
-    }
-}
-
-impl Endpoint {
-    /// The port of torchrun.
-    pub(crate) const DEFAULT_PORT: u16 = 29400;
-
-    /// Returns the address, unless it is a name.
-    pub(crate) fn address(&self) -> Option<IpAddr> {
-        self.host.parse().ok()
-    }
-}
-
-impl FromStr for Endpoint {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let v6 = |host: &str| host.split('%').next().unwrap_or(host).parse::<Ipv6Addr>();
-        let is_v6 = |host: &str| v6(host).is_ok();
-        let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-            Some((host, port)) if is_v6(host) => (host, port.strip_prefix(':').or(Some(port))),
-            Some(_) => ("", None),
-            None if is_v6(text) => (text, None),
-            None => match text.split_once(':') {
-                Some((host, port)) => (host, Some(port)),
-                None => (text, None),
-            },
-        };
-        if v6(host).is_ok_and(|address| address.is_unicast_link_local()) {
-            return Err(format!(
-                "{host} is a link-local address, which holds on one link only, and which ranks cannot tell one another: \
-                 give a name of host 0, or an address in the network, such as [fd00::1]"
-            ));
-        }
-        let port = match port.filter(|port| !port.is_empty()) {
-            None => Ok(Self::DEFAULT_PORT),
-            Some(port) => port.parse(),
-        };
-        match port {
-            Ok(port) if !host.is_empty() && !host.contains([' ', '/', '@']) => Ok(Self {
-                host: host.to_owned(),
-                port,
-            }),
-            _ => Err(
-                "expected HOST or HOST:PORT, such as node-0:29400 or [fd00::1]:29400".to_owned(),
-            ),
-        }
-    }
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.host.contains(':') {
-            true => write!(formatter, "[{}]:{}", self.host, self.port),
-            false => write!(formatter, "{}:{}", self.host, self.port),
         }
     }
 }

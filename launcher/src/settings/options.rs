@@ -1,9 +1,11 @@
 //! The options of a launch.
 
 use std::ffi::OsString;
+use std::fmt;
 use std::net::IpAddr;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use accelerator_collective::Topology;
@@ -11,8 +13,7 @@ use clap::Args;
 
 use crate::gpu::GpuIds;
 use crate::output::OnOutputError;
-use crate::settings::hosts::HostList;
-use crate::settings::nodes::{Endpoint, PerHost};
+use crate::settings::hosts::{Endpoint, HostList};
 
 /// The options of a launch. What is `None` was not given.
 #[derive(Args, Clone, Debug, Default)]
@@ -392,6 +393,50 @@ fn host(text: &str) -> Result<String, String> {
     match address.parse::<IpAddr>().is_ok() || (!text.is_empty() && !text.contains([':', ' '])) {
         true => Ok(address.to_owned()),
         false => Err("expected an address or a host name; the port goes to --master-port".into()),
+    }
+}
+
+/// The number of ranks that a host runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PerHost {
+    /// This number.
+    Count(NonZeroUsize),
+    /// One per GPU, or one if there is none.
+    Auto,
+    /// One per GPU.
+    Gpu,
+    /// One per core.
+    Cpu,
+}
+
+impl fmt::Display for PerHost {
+    /// Writes the option's value.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Count(count) => count.fmt(formatter),
+            Self::Auto => formatter.write_str("auto"),
+            Self::Gpu => formatter.write_str("gpu"),
+            Self::Cpu => formatter.write_str("cpu"),
+        }
+    }
+}
+
+impl FromStr for PerHost {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "gpu" => Ok(Self::Gpu),
+            "cpu" => Ok(Self::Cpu),
+            _ => match text.parse::<usize>().map(NonZeroUsize::new) {
+                Ok(Some(count)) if count.get() <= Topology::LARGEST => Ok(Self::Count(count)),
+                _ => Err(format!(
+                    "expected a whole number from 1 to {}, auto, gpu or cpu",
+                    Topology::LARGEST
+                )),
+            },
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::inbox::{Inbound, Work};
-use super::{Agent, Over, Program};
+use super::{Agent, KnownAttempt, Over, Program};
 use crate::agent::message::{Plan, SignalScope, ToHead, ToHost};
 use crate::error::{Result, chain};
 use crate::event::{Channel, Event};
@@ -23,13 +23,6 @@ use crate::supervisor::store::given_token;
 
 /// The time for which ranks may outlive SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The last attempt that has begun here.
-#[derive(Debug, Default)]
-pub(super) struct KnownAttempt {
-    pub(super) plan: Option<Plan>,
-    pub(super) ranks: Vec<KnownRank>,
-}
 
 /// The head's request at the end of an attempt.
 #[derive(Clone, Copy, Debug)]

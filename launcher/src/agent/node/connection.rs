@@ -13,7 +13,8 @@ use crate::agent::message::{ConnectionKind, HostInfo, JoinReply, JoinRequest};
 use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::output::Stream;
-use crate::settings::nodes::{Endpoint, HostPlace};
+use crate::settings::hosts::Endpoint;
+use crate::settings::nodes::HostPlace;
 use crate::supervisor::signals::Relay;
 use crate::text::note;
 

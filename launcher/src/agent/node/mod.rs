@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::line::{Line, LineEnd};
-use super::message::{HostInfo, ToHead, ToHost};
+use super::message::{HostInfo, Plan, ToHead, ToHost};
 use super::stream_line::StreamLine;
 use super::trust;
 use accelerator_host::machine::host_name;
@@ -19,14 +19,13 @@ use accelerator_host::machine::host_name;
 use crate::error::{Error, Result, START_AGAIN, chain, ended_by};
 use crate::event::{Channel, Event};
 use crate::output;
-use crate::report::{self, FailureRecord, JobOutcome, LostHead};
+use crate::report::{self, FailureRecord, JobOutcome, KnownRank, LostHead};
 use crate::settings::nodes::HostPlace;
 use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::LocalSpawner;
 use crate::text::{note, utc};
-use attempt::KnownAttempt;
 use connection::Connection;
 use inbox::{HURRY, Inbound, Inbox, Work};
 
@@ -119,6 +118,13 @@ struct Agent<'a> {
     inbox: Inbox,
     /// The number of times that this launcher was asked to end.
     requests: Cell<u32>,
+}
+
+/// The last attempt that has begun here.
+#[derive(Debug, Default)]
+struct KnownAttempt {
+    plan: Option<Plan>,
+    ranks: Vec<KnownRank>,
 }
 
 /// The reason for which the work for a job ends.

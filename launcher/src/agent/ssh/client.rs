@@ -3,12 +3,15 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::net::ToSocketAddrs;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
+use accelerator_collective::launcher::is_own_address;
+use accelerator_host::machine::host_name;
 use accelerator_host::sync::Mutex;
 use rustix::pipe::{PipeFlags, pipe_with};
 
@@ -316,6 +319,21 @@ pub(super) fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
             // It may be closed.
             let _ = io::stderr().write_all(&chunk[..count]);
         }
+    }
+}
+
+/// Checks if a host of the list is this one, which needs no SSH.
+pub(super) fn is_own(host: &ListedHost) -> bool {
+    if host.user.is_some() || host.port.is_some() {
+        return false;
+    }
+    let own = host_name();
+    let is_named =
+        host.name == "localhost" || host.name == own || own.split('.').next() == Some(&host.name);
+    is_named || {
+        let addresses = (host.name.as_str(), 0).to_socket_addrs();
+        let mut addresses = addresses.into_iter().flatten();
+        addresses.any(|address| is_own_address(address.ip()))
     }
 }
 

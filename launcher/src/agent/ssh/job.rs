@@ -5,14 +5,13 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use signal_hook::consts::signal::SIGTERM;
 
-use super::client::{Client, Show, Ssh, may_pass, not_started};
-use super::is_own;
+use super::client::{Client, Show, Ssh, is_own, may_pass, not_started};
 use super::order::{AgentHello, Order};
 use crate::error::{BEFORE_START, Error, Result, START_AGAIN, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::End;
-use crate::settings::hosts::ListedHost;
-use crate::settings::nodes::{DEFAULT_JOIN_TIMEOUT, Endpoint};
+use crate::settings::hosts::{Endpoint, ListedHost};
+use crate::settings::nodes::DEFAULT_JOIN_TIMEOUT;
 use crate::settings::options::Options;
 use crate::supervisor::group::watch;
 use crate::supervisor::signals::{Relay, asks_to_end};

@@ -12,12 +12,10 @@ mod push;
 mod rsync;
 
 use std::ffi::{OsStr, OsString};
-use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::launcher::{Token, is_own_address};
-use accelerator_host::machine::host_name;
+use accelerator_collective::launcher::Token;
 use accelerator_host::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
 
 use crate::error::{Error, Result, chain};
@@ -29,7 +27,7 @@ use crate::supervisor::store::given_token;
 use crate::text::{note, print, shell_line};
 use crate::variables;
 pub(crate) use agent::run as run_agent;
-use client::{Delivery, Ssh};
+use client::{Delivery, Ssh, is_own};
 use job::SshJob;
 use order::Order;
 
@@ -227,21 +225,6 @@ fn passed_on() -> impl Iterator<Item = (OsString, OsString)> {
             && !PREFIXES.iter().any(|prefix| name.starts_with(prefix))
             && !outer.contains(&name.into_owned())
     })
-}
-
-/// Checks if a host of the list is this one, which needs no SSH.
-fn is_own(host: &ListedHost) -> bool {
-    if host.user.is_some() || host.port.is_some() {
-        return false;
-    }
-    let own = host_name();
-    let is_named =
-        host.name == "localhost" || host.name == own || own.split('.').next() == Some(&host.name);
-    is_named || {
-        let addresses = (host.name.as_str(), 0).to_socket_addrs();
-        let mut addresses = addresses.into_iter().flatten();
-        addresses.any(|address| is_own_address(address.ip()))
-    }
 }
 
 /// Prints the report of `--dry-run`.
