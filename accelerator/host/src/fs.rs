@@ -9,7 +9,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// The prefix of the hidden names of drafts. Readers of a folder ignore such files.
+/// The prefix of the hidden names of drafts.
 pub const DRAFT_PREFIX: &str = ".accel-";
 
 /// The events that a replaced file survives.
@@ -138,7 +138,8 @@ impl Draft {
     ///
     /// # Errors
     ///
-    /// I/O errors. The draft can be published again if it could not be flushed or renamed.
+    /// I/O errors. The draft can be published again if it could not be flushed or renamed. If only the new name could
+    /// not be flushed, the file is in its place.
     pub fn publish(&mut self) -> io::Result<()> {
         let Some(path) = &self.path else {
             return Ok(());
@@ -146,9 +147,19 @@ impl Draft {
         if self.durability == Durability::Flushed {
             self.file.sync_all()?;
         }
-        place(path, &self.target, self.durability)?;
+        if !is_at(&self.file, path) {
+            // Renaming would publish a part of another's file.
+            return Err(io::Error::other(format!(
+                "another process replaces `{}` at the same time",
+                self.target.display()
+            )));
+        }
+        fs::rename(path, &self.target)?;
         self.path = None;
-        Ok(())
+        match self.durability {
+            Durability::Cached => Ok(()),
+            Durability::Flushed => sync_folder(folder_of(&self.target)),
+        }
     }
 }
 
@@ -206,18 +217,19 @@ pub fn place(from: &Path, to: &Path, durability: Durability) -> io::Result<()> {
     }
 }
 
-/// Flushes the names in a folder to the disk. Does nothing on a file system that cannot flush folders.
+/// Flushes the names in a folder to the disk. Does nothing on a file system that cannot flush folders, and in a folder
+/// that this process may not read.
 ///
 /// # Errors
 ///
 /// I/O errors.
 #[cfg(unix)]
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
-    match File::open(folder)?.sync_all() {
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
         Err(error)
             if matches!(
                 error.kind(),
-                ErrorKind::InvalidInput | ErrorKind::Unsupported
+                ErrorKind::InvalidInput | ErrorKind::PermissionDenied | ErrorKind::Unsupported
             ) =>
         {
             Ok(())

@@ -109,11 +109,7 @@ pub fn seconds(text: &str) -> Option<Duration> {
 }
 
 fn can_be_file(path: &Path) -> bool {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    folder.is_dir() && !path.is_dir()
+    crate::fs::folder_of(path).is_dir() && !path.is_dir()
 }
 
 fn is_trace_schedule(text: &str) -> bool {

@@ -32,8 +32,8 @@ impl FileLock {
         Self::take(path, &options, mode, wait)
     }
 
-    /// Locks a file or folder that exists; permission to read it is enough. Returns `None` if others keep it locked for
-    /// longer than `wait`.
+    /// Locks a file or folder that exists, for which reading it is permission enough, except on NFS, which locks files
+    /// exclusively only for those who may write. Returns `None` if others keep it locked for longer than `wait`.
     ///
     /// # Errors
     ///
@@ -81,6 +81,7 @@ impl FileLock {
         wait: Duration,
     ) -> io::Result<Option<Self>> {
         let begun = Instant::now();
+        let mut replaced = 0;
         loop {
             let file = options.open(path)?;
             let locked = match mode {
@@ -89,7 +90,17 @@ impl FileLock {
             };
             match locked {
                 Ok(()) if is_at(&file, path) => return Ok(Some(Self(file))),
-                Ok(()) | Err(TryLockError::WouldBlock) => {}
+                Ok(()) if replaced < REPLACED => {
+                    replaced += 1;
+                    continue;
+                }
+                Ok(()) => {
+                    return Err(io::Error::other(format!(
+                        "`{}` is another file each time that it is opened: the file system may not number its files",
+                        path.display()
+                    )));
+                }
+                Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(error)) => return Err(error),
             }
             if begun.elapsed() >= wait {
@@ -116,6 +127,9 @@ pub enum LockMode {
     /// No other holder.
     Exclusive,
 }
+
+/// The number of times that a file may be replaced while it is being locked.
+const REPLACED: usize = 100;
 
 /// The pause between two tries to take a lock.
 const PAUSE: Duration = Duration::from_millis(5);

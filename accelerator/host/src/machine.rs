@@ -135,7 +135,8 @@ pub fn nvidia_smi(
     let limits = Limits {
         time,
         output: 1 << 20,
-        group: Group::Own,
+        // It starts nothing, and Ctrl-C ends it with this program.
+        group: Group::Callers,
     };
     let Ok(output) = process::run(&mut command, limits) else {
         return Vec::new();

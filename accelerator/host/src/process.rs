@@ -35,6 +35,8 @@ pub enum Group {
 pub struct Output {
     /// The way in which it ended.
     pub outcome: Outcome,
+    /// True if standard output was read to its end; false also if a process that has left the group keeps it open.
+    pub is_complete: bool,
     /// The bytes that it wrote to standard output; the first ones if there were too many.
     pub stdout: Vec<u8>,
     /// The first bytes that it wrote to standard error.
@@ -53,9 +55,9 @@ pub enum Outcome {
 }
 
 impl Output {
-    /// Returns `true` if the program ended by itself and successfully.
+    /// Returns `true` if the program ended by itself, in success, and all its output was read.
     pub fn is_success(&self) -> bool {
-        matches!(self.outcome, Outcome::Ended(status) if status.success())
+        self.is_complete && matches!(self.outcome, Outcome::Ended(status) if status.success())
     }
 }
 
@@ -112,11 +114,16 @@ pub fn run_with(
         }
     }
     let mut child = spawn(command)?;
-    let watched = watch(&mut child, limits.output, deadline);
-    // Even if it has ended: it is not reaped yet, so its number still belongs to its group and to no other process.
+    let pipes = pipes_of(&mut child, limits.output);
+    let reached = match &pipes {
+        Ok((stdout, _)) => watch(&mut child, stdout, deadline)?,
+        Err(_) => None,
+    };
+    // Also if it has ended: it is not reaped yet, so that its number is that of its group and of no other process. If
+    // the system does not know the child any more, as `watch` found, the number may be another's.
     kill(&mut child, limits.group);
     let status = reap(&mut child);
-    let (reached, stdout, stderr) = watched?;
+    let (stdout, stderr) = pipes?;
     let until = Instant::now() + LAST_WAIT;
     let stdout = stdout.finish(LAST_WAIT);
     let stderr = stderr.finish(until.saturating_duration_since(Instant::now()));
@@ -127,6 +134,7 @@ pub fn run_with(
     };
     Ok(Output {
         outcome,
+        is_complete: stdout.is_complete,
         stdout: stdout.bytes,
         stderr: stderr.bytes,
     })
@@ -147,6 +155,10 @@ pub struct Kept {
     pub bytes: Vec<u8>,
     /// `true` if there were more.
     pub is_cut: bool,
+    /// True once the pipe has ended.
+    pub is_complete: bool,
+    /// True once nobody wants more.
+    is_closed: bool,
 }
 
 impl Drain {
@@ -166,11 +178,18 @@ impl Drain {
             loop {
                 let read = match pipe.read(&mut chunk) {
                     Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                    // After an error, the bytes read before it are the output.
-                    Ok(0) | Err(_) => return,
+                    Ok(0) => {
+                        shared.lock().is_complete = true;
+                        return;
+                    }
+                    // The bytes read before it are the output.
+                    Err(_) => return,
                     Ok(read) => read,
                 };
                 let mut kept = shared.lock();
+                if kept.is_closed {
+                    continue;
+                }
                 let room = read.min(limit - kept.bytes.len());
                 kept.bytes.extend_from_slice(&chunk[..room]);
                 kept.is_cut |= room < read;
@@ -187,9 +206,15 @@ impl Drain {
 
     /// Waits for the end of the pipe, but no longer than `time`, and returns the bytes that were read.
     pub fn finish(self, time: Duration) -> Kept {
-        // Either way, these bytes are the output.
+        // Either way, what was read is all there is. A pipe that is still open is read on, so that nobody who writes to
+        // it has to wait.
         let _ = self.end.recv_timeout(time);
-        std::mem::take(&mut *self.kept.lock())
+        let mut kept = self.kept.lock();
+        kept.is_closed = true;
+        Kept {
+            bytes: std::mem::take(&mut kept.bytes),
+            ..*kept
+        }
     }
 }
 
@@ -203,14 +228,20 @@ pub fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
     std::path::absolute(found).ok()
 }
 
-/// Finds a program that was installed with this one: beside it, in the folder above (where cargo puts the programs
-/// that examples need), or else on the PATH.
+/// Finds a program that was installed with this one: beside it, in the folder above if cargo has built this one as an
+/// example or a test, or else on the PATH.
 pub fn find_installed(name: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
-    let folders = own.iter().flat_map(|own| own.ancestors().skip(1).take(2));
-    let mut beside = folders.map(|folder| folder.join(name));
+    let folder = own.as_deref().and_then(Path::parent);
+    let above = folder
+        .filter(|folder| folder.ends_with("examples") || folder.ends_with("deps"))
+        .and_then(Path::parent);
+    let mut beside = folder
+        .into_iter()
+        .chain(above)
+        .map(|folder| folder.join(name));
     beside
-        .find(|program| program.is_file())
+        .find(|program| is_executable(program))
         .or_else(|| on_path(name))
 }
 
@@ -250,32 +281,30 @@ fn spawn(command: &mut Command) -> io::Result<Child> {
     }
 }
 
-/// Reads the pipes of `child` until it has ended, without reaping it, or has reached a limit.
-fn watch(
-    child: &mut Child,
-    limit: usize,
-    deadline: Instant,
-) -> io::Result<(Option<Outcome>, Drain, Drain)> {
+/// Begins to read standard output and standard error of `child`.
+fn pipes_of(child: &mut Child, limit: usize) -> io::Result<(Drain, Drain)> {
     let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(io::Error::other("the program has no pipes"));
     };
-    let stdout = Drain::start(stdout, limit)?;
-    let stderr = Drain::start(stderr, limit)?;
+    Ok((Drain::start(stdout, limit)?, Drain::start(stderr, limit)?))
+}
+
+/// Waits until `child` has ended, which is left to be reaped, or has reached a limit.
+fn watch(child: &mut Child, stdout: &Drain, deadline: Instant) -> io::Result<Option<Outcome>> {
     let mut pause = Duration::from_millis(1);
-    let reached = loop {
+    loop {
         if has_ended(child)? {
-            break None;
+            return Ok(None);
         }
         if stdout.is_cut() {
-            break Some(Outcome::OutputTooLong);
+            return Ok(Some(Outcome::OutputTooLong));
         }
         if Instant::now() >= deadline {
-            break Some(Outcome::OutOfTime);
+            return Ok(Some(Outcome::OutOfTime));
         }
         thread::sleep(pause);
         pause = (2 * pause).min(LONGEST_PAUSE);
-    };
-    Ok((reached, stdout, stderr))
+    }
 }
 
 /// Kills the child, and its group if that is its own.

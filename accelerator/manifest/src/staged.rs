@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
+use accelerator_host::fs::{Durability, place};
+use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_host::machine::boot_id;
 
 use crate::hash::ContentHash;
 use crate::vfs::Vfs;
-use accelerator_host::fs::{Durability, place};
-use accelerator_host::lock::{FileLock, LockMode};
 
 /// A hidden folder beside the places of files that are being written:
 /// `.model.safetensors.partial-<boot>-<process>-<random>`.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use accelerator_collective::Activity;
-use accelerator_host::fs::{Durability, place, sync_folder};
+use accelerator_host::fs::{Durability, folder_of, place, sync_folder};
 use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::internal::StagedFolder;
 use burn::module::Module;
@@ -39,7 +39,7 @@ fn write(
     let target = target(path, options).map_err(failed)?;
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let names = FileNames::new(&name);
-    let folder = target.with_file_name("");
+    let folder = folder_of(&target).to_owned();
     let mut staged = Staged::new(folder, names.clone(), activity).map_err(failed)?;
     snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)
@@ -80,7 +80,7 @@ impl Staged {
     /// Makes the hidden folder, and removes those of dead processes that wrote under this name.
     fn new(folder: PathBuf, names: FileNames, activity: Activity) -> io::Result<Self> {
         let is_ours = |target: &str| names.has(target);
-        let hidden = StagedFolder::create(or_here(&folder), &names.single, is_ours)?;
+        let hidden = StagedFolder::create(&folder, &names.single, is_ours)?;
         Ok(Self {
             folder,
             names,
@@ -110,7 +110,7 @@ impl Staged {
     /// If shards of an older save are replaced, its index goes first: none may ever speak of files of two
     /// saves.
     fn publish(self) -> io::Result<()> {
-        let _turn = wait_for_turn(or_here(&self.folder));
+        let _turn = wait_for_turn(&self.folder);
         let written = &self.files;
         let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
         if written.len() > 1 && written.iter().any(replaces) {
@@ -121,14 +121,14 @@ impl Staged {
             place(&staged, &self.folder.join(name), Durability::Cached)?;
         }
         // Once for all of them, and best effort.
-        let _ = sync_folder(or_here(&self.folder));
+        let _ = sync_folder(&self.folder);
         // What is left no longer counts: a file is read before an index, and an index names its shards.
         self.remove_older();
         Ok(())
     }
 
     fn remove_older(&self) {
-        let Ok(files) = std::fs::read_dir(or_here(&self.folder)) else {
+        let Ok(files) = std::fs::read_dir(&self.folder) else {
             return;
         };
         for file in files.flatten() {
@@ -205,14 +205,6 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
-    }
-}
-
-fn or_here(folder: &Path) -> &Path {
-    if folder.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        folder
     }
 }
 

@@ -370,15 +370,16 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     entries
 }
 
-/// The time that a tool may take to print its version: rustup may have to install it.
-const LONGEST_ANSWER: Duration = Duration::from_secs(300);
+/// The time that a tool may take to tell its version: rustup may have to install it.
+const LONGEST_ANSWER: Duration = Duration::from_secs(3600);
 
 fn tool(name: &'static str, mut command: Command) -> Tool {
     let program = command.get_program().to_string_lossy().into_owned();
     let limits = Limits {
         time: LONGEST_ANSWER,
         output: 1 << 16,
-        group: Group::Own,
+        // Ctrl-C ends an installation, too.
+        group: Group::Callers,
     };
     let version = match process::run(command.arg("--version"), limits) {
         Ok(output) if output.is_success() => String::from_utf8_lossy(&output.stdout)

@@ -168,6 +168,8 @@ fn from_folder(folder: &Path) -> Vec<Gpu> {
 }
 
 /// The GPUs that the tool lists within `limit`.
+///
+/// Called before the launcher reaps the orphans that it adopts, of which this child would be one.
 fn from_tool(program: &OsStr, limit: Duration) -> Vec<Gpu> {
     let query = "index,name,memory.total,driver_version,uuid,pci.bus_id";
     let rows = nvidia_smi(program, query, None, limit);

@@ -5,9 +5,8 @@ use std::io::{self, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::Duration;
 
-use accelerator_host::machine::{host_name, unix_time};
-
 use accelerator_host::lock::{FileLock, LockMode};
+use accelerator_host::machine::{host_name, unix_time};
 
 use super::reader::{self, LineReader};
 use crate::error::{Error, Kind, Result};

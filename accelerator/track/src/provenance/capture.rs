@@ -387,7 +387,7 @@ fn output(command: &mut Command, limit: usize, time: Duration) -> Result<Vec<u8>
     };
     let output = process::run(command, limits).map_err(|_| Stopped::Failed)?;
     match output.outcome {
-        Outcome::Ended(status) if status.success() => Ok(output.stdout),
+        Outcome::Ended(_) if output.is_success() => Ok(output.stdout),
         Outcome::Ended(_) => Err(Stopped::Failed),
         Outcome::OutOfTime => Err(Stopped::TooLate),
         Outcome::OutputTooLong => Err(Stopped::TooLong),

@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::history::{ArtifactUse, Hyperparameter, RunEnd, RunHistory, RunStatus, Series};
 use crate::journal::{self, JOURNAL, RunLock};
 use crate::record::{Number, RunId};
-use crate::run_files::{self, SUMMARY, folder_name};
+use crate::run_files::{self, LOCK, SUMMARY, folder_name};
 pub use leftovers::Leftover;
 
 mod leftovers;
@@ -197,6 +197,10 @@ impl Runs {
         let _lock = RunLock::take(folder)?;
         let state = JournalState::of(folder);
         if state.is_none() || state != run.journal {
+            if state.is_none() {
+                // Another process has removed the run, and this one has made its lock file again.
+                let _ = fs::remove_file(folder.join(LOCK));
+            }
             return Err(Error::new(
                 Kind::Conflict,
                 format!(

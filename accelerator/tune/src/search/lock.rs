@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use accelerator_host::lock::{FileLock, LockMode};
+use accelerator_host::machine::host_name;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -23,8 +24,15 @@ impl SearchLock {
     /// [`Error::is_conflict`] where another process holds it; the message names it.
     pub(crate) fn acquire(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
-        let locked = FileLock::create(&path, LockMode::Exclusive, LONGEST_WAIT);
-        let Some(mut lock) = locked.map_err(|error| Error::io("lock", &path, error))? else {
+        let take = || loop {
+            let locked = FileLock::create(&path, LockMode::Exclusive, LONGEST_WAIT)?;
+            // Processes that only look for the holder do not keep a search from the lock.
+            if locked.is_some() || FileLock::is_held(&path)? {
+                return Ok(locked);
+            }
+        };
+        let locked = take().map_err(|error| Error::io("lock", &path, error))?;
+        let Some(mut lock) = locked else {
             let owner = owner(&path).unwrap_or_else(|| "another process".to_owned());
             return Err(Error::new(
                 Kind::Conflict,
@@ -36,9 +44,7 @@ impl SearchLock {
                 ),
             ));
         };
-        let host = rustix::system::uname();
-        let host = host.nodename().to_string_lossy();
-        let text = format!("process {} on {host}\n", std::process::id());
+        let text = format!("process {} on {}\n", std::process::id(), host_name());
         lock.write(text.as_bytes())
             .map_err(|error| Error::io("write", &path, error))?;
         Ok(Self { lock })
@@ -52,8 +58,7 @@ impl SearchLock {
         }
         let owner = owner(&path)?;
         let (pid, host) = owner.strip_prefix("process ")?.split_once(" on ")?;
-        let here = rustix::system::uname();
-        (here.nodename().to_string_lossy() == host).then_some(pid.parse().ok()?)
+        (host_name() == host).then_some(pid.parse().ok()?)
     }
 
     /// Sends a signal to the process on this host that holds the lock of a folder; returns whether there is one.
@@ -86,7 +91,7 @@ impl Drop for SearchLock {
 
 const LOCK: &str = "search.lock";
 /// A process that looks for the holder shares the lock for a moment.
-const LONGEST_WAIT: Duration = Duration::from_secs(1);
+const LONGEST_WAIT: Duration = Duration::from_millis(200);
 
 fn owner(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;

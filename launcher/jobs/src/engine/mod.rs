@@ -12,7 +12,7 @@ pub(crate) mod ray;
 pub(crate) mod slurm;
 
 use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -189,15 +189,27 @@ fn write_token(folder: &Path) -> Result<()> {
 /// The file in the folder of a job with the output of its TensorBoard.
 const TENSORBOARD_LOG: &str = "tensorboard.log";
 
-/// Returns the address that TensorBoard has printed, else its last line.
+/// Returns the address that TensorBoard has printed.
 fn tensorboard_address(folder: &Path) -> Option<String> {
-    let text = fs::read_to_string(folder.join(TENSORBOARD_LOG)).ok()?;
+    let text = tensorboard_log(folder)?;
     let address = |line: &str| {
         let (_, rest) = line.split_once(" at http")?;
         Some(format!("http{}", rest.split_whitespace().next()?))
     };
-    let found = text.lines().find_map(address);
-    found.or_else(|| text.lines().last().map(str::to_owned))
+    text.lines().find_map(address)
+}
+
+/// Returns the last line that TensorBoard has printed.
+fn tensorboard_last_line(folder: &Path) -> Option<String> {
+    tensorboard_log(folder)?.lines().last().map(str::to_owned)
+}
+
+/// Returns the beginning of TensorBoard's log.
+fn tensorboard_log(folder: &Path) -> Option<String> {
+    let mut log = Vec::new();
+    let file = fs::File::open(folder.join(TENSORBOARD_LOG)).ok()?;
+    file.take(1 << 20).read_to_end(&mut log).ok()?;
+    Some(String::from_utf8_lossy(&log).into_owned())
 }
 
 fn hexadecimal<const BYTES: usize>() -> Result<String> {
@@ -226,8 +238,9 @@ mod tests {
             Some("http://n1:40631/")
         );
         fs::write(&path, "bash: tensorboard: command not found\n").unwrap();
+        assert_eq!(tensorboard_address(folder.path()), None);
         assert_eq!(
-            tensorboard_address(folder.path()).as_deref(),
+            tensorboard_last_line(folder.path()).as_deref(),
             Some("bash: tensorboard: command not found")
         );
     }

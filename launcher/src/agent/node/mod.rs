@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
+use accelerator_host::machine::host_name;
+
 use super::line::{Line, LineEnd};
 use super::message::{HostInfo, Plan, ToHead, ToHost};
 use super::stream_line::StreamLine;
 use super::trust;
-use accelerator_host::machine::host_name;
-
 use crate::error::{Error, Result, START_AGAIN, chain, ended_by};
 use crate::event::{Channel, Event};
 use crate::output;

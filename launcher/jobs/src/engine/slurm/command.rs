@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use accelerator_host::process::{self, Group, Limits, Outcome, Output};
 
+use rustix::fs::{MemfdFlags, memfd_create};
+
 use crate::error::{Error, Result};
 
 /// The limits of a command. Its time is longer than Slurm's own commands wait for a controller that does not answer.
@@ -140,14 +142,13 @@ pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
 /// As for [`slurm`].
 pub(super) fn sbatch(options: &[String], script: &str) -> Result<String> {
     let input = || -> io::Result<File> {
-        let mut file = tempfile::tempfile()?;
+        let mut file = File::from(memfd_create("sbatch", MemfdFlags::CLOEXEC)?);
         file.write_all(script.as_bytes())?;
         file.rewind()?;
         Ok(file)
     };
     let input = input().map_err(|error| {
-        Error::system("the script for sbatch cannot be written to a temporary file")
-            .with_source(error)
+        Error::system("the system gives no memory for the script of sbatch").with_source(error)
     })?;
     let output = run(Command::new("sbatch").args(options), input)?;
     // Messages of the site; standard error may be closed.

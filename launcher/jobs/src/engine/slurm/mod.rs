@@ -22,7 +22,10 @@ use state::{
     READY, Run, RunEnd, SlurmJob, agent_exit, batch_log, is_output_of, nodes, out_of_memory,
 };
 
-use super::{Engine, LogsMode, LogsRequest, Submitted, tensorboard_address, write_token};
+use super::{
+    Engine, LogsMode, LogsRequest, Submitted, tensorboard_address, tensorboard_last_line,
+    write_token,
+};
 use crate::error::{Error, Result};
 use crate::job::{
     Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, NodeUsage, Role, node_log,
@@ -263,6 +266,7 @@ fn details(
         },
         instances: instances(spec, folder, known, status, run.as_ref()),
         tensorboard: tensorboard_address(folder)
+            .or_else(|| tensorboard_last_line(folder))
             .filter(|_| spec.tensorboard && status == JobStatus::Running),
         failure,
     }
