@@ -190,9 +190,10 @@ pub mod collective {
     #[doc(hidden)]
     pub use accelerator_collective::launcher;
     pub use accelerator_collective::{
-        Activity, Buffer, BufferSlice, Culprit, DType, Element, Error, ExecThread, GroupOptions,
-        Launch, LaunchSource, OpEvent, OpKind, Partition, Pending, ProcessGroup, ReduceOp,
-        Rendezvous, Result, ShardLayout, StoreHost, Topology, TransportKind,
+        Activity, Buffer, BufferSlice, Busy, Culprit, DType, Element, Error, ExecThread, Forbidden,
+        GroupOptions, Launch, LaunchSource, OpEvent, OpKind, Origin, Partition, Pending,
+        ProcessGroup, ReduceOp, Rendezvous, Result, Setting, ShardLayout, StoreHost, Topology,
+        TransportKind,
     };
 }
 
@@ -203,13 +204,16 @@ pub mod plan {
 
 /// Runs: the handle that [`Accelerator::tracker`] lends, the records that a [`Tracker`] gets, and the readers of both.
 pub mod track {
+    #[cfg(feature = "kubeflow")]
+    pub use accelerator_track::KubeflowSink;
     pub use accelerator_track::{
         Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactRole,
-        ArtifactStore, ArtifactUse, CsvFile, Delivery, EndStatus, Entry, Error, Histogram,
-        Hyperparameter, Media, MediaContent, Metrics, Number, Origin, Point, PointValue, Record,
-        Report, Result, Run, RunAttempt, RunEnd, RunHistory, RunId, RunInfo, RunMark, RunStatus,
-        RunSummary, Runs, Series, SeriesSummary, Sink, SinkPosition, StoredArtifact, SystemPoint,
-        TensorBoard, WeightsDigest,
+        ArtifactStore, ArtifactUse, Capture, CsvFile, Delivery, EndStatus, Entry, Error,
+        FolderDigest, Histogram, Hyperparameter, Media, MediaContent, Metrics, Number, Origin,
+        Point, PointValue, Record, Report, Result, Run, RunAttempt, RunBuilder, RunEnd, RunHistory,
+        RunId, RunInfo, RunMark, RunStatus, RunSummary, Runs, Series, SeriesSummary, Sink,
+        SinkPosition, StoredArtifact, SystemPoint, TensorBoard, UploadReport, WeightsDigest,
+        digest_folder, upload,
     };
     #[cfg(feature = "mlflow")]
     pub use accelerator_track::{MlflowServer, MlflowSink};
@@ -219,13 +223,14 @@ pub mod track {
 #[cfg(feature = "tune")]
 pub mod tune {
     pub use accelerator_tune::{
-        Asha, AshaPromotion, BoxError, CheckpointSettings, Config, Display, Domain, Error,
-        IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number, Objective, Optuna,
-        Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Scheduler, Scope, Search,
-        SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder, Searcher, Space, Stop, Suggestion,
-        Trainable, Trial, TrialContext, TrialEnd, TrialId, TrialResult, TrialSession, TrialStatus,
-        WorkerReuse, choice, grid_search, lograndint, loguniform, qlograndint, qloguniform,
-        qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
+        Asha, AshaPromotion, BoxError, CheckpointSettings, Compatibility, Config, DataFrame,
+        Display, Domain, Error, IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number,
+        Objective, Optuna, Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Rung,
+        Scheduler, Scope, Search, SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder,
+        SearchSpec, Searcher, Space, Stop, Suggestion, Trainable, Trial, TrialContext, TrialEnd,
+        TrialId, TrialResult, TrialSession, TrialStatus, WorkerReuse, choice, grid_search,
+        lograndint, loguniform, qlograndint, qloguniform, qrandint, qrandn, quniform, randint,
+        randn, sample_from, uniform,
     };
 }
 

@@ -77,7 +77,7 @@ variables! {
     TRACE, Ranks, NewFile, default "none", code "trace":
         "the file to write the trace of all ranks to";
     TRACE_SCHEDULE, Ranks, TraceSchedule, default "none: one trace of everything", code "trace_schedule":
-        "which steps are traced";
+        "which steps are traced, each cycle of them to a file per rank";
     TRANSPORT, Ranks, OneOf(&["auto", "hierarchical", "shm", "tcp", "threads"]), default "auto", code "transport":
         "how ranks exchange data; auto: shm on one host, hierarchical where a host has several ranks, else tcp";
     TUNE_WORKER, SetByLauncher, Number, default "none", code "":

@@ -28,10 +28,12 @@ impl Accelerator {
     /// a line for each size that does not fit. The search cannot notice it if the system kills the process instead,
     /// as Linux does when the machine runs out of memory.
     ///
+    /// `model` must be the one that the attempt uses, or a clone: if an attempt fails, its graph is freed through it.
+    ///
     /// Memory that only a training step allocates is not counted: the buckets in which gradients travel, of the size
-    /// of the model on several ranks, and the optimizer's state. If they are large for the device, hold a tensor of
-    /// their size in the attempt. The parameters do not change, but layers with running statistics, such as
-    /// `BatchNorm`, update them in attempts.
+    /// of the model on several ranks, the optimizer's state, and what NCCL takes for itself. If they are large for the
+    /// device, hold a tensor of their size in the attempt. The parameters do not change, but layers with running
+    /// statistics, such as `BatchNorm`, update them in attempts.
     ///
     /// ```
     /// use accelerator::Error;
@@ -244,6 +246,37 @@ mod tests {
             });
             Ok((sizes, found.map(|(size, ())| size)))
         })
+    }
+
+    /// Runs in a process of its own, so that nobody else writes to standard error.
+    #[test]
+    fn c20_a_size_that_does_not_fit_is_one_line_of_rank_zero() {
+        const CHILD: &str = "BATCH_SIZE_TEST_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            let found = crate::launch(2, |accelerator| {
+                let model = model(&accelerator);
+                let found = accelerator.find_executable_batch_size(10, &model, |size| {
+                    assert!(size < 9, "out of memory here");
+                    Ok::<_, Error>(())
+                })?;
+                Ok(found.0)
+            });
+            assert_eq!(found.unwrap(), [8, 8]);
+            return;
+        }
+        let name =
+            "accelerator::batch_size::tests::c20_a_size_that_does_not_fit_is_one_line_of_rank_zero";
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&child.stderr);
+        assert!(child.status.success(), "{told}");
+        for size in [10, 9] {
+            let line = format!("batches of {size} samples do not fit");
+            assert_eq!(told.matches(&line).count(), 1, "{told}");
+        }
     }
 
     #[test]

@@ -154,8 +154,9 @@ impl Accelerator {
     /// - the path of a checkpoint that has lost its manifest, or does not exist.
     ///
     /// [`Error::is_model`](crate::Error::is_model) for a model of another layout.
-    /// [`Error::is_config`](crate::Error::is_config) if batches cannot be divided over the ranks, or ranks are
-    /// given different folders or parts. [`Error::is_misuse`](crate::Error::is_misuse) for the folder of a tracked run.
+    /// [`Error::is_config`](crate::Error::is_config) if batches cannot be divided over the ranks, ranks are
+    /// given different folders or parts, or the factor of a [rule](Checkpoints::with_rescale) is not a positive number.
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for the folder of a tracked run.
     /// [`Error::is_io`](crate::Error::is_io) when rank 0 cannot read.
     #[track_caller]
     pub fn resume<K, P: Resume<K>>(

@@ -232,10 +232,14 @@ impl Timeline {
     }
 }
 
-/// Writes a trace, and says where.
+/// Writes a trace, and says on rank 0 where.
 fn put(path: &Path, ranks: &[RankTrace], start: TraceStart) -> Result<()> {
     let written = TraceFile::find(path).and_then(|place| trace::write(&place, ranks, start));
     written.map_err(|error| Error::io("write the trace", path, error))?;
+    // Ranks write theirs at the same time: one line of rank 0 stands for all.
+    if !ranks.iter().any(|trace| trace.rank == 0) {
+        return Ok(());
+    }
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     user_message::tell(&format!(
         "trace of {} written to {}: open it with https://ui.perfetto.dev",

@@ -54,7 +54,8 @@ pub struct Cycle {
 impl Cycle {
     /// Writes a trace of this rank's kept steps, which [Perfetto](https://ui.perfetto.dev) opens. With the path
     /// `trace.json`, the file is `trace.cycle0.json`, or with several ranks `trace.cycle0.rank1.json`. Times are on
-    /// rank 0's clock, from the start of rank 0.
+    /// rank 0's clock, from the start of rank 0; clocks are compared when the schedule begins. Files that an earlier run
+    /// left under other names stay.
     ///
     /// # Errors
     ///

@@ -104,7 +104,11 @@ impl Recorder {
 
     /// Takes the memory for a schedule's events.
     pub(super) fn begin_schedule(&self) {
-        self.notes.lock().events = RingBuffer::new(EVENTS);
+        let now = self.at(Instant::now());
+        let mut notes = self.notes.lock();
+        notes.events = RingBuffer::new(EVENTS);
+        // The time of the program's closure, if one ran, is no part of a step.
+        notes.open.reset(now);
     }
 
     /// Gives it back.

@@ -766,8 +766,6 @@ fn the_program_may_rescale_instead() {
         let outcomes = accelerator::launch(ranks, |accelerator| {
             let scheduler = burn::lr_scheduler::constant::ConstantLr::new(0.1);
             let optimizer = (SgdConfig::new().init(), scheduler);
-            let parts = (line(&accelerator.device()), optimizer, loader(64, 4));
-            let parts = accelerator.prepare(parts)?;
             let checkpoints = Checkpoints::new(folder.path()).with_rescale(move |change| {
                 assert_eq!(change.now(), ranks);
                 assert_eq!(change.global_batches().len(), 1);
@@ -775,6 +773,11 @@ fn the_program_may_rescale_instead() {
                     Rescale::keep_batch_per_rank().with_learning_rate_factor(factor)
                 })
             });
+            let train = accelerator.prepare(loader(64, 4))?;
+            let train = accelerator.resume_loader(checkpoints.clone(), train)?;
+            let model = line(&accelerator.device());
+            let (model, optimizer) = accelerator.prepare((model, optimizer))?;
+            let parts = (model, optimizer, train);
             let ((mut model, mut optimizer, train), position) =
                 accelerator.resume(checkpoints, parts)?;
             let batch = train.epoch(0).next().unwrap()?;

@@ -51,7 +51,8 @@ impl AcceleratorBuilder {
         let open = |place: &Topology| self.open_device(place, &settings);
         let place = Some(&launch.topology).filter(|place| place.is_local_known());
         let opened = place.map(open).transpose()?;
-        if launch.topology.is_main() {
+        // Each rank writes the files of its cycles, and rank 0 that of a whole run.
+        if launch.topology.is_main() || settings.trace.schedule.is_some() {
             check_trace(&settings)?;
         }
         if launch.topology.is_local_main() && launch.restart() == 0 {

@@ -105,9 +105,10 @@ fn a_trial_whose_process_never_connects_has_failed() {
 #[test]
 fn a_trial_that_waits_for_its_turn_does_not_hang() {
     let folder = tempfile::tempdir().unwrap();
-    let arguments = "--num-samples 4 --ordered 4 --slots 1 --max-iterations 2 --report-timeout 1";
+    // Each waits for seven others, longer than the timeout, and is itself four times as fast.
+    let arguments = "--num-samples 8 --ordered 8 --slots 1 --max-iterations 2 --report-timeout 4";
     let mut command = search(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
-    command.env("QUADRATIC_PAUSE_MS", "400");
+    command.env("QUADRATIC_PAUSE_MS", "1000");
     assert!(ended(command.spawn().unwrap()).status.success());
     for trial in SearchFolder::open(folder.path())
         .unwrap()
