@@ -1,6 +1,6 @@
 //! Rounds of local training: what ranks share, what is refused, and what is saved.
 
-use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, of_every_rank};
+use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, linear, of_every_rank};
 use accelerator::Weight;
 use accelerator::nn::SyncBatchNormConfig;
 use accelerator::optim::{Manual, Sharded};
@@ -25,10 +25,10 @@ struct Net {
 impl Net {
     fn new(device: &Device) -> Self {
         Self {
-            input: LinearConfig::new(1, 200).init(device),
+            input: linear(1, 200, device),
             norm: BatchNormConfig::new(200).init(device),
-            frozen: LinearConfig::new(200, 40).init(device).no_grad(),
-            output: LinearConfig::new(40, 1).init(device),
+            frozen: linear(200, 40, device).no_grad(),
+            output: linear(40, 1, device),
         }
     }
 

@@ -9,7 +9,7 @@ use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, Transport
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
 #[test]
 fn tensors_are_gathered_reduced_and_broadcast() {
@@ -150,33 +150,6 @@ fn nobody_sets_the_generator_while_a_model_is_drawn() {
             line
         });
     });
-}
-
-#[test]
-fn an_accelerator_is_not_built_while_a_model_is_drawn() {
-    let accelerator = Accelerator::new().unwrap();
-    let build = |device: &Device| -> Linear { LinearConfig::new(2, 2).init(device) };
-    let values = |model: Linear| model.weight.val().into_data();
-    let alone = values(accelerator.init(build));
-    accelerator.init(|device| {
-        for outcome in [
-            Accelerator::new().map(drop),
-            accelerator::launch(2, |_| Ok(())).map(drop),
-        ] {
-            let error = outcome.unwrap_err();
-            assert!(error.is_misuse(), "{error:?}");
-            assert!(
-                error.to_string().contains("`Accelerator::init`"),
-                "{error:?}"
-            );
-        }
-        // A model within a model is drawn from the seed, as by itself.
-        assert_eq!(values(accelerator.init(build)), alone);
-        build(device)
-    });
-    // The turn is over, whatever went on within it.
-    Accelerator::new().unwrap();
-    assert_eq!(values(accelerator.init(build)), alone);
 }
 
 #[test]

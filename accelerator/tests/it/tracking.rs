@@ -11,6 +11,7 @@ use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
 
 use crate::common::checkpoints::{batch_is_cursed, prepared, train};
+use crate::common::linear;
 
 fn builder(folder: &Path) -> accelerator::AcceleratorBuilder {
     Accelerator::builder().runs_folder(folder.join("runs"))
@@ -288,7 +289,7 @@ fn weights(folder: &Path, name: &str, ranks: usize, rate: f64) -> Vec<(u64, Stri
     let trained = builder(folder).seed(7).launch(ranks, |accelerator| {
         accelerator.init_trackers(name, &())?;
         let device = accelerator.device();
-        let model: Linear = accelerator.init(|device| LinearConfig::new(2, 1).init(device));
+        let model = linear(2, 1, &device);
         let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
         for step in 1..=3 {
             let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).mean();

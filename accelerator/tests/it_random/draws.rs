@@ -212,3 +212,31 @@ fn a_batcher_that_panics_is_an_error_with_and_without_workers() {
         }
     }
 }
+
+#[test]
+fn an_accelerator_is_not_built_while_a_model_is_drawn() {
+    let _alone = alone();
+    let accelerator = Accelerator::new().unwrap();
+    let build = |device: &Device| -> Linear { LinearConfig::new(2, 2).init(device) };
+    let values = |model: Linear| model.weight.val().into_data();
+    let alone = values(accelerator.init(build));
+    accelerator.init(|device| {
+        for outcome in [
+            Accelerator::new().map(drop),
+            accelerator::launch(2, |_| Ok(())).map(drop),
+        ] {
+            let error = outcome.unwrap_err();
+            assert!(error.is_misuse(), "{error:?}");
+            assert!(
+                error.to_string().contains("`Accelerator::init`"),
+                "{error:?}"
+            );
+        }
+        // A model within a model is drawn from the seed, as by itself.
+        assert_eq!(values(accelerator.init(build)), alone);
+        build(device)
+    });
+    // The turn is over, whatever went on within it.
+    Accelerator::new().unwrap();
+    assert_eq!(values(accelerator.init(build)), alone);
+}
