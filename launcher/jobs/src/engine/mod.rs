@@ -200,6 +200,7 @@ fn tensorboard_address(folder: &Path) -> Option<String> {
 }
 
 /// Returns the last line that TensorBoard has printed.
+#[cfg(any(test, feature = "slurm"))]
 fn tensorboard_last_line(folder: &Path) -> Option<String> {
     tensorboard_log(folder)?.lines().last().map(str::to_owned)
 }
