@@ -190,9 +190,12 @@ fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
         let input = Tensor::<2>::ones([1000 * size, WIDTH], &device.clone().inner());
         let forward = |x, layer: &Linear| relu(layer.forward(x));
         let output = model.layers.iter().fold(input, forward);
-        assert!(size < 3, "out of memory");
+        // No panic: if it prints a backtrace, the program's symbols stay in memory.
+        if size >= 3 {
+            return Err(Box::<dyn std::error::Error>::from("out of memory"));
+        }
         drop(output.mean().backward());
-        Ok::<_, accelerator::Error>(())
+        Ok(())
     };
     let found = accelerator.find_executable_batch_size(6, &model, attempt);
     assert_eq!(found.unwrap().0, 2);

@@ -166,7 +166,7 @@ pub enum Record {
     /// Measurements of a rank's host, in the journal of that rank.
     System {
         /// Values by name, as `cpu` (cores in use by the process) and `memory` (its bytes); see
-        /// [`SystemSampler`](crate::SystemSampler).
+        /// [`SystemSampler`](crate::internal::SystemSampler).
         values: BTreeMap<String, Number>,
     },
     /// Entries were lost: the disk was full, or slower than the program.

@@ -42,7 +42,7 @@ mod tests;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Provenance {
-    /// The command line of the process, the program's name first. Secrets are [masked](crate::mask_arguments).
+    /// The command line of the process, the program's name first. Secrets are [masked](crate::internal::mask_arguments).
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub arguments: Vec<String>,
     /// The command line of `accel-launch`, if that started the process. Secrets are masked.

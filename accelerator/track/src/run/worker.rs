@@ -446,7 +446,7 @@ const LONGEST_SYNC: Duration = Duration::from_secs(30);
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
 
 /// Ends the runs of a launch that did not finish as failed with that cause, and puts the report into their folders, as
-/// `failure.json`. Both are masked, as [`mask_arguments`](crate::mask_arguments) does. Gives the folders of those runs.
+/// `failure.json`. Both are masked, as [`mask_arguments`](crate::internal::mask_arguments) does. Gives the folders of those runs.
 ///
 /// ```
 /// use accelerator_track::{Run, RunHistory, internal::record_failure};
