@@ -364,6 +364,17 @@ line_358bb_00002  2           /results/line_358bb_00002/error.txt
         assert_eq!(text.matches("line_358bb_").count(), 8);
     }
 
+    #[test]
+    fn what_a_trial_is_called_does_not_reach_the_terminal_as_a_command() {
+        let trial = |text| (TrialStatus::Running, json!({"a": text}), NO_METRICS);
+        let mut view = view(&[trial("x"), trial("a text\u{7} that is longer than others")]);
+        view.trials[0].name = "a\u{1b}[2J\nb".to_owned();
+        let text = status(&view, Rows::All);
+        assert!(!text.contains(['\u{1b}', '\u{7}']), "{text}");
+        assert!(text.contains("a\\u{1b}[2J\\nb "), "{text}");
+        assert!(text.contains("…"), "{text}");
+    }
+
     const NO_METRICS: &[(&str, f64)] = &[];
 
     type Expected<'a> = (TrialStatus, Value, &'a [(&'a str, f64)]);
