@@ -156,10 +156,7 @@ impl Draft {
         }
         fs::rename(path, &self.target)?;
         self.path = None;
-        match self.durability {
-            Durability::Cached => Ok(()),
-            Durability::Flushed => sync_folder(folder_of(&self.target)),
-        }
+        flush_name(&self.target, self.durability)
     }
 }
 
@@ -211,10 +208,7 @@ pub fn write_output(
 /// I/O errors. `from` then stays, unless only flushing the name failed.
 pub fn place(from: &Path, to: &Path, durability: Durability) -> io::Result<()> {
     fs::rename(from, to)?;
-    match durability {
-        Durability::Cached => Ok(()),
-        Durability::Flushed => sync_folder(folder_of(to)),
-    }
+    flush_name(to, durability)
 }
 
 /// Flushes the names in a folder to the disk. Does nothing on a file system that cannot flush folders, and in a folder
@@ -271,6 +265,14 @@ pub(crate) fn is_at(file: &File, path: &Path) -> bool {
 #[cfg(not(unix))]
 pub(crate) fn is_at(_file: &File, path: &Path) -> bool {
     path.exists()
+}
+
+/// Flushes the name of a file or folder that was renamed, if it is to survive a power cut.
+fn flush_name(path: &Path, durability: Durability) -> io::Result<()> {
+    match durability {
+        Durability::Cached => Ok(()),
+        Durability::Flushed => sync_folder(folder_of(path)),
+    }
 }
 
 /// Creates a file with a random hidden name.
