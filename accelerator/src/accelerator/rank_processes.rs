@@ -216,7 +216,7 @@ impl RankProcesses {
         }
     }
 
-    /// Waits for all ranks; of several that fail, the first is told.
+    /// Waits for all ranks, and returns the error of the first that failed.
     pub(crate) fn wait(mut self) -> Result<()> {
         let mut failure: Option<(Error, Instant)> = None;
         loop {

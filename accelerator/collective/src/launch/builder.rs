@@ -18,8 +18,8 @@ use crate::{
 };
 
 impl Launch {
-    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment. One that
-    /// is empty counts as not set. Nobody is asked.
+    /// Reads variables through `lookup`, as [`from_env`](Self::from_env) reads the environment. An
+    /// empty one counts as not set. No process manager is contacted.
     ///
     /// # Errors
     ///

@@ -262,7 +262,7 @@ mod socket_diag {
         fn a_torn_answer_tells_nothing() {
             let local: SocketAddr = "127.0.0.1:80".parse().unwrap();
             let remote: SocketAddr = "127.0.0.1:4000".parse().unwrap();
-            // What is asked has the ids where the answer has them, four bytes on.
+            // The ids in the request are four bytes behind their place in the answer.
             let asked = question(local, remote).unwrap();
             let mut answer = vec![0; HEADER + 72];
             answer[4..6].copy_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());

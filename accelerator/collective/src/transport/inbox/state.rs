@@ -304,8 +304,8 @@ impl InboxState {
         roots
     }
 
-    /// The failure that is told: what others say about this rank itself, else the first that anyone
-    /// spoke of. A connection that ended without a word may have ended because of that.
+    /// Returns the failure to report: what other ranks reported about this rank itself, else the first that any rank
+    /// reported. A connection that closed without a message may have closed because of that failure.
     pub(super) fn cause(&self, me: usize) -> Option<&ObservedFailure> {
         let about_me = |blame: &&ObservedFailure| match &blame.cause {
             FailureCause::Reported(_, error) => error.culprit().is_some_and(|x| x.rank() == me),

@@ -38,7 +38,7 @@ impl DataPlane for Tcp {
             None => &[],
         };
         let head = chunk.head(preamble);
-        // After a failure the time to complete the frame is short; the failure is told then.
+        // After a failure there is little time to complete the frame; then the failure is returned.
         let mut failure: Option<(Error, Instant)> = None;
         let mut stuck: Option<(usize, Instant)> = None;
         let outcome = link.write(
@@ -264,7 +264,7 @@ impl ControlPlane for Tcp {
                 (head.encode(), Vec::new())
             }
         };
-        // Who is lost is told last, so that nobody else waits for it.
+        // Lost ranks get their message last, so that no other rank waits for them.
         let (mut receivers, lost): (Vec<_>, Vec<_>) = self
             .others()
             .partition(|(rank, _)| self.inbox.can_receive(*rank));
