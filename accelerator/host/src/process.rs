@@ -441,9 +441,11 @@ mod tests {
         let output = shell("sleep 600 & echo $!", limits(LONG, 100));
         assert!(output.is_success());
         expect_end(std::str::from_utf8(&output.stdout).unwrap());
-        // In a group of its own.
-        let output = shell("setsid sleep 600 & echo $!", limits(LONG, 100));
-        assert!(output.is_success());
+        // In a group of its own, which it has entered before the program ends.
+        let left = "setsid sleep 600 & until [ \"$(cut -d' ' -f6 /proc/$!/stat)\" = $! ]; do :; done; echo $!";
+        let output = shell(left, limits(LONG, 100));
+        assert!(matches!(output.outcome, Outcome::Ended(status) if status.success()));
+        assert!(!output.is_complete && !output.is_success());
         let pid = String::from_utf8(output.stdout).unwrap();
         assert!(Command::new("kill").arg(pid.trim()).status().is_ok());
         assert!(start.elapsed() < LONG);
