@@ -354,23 +354,27 @@ mod tests {
 
     #[test]
     fn messages_arrive_in_order_and_heartbeats_keep_the_line() {
+        // Longer than a busy machine keeps one thread from running, but not others.
+        let liveness = 10 * LIVENESS;
         let (one, other) = pair();
-        let (one, _) = line(one, LIVENESS);
-        let (_other, received) = line(other, LIVENESS);
+        let (one, _one_received) = line(one, liveness);
+        let (_other, received) = line(other, liveness);
         let long: Vec<u32> = (0..100_000).collect();
         one.send(&[1]);
         one.send(&long);
         assert_eq!(received.recv_timeout(DEADLINE).unwrap(), Ok(vec![1]));
         assert_eq!(received.recv_timeout(DEADLINE).unwrap(), Ok(long));
         assert!(
-            received.recv_timeout(3 * LIVENESS).is_err(),
+            received.recv_timeout(liveness * 5 / 4).is_err(),
             "the line holds"
         );
         one.send(&[2]);
         one.finish();
         assert_eq!(received.recv_timeout(DEADLINE).unwrap(), Ok(vec![2]));
         let end = received.recv_timeout(DEADLINE).unwrap();
-        assert_eq!(end, Err(LineEnd::Closed));
+        // If all threads were kept from running just before, the end tells that.
+        let is_end = matches!(end, Err(LineEnd::Closed | LineEnd::Suspended(_)));
+        assert!(is_end, "{end:?}");
     }
 
     #[test]
