@@ -107,12 +107,8 @@ impl HostFault {
 }
 
 pub(super) fn run(network: &str, operation: &'static str, fault: HostFault) -> Verdict {
-    for _ in 1..ATTEMPTS {
-        if let Some(verdict) = attempt(network, operation, fault) {
-            return verdict;
-        }
-    }
-    attempt(network, operation, fault).unwrap_or_else(|| {
+    let verdict = (0..ATTEMPTS).find_map(|_| attempt(network, operation, fault));
+    verdict.unwrap_or_else(|| {
         Verdict::Failed(format!(
             "the link was down for more than {:?} in each of {ATTEMPTS} attempts: this machine is too busy",
             BRIEF + LATE
@@ -120,20 +116,20 @@ pub(super) fn run(network: &str, operation: &'static str, fault: HostFault) -> V
     })
 }
 
-/// Runs the job once; returns `None` if it failed because the link was down for longer than it should.
+/// Runs the job once; returns `None` if the job failed and its link was down for longer than it should. Whatever the job
+/// leaves behind is a failure then, too.
 fn attempt(network: &str, operation: &'static str, fault: HostFault) -> Option<Verdict> {
     let mut job = match Job::start(network, operation, fault) {
         Ok(job) => job,
         Err(why) => return Some(Verdict::Failed(why)),
     };
-    let outcome = job.watch(operation, fault).and_then(|struck| {
-        job.nothing_is_left()?;
-        job.judge(operation, fault, struck)
-    });
-    match outcome {
+    let ended = job.watch(operation, fault);
+    let ended = ended.and_then(|struck| job.nothing_is_left().map(|()| struck));
+    let is_clean = ended.is_ok();
+    match ended.and_then(|struck| job.judge(operation, fault, struck)) {
         Ok(seconds) if fault.is_survived() => Some(Verdict::Survived { seconds }),
         Ok(seconds) => Some(Verdict::Named { seconds }),
-        Err(_) if job.was_late => None,
+        Err(_) if is_clean && job.was_late => None,
         Err(why) => Some(Verdict::Failed(format!("{why}\n{}", job.output()))),
     }
 }
