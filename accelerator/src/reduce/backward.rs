@@ -5,14 +5,14 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
+use super::backward_calls::BackwardCall;
 use super::compression::Compression;
 use super::element_values;
-use super::failed_calls::BackwardCall;
 use super::gradients::AveragedGradients;
 use super::model_state::ModelState;
 use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
+use super::reduced_gradients::StepCommit;
 use super::reducer::{ReducedWindow, Reducer};
-use super::step_commit::StepCommit;
 use super::window::{Window, check_all_known};
 use super::working_parts::WorkingCopy;
 use crate::core::error::{Error, Result};

@@ -4,8 +4,8 @@ use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
 use super::bucket::WriteMode;
+use super::bucket::{BucketStorage, MemberGradient, Placement};
 use super::bucket_layout::Buckets;
-use super::bucket_storage::{BucketStorage, MemberGradient, Placement};
 use super::control_vector;
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};

@@ -6,14 +6,14 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
+use super::bucket::BucketStorage;
 use super::bucket::{self, BLOCK};
 use super::bucket_layout::BucketRange;
+use super::bucket_layout::SumScope;
 use super::bucket_set::BucketSet;
-use super::bucket_storage::BucketStorage;
 use super::device_bucket;
-use super::loss_sum::LossSum;
+use super::loss::LossSum;
 use super::model_state::ModelState;
-use super::shard::SumScope;
 use crate::core::error::{Error, Result};
 use crate::core::tensor_rank::{from_data, register, with_rank};
 use crate::model::Trainable;

@@ -8,10 +8,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, TensorData};
 
 use super::bucket;
-use super::bucket_storage::BucketStorage;
+use super::bucket::BucketStorage;
+use super::bucket_layout::ShardMap;
 use super::bucket_sums::{BucketSums, factor};
 use super::model_state::ModelState;
-use super::shard::ShardMap;
 use crate::core::error::Result;
 use crate::core::tensor_rank::from_data;
 use crate::model::Trainable;

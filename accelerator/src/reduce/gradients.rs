@@ -6,14 +6,15 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket_sums::BucketSums;
-use super::clip::{Clip, Limit};
 use super::gradient_means::{GradientMean, GradientMeans};
+use super::loss;
+use super::loss::OnNonFiniteLoss;
 use super::model_state::ModelState;
-use super::non_finite_loss::{self, OnNonFiniteLoss};
 use super::reduce_context::ReduceScope;
+use super::reduced_gradients::StepCommit;
+use super::reduced_gradients::{Clip, Limit};
 use super::reduced_gradients::{GradientStorage, NormAsked, ReducedGradients};
 use super::reducer::ReducedWindow;
-use super::step_commit::StepCommit;
 use super::updates::Clips;
 use crate::core::error::Result;
 use crate::core::scalar::Scalar;
@@ -388,9 +389,7 @@ impl AveragedGradients {
             return Ok(());
         };
         match model_state.on_non_finite_loss() {
-            OnNonFiniteLoss::Fail => {
-                Err(non_finite_loss::error(model_state.steps(), [(rank, loss)]))
-            }
+            OnNonFiniteLoss::Fail => Err(loss::error(model_state.steps(), [(rank, loss)])),
             OnNonFiniteLoss::Warn => {
                 model_state.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
                 Ok(())

@@ -8,18 +8,19 @@ use accelerator_host::sync::{Mutex, MutexGuard};
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
-use super::backward_guard::BackwardGuard;
+use super::backward_calls::BackwardGuard;
+use super::bucket::Placement;
 use super::bucket_layout::Buckets;
+use super::bucket_layout::ShardMap;
 use super::bucket_set::BucketSet;
-use super::bucket_storage::Placement;
 use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
-use super::local_round::LocalRound;
-use super::loss_sum::MicroLoss;
-use super::non_finite_loss::{self, OnNonFiniteLoss};
+use super::loss;
+use super::loss::MicroLoss;
+use super::loss::OnNonFiniteLoss;
 use super::overlap::{OverlapReport, OverlapScheduler, OverlapSwitch, ReadyOrder};
-use super::shard::ShardMap;
+use super::updates::LocalRound;
 use super::updates::Updates;
 use super::window::Window;
 use super::working_parts::{WorkingCopy, WorkingPart};
@@ -285,7 +286,7 @@ impl ModelState {
     /// Warns once that a loss is not finite, and names the ranks.
     pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
         if self.said.non_finite_loss.first() {
-            non_finite_loss::warn(self.steps(), whose, loss, self.loss_scale());
+            loss::warn(self.steps(), whose, loss, self.loss_scale());
         }
     }
 

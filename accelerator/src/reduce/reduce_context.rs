@@ -2,13 +2,13 @@ use core::num::NonZeroU64;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::backward_guard::BackwardGuard;
+use super::backward_calls::BackwardGuard;
+use super::backward_calls::FailedCalls;
 use super::compression::Compression;
 use super::device_reduce::{DeviceReducer, GradientReduction};
-use super::failed_calls::FailedCalls;
 use super::hook::{HookFactory, HookInstance};
+use super::loss::OnNonFiniteLoss;
 use super::models::Models;
-use super::non_finite_loss::OnNonFiniteLoss;
 use super::overlap::{Overlap, OverlapSwitch};
 use super::trigger::Trigger;
 use super::working_parts::WorkingUse;

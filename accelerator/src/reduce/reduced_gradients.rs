@@ -1,3 +1,4 @@
+use core::fmt;
 use std::sync::{Arc, OnceLock};
 
 use accelerator_collective::ProcessGroup;
@@ -5,17 +6,104 @@ use burn::backend::DispatchTensorKind;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::bucket;
 use super::bucket_sums::{self, BucketSums, MeanChange};
-use super::clip::Clip;
-use super::device_bucket;
 use super::element_values::{self, ElementValues as Elements};
 use super::model_state::ModelState;
-use super::step_commit::StepCommit;
+use super::updates::Clips;
+use super::{bucket, device_bucket};
 use crate::core::error::{Error, Result};
 use crate::core::scalar::Scalar;
 use crate::core::tensor_rank::{from_data, register, with_rank};
+use crate::data::ConsumeTicket;
 use crate::model::Trainable;
+use crate::precision::Finiteness;
+
+/// A rule to clip gradients: see [`AveragedGradients::clip`](crate::AveragedGradients::clip).
+///
+/// ```
+/// use accelerator::Clip;
+///
+/// // One L2 norm over everything, as `AveragedGradients::clip_norm(1.0)`.
+/// let whole = Clip::norm(1.0);
+/// // The largest magnitude.
+/// let largest = Clip::norm(1.0).of_order(f64::INFINITY);
+/// // The head by its own norm, whatever the rest does.
+/// let head = Clip::norm(0.1).only(|path| path.starts_with("head."));
+/// // Each element by itself.
+/// let elements = Clip::value(0.5);
+/// # let _ = (whole, largest, head, elements);
+/// ```
+#[must_use]
+pub struct Clip<'a> {
+    pub(super) limit: Limit,
+    /// Selects parameters by path; `None` is all.
+    chosen: Option<Chosen<'a>>,
+}
+
+type Chosen<'a> = Box<dyn Fn(&str) -> bool + 'a>;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Limit {
+    Norm { max: f64, order: f64 },
+    Value(f64),
+}
+
+impl<'a> Clip<'a> {
+    /// Scales down by `max / (norm + 1e-6)` where the L2 norm is larger than `max`. A negative `max` is
+    /// taken as 0.
+    pub fn norm(max: f64) -> Self {
+        Self {
+            limit: Limit::Norm { max, order: 2.0 },
+            chosen: None,
+        }
+    }
+
+    /// Holds elements within `-max..=max`. A negative `max` is taken as 0; what is no number stays so.
+    pub fn value(max: f64) -> Self {
+        Self {
+            limit: Limit::Value(max),
+            chosen: None,
+        }
+    }
+
+    /// Clips by the norm `(Σ |x|ᵖ)^(1/p)` of that order instead, which is positive; with an infinite one, by the
+    /// largest magnitude. Means nothing for [`value`](Self::value).
+    ///
+    /// # Panics
+    ///
+    /// If `order` is not above 0: there is no such norm.
+    pub fn of_order(mut self, order: f64) -> Self {
+        assert!(
+            order > 0.0,
+            "expected an order of norm above 0, found {order}"
+        );
+        if let Limit::Norm { order: mine, .. } = &mut self.limit {
+            *mine = order;
+        }
+        self
+    }
+
+    /// Clips only parameters with such paths (`layers.0.weight`): the norm is theirs, and only they are
+    /// scaled. It must choose the same ones on every rank. If it chooses none, nothing is clipped, and a
+    /// warning says so.
+    pub fn only(mut self, chosen: impl Fn(&str) -> bool + 'a) -> Self {
+        self.chosen = Some(Box::new(chosen));
+        self
+    }
+
+    pub(super) fn covers(&self, path: &str) -> bool {
+        self.chosen.as_ref().is_none_or(|chosen| chosen(path))
+    }
+}
+
+impl fmt::Debug for Clip<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Clip")
+            .field("limit", &self.limit)
+            .field("some", &self.chosen.is_some())
+            .finish()
+    }
+}
 
 /// The averaged gradients of a window that has ended.
 pub(super) struct ReducedGradients {
@@ -439,5 +527,35 @@ fn is_in_memory(tensor: &DispatchTensorKind) -> bool {
         #[cfg(feature = "ndarray")]
         DispatchTensorKind::NdArray(_) => true,
         _ => false,
+    }
+}
+
+/// The state that advances once an optimizer has stepped with a window's gradients: until then, a checkpoint holds
+/// neither the step nor its samples. If the gradients are dropped without a step, nothing advances.
+pub(crate) struct StepCommit {
+    /// The clips of the gradients.
+    pub(super) clips: Clips,
+    pub(super) tickets: Vec<ConsumeTicket>,
+    /// The finiteness of this window for the scale of losses, if losses are scaled.
+    pub(super) finiteness: Option<Finiteness>,
+    pub(super) _pending: Arc<()>,
+    pub(super) model_state: Arc<ModelState>,
+}
+
+impl StepCommit {
+    /// The window's samples are used, its step counts, and the scale of losses moves by it.
+    pub(crate) fn commit(self) {
+        self.model_state.count_step();
+        let model = self.model_state.first_id();
+        self.tickets.iter().for_each(|ticket| ticket.commit(model));
+        if let Some(finiteness) = self.finiteness {
+            self.model_state.update_loss_scale(finiteness);
+        }
+    }
+
+    /// The replica of this rank is updated so, as those of all ranks must be; without a rate where the program steps by
+    /// itself.
+    pub(crate) fn note_update(&self, rate: Option<f64>) {
+        self.model_state.updates().note(rate, self.clips);
     }
 }

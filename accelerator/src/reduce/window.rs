@@ -3,7 +3,7 @@ use burn::optim::GradientsParams;
 
 use super::bucket_set::{BucketSet, BucketState};
 use super::element_values;
-use super::loss_sum::{LossSum, MicroLoss};
+use super::loss::{LossSum, MicroLoss};
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
 use crate::data::weight::{Closing, Weight};

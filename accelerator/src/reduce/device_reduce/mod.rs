@@ -1,27 +1,26 @@
-#[cfg(feature = "cuda")]
-mod memory;
 #[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
 mod nccl;
-mod path;
-mod reader;
 
 use core::fmt;
 use core::str::FromStr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread;
 
 use accelerator_collective::ProcessGroup;
-use burn::tensor::{Device, FloatDType};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
-use self::nccl::NcclSetup;
-pub(super) use self::nccl::{Nccl, PendingReduce};
-use self::path::Capability;
-pub(super) use self::reader::{DeviceReader, PendingRead};
-use super::bucket_storage::Placement;
+use self::nccl::{GpuLocation, NcclSetup};
+use super::bucket::Placement;
 use super::compression::Compression;
 use crate::core::choice::named;
 use crate::core::device::BackendKind;
-use crate::core::error::{Error, Result};
+use crate::core::error::{Error, Kind, Result};
+use crate::core::panic_text::panic_text;
 use crate::core::user_message;
+
+pub(super) use self::nccl::{Nccl, PendingReduce};
 
 /// The way in which gradients that are computed on a GPU get to the other ranks.
 ///
@@ -146,7 +145,7 @@ impl DeviceReducer {
         let offer = setup.as_ref().map(|setup| setup.place(group));
         let offer: Capability = offer.map_err(String::clone);
         let offers = group.all_gather_object(&offer)?;
-        let connected = match path::obstacle(offers) {
+        let connected = match obstacle(offers) {
             Some(why) => Err(why),
             None => match setup {
                 Ok(setup) => setup.connect(group)?,
@@ -158,7 +157,7 @@ impl DeviceReducer {
                 self.say(group, "by NCCL");
                 Ok(ReducePath::Nccl(nccl))
             }
-            Err(why) if self.asked == GradientReduction::Nccl => Err(path::refused(&why)),
+            Err(why) if self.asked == GradientReduction::Nccl => Err(refused(&why)),
             Err(why) => {
                 self.say(group, &format!("through memory: {why}"));
                 Ok(ReducePath::Staged)
@@ -252,5 +251,167 @@ fn placement(
     match flat && rounds {
         true => Placement::Device(device.clone()),
         false => Placement::Host,
+    }
+}
+
+/// The offer of a rank: the GPU that it would reduce on, with the NCCL that it has; or what it has instead.
+type Capability = core::result::Result<GpuLocation, String>;
+
+/// Returns why they cannot, if so: the same on all ranks, which see the same offers.
+fn obstacle(offers: Vec<Capability>) -> Option<String> {
+    let mut places = Vec::with_capacity(offers.len());
+    for (rank, offer) in offers.into_iter().enumerate() {
+        match offer {
+            Ok(place) => places.push(place),
+            Err(why) => return Some(format!("rank {rank} has {why}")),
+        }
+    }
+    GpuLocation::nccl_unavailable(&places)
+}
+
+/// Returns the error that NCCL was asked for, and cannot be had.
+fn refused(obstacle: &str) -> Error {
+    Error::new(
+        Kind::Device,
+        format!(
+            "the reduction `nccl` was asked for, and cannot be: {obstacle}; ask for `auto` (by ACCEL_REDUCTION or \
+             `gradient_reduction`), which goes through memory where NCCL cannot be used"
+        ),
+    )
+}
+
+/// Reads tensors in the order in which it is asked to. It ends with its last handle.
+#[derive(Debug)]
+pub(in crate::reduce) struct DeviceReader {
+    requests: Sender<ReadRequest>,
+}
+
+#[derive(Debug)]
+struct ReadRequest {
+    tensor: Tensor<1>,
+    answer: Sender<Answer>,
+}
+
+type Answer = core::result::Result<TensorData, String>;
+
+/// A read from a device that is in progress.
+pub(in crate::reduce) struct PendingRead {
+    answer: Receiver<Answer>,
+    received: Option<Answer>,
+}
+
+impl DeviceReader {
+    /// Starts the thread.
+    pub(in crate::reduce) fn start() -> Result<Self> {
+        let (requests, asked) = channel::<ReadRequest>();
+        let read = move || {
+            for ReadRequest { tensor, answer } in asked {
+                let read = catch_unwind(AssertUnwindSafe(|| tensor.into_data()));
+                // Who gave up waiting hears nothing.
+                let _ = answer.send(read.map_err(|panic| panic_text(&*panic).to_owned()));
+            }
+        };
+        let builder = thread::Builder::new().name("accel-read".to_owned());
+        match builder.spawn(read) {
+            Ok(_) => Ok(Self { requests }),
+            Err(error) => Err(Error::new(
+                Kind::Device,
+                "the thread that reads gradients from the device could not be started",
+            )
+            .with_source(error)),
+        }
+    }
+
+    pub(in crate::reduce) fn read(&self, tensor: Tensor<1>) -> PendingRead {
+        let (answer, receiver) = channel();
+        // A thread that is gone has dropped the sender, which `wait` tells.
+        let _ = self.requests.send(ReadRequest { tensor, answer });
+        PendingRead {
+            answer: receiver,
+            received: None,
+        }
+    }
+}
+
+impl PendingRead {
+    /// Returns `true` if [`wait`](Self::wait) returns at once.
+    pub(in crate::reduce) fn is_ready(&mut self) -> bool {
+        if self.received.is_none() {
+            self.received = match self.answer.try_recv() {
+                Ok(answer) => Some(answer),
+                Err(TryRecvError::Empty) => None,
+                Err(TryRecvError::Disconnected) => Some(Err("its thread ended".to_owned())),
+            };
+        }
+        self.received.is_some()
+    }
+
+    /// The values, when they were received.
+    pub(in crate::reduce) fn wait(mut self) -> Result<TensorData> {
+        let answer = match self.received.take() {
+            Some(answer) => answer,
+            None => {
+                let gone = |_| Err("its thread ended".to_owned());
+                self.answer.recv().unwrap_or_else(gone)
+            }
+        };
+        answer.map_err(|text| {
+            Error::new(
+                Kind::Device,
+                format!("gradients could not be read from the device: {text}"),
+            )
+        })
+    }
+}
+
+impl fmt::Debug for PendingRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PendingRead")
+            .field("is_received", &self.received.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+
+    #[test]
+    fn one_rank_without_it_is_enough() {
+        let offers = vec![Err("no NCCL: libnccl.so was not found".to_owned())];
+        let obstacle = obstacle(offers).unwrap();
+        assert_eq!(obstacle, "rank 0 has no NCCL: libnccl.so was not found");
+        let error = refused(&obstacle);
+        assert!(error.is_device());
+        assert!(error.to_string().contains(&obstacle), "{error}");
+    }
+
+    #[test]
+    fn tensors_are_read_in_their_order() {
+        let reader = DeviceReader::start().unwrap();
+        let tensor = |value: f32| Tensor::<1>::full([3], value, &Device::default());
+        let readings: Vec<_> = (0..4).map(|at| reader.read(tensor(at as f32))).collect();
+        for (at, mut reading) in readings.into_iter().enumerate() {
+            // Once it is there, it stays.
+            while !reading.is_ready() {
+                thread::yield_now();
+            }
+            assert!(reading.is_ready());
+            let data = reading.wait().unwrap();
+            assert_eq!(data.as_slice::<f32>().unwrap(), [at as f32; 3]);
+        }
+    }
+
+    #[test]
+    fn a_reading_whose_thread_is_gone_is_an_error() {
+        let (_, answer) = channel();
+        let mut reading = PendingRead {
+            answer,
+            received: None,
+        };
+        assert!(reading.is_ready());
+        assert!(reading.wait().unwrap_err().is_device());
     }
 }

@@ -1,5 +1,6 @@
 //! Reductions from GPU to GPU.
 
+use core::any::Any;
 use core::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,13 +8,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::{DType, ProcessGroup, ReduceOp};
-pub(super) use accelerator_nccl::GpuLocation;
 use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
-use burn::tensor::{DType as TensorDType, Device, Tensor};
+use burn::backend::{BackendTensor, DispatchDevice, DispatchTensorKind};
+use burn::tensor::{DType, DType as TensorDType, Device, Tensor};
+use burn_cubecl::cubecl::cuda::CudaRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl_runtime::runtime::Runtime;
 
-use super::memory::{self, DeviceMemory};
 use crate::core::device::BackendKind;
 use crate::core::error::{Error, Kind, Result};
+
+pub(super) use accelerator_nccl::GpuLocation;
 
 /// `true` in a program that is built with NCCL.
 pub(super) const IS_BUILT: bool = true;
@@ -48,7 +54,7 @@ pub(in crate::reduce) struct PendingReduce {
 impl NcclSetup {
     /// Finds them for that device, or returns what the rank has instead.
     pub(super) fn find(kind: BackendKind, device: &Device) -> core::result::Result<Self, String> {
-        let Some(ordinal) = memory::ordinal(device) else {
+        let Some(ordinal) = ordinal(device) else {
             return Err(format!("the device `{kind}`"));
         };
         let missing = |error| format!("no NCCL: {error}");
@@ -82,7 +88,7 @@ impl Nccl {
     /// Adds the ranks' values up, in place, after all that the device was given before. The tensor is
     /// nobody else's.
     pub(in crate::reduce) fn all_reduce(&self, tensor: Tensor<1>) -> Result<PendingReduce> {
-        let memory = memory::of(&tensor)?;
+        let memory = of(&tensor)?;
         let dtype = match memory.dtype() {
             TensorDType::BF16 => DType::BF16,
             TensorDType::F16 => DType::F16,
@@ -177,4 +183,105 @@ fn failed(error: accelerator_nccl::Error) -> Error {
     let message = "gradients could not be reduced from GPU to GPU; go on from a checkpoint, since the last step may \
                    have been taken with sums that were not complete";
     Error::new(Kind::Collective, message).with_source(error)
+}
+
+/// The type is nameable in this way alone.
+type CudaServer = <CudaRuntime as Runtime>::Server;
+
+/// The memory of a tensor, which stays where it is.
+pub(super) struct DeviceMemory {
+    dtype: DType,
+    elements: usize,
+    /// Keeps the memory.
+    _guard: Box<dyn Any + Send>,
+    pointer: u64,
+}
+
+impl DeviceMemory {
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.elements
+    }
+
+    pub(super) fn pointer(&self) -> u64 {
+        self.pointer
+    }
+}
+
+/// The number of a CUDA device among those that this process sees.
+pub(super) fn ordinal(device: &Device) -> Option<usize> {
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(CubeDevice::Cuda(device)) => Some(device.index),
+        _ => None,
+    }
+}
+
+/// The memory of a tensor, when all that is to be written there was given to the device.
+pub(super) fn of(tensor: &Tensor<1>) -> Result<DeviceMemory> {
+    let elements = tensor.shape().num_elements();
+    let kind = tensor.clone().into_dispatch().kind;
+    let DispatchTensorKind::Cube(BackendTensor::Float(tensor)) = kind else {
+        return Err(elsewhere("a tensor of a CUDA device was expected"));
+    };
+    let plain = plain::of(tensor);
+    let (address, bytes) = (plain.handle.clone(), elements * plain.dtype.size());
+    if !plain.is_contiguous() || !plain.is_contiguous_buffer() {
+        return Err(elsewhere("a bucket was expected to lie in one piece"));
+    }
+    let resource = plain.client.get_resource::<CudaServer>(address);
+    let guard = resource.map_err(|error| elsewhere(&format!("{error:?}")))?;
+    let (pointer, size) = (guard.resource().ptr, guard.resource().size);
+    if size < bytes as u64 {
+        return Err(elsewhere(&format!(
+            "{bytes} bytes were expected at {pointer:#x}, and {size} are there"
+        )));
+    }
+    Ok(DeviceMemory {
+        dtype: plain.dtype,
+        elements,
+        _guard: Box::new((plain, guard)),
+        pointer,
+    })
+}
+
+fn elsewhere(why: &str) -> Error {
+    Error::new(
+        Kind::Device,
+        format!("gradients do not lie where NCCL could reach them: {why}"),
+    )
+}
+
+mod plain {
+    //! Features of other crates decide if Burn fuses operations, so both kinds of tensors are handled, and the
+    //! compiler chooses.
+
+    use burn_fusion::{FusionBackend, FusionTensor};
+
+    use super::{CubeBackend, CubeTensor};
+
+    pub(super) fn of<T: Plain>(tensor: T) -> CubeTensor {
+        tensor.plain()
+    }
+
+    pub(super) trait Plain {
+        fn plain(self) -> CubeTensor;
+    }
+
+    impl Plain for CubeTensor {
+        fn plain(self) -> CubeTensor {
+            self
+        }
+    }
+
+    impl Plain for FusionTensor<<CubeBackend as FusionBackend>::FusionRuntime> {
+        fn plain(self) -> CubeTensor {
+            // What was put off is given to the device.
+            self.client
+                .clone()
+                .resolve_tensor_float::<CubeBackend>(self)
+        }
+    }
 }

@@ -3,16 +3,16 @@ use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
 use accelerator_host::sync::Mutex;
-use burn::backend::DispatchTensor;
+use burn::backend::{BackendTensor, DispatchTensor, DispatchTensorKind};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::agree::{CalibrationOutcome, WindowObservation};
-use super::calibration::{self, Calibration};
-use super::ready_order::{FlushPoint, ReadyOrder, flush_points};
+use super::ready_order::{
+    CalibrationOutcome, FlushPoint, ReadyOrder, WindowObservation, flush_points,
+};
 use super::scheduler::{OverlapScheduler, SchedulerPhase};
-use super::{Anchors, Observer, ProbePoint, identity, watch};
+use super::{Anchors, Observer, ProbePoint, watch};
 use crate::core::autodiff;
 use crate::core::error::Result;
 use crate::precision::Cast;
@@ -100,7 +100,7 @@ impl OverlapScheduler {
                     let gradient =
                         element_values::peek(&gradients, &model_state.parameters()[index]);
                     let cast = casts.get(index).and_then(Option::as_deref);
-                    gradient.is_some_and(|gradient| identity::is_of(seen, &gradient, cast))
+                    gradient.is_some_and(|gradient| is_of(seen, &gradient, cast))
                 }),
             )),
             ProbeTask::Sending(_) => None,
@@ -233,7 +233,7 @@ fn lay_out(
 
 /// Looks at all parameters, at quantiles of the depth.
 fn everywhere(depth: usize, leaves: &[Option<DispatchTensor>]) -> Vec<ProbePoint> {
-    let depths = calibration::depths(depth).into_iter();
+    let depths = depths(depth).into_iter();
     depths
         .map(|depth| ProbePoint {
             depth,
@@ -318,5 +318,189 @@ impl ModuleVisitor for Leaves<'_> {
         if let Some(index) = self.model_state.number(param.id) {
             self.found[index] = Some(param.val().into_dispatch());
         }
+    }
+}
+
+/// The largest number of depths of a backward pass to look at.
+pub(super) const POINTS: usize = 64;
+
+/// The depths at which to look, from the deepest to the shallowest, for a loss that is so deep.
+pub(super) fn depths(loss: usize) -> Vec<usize> {
+    let mut depths: Vec<usize> = (1..=POINTS)
+        .rev()
+        .map(|k| loss * k / (POINTS + 1))
+        .collect();
+    depths.dedup();
+    depths.retain(|&depth| depth > 0);
+    depths
+}
+
+/// Finds at which point each gradient is already what it is in the end.
+///
+/// A gradient that is there need not be complete: a parameter that is used twice gets a sum of
+/// two. What was seen is held, and compared by identity.
+#[derive(Debug)]
+pub(super) struct Calibration {
+    depths: Vec<usize>,
+    flushed: Vec<Option<ObservedGradient>>,
+}
+
+#[derive(Debug)]
+struct ObservedGradient {
+    gradient: DispatchTensor,
+    since: usize,
+}
+
+impl Calibration {
+    /// Creates a calibration for so many parameters, and points at these depths.
+    pub(super) fn new(parameters: usize, depths: Vec<usize>) -> Self {
+        Self {
+            depths,
+            flushed: core::iter::repeat_with(|| None).take(parameters).collect(),
+        }
+    }
+
+    /// Notes the parameters' gradients at the point of that number. Points come in order.
+    pub(super) fn observe(
+        &mut self,
+        point: usize,
+        gradients: impl Iterator<Item = Option<DispatchTensor>>,
+    ) {
+        for (flushed, gradient) in self.flushed.iter_mut().zip(gradients) {
+            *flushed = match (flushed.take(), gradient) {
+                (Some(flushed), Some(gradient)) if same(&flushed.gradient, &gradient) => {
+                    Some(flushed)
+                }
+                (_, gradient) => gradient.map(|gradient| ObservedGradient {
+                    gradient,
+                    since: point,
+                }),
+            };
+        }
+    }
+
+    /// The depth of the first point at which each parameter's gradient was the one that it has in
+    /// the end, which `is_final` tells; `None` if it was so at no point, or has none.
+    pub(super) fn result(
+        self,
+        is_final: impl Fn(usize, &DispatchTensor) -> bool,
+    ) -> Vec<Option<usize>> {
+        let depths = self.depths;
+        let flushed = self.flushed.into_iter().enumerate();
+        flushed
+            .map(|(parameter, flushed)| {
+                let ObservedGradient { gradient, since } = flushed?;
+                is_final(parameter, &gradient).then(|| depths[since])
+            })
+            .collect()
+    }
+}
+
+/// Returns `true` if a gradient that was seen is the one that its parameter has in the end, or one in half
+/// precision that `cast` has made that of.
+pub(in crate::reduce) fn is_of(
+    seen: &DispatchTensor,
+    gradient: &DispatchTensor,
+    cast: Option<&Cast>,
+) -> bool {
+    match cast {
+        Some(cast) => cast.has_made(gradient, seen, same),
+        None => same(seen, gradient),
+    }
+}
+
+/// Returns `true` if two gradients are the same values, because they are the same memory.
+///
+/// Both must be held when they are compared: nothing is written in place then, and no memory can
+/// have been given to somebody else. If a backend cannot tell, they are taken for different.
+pub(in crate::reduce) fn same(one: &DispatchTensor, other: &DispatchTensor) -> bool {
+    match (&one.kind, &other.kind) {
+        #[cfg(feature = "flex")]
+        (
+            DispatchTensorKind::Flex(BackendTensor::Float(one)),
+            DispatchTensorKind::Flex(BackendTensor::Float(other)),
+        ) => {
+            std::sync::Arc::ptr_eq(&one.data_arc(), &other.data_arc())
+                && one.layout() == other.layout()
+        }
+        #[cfg(feature = "ndarray")]
+        (
+            DispatchTensorKind::NdArray(BackendTensor::Float(one)),
+            DispatchTensorKind::NdArray(BackendTensor::Float(other)),
+        ) => ndarray(one).is_some_and(|one| ndarray(other) == Some(one)),
+        #[cfg(any(feature = "cuda", feature = "wgpu"))]
+        (
+            DispatchTensorKind::Cube(BackendTensor::Float(one)),
+            DispatchTensorKind::Cube(BackendTensor::Float(other)),
+        ) => cube::same(one, other),
+        _ => false,
+    }
+}
+
+/// Returns where an array begins, with its shape and strides.
+#[cfg(feature = "ndarray")]
+#[allow(deprecated, reason = "ndarray is, and is served while it is there")]
+fn ndarray(tensor: &burn_ndarray::NdArrayTensor) -> Option<(usize, Vec<usize>, Vec<isize>)> {
+    use burn_ndarray::NdArrayTensor as N;
+    macro_rules! of {
+        ($storage:expr) => {{
+            let view = $storage.view();
+            Some((
+                view.as_ptr() as usize,
+                view.shape().to_vec(),
+                view.strides().to_vec(),
+            ))
+        }};
+    }
+    match tensor {
+        N::F64(storage) => of!(storage),
+        N::F32(storage) => of!(storage),
+        _ => None,
+    }
+}
+
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+mod cube {
+    //! Features of other crates decide if Burn fuses operations, so both kinds of tensors are compared, and the
+    //! compiler chooses.
+
+    pub(super) fn same<T: Identity>(one: &T, other: &T) -> bool {
+        one.is(other)
+    }
+
+    pub(super) trait Identity {
+        fn is(&self, other: &Self) -> bool;
+    }
+
+    impl Identity for burn_cubecl::tensor::CubeTensor {
+        fn is(&self, other: &Self) -> bool {
+            let memory = |tensor: &Self| tensor.handle.clone().binding().memory.id().value;
+            memory(self) == memory(other)
+                && self.handle.offset_start == other.handle.offset_start
+                && self.meta.shape() == other.meta.shape()
+                && self.meta.strides() == other.meta.strides()
+        }
+    }
+
+    // Every operation's result has an id of its own.
+    impl<R: burn_fusion::FusionRuntime> Identity for burn_fusion::FusionTensor<R> {
+        fn is(&self, other: &Self) -> bool {
+            self.id == other.id
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shallow_loss_is_looked_at_everywhere_and_a_deep_one_at_quantiles() {
+        assert!(depths(0).is_empty());
+        assert_eq!(depths(5), [4, 3, 2, 1]);
+        let deep = depths(100_000);
+        assert_eq!(deep.len(), POINTS);
+        assert!(deep.is_sorted_by(|one, next| one > next));
+        assert!(deep[0] < 100_000 && deep[POINTS - 1] > 0);
     }
 }

@@ -6,8 +6,9 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::calibration::{Calibration, depths};
-use super::{Anchors, Observer, ProbePoint, watch};
+use super::backward::{Calibration, depths};
+use super::{Anchors, Observer, ProbePoint};
+use crate::reduce::overlap;
 
 /// Autodiff devices of each kind and strategy.
 fn devices() -> Vec<Device> {

@@ -2,15 +2,15 @@
 
 use accelerator_collective::{DType, ReduceOp};
 
-use super::pending::waited;
+use super::waited;
 use super::{Reducer, SendMode};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
+use crate::reduce::backward_calls::BackwardCall;
 use crate::reduce::control_vector::{
     ControlHeader, ControlSums, HEADER, WindowFingerprint, length,
 };
-use crate::reduce::failed_calls::BackwardCall;
 use crate::reduce::updates::SeenUpdates;
 use crate::timeline::{EventSubject, Phase};
 

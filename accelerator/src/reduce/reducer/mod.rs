@@ -1,30 +1,25 @@
 mod control;
-mod handover;
-mod pending;
-mod repair;
 mod sending;
 
 use core::mem::replace;
 use core::panic::Location;
 use std::sync::Arc;
 
-use accelerator_collective::{Pending, ProcessGroup};
+use accelerator_collective::{Buffer, Pending, ProcessGroup, TransportKind};
 use burn::backend::DispatchTensor;
 use burn::optim::GradientsParams;
 
-use self::pending::{PendingCollective, is_networked};
+use super::backward_calls::BackwardCall;
+use super::bucket_layout::SumScope;
 use super::bucket_set::{BucketSet, BucketState, FlushedGradient};
 use super::compression::{Compression, CompressionScale};
 use super::device_reduce::{DeviceReducer, PendingReduce};
-use super::element_values;
-use super::failed_calls::BackwardCall;
-use super::loss_sum::{LossSum, MicroLoss};
+use super::loss::{LossSum, MicroLoss, OnNonFiniteLoss};
 use super::model_state::{ModelName, ModelState};
-use super::non_finite_loss::{self, OnNonFiniteLoss};
-use super::shard::SumScope;
 use super::updates::SeenUpdates;
 use super::window::{self, BatchFingerprint, Window, check_all_known};
-use crate::core::error::Result;
+use super::{element_values, loss};
+use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
 use crate::precision::Cast;
 use crate::reduce::trigger::Trigger;
@@ -421,8 +416,8 @@ impl Reducer {
         {
             let (rank, loss) = (self.group.rank(), self.loss.read);
             return Err(match self.send_mode {
-                SendMode::Nowhere => non_finite_loss::error(model_state.steps(), [(rank, loss)]),
-                _ => non_finite_loss::error(
+                SendMode::Nowhere => loss::error(model_state.steps(), [(rank, loss)]),
+                _ => loss::error(
                     model_state.steps(),
                     (0..).zip(control::gather_losses(&self)?),
                 ),
@@ -495,3 +490,84 @@ impl Reducer {
 
 #[cfg(test)]
 mod tests;
+
+/// The collective operations of one window. A rank that has started them must issue all of them: the other ranks wait for
+/// the rest, or would take this rank's next operations for it. If the rest does not follow, the group fails on all
+/// ranks.
+#[derive(Debug)]
+struct PendingCollective {
+    group: ProcessGroup,
+    state: PendingState,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum PendingState {
+    /// No operation was accepted: one that the group refuses at once does not count.
+    NotStarted,
+    Started,
+    /// All operations were issued, or the group has failed.
+    Ended,
+}
+
+impl PendingCollective {
+    fn new(group: &ProcessGroup) -> Self {
+        Self {
+            group: group.clone(),
+            state: PendingState::NotStarted,
+        }
+    }
+
+    /// Notes that the group has accepted an operation.
+    fn mark_started(&mut self) {
+        self.state = PendingState::Started;
+    }
+
+    /// Notes that all operations were issued.
+    fn mark_complete(&mut self) {
+        self.state = PendingState::Ended;
+    }
+
+    /// Fails the group where operations were started: the rest does not follow because of this error. Does nothing to a
+    /// group that failed before.
+    fn abort(&mut self, error: &Error) {
+        self.end(&format!(
+            "it stopped in the middle of reducing gradients: {error}"
+        ));
+    }
+
+    fn end(&mut self, reason: &str) {
+        if self.state == PendingState::Started {
+            self.group.abort(reason);
+        }
+        self.state = PendingState::Ended;
+    }
+}
+
+impl Drop for PendingCollective {
+    fn drop(&mut self) {
+        // The group reports a panic itself, when its last handle is dropped.
+        if !std::thread::panicking() {
+            self.end("it dropped gradients of which a part was sent");
+        }
+    }
+}
+
+/// Waits for what was started, and notes how long.
+fn waited(
+    timeline: &Timeline,
+    part: EventSubject,
+    bytes: usize,
+    pending: Pending,
+) -> Result<Buffer> {
+    let _reduce = timeline.span(Phase::Reduce { part, bytes });
+    Ok(pending.wait()?)
+}
+
+/// Returns `true` if started operations gain from others in flight: connections carry several, whereas
+/// memory is as fast as the thread that works on it.
+fn is_networked(group: &ProcessGroup) -> bool {
+    matches!(
+        group.transport(),
+        TransportKind::Tcp | TransportKind::Hierarchical
+    )
+}

@@ -2,17 +2,20 @@
 
 use core::mem::replace;
 
-use accelerator_collective::{Buffer, Element, Pending, ProcessGroup, ReduceOp};
-use burn::tensor::DType;
+use accelerator_collective::{Buffer, DType, Element, Pending, ProcessGroup, ReduceOp};
+use burn::optim::GradientsParams;
 
-use super::pending::waited;
-use super::{ReadWait, Reducer, SendMode};
-use crate::core::error::Result;
+use super::{ReadWait, Reducer, Repair, SendMode, waited};
+use crate::core::error::{Error, Result};
+use crate::reduce::bucket::{BucketStorage, Placement, uploaded};
 use crate::reduce::bucket_set::{BucketSet, BucketState, RangeCheck};
-use crate::reduce::bucket_storage::{BucketStorage, Placement, uploaded};
-use crate::reduce::compression;
+use crate::reduce::compression::{self, Compression};
+use crate::reduce::control_vector::ControlSums;
 use crate::reduce::device_bucket::DeviceBucket;
+use crate::reduce::element_values;
 use crate::reduce::element_values::ElementValues;
+use crate::reduce::hook::{BucketParameter, GradientBucket, HookInstance, Ranks};
+use crate::reduce::model_state::ModelState;
 use crate::timeline::{EventSubject, Phase, Timeline};
 
 impl Reducer {
@@ -91,7 +94,7 @@ impl Reducer {
         };
         let sums = match self.compression.wire(flat.dtype()) {
             // The range of f16 is checked in host memory.
-            Some(_) => flat.take().cast(DType::BF16),
+            Some(_) => flat.take().cast(burn::tensor::DType::BF16),
             None => flat.take(),
         };
         if let Some(nccl) = device_reducer.nccl() {
@@ -279,4 +282,199 @@ fn filled(
         ElementValues::F32(values) => fill(group, spare, values),
         ElementValues::F64(values) => fill(group, spare, values),
     }
+}
+
+impl Reducer {
+    /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
+    pub(super) fn redo(
+        &mut self,
+        model_state: &ModelState,
+        gradients: &GradientsParams,
+    ) -> Result<usize> {
+        let bucket_set = &mut self.bucket_set;
+        let layout = bucket_set.layout.clone();
+        let sums = ControlSums::read(&bucket_set.control, bucket_set.present.len())?;
+        for (mine, some_rank) in bucket_set.needs_retry.iter_mut().zip(sums.needs_retry()) {
+            *mine = some_rank;
+        }
+        if self.repair == Repair::Unneeded && bucket_set.needs_retry.contains(&true) {
+            return Err(Error::misuse(
+                "another rank sends gradients while backward runs, and this one does not: build the same \
+                 layers on every rank",
+            ));
+        }
+        let mut count = 0;
+        for bucket in 0..layout.len() {
+            let bucket_set = &mut self.bucket_set;
+            if !bucket_set.needs_retry[bucket] {
+                continue;
+            }
+            count += 1;
+            let mut store = match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
+                BucketState::Summed(store) => store,
+                BucketState::Rounded(buffer, _) => BucketStorage::Host(buffer),
+                _ => continue,
+            };
+            bucket_set.restore_undo(bucket, &mut store);
+            for &index in layout.members(bucket) {
+                bucket_set.gradients[index] =
+                    element_values::peek(gradients, &model_state.parameters()[index]);
+            }
+            bucket_set.add_gradients(bucket, &mut store, self.weight);
+            bucket_set.clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
+            self.send(bucket, store)?;
+        }
+        if count > 0 {
+            self.receive()?;
+        }
+        Ok(count)
+    }
+
+    /// Takes rounded sums over, or reduces all of them again as they are if one of them is not
+    /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
+    /// parameter gets must not depend on the bucket in which it lies.
+    pub(super) fn settle(&mut self, model_state: &ModelState) -> Result<()> {
+        let mut states = self.bucket_set.states.iter();
+        let mut fits =
+            !states.any(|state| matches!(state, BucketState::Rounded(_, RangeCheck::Beyond)));
+        if self.compression != Compression::None && !self.sum_scope.is_whole() {
+            fits = self.all_agree(fits)?;
+        }
+        if !fits && self.group.rank() == 0 {
+            model_state.warn_range(self.compression);
+        }
+        for bucket in 0..self.bucket_set.layout.len() {
+            let bucket_set = &mut self.bucket_set;
+            bucket_set.states[bucket] =
+                match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
+                    BucketState::Rounded(mut sums, _) => {
+                        match (&bucket_set.wires[bucket], self.scale) {
+                            (Some(wire), Some(scale)) if fits => {
+                                let _copy = self
+                                    .timeline
+                                    .span(Phase::Copy(EventSubject::bucket(bucket)));
+                                for range in self.sum_scope.of_bucket(bucket, wire.len()) {
+                                    compression::expand(wire, &mut sums, range, scale);
+                                }
+                                BucketState::Summed(BucketStorage::Host(sums))
+                            }
+                            _ => BucketState::Complete(BucketStorage::Host(sums)),
+                        }
+                    }
+                    other => other,
+                };
+            match bucket_set.take_complete(bucket) {
+                Some(BucketStorage::Host(buffer)) => self.send_exactly(bucket, buffer)?,
+                // Nothing of a device is rounded here.
+                Some(store @ BucketStorage::Device(_)) => {
+                    bucket_set.states[bucket] = BucketState::Summed(store)
+                }
+                None => {}
+            }
+        }
+        self.receive()
+    }
+}
+
+impl Reducer {
+    /// Gives the buckets to the hook, one after the other, when all of them are complete.
+    ///
+    /// Control goes ahead, since a share of the mean needs the total weight. It tells in the place of what
+    /// was sent too early, which is nothing here, in which buckets some rank has values that are not
+    /// finite: such a step goes past the hook, whose memory would never be rid of them. What decides has the
+    /// same bits on all ranks.
+    pub(super) fn hand_over(
+        &mut self,
+        model_state: &ModelState,
+        hook: &HookInstance,
+    ) -> Result<()> {
+        self.send_mode = SendMode::Blocking;
+        let bucket_set = &mut self.bucket_set;
+        for (needs_retry, state) in bucket_set.needs_retry.iter_mut().zip(&bucket_set.states) {
+            *needs_retry = match state {
+                BucketState::Complete(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
+                _ => false,
+            };
+        }
+        self.send_control()?;
+        self.receive_control()?;
+        self.bucket_set.needs_retry.fill(false);
+        let sums = self.sums()?;
+        let (total, is_finite) = (
+            sums.header.weight,
+            !sums.needs_retry().any(|needs_retry| needs_retry),
+        );
+        // All ranks get the same error for these.
+        if total <= 0.0 || !sums.windows_agree(&self.group) {
+            return Ok(());
+        }
+        let group = self.group.clone();
+        let layout = self.bucket_set.layout.clone();
+        for number in 0..layout.len() {
+            let Some(store) = self.bucket_set.take_complete(number) else {
+                continue;
+            };
+            // Where there is a hook, sums are kept in memory already.
+            let BucketStorage::Host(mut buffer) = store.into_host(&group) else {
+                continue;
+            };
+            if !is_finite {
+                self.send_exactly(number, buffer)?;
+                continue;
+            }
+            divide(&mut buffer, total * self.loss_scale)?;
+            let parameters = layout.members(number).iter().map(|&index| {
+                let parameter = &model_state.parameters()[index];
+                BucketParameter::new(
+                    parameter,
+                    layout.place(index).range.clone(),
+                    self.bucket_set.present[index],
+                )
+            });
+            let parameters = parameters.collect();
+            let mut bucket = GradientBucket::new(
+                &mut buffer,
+                number,
+                layout.len(),
+                model_state.steps(),
+                parameters,
+            );
+            {
+                let (part, bytes) = (EventSubject::bucket(number), layout.bytes(number));
+                let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
+                hook.reduce(&mut bucket, &Ranks::new(&group))?;
+            }
+            self.bucket_set.states[number] = BucketState::Summed(BucketStorage::Host(buffer));
+        }
+        self.handed_over = is_finite;
+        Ok(())
+    }
+}
+
+fn is_finite(buffer: &Buffer) -> Result<bool> {
+    // Without an early end, so that it is done in vectors.
+    Ok(match buffer.dtype() {
+        DType::F64 => {
+            let values = buffer.as_slice::<f64>()?.iter();
+            values.fold(true, |finite, value| finite & value.is_finite())
+        }
+        _ => {
+            let values = buffer.as_slice::<f32>()?.iter();
+            values.fold(true, |finite, value| finite & value.is_finite())
+        }
+    })
+}
+
+fn divide(buffer: &mut Buffer, divisor: f64) -> Result<()> {
+    match buffer.dtype() {
+        DType::F64 => {
+            let values = buffer.as_mut_slice::<f64>()?;
+            values.iter_mut().for_each(|value| *value /= divisor);
+        }
+        _ => {
+            let (values, divisor) = (buffer.as_mut_slice::<f32>()?, divisor as f32);
+            values.iter_mut().for_each(|value| *value /= divisor);
+        }
+    }
+    Ok(())
 }

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::*;
 use crate::model::{Float, Trainable};
-use crate::reduce::bucket_storage::BucketStorage;
+use crate::reduce::bucket::BucketStorage;
 use crate::reduce::overlap::OverlapSwitch;
 use crate::timeline::Recording;
 

@@ -1,18 +1,20 @@
 mod matrix;
-mod rng;
-mod saved_state;
 
 use core::ops::Range;
 use std::collections::BTreeMap;
 
 use accelerator_collective::ReduceOp;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
-use self::matrix::MatrixFloat;
-use self::rng::StepRng;
+use self::matrix::{MatrixFloat, StepRng};
 use super::{
     BucketParameter, BucketValues, CommunicationHook, GradientBucket, HookError, Ranks, SavedBy,
 };
 use crate::core::error::Result;
+
+/// Prefixes of a parameter's path in the saved state, a safetensors file: of Q, with one column per row, and of the error.
+const Q: &str = "right/";
+const ERROR: &str = "rest/";
 
 /// Sends gradients as products of thin matrices: PowerSGD (Vogels, Karimireddy, Jaggi 2019, "PowerSGD:
 /// Practical Low-Rank Gradient Compression for Distributed Optimization").
@@ -180,11 +182,11 @@ impl CommunicationHook for PowerSgd {
     }
 
     fn save(&self) -> Result<Vec<u8>, HookError> {
-        saved_state::save(&self.single, &self.double)
+        save(&self.single, &self.double)
     }
 
     fn restore(&mut self, saved: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
-        saved_state::restore(saved, saved_by, &mut self.single, &mut self.double)
+        restore(saved, saved_by, &mut self.single, &mut self.double)
     }
 }
 
@@ -407,6 +409,120 @@ fn cut<'a, T>(left: &mut &'a [T], count: usize) -> &'a [T] {
     let (mine, others) = left.split_at(count);
     *left = others;
     mine
+}
+
+fn save(single: &PowerSgdState<f32>, double: &PowerSgdState<f64>) -> Result<Vec<u8>, HookError> {
+    let mut saved = fields(single);
+    saved.extend(fields(double));
+    if saved.is_empty() {
+        return Ok(Vec::new());
+    }
+    let views = saved.iter().map(|(name, dtype, shape, bytes)| {
+        TensorView::new(*dtype, shape.to_vec(), bytes).map(|view| (name, view))
+    });
+    Ok(serialize(views.collect::<Result<Vec<_>, _>>()?, None)?)
+}
+
+fn restore(
+    saved: &[u8],
+    saved_by: SavedBy,
+    single: &mut PowerSgdState<f32>,
+    double: &mut PowerSgdState<f64>,
+) -> Result<(), HookError> {
+    if saved.is_empty() {
+        return Ok(());
+    }
+    for (name, view) in SafeTensors::deserialize(saved)?.iter() {
+        match view.dtype() {
+            Dtype::F64 => take(double, saved_by, name, &view),
+            _ => take(single, saved_by, name, &view),
+        }
+    }
+    Ok(())
+}
+
+/// A type that has a name in files.
+trait StoredFloat: MatrixFloat {
+    const DTYPE: Dtype;
+
+    fn append_to(self, bytes: &mut Vec<u8>);
+
+    /// Reads a value from as many bytes as it has.
+    fn of_bytes(bytes: &[u8]) -> Self;
+}
+
+macro_rules! stored {
+    ($($type:ident $dtype:ident),+) => {
+        $(
+            impl StoredFloat for $type {
+                const DTYPE: Dtype = Dtype::$dtype;
+
+                fn append_to(self, bytes: &mut Vec<u8>) {
+                    bytes.extend_from_slice(&self.to_le_bytes());
+                }
+
+                fn of_bytes(bytes: &[u8]) -> Self {
+                    let mut own = [0; size_of::<Self>()];
+                    own.copy_from_slice(bytes);
+                    Self::from_le_bytes(own)
+                }
+            }
+        )+
+    };
+}
+
+stored!(f32 F32, f64 F64);
+
+/// A name, with type, shape and bytes.
+type Field = (String, Dtype, [usize; 2], Vec<u8>);
+
+fn fields<T: StoredFloat>(state: &PowerSgdState<T>) -> Vec<Field> {
+    let fields = state.tensors.iter().flat_map(|(path, tensor)| {
+        // Nothing that was read may be divided by zero.
+        let columns = tensor.columns.max(1);
+        let field = move |kind: &str, values: &[T]| {
+            let mut bytes = Vec::with_capacity(size_of_val(values));
+            values.iter().for_each(|value| value.append_to(&mut bytes));
+            let shape = [values.len() / columns, columns];
+            (
+                format!("{kind}{path}"),
+                <T as StoredFloat>::DTYPE,
+                shape,
+                bytes,
+            )
+        };
+        let error = (!tensor.error.is_empty()).then(|| field(ERROR, &tensor.error));
+        core::iter::once(field(Q, &tensor.q)).chain(error)
+    });
+    fields.collect()
+}
+
+/// Restores a field. What does not fit the program's parameters is replaced when it is used.
+fn take<T: StoredFloat>(
+    state: &mut PowerSgdState<T>,
+    saved_by: SavedBy,
+    name: &str,
+    view: &TensorView<'_>,
+) {
+    let values = || {
+        let bytes = view.data().chunks_exact(size_of::<T>());
+        bytes.map(T::of_bytes).collect::<Vec<_>>()
+    };
+    let blank = |columns| Tensor {
+        q: Vec::new(),
+        error: Vec::new(),
+        columns,
+    };
+    let columns = view.shape().last().copied().unwrap_or(0);
+    if let Some(path) = name.strip_prefix(Q) {
+        let tensor = state.tensors.entry(path.to_owned());
+        tensor.or_insert_with(|| blank(columns)).q = values();
+    } else if let Some(path) = name.strip_prefix(ERROR)
+        && saved_by == SavedBy::ThisRank
+    {
+        let tensor = state.tensors.entry(path.to_owned());
+        tensor.or_insert_with(|| blank(columns)).error = values();
+    }
 }
 
 #[cfg(test)]

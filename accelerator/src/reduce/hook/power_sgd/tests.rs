@@ -6,7 +6,7 @@ use burn::module::ParamId;
 use proptest::prelude::*;
 
 use super::matrix::MatrixFloat;
-use super::rng::StepRng;
+use super::matrix::StepRng;
 use super::*;
 use crate::model::{Float, Trainable};
 use crate::reduce::hook::BucketParameter;
