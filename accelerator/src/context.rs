@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use accelerator_collective::ProcessGroup;
 use burn::tensor::Device;
 
+use crate::core::agreement;
 use crate::core::device::BackendKind;
 use crate::core::error::Result;
 use crate::core::forward_collectives::ForwardCollectives;
-use crate::core::outcome;
 use crate::timeline::Timeline;
 
 /// A rank: its group, its device, its place in the training. The layers below the facade take it in the place of an
@@ -87,8 +87,8 @@ impl Context {
         work: impl FnOnce() -> Result<T>,
     ) -> Result<Option<T>> {
         match self.is_main_process() {
-            true => outcome::send(&self.group, self.alone(work)).map(Some),
-            false => outcome::receive(&self.group, action).map(|()| None),
+            true => agreement::send(&self.group, self.alone(work)).map(Some),
+            false => agreement::receive(&self.group, action).map(|()| None),
         }
     }
 

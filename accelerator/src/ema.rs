@@ -6,7 +6,7 @@ use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
-use crate::core::module_path::ModulePath;
+use crate::core::module::ModulePath;
 use crate::model::settle_statistics;
 
 /// The exponential moving average of a model's weights: smoother than the last ones, and often better to

@@ -137,11 +137,11 @@ pub use crate::accelerator::{
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};
 pub use crate::core::preemption::{Preemption, PreemptionSignal};
-pub use crate::data::weight::Weight;
+pub use crate::data::batch::Weight;
 pub use crate::ema::Ema;
-pub use crate::reduce::hook;
 pub use crate::reduce::{
     AveragedGradients, Clip, Compression, GradientReduction, Overlap, OverlapReport, OverlapState,
+    hook,
 };
 pub use crate::tracking::Tracker;
 

@@ -6,9 +6,9 @@ use std::collections::HashSet;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
+use crate::core::agreement::short;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::module_path::ModulePath;
-use crate::core::short_hash::short;
+use crate::core::module::ModulePath;
 use crate::model::{running_states, sync_buffers};
 use crate::reduce::{ModelState, ReduceContext};
 use crate::tracking::Tracking;

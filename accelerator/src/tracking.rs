@@ -11,7 +11,7 @@ use accelerator_track::internal::SystemSampler;
 use accelerator_track::{CsvFile, Run, RunBuilder, RunMark, Sink, TensorBoard};
 use serde::{Deserialize, Serialize};
 
-use crate::core::user_message;
+use crate::core::error;
 
 /// The knowledge of a rank about the run. Rank 0 writes it; the others know which one it is.
 #[derive(Debug)]
@@ -142,7 +142,7 @@ impl Tracking {
             return run
                 .mark()
                 .inspect_err(|error| {
-                    user_message::warn(&format!("the checkpoint does not know its run: {error}"));
+                    error::warn(&format!("the checkpoint does not know its run: {error}"));
                 })
                 .ok();
         }
@@ -206,7 +206,7 @@ impl Tracking {
     /// `None` inside [`with`](Self::with), where it would wait for itself.
     fn write(&self) -> Option<RwLockWriteGuard<'_, TrackingState>> {
         if INSIDE.get() > 0 {
-            user_message::warn(
+            error::warn(
                 "a run cannot be begun, resumed or ended inside the closure of `tracker`: nothing was done; do it \
                  behind the call",
             );
@@ -249,7 +249,7 @@ impl RunPlace {
 
 /// Warns that the training continues without a run.
 pub(crate) fn untracked(error: &accelerator_track::Error) {
-    user_message::warn(&format!("the training goes on and is not tracked: {error}"));
+    error::warn(&format!("the training goes on and is not tracked: {error}"));
 }
 
 fn finish(
@@ -259,7 +259,7 @@ fn finish(
     if let Some(run) = state.run.take()
         && let Err(error) = end(run)
     {
-        user_message::warn(&format!("the run is not recorded completely: {error}"));
+        error::warn(&format!("the run is not recorded completely: {error}"));
     }
 }
 

@@ -8,10 +8,8 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
-use crate::core::error::{Error, Kind, Result};
-use crate::core::outcome::Failure;
-use crate::core::panic_text::panic_text;
-use crate::core::user_message;
+use crate::core::agreement::Failure;
+use crate::core::error::{self, Error, Kind, Result, panic_text};
 
 /// Batches that fit.
 impl Accelerator {
@@ -113,7 +111,7 @@ impl Accelerator {
             // As Accelerate rounds: down.
             let next = (size as f64 * 0.9) as usize;
             if next > 0 && self.is_main_process() {
-                user_message::tell(&format!(
+                error::tell(&format!(
                     "batches of {size} samples do not fit (rank {rank} is out of memory), trying {next}"
                 ));
             }

@@ -1,12 +1,15 @@
-use accelerator_collective::ReduceOp;
+use core::fmt;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use accelerator_collective::{Partition, ProcessGroup, ReduceOp};
 use burn::tensor::kind::Basic;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, ElementConversion, Tensor, TensorData};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::tensors::{TensorMap, Tensors};
-use super::{Accelerator, validate};
-use crate::core::agreement::sides;
+use super::Accelerator;
+use crate::core::agreement::{short, sides};
 use crate::core::error::{Error, Result};
 use crate::data::Batch;
 use crate::metric::{self, Metric};
@@ -52,7 +55,7 @@ impl Accelerator {
     pub fn reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         let (device, mut data) = (tensor.device(), tensor.into_data());
         let group = &self.shared.context.group;
-        validate::check(group, format_args!("all_reduce {op}"), &data)?;
+        check(group, format_args!("all_reduce {op}"), &data)?;
         let dtype = data.dtype();
         match dtype {
             DType::F64 => group.all_reduce(floats::<f64>(&mut data)?, op)?,
@@ -189,7 +192,7 @@ impl Accelerator {
         let device = tensor.device();
         let data = tensor.into_data();
         let group = &self.shared.context.group;
-        validate::check(group, format_args!("broadcast from rank {root}"), &data)?;
+        check(group, format_args!("broadcast from rank {root}"), &data)?;
         let (mut bytes, shape, dtype) = data.into_parts();
         group.broadcast::<u8>(&mut bytes, root)?;
         let data = TensorData::from_bytes(bytes, shape, dtype);
@@ -235,7 +238,7 @@ impl Accelerator {
             let all = all
                 .iter()
                 .map(|(dims, dtype, ..)| format!("gather of {dims:?} of {dtype}"));
-            return Err(validate::differing("rows", all));
+            return Err(differing("rows", all));
         }
         let kept = data.bytes().len() / shape[0].max(1) * rows;
         let bytes = self
@@ -337,4 +340,252 @@ fn not_a_float(operation: &str, dtype: DType) -> Error {
     Error::misuse(format!(
         "{operation} takes tensors of f64, f32, f16 or bf16, found {dtype:?}; cast it first"
     ))
+}
+
+/// Tensors, alone or in tuples, arrays, vectors, options and maps, as collectives take them: every rank passes the same
+/// structure.
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::tensor::{Int, Tensor};
+///
+/// let gathered = launch(2, |accelerator| {
+///     let logits = Tensor::<2>::full([1, 3], accelerator.rank() as f64, &accelerator.device());
+///     let labels = Tensor::<1, Int>::full([1], accelerator.rank() as i64, &accelerator.device());
+///     let (logits, labels) = accelerator.gather((logits, labels))?;
+///     Ok((logits.dims(), labels.dims()))
+/// })?;
+/// assert_eq!(gathered, [([2, 3], [2]); 2]);
+/// # Ok::<(), Error>(())
+/// ```
+pub trait Tensors: Sized {
+    /// The same structure, of what `map` makes of each tensor in order.
+    #[doc(hidden)]
+    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self>;
+}
+
+/// A function that is applied to each tensor of a structure.
+#[doc(hidden)]
+pub trait TensorMap {
+    fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>>;
+}
+
+impl<const D: usize, K: Basic> Tensors for Tensor<D, K> {
+    #[track_caller]
+    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
+        map.map(self)
+    }
+}
+
+impl Tensors for () {
+    fn map_tensors(self, _: &mut impl TensorMap) -> Result<Self> {
+        Ok(())
+    }
+}
+
+impl<T: Tensors, const N: usize> Tensors for [T; N] {
+    #[track_caller]
+    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
+        let mut mapped = Vec::with_capacity(N);
+        for tensors in self {
+            mapped.push(tensors.map_tensors(map)?);
+        }
+        let mut mapped = mapped.into_iter();
+        #[expect(clippy::expect_used, reason = "there is one for each of the array's")]
+        Ok(core::array::from_fn(|_| {
+            mapped.next().expect("a mapped element")
+        }))
+    }
+}
+
+impl<T: Tensors> Tensors for Vec<T> {
+    #[track_caller]
+    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
+        let mut mapped = Self::with_capacity(self.len());
+        for tensors in self {
+            mapped.push(tensors.map_tensors(map)?);
+        }
+        Ok(mapped)
+    }
+}
+
+impl<T: Tensors> Tensors for Option<T> {
+    #[track_caller]
+    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
+        match self {
+            Some(tensors) => Ok(Some(tensors.map_tensors(map)?)),
+            None => Ok(None),
+        }
+    }
+}
+
+impl<N: Ord, T: Tensors> Tensors for BTreeMap<N, T> {
+    #[track_caller]
+    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
+        let mut mapped = Self::new();
+        for (name, tensors) in self {
+            mapped.insert(name, tensors.map_tensors(map)?);
+        }
+        Ok(mapped)
+    }
+}
+
+macro_rules! tuples {
+    ($($part:ident),+) => {
+        impl<$($part: Tensors),+> Tensors for ($($part,)+) {
+            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
+            #[track_caller]
+            fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
+                let ($($part,)+) = self;
+                Ok(($($part.map_tensors(map)?,)+))
+            }
+        }
+    };
+}
+
+tuples!(A);
+tuples!(A, B);
+tuples!(A, B, C);
+tuples!(A, B, C, D);
+
+/// The side on which [`Accelerator::pad_across_processes`] adds what is missing.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum PadSide {
+    /// Pads before the first element.
+    Start,
+    /// Pads after the last element.
+    #[default]
+    End,
+}
+
+/// Tensors of the same size on every rank.
+impl Accelerator {
+    /// The tensor, as long in dimension `dim` as the longest of all ranks: what is missing is filled
+    /// with `value`. Sequences of different lengths can be [gathered](Self::gather) then.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::tensor::{Int, Tensor};
+    ///
+    /// let padded = launch(2, |accelerator| {
+    ///     // [0, 1, 2] on rank 0, [0, 1] on rank 1.
+    ///     let tensor = Tensor::<1, Int>::arange(0..3 - accelerator.rank() as i64, &accelerator.device());
+    ///     let padded = accelerator.pad_across_processes(tensor, 0, -1, PadSide::End)?;
+    ///     Ok(padded.into_data().convert::<i64>().try_to_vec::<i64>().unwrap_or_default())
+    /// })?;
+    /// assert_eq!(padded, [[0, 1, 2], [0, 1, -1]]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`] on every rank, with what each has, when there is no such dimension, or ranks name
+    /// different ones, or tensors of different types or numbers of dimensions; [`Error::is_collective`] when another rank is lost.
+    #[track_caller]
+    pub fn pad_across_processes<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        dim: usize,
+        value: impl ElementConversion,
+        side: PadSide,
+    ) -> Result<Tensor<D, K>> {
+        let mut shape = tensor.dims();
+        // Wrong dimensions are exchanged too, so that no rank waits for one that has returned.
+        let told = (dim, shape.to_vec(), format!("{:?}", tensor.dtype()));
+        let group = self
+            .shared
+            .context
+            .group
+            .for_purpose("pad_across_processes");
+        let all = group.all_gather_object(&told)?;
+        let (first_dim, first, first_dtype) = &all[0];
+        let fits = all.iter().all(|(dim, dims, dtype)| {
+            dim < &dims.len() && (dim, dims.len(), dtype) == (first_dim, first.len(), first_dtype)
+        });
+        if !fits {
+            let all = all.iter();
+            let all =
+                all.map(|(dim, dims, dtype)| format!("dimension {dim} of {dims:?} of {dtype}"));
+            return Err(Error::misuse(format!(
+                "pad_across_processes: expected one dimension of tensors of one type on every rank, found {}; \
+                 dimensions count from 0",
+                sides(all)
+            )));
+        }
+        let own = shape[dim];
+        let longest = all.iter().map(|(dim, dims, _)| dims[*dim]).max();
+        let missing = longest.unwrap_or(own) - own;
+        if missing == 0 {
+            return Ok(tensor);
+        }
+        shape[dim] = missing;
+        let padding = Tensor::full(shape, value, (&tensor.device(), tensor.dtype()));
+        let parts = match side {
+            PadSide::Start => vec![padding, tensor],
+            PadSide::End => vec![tensor, padding],
+        };
+        Ok(Tensor::cat(parts, dim))
+    }
+}
+
+/// Shares out work without a loader: prompts, files, folds.
+impl Accelerator {
+    /// Returns this rank's contiguous share of `count` items; the first ranks get one more if it
+    /// does not divide evenly. Nothing is communicated.
+    pub fn share_of(&self, count: usize) -> Range<usize> {
+        Partition::new(count, self.world_size()).range(self.rank())
+    }
+
+    /// Returns this rank's contiguous share of `items`, as [`share_of`](Self::share_of) cuts them. With fewer
+    /// items than ranks, the last ranks get none.
+    ///
+    /// Several lists of the same length, and rows of tensors, are cut alike by `share_of`.
+    ///
+    /// ```
+    /// let shares = accelerator::launch(2, |accelerator| {
+    ///     Ok(accelerator.split_between_processes(&["A", "B", "C"]).to_vec())
+    /// })?;
+    /// assert_eq!(shares, [vec!["A", "B"], vec!["C"]]);
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
+    pub fn split_between_processes<'a, T>(&self, items: &'a [T]) -> &'a [T] {
+        // Within the items: the ranges partition them.
+        &items[self.share_of(items.len())]
+    }
+}
+
+/// Fails on every rank alike, and names what each has, where ranks pass tensors of different shapes or
+/// types, or call different operations of this kind. The group lives on.
+///
+/// Eight bytes of each rank travel; the rest does where they differ.
+#[track_caller]
+pub(super) fn check(
+    group: &ProcessGroup,
+    operation: impl fmt::Display,
+    tensor: &TensorData,
+) -> Result<()> {
+    if group.world_size() == 1 {
+        return Ok(());
+    }
+    let mine = format!("{operation} of {}", described(tensor));
+    let all = group.all_gather(&[short(&blake3::hash(mine.as_bytes()))])?;
+    if all.iter().all(|digest| *digest == all[0]) {
+        return Ok(());
+    }
+    let tensors = group.for_purpose("tensors that do not fit together");
+    Err(differing("one tensor", tensors.all_gather_object(&mine)?))
+}
+
+/// Makes the error of an operation that needs `wanted`, and got tensors that do not fit together.
+pub(super) fn differing<T: fmt::Display>(wanted: &str, all: impl IntoIterator<Item = T>) -> Error {
+    Error::misuse(format!(
+        "the ranks pass tensors that do not fit together ({}): give every rank {wanted} of the same shape and \
+         type; `pad_across_processes` makes sizes equal",
+        sides(all)
+    ))
+}
+
+/// Describes a tensor by its shape and type.
+pub(super) fn described(tensor: &TensorData) -> String {
+    format!("{:?} of {:?}", &tensor.shape()[..], tensor.dtype())
 }

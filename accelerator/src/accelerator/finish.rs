@@ -1,6 +1,10 @@
+use core::time::Duration;
+
+use accelerator_collective::launcher::NextPlace;
+
 use super::Accelerator;
-use crate::core::error::{Error, Result};
-use crate::core::user_message;
+use crate::checkpoint::{self, Save};
+use crate::core::error::{self, Error, Kind, Result};
 use crate::reduce::SeenUpdates;
 use crate::tracking::RunEnding;
 
@@ -49,7 +53,7 @@ impl Accelerator {
         if let Some(path) = self.shared.trace.whole()
             && let Err(error) = timeline.write(group, path)
         {
-            user_message::warn(&format!("the trace is lost: {error}"));
+            error::warn(&format!("the trace is lost: {error}"));
         }
         timeline.end(None);
         let met = self.shared.context.group.barrier();
@@ -95,7 +99,7 @@ impl Accelerator {
             return;
         }
         for path in self.shared.reduction.models.unstepped() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "`backward` was called for a model (its first parameter is `{path}`), and no optimizer stepped with \
                  what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and go on with the \
                  model that `step` gives back"
@@ -105,7 +109,7 @@ impl Accelerator {
             return;
         }
         for path in self.shared.reduction.models.untrained() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "a model was prepared (its first parameter is `{path}`), and `backward` was never called for it: \
                  where it was trained, each of the {} ranks has trained a model of its own; write \
                  `accelerator.backward(loss, &model, &batch)` and step with what that gives; where it is only \
@@ -115,3 +119,154 @@ impl Accelerator {
         }
     }
 }
+
+/// A job whose number of ranks changes while it runs.
+impl Accelerator {
+    /// Returns true if the launcher has another number of ranks for the job, so that all ranks leave their group by
+    /// [`regroup`](Self::regroup): the same answer on every rank, which stays. Every rank must call it, in the same
+    /// places.
+    ///
+    /// It is false when [`preempted`](Self::preempted) is, within an accumulation window for example, and costs the same:
+    /// nothing after a window of gradients, else an all-reduce of one number, which brings both answers. A program that
+    /// asks both asks this first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) when ranks have to be asked and one is lost.
+    #[track_caller]
+    pub fn regroup_pending(&self) -> Result<bool> {
+        match self.between_steps() {
+            Some(reduction) => reduction.trigger.is_regroup_pending(self.group()),
+            None => Ok(false),
+        }
+    }
+
+    /// Ends this group as [`finish`](Self::finish) does, and takes this rank's place in the next one, of another size, in
+    /// the same process: after [`regroup_pending`](Self::regroup_pending) has said so, on every rank. `None` if this
+    /// process has no place there: the program ends then, with success.
+    ///
+    /// `parts` are those of [`save_state`](Self::save_state). They go into the memory of rank 0, which stays rank 0, and
+    /// nothing is written. The new accelerator has the settings of the builder of this one, and what it
+    /// [watches](Self::on_preemption). With it, the program prepares its parts anew, and [`resume`](Self::resume)
+    /// continues from that state, once, in place of the newest checkpoint, on the ranks that have just been started,
+    /// too: they run the program from its beginning. A program that does not resume starts afresh. The launcher's part
+    /// is in `docs/elastic.md`.
+    ///
+    /// - It is a resume at [another number of ranks](Self::resume): a step uses as many samples as before, and the epoch
+    ///   continues where it stands, with each sample once.
+    /// - [`PerRank`](crate::checkpoint::PerRank) values go to the ranks of the same numbers. Where there is no such rank any
+    ///   more, the value is lost; a new rank keeps what it passes.
+    /// - Hooks of [`Checkpoints`](crate::checkpoint::Checkpoints) do not run, neither here nor when it is resumed. The
+    ///   accumulation steps are the builder's again. A trace is that of the last group.
+    /// - The [run](Self::init_trackers) continues, with the new number of ranks as its tag `world`.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// # use accelerator::collective::Launch;
+    /// # use accelerator::collective::launcher::StoreServer;
+    /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::SgdConfig;
+    /// # use burn::tensor::{Device, Tensor, TensorData};
+    /// # struct Rows;
+    /// # impl Batcher<f32, Tensor<2>> for Rows {
+    /// #     fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<2> {
+    /// #         let shape = [items.len(), 1];
+    /// #         Tensor::from_data(TensorData::new(items, shape), device)
+    /// #     }
+    /// # }
+    ///
+    /// fn main() -> Result<()> {
+    /// #     // What a launcher does, for one process.
+    /// #     let stores = [(); 2].map(|()| StoreServer::bind(("127.0.0.1", 0), 1, None).unwrap());
+    /// #     let told = |store: &StoreServer| {
+    /// #         let port = store.local_addr().port().to_string();
+    /// #         let told = [
+    /// #             ("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"),
+    /// #             ("ACCEL_PORT", &port), ("ACCEL_STORE", "launcher"), ("ACCEL_ELASTIC", "running"),
+    /// #         ];
+    /// #         told.map(|(name, value)| (name.to_owned(), value.to_owned()))
+    /// #     };
+    /// #     let first = told(&stores[0]);
+    /// #     let found = |name: &str| first.iter().find(|told| told.0 == name).map(|told| told.1.clone());
+    /// #     let launch = Launch::from_vars(found).unwrap();
+    /// #     let accelerator = Accelerator::builder().launched_as(launch).build()?;
+    /// #     stores[0].tell_next_place(0, told(&stores[1]));
+    /// #     let mut accelerator = accelerator;
+    /// #     let mut groups = 1;
+    /// #     #[cfg(any())]
+    ///     let mut accelerator = Accelerator::new()?;
+    ///     while let Some(next) = train(&accelerator)? {
+    ///         accelerator = next;
+    /// #         groups += 1;
+    ///     }
+    /// #     assert_eq!(groups, 2);
+    ///     Ok(())
+    /// }
+    ///
+    /// /// Trains until the end, or until the number of ranks changes.
+    /// fn train(accelerator: &Accelerator) -> Result<Option<Accelerator>> {
+    /// #     let dataset = InMemDataset::new(vec![0.5_f32; 40]);
+    /// #     let train = LoaderBuilder::new(Rows).batch_size(4).shuffle(1).build(dataset);
+    /// #     let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
+    ///     // Model, optimizer and loader as ever.
+    ///     let parts = accelerator.prepare((model, SgdConfig::new().init(), train))?;
+    ///     let ((mut model, mut optimizer, train), position) = accelerator.resume("checkpoints/a", parts)?;
+    ///     for epoch in position.epoch()..3 {
+    ///         for batch in train.epoch(epoch) {
+    ///             let batch = batch?;
+    /// #             let loss = model.forward((*batch).clone()).powi_scalar(2).mean();
+    ///             let gradients = accelerator.backward(loss, &model, &batch)?;
+    ///             model = optimizer.step(1e-2, model, gradients);
+    ///             if accelerator.regroup_pending()? {
+    ///                 return accelerator.regroup((&model, &optimizer, &train));
+    ///             }
+    ///         }
+    ///     }
+    /// #     assert_eq!(optimizer.steps(), 30);
+    ///     accelerator.finish()?;
+    ///     Ok(None)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_misuse`](crate::Error::is_misuse) if [`regroup_pending`](Self::regroup_pending) has not said so.
+    /// The errors of [`save_state`](Self::save_state), except those of files, of [`finish`](Self::finish) and of
+    /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build).
+    /// [`Error::is_collective`](crate::Error::is_collective) if the launcher assigns this rank no place within a minute,
+    /// or assigns rank 0 another rank.
+    #[track_caller]
+    pub fn regroup<K>(&self, parts: impl Save<K>) -> Result<Option<Self>> {
+        if !self.shared.reduction.trigger.has_told_of_regroup() {
+            return Err(Error::misuse(
+                "`regroup` is for where `regroup_pending` has said that there is a next group, on all ranks",
+            ));
+        }
+        let live = checkpoint::keep(&self.shared.checkpoints, parts)?;
+        let place = self.group().next_place(PLACE_TIMEOUT)?;
+        let leads = matches!(&place, NextPlace::Join(launch) if launch.topology.is_main());
+        if self.is_main_process() && !leads {
+            return Err(Error::new(
+                Kind::Collective,
+                "rank 0 holds the state of the training, and the launcher has not made it rank 0 of the next group",
+            ));
+        }
+        self.leave(RunEnding::Regrouped)?;
+        let NextPlace::Join(launch) = place else {
+            return Ok(None);
+        };
+        let next = self.shared.builder.clone().launched_as(*launch).build()?;
+        let trigger = &self.shared.reduction.trigger;
+        trigger.hand_over_to(&next.shared.reduction.trigger);
+        self.shared.tracking.hand_over_to(&next.shared.tracking);
+        let ranks = next.world_size().to_string();
+        next.tracker(|run| run.set_tag("world", &ranks));
+        next.shared.checkpoints.go_on_from(live);
+        tracing::info!(before = %self.topology(), now = %next.topology(), "joined the next group");
+        Ok(Some(next))
+    }
+}
+
+/// The launcher tells all ranks at about the same time.
+const PLACE_TIMEOUT: Duration = Duration::from_secs(60);

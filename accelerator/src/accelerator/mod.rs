@@ -3,34 +3,18 @@ mod builder;
 mod checkpoints;
 mod collectives;
 mod finish;
-mod launch_threads;
-mod log;
-#[cfg(feature = "burn-train")]
-mod metric_logger;
-mod model_files;
-mod padding;
-mod plan;
 mod precision;
 mod preemption;
 mod prepare;
 mod process_control;
 mod profile;
-#[cfg(feature = "progress")]
-mod progress;
 mod rank_processes;
-mod regroup;
-mod replicas;
-mod split;
-mod tensors;
 mod trackers;
 mod training;
-mod trigger;
-mod validate;
 mod variables;
 
 use core::fmt;
 use core::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -38,28 +22,25 @@ use accelerator_collective::{ProcessGroup, Topology};
 use burn::tensor::Device;
 
 pub use self::builder::AcceleratorBuilder;
-pub use self::launch_threads::launch;
-#[cfg(feature = "burn-train")]
-pub use self::metric_logger::RunLogger;
-pub use self::padding::PadSide;
+pub use self::collectives::PadSide;
+pub(crate) use self::collectives::TensorMap;
+pub use self::collectives::Tensors;
 pub use self::prepare::Prepare;
-pub use self::rank_processes::launch_processes;
 pub(crate) use self::rank_processes::{
     GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
 };
-pub(crate) use self::tensors::TensorMap;
-pub use self::tensors::Tensors;
+pub use self::rank_processes::{launch, launch_processes};
+#[cfg(feature = "burn-train")]
+pub use self::trackers::RunLogger;
 use crate::checkpoint::CheckpointContext;
-use crate::context::{Context, WindowSize};
+use crate::context::Context;
 use crate::core::device::BackendKind;
-use crate::core::error::{Error, Result};
-use crate::core::user_message;
+use crate::core::error::{self, Error, Result};
 use crate::data::UncountedPadding;
 use crate::logging::WarnedTexts;
 use crate::optim::OptimizerCount;
 use crate::precision::Precision;
-use crate::reduce::{ReduceContext, ReduceSettings};
-use crate::timeline::{ProfilerSchedule, Recording};
+use crate::reduce::ReduceContext;
 use crate::tracking::{RunEnding, TrackerSettings, Tracking};
 
 /// The place of this process (or, under [`launch`](crate::launch), of this thread) among the ranks of
@@ -93,7 +74,7 @@ pub(crate) struct Shared {
     pub(crate) optimizers: OptimizerCount,
     pub(crate) reduction: Arc<ReduceContext>,
     restarts: Restarts,
-    trace: TraceSettings,
+    trace: builder::TraceSettings,
     pub(crate) tracker_settings: TrackerSettings,
     tracking: Arc<Tracking>,
     uncounted: UncountedPadding,
@@ -107,7 +88,7 @@ impl Drop for Shared {
         if !std::thread::panicking() {
             self.reduction.device_reducer.rest();
         } else if self.reduction.working.lacks_copy() && self.context.is_main_process() {
-            user_message::warn(
+            error::warn(
                 "inputs were cast by `to_working`, and no model was: where the panic is about types, write \
                  `accelerator.forward(&model, |model| …)` around the forward pass",
             );
@@ -128,36 +109,7 @@ impl Drop for Shared {
         if let Some(path) = self.trace.whole()
             && let Err(error) = timeline.write_own(path)
         {
-            user_message::warn(&format!("the trace of rank {rank} is lost: {error}"));
-        }
-    }
-}
-
-/// The checked settings of the builder.
-#[derive(Clone, Debug)]
-struct Settings {
-    accumulation_steps: NonZeroUsize,
-    recording: Recording,
-    reduce: ReduceSettings,
-    seed: u64,
-    trace: TraceSettings,
-    window: WindowSize,
-}
-
-/// The file of the trace and its schedule.
-#[derive(Clone, Debug)]
-struct TraceSettings {
-    /// The file of the trace; with a schedule, the files of its cycles are beside it.
-    path: Option<PathBuf>,
-    schedule: Option<ProfilerSchedule>,
-}
-
-impl TraceSettings {
-    /// Returns the file of the trace if it is one of the whole program.
-    fn whole(&self) -> Option<&Path> {
-        match self.schedule {
-            Some(_) => None,
-            None => self.path.as_deref(),
+            error::warn(&format!("the trace of rank {rank} is lost: {error}"));
         }
     }
 }

@@ -5,8 +5,7 @@ use burn::module::Module;
 use burn::tensor::{DType, Tensor};
 
 use super::Accelerator;
-use crate::core::error::Result;
-use crate::core::panic_text::panic_text;
+use crate::core::error::{Result, panic_text};
 use crate::reduce::working_copy;
 
 /// Computes in half precision.

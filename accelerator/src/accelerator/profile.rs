@@ -1,7 +1,6 @@
 use super::Accelerator;
 use crate::core::agreement;
 use crate::core::error::Result;
-use crate::core::outcome;
 use crate::timeline::{Cycle, Profiler, ProfilerSchedule, StepSummary};
 
 /// The time of a step, by its parts.
@@ -125,7 +124,7 @@ impl Accelerator {
     ) -> Result<Profiler> {
         let context = &self.shared.context;
         let mine = schedule.check().and_then(|()| context.timeline.is_free());
-        let told = outcome::exchange(&context.group, mine.as_ref().err(), "begin to profile");
+        let told = agreement::exchange(&context.group, mine.as_ref().err(), "begin to profile");
         mine?;
         told?;
         agreement::check(

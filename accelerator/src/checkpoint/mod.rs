@@ -54,7 +54,6 @@
 //! A checkpoint is complete or absent, whichever process dies while it is written. Later damage is detected by its
 //! hashes, and the checkpoint before it is used. `accel-launch checkpoint` lists and verifies them.
 
-mod distribute;
 mod parts;
 mod position;
 mod restorer;
@@ -63,7 +62,6 @@ mod save;
 mod saving;
 mod settings;
 mod snapshot;
-mod source;
 mod state_file;
 mod write;
 
@@ -76,5 +74,4 @@ pub(crate) use self::saving::CheckpointContext;
 pub use self::saving::{Saved, Saving};
 pub use self::settings::{Checkpoints, Draft, Resumed};
 pub(crate) use self::snapshot::{Snapshot, SnapshotExchange};
-pub(crate) use self::source::open_model;
-pub(crate) use self::state_file::PartKind;
+pub(crate) use self::state_file::{PartKind, open_model};

@@ -8,7 +8,7 @@ use super::restorer::Restorer;
 use super::snapshot::{Snapshot, SnapshotExchange};
 use super::state_file::PartKind;
 use crate::core::error::Result;
-use crate::core::kind;
+use crate::core::module;
 use crate::data::PreparedLoader;
 use crate::ema::Ema;
 use crate::optim::{Manual, PreparedOptimizer, Scheduled};
@@ -91,7 +91,7 @@ pub struct PerRank<T>(
     pub T,
 );
 
-impl<M: Module + fmt::Display> Save<kind::Model> for &M {
+impl<M: Module + fmt::Display> Save<module::Model> for &M {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_model(*self)
     }
@@ -101,7 +101,7 @@ impl<M: Module + fmt::Display> Save<kind::Model> for &M {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<kind::Model> for M {
+impl<M: Module + fmt::Display> Resume<module::Model> for M {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Model);
     }
@@ -112,7 +112,7 @@ impl<M: Module + fmt::Display> Resume<kind::Model> for M {
 }
 
 // To a checkpoint it is one more model.
-impl<M: Module + fmt::Display> Save<kind::Part> for &Ema<M> {
+impl<M: Module + fmt::Display> Save<module::Part> for &Ema<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_companion("an `Ema`", self.model())
     }
@@ -122,7 +122,7 @@ impl<M: Module + fmt::Display> Save<kind::Part> for &Ema<M> {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<kind::Part> for Ema<M> {
+impl<M: Module + fmt::Display> Resume<module::Part> for Ema<M> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Model);
     }
@@ -136,13 +136,13 @@ impl<M: Module + fmt::Display> Resume<kind::Part> for Ema<M> {
 macro_rules! optimizers {
     ($($schedule:ident),+) => {
         $(
-            impl Save<kind::Part> for &PreparedOptimizer<$schedule> {
+            impl Save<module::Part> for &PreparedOptimizer<$schedule> {
                 fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
                     snapshot.add_optimizer(self)
                 }
             }
 
-            impl Resume<kind::Part> for PreparedOptimizer<$schedule> {
+            impl Resume<module::Part> for PreparedOptimizer<$schedule> {
                 fn kinds(kinds: &mut Vec<PartKind>) {
                     kinds.push(PartKind::Optimizer);
                 }
@@ -157,14 +157,14 @@ macro_rules! optimizers {
 
 optimizers!(Manual, Scheduled);
 
-impl<O: Send + 'static> Save<kind::Part> for &PreparedLoader<O> {
+impl<O: Send + 'static> Save<module::Part> for &PreparedLoader<O> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_loader(self.loader_state());
         Ok(())
     }
 }
 
-impl<O: Send + 'static> Resume<kind::Part> for PreparedLoader<O> {
+impl<O: Send + 'static> Resume<module::Part> for PreparedLoader<O> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Loader);
     }
@@ -174,13 +174,13 @@ impl<O: Send + 'static> Resume<kind::Part> for PreparedLoader<O> {
     }
 }
 
-impl<T: Serialize> Save<kind::Part> for Object<&T> {
+impl<T: Serialize> Save<module::Part> for Object<&T> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_object(self.0)
     }
 }
 
-impl<T: DeserializeOwned> Resume<kind::Part> for Object<T> {
+impl<T: DeserializeOwned> Resume<module::Part> for Object<T> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Object);
     }
@@ -190,13 +190,13 @@ impl<T: DeserializeOwned> Resume<kind::Part> for Object<T> {
     }
 }
 
-impl<T: Serialize> Save<kind::Part> for PerRank<&T> {
+impl<T: Serialize> Save<module::Part> for PerRank<&T> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_per_rank(self.0)
     }
 }
 
-impl<T: DeserializeOwned> Resume<kind::Part> for PerRank<T> {
+impl<T: DeserializeOwned> Resume<module::Part> for PerRank<T> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::PerRank);
     }

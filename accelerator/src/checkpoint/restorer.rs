@@ -10,17 +10,15 @@ use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::distribute::bytes_from_main;
 use super::position::{Origin, Rescale, WorldChange};
-use super::saving::CheckpointContext;
+use super::saving::{CheckpointContext, bytes_from_main};
 use super::settings::Checkpoints;
-use super::source::Source;
 use super::state_file::{
-    HookState, Names, PartKind, PartState, SavedHook, SavedModel, StateFile, decode,
+    HookState, Names, PartKind, PartState, SavedHook, SavedModel, Source, StateFile, decode,
 };
 use crate::context::WindowSize;
-use crate::core::error::{Error, Kind, Result};
-use crate::core::{outcome, user_message};
+use crate::core::agreement;
+use crate::core::error::{self, Error, Kind, Result};
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
 use crate::reduce::hook::{HookInstance, SavedBy};
@@ -171,7 +169,7 @@ impl<'a> Restorer<'a> {
         let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
         // Whether the record can be read was found out by resuming, on all ranks alike.
         if let Ok(Some((saved, kept))) = other {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
                  a setting such as its momentum, is another one: it goes on with that of this program, and what was \
                  not saved begins anew"
@@ -215,7 +213,7 @@ impl<'a> Restorer<'a> {
                 ));
             }
             if self.context.is_main_process() {
-                user_message::warn(&format!(
+                error::warn(&format!(
                     "{jump}; it goes on with the rates of this program"
                 ));
             }
@@ -233,7 +231,7 @@ impl<'a> Restorer<'a> {
             return Err(other_kind(&name));
         };
         if saved.trained && loader.draws_at_each_read() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "{name} has a data set with items that are others each time they are read, so training does not go on \
                  with the samples that it would have had; several ranks cannot share it out {DRAWN_HINT}"
             ));
@@ -269,7 +267,7 @@ impl<'a> Restorer<'a> {
             return Ok(loader);
         };
         if planned != batch && self.context.is_main_process() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "{name} goes on with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
                  `steps` was called, before `resume`: what was computed from that does not hold; {RESUME_LOADER_HINT}"
             ));
@@ -318,7 +316,7 @@ impl<'a> Restorer<'a> {
             return mine;
         }
         let group = self.context.group();
-        let told = outcome::exchange(group, mine.as_ref().err(), "resume");
+        let told = agreement::exchange(group, mine.as_ref().err(), "resume");
         let mine = mine?;
         told.map(|()| mine)
     }

@@ -5,17 +5,16 @@ use accelerator_manifest::{
     Checkpoint, CheckpointKind, FileName, Folder, VerifyLevel, VerifyReport, internal::Place,
 };
 
-use super::distribute::from_main;
 use super::parts::Resume;
 use super::position::{Origin, Position};
 use super::restorer::{FoundCheckpoint, Restorer};
-use super::saving::CheckpointContext;
+use super::saving::{CheckpointContext, from_main};
 use super::settings::{Checkpoints, Resumed};
-use super::source::{Source, is_called_checkpoint, is_meant_as_checkpoint};
-use super::state_file::{StateFile, decode, list};
+use super::state_file::{
+    Source, StateFile, decode, is_called_checkpoint, is_meant_as_checkpoint, list,
+};
 use crate::core::agreement::{self, Term};
-use crate::core::error::{Error, Kind, Result};
-use crate::core::user_message;
+use crate::core::error::{self, Error, Kind, Result};
 use crate::data::PreparedLoader;
 
 /// See [`Accelerator::resume`].
@@ -158,7 +157,7 @@ fn find(
         let path = newest.source.path();
         for what in &passed_over {
             let path = path.display();
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "a checkpoint was passed over: {what}; going back to {path}"
             ));
         }

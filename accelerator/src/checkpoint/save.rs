@@ -6,17 +6,16 @@ use std::time::Instant;
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
-use super::distribute::from_main;
 use super::parts::Save;
-use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving};
+use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving, from_main};
 use super::settings::Checkpoints;
 use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
 };
-use super::source::LiveState;
+use super::state_file::LiveState;
 use super::write::{self, JobInfo};
+use crate::core::agreement::Failure;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::outcome::Failure;
 
 /// See [`Accelerator::save_state`].
 #[track_caller]

@@ -8,14 +8,12 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use accelerator_host::sync::Mutex;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::distribute::from_main;
-use super::source::LiveState;
+use super::state_file::LiveState;
 use crate::context::Context;
-use crate::core::error::{Error, Kind, Result};
-use crate::core::panic_text::panic_text;
-use crate::core::user_message;
+use crate::core::error::{self, Error, Kind, Result, panic_text};
 use crate::reduce::{ReduceContext, SaveProgress, WatchedSave};
 use crate::tracking::Tracking;
 
@@ -230,7 +228,7 @@ impl Ongoing {
         let folder = absolute(folder);
         let mut numbers = self.numbers.lock();
         if number > 1 && !numbers.contains_key(&folder) && !self.resumed.lock().contains(&folder) {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "`{}` holds checkpoint {} of an earlier run, which this one did not resume: a later `resume` \
                  takes the newest of both; call `resume` first, or give each run a folder of its own",
                 folder.display(),
@@ -383,4 +381,44 @@ impl Drop for BackgroundSave {
 
 fn absolute(folder: &Path) -> PathBuf {
     folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
+}
+
+/// The number of bytes per broadcast.
+const CHUNK: usize = 64 << 20;
+
+/// Runs `work` on rank 0 and returns its result on every rank; if it fails, every rank gets the error. Work that
+/// takes long shows that it is alive.
+#[track_caller]
+pub(super) fn from_main<T: Serialize + DeserializeOwned>(
+    context: &Context,
+    action: &str,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    if context.world_size() == 1 {
+        return work();
+    }
+    let mine = context.on_main(action, work)?;
+    let reading = context.group().for_purpose(action);
+    Ok(reading.broadcast_object(mine.as_ref(), 0)?)
+}
+
+/// The bytes that `read` gives on rank 0, on every rank.
+#[track_caller]
+pub(super) fn bytes_from_main(
+    context: &Context,
+    action: &str,
+    read: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let length = from_main(context, action, || {
+        bytes = read()?;
+        Ok(bytes.len() as u64)
+    })?;
+    bytes.resize(length as usize, 0);
+    if context.world_size() > 1 {
+        for chunk in bytes.chunks_mut(CHUNK) {
+            context.group().broadcast(chunk, 0)?;
+        }
+    }
+    Ok(bytes)
 }

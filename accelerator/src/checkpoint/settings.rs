@@ -7,8 +7,7 @@ use std::sync::Arc;
 use accelerator_track::Runs;
 
 use super::position::{Rescale, WorldChange};
-use crate::core::error::{Error, Kind, Result};
-use crate::core::user_message;
+use crate::core::error::{self, Error, Kind, Result};
 
 /// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
 /// asked for.
@@ -281,7 +280,7 @@ impl Checkpoints {
     /// Warns that hooks do not run because there is no checkpoint whose files they would read.
     pub(super) fn pass_over_after_resume(&self) {
         if !self.after_resume.is_empty() {
-            user_message::warn(
+            error::warn(
                 "hooks of `after_resume` do not run: training goes on from the memory of the group before, to which \
                  hooks of `before_save` add no files; what they keep travels as an `Object`",
             );

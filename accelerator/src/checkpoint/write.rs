@@ -14,10 +14,8 @@ use accelerator_track::RunMark;
 use super::saving::{CheckpointContext, Saved};
 use super::settings::{Checkpoints, Draft};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
-use super::source::{LiveState, MODEL, model_file};
-use super::state_file::{HookState, Names, StateFile, encode};
-use crate::core::error::{Error, Result};
-use crate::core::user_message;
+use super::state_file::{HookState, LiveState, MODEL, Names, StateFile, encode, model_file};
+use crate::core::error::{self, Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
@@ -51,7 +49,7 @@ pub(super) fn begin(
         }
         SnapshotMode::Emergency => {
             if let Err(error) = settings.check_folder() {
-                user_message::warn(&error.to_string());
+                error::warn(&error.to_string());
             }
         }
     }

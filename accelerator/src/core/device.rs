@@ -1,14 +1,14 @@
+use core::cell::Cell;
 use core::fmt;
 use core::str::FromStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use accelerator_collective::Topology;
+use accelerator_host::sync::{Mutex, MutexGuard};
 use burn::tensor::{Device, FloatDType};
 
-use crate::core::choice::named;
+use super::error::{self, named, panic_text};
 use crate::core::error::{Error, Kind, Result};
-use crate::core::panic_text::panic_text;
-use crate::core::user_message;
 
 /// A kind of device that a program can run on.
 ///
@@ -283,7 +283,7 @@ fn take(
     if place.is_local_main()
         && let Some(text) = remark(place.local_world_size(), kind, devices)
     {
-        user_message::tell(&text);
+        error::tell(&text);
     }
     Ok(index)
 }
@@ -323,6 +323,38 @@ fn counted(count: usize, noun: &str) -> String {
     match count {
         1 => format!("1 {noun}"),
         _ => format!("{count} {noun}s"),
+    }
+}
+
+/// Waits for this thread's turn to set the device's generator and draw from it: one thread of the process at a time. A
+/// thread that has the turn already continues.
+pub(crate) fn drawing() -> Drawing {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let turn = (!is_drawing()).then(|| ONE_AT_A_TIME.lock());
+    DRAWING.set(true);
+    Drawing { turn }
+}
+
+/// Returns `true` if it is this thread's turn to draw.
+pub(crate) fn is_drawing() -> bool {
+    DRAWING.get()
+}
+
+thread_local! {
+    static DRAWING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A turn to draw, or a part of one.
+pub(crate) struct Drawing {
+    /// `None` for a part.
+    turn: Option<MutexGuard<'static, ()>>,
+}
+
+impl Drop for Drawing {
+    fn drop(&mut self) {
+        if self.turn.is_some() {
+            DRAWING.set(false);
+        }
     }
 }
 

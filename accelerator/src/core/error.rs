@@ -1,7 +1,11 @@
-use core::fmt;
+use core::any::Any;
+use core::fmt::{self, Display};
 use std::error::Error as StdError;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use accelerator_collective::launcher::stderr_fallback;
 use accelerator_host::error::chain;
 use serde::{Deserialize, Serialize};
 
@@ -236,6 +240,60 @@ impl From<accelerator_plan::Error> for Error {
     }
 }
 
+/// Returns the message of a panic.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".to_owned())
+}
+
+/// Returns the result of `work`, or an error with the message of its panic.
+pub(crate) fn caught<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let message = format!("{what} panicked: {}", panic_text(&*panic));
+        Err(Error::new(Kind::Panic, message))
+    })
+}
+
+/// Lets something be said once.
+#[derive(Debug, Default)]
+pub(crate) struct Once(AtomicBool);
+
+impl Once {
+    /// Returns `true` on the first call only.
+    pub(crate) fn first(&self) -> bool {
+        !self.0.swap(true, Ordering::Relaxed)
+    }
+}
+
+/// Warns that something is wrong.
+pub(crate) fn warn(text: &str) {
+    tracing::warn!("{text}");
+    stderr_fallback(text);
+}
+
+/// Reports what the user asked for.
+pub(crate) fn tell(text: &str) {
+    tracing::info!("{text}");
+    stderr_fallback(text);
+}
+
+/// The one of `all` that is shown as `name`. An error lists them.
+pub(crate) fn named<T: Copy + Display>(what: &str, name: &str, all: &[T]) -> Result<T> {
+    let found = all.iter().find(|one| one.to_string() == name);
+    found.copied().ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(T::to_string).collect();
+        let expected = match names.split_last() {
+            Some((last, [])) => last.clone(),
+            Some((last, others)) => format!("{} or {last}", others.join(", ")),
+            None => "nothing".to_owned(),
+        };
+        Error::config(format!("there is no {what} `{name}`; expected {expected}"))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -286,5 +344,18 @@ mod tests {
             "{errors:?}"
         );
         assert!(errors[1].to_string().contains("no labels"), "{errors:?}");
+    }
+
+    #[test]
+    fn an_unknown_name_is_told_with_all_that_are_known() {
+        assert_eq!(named("number", "2", &[1, 2, 3]).unwrap(), 2);
+        for (all, expected) in [
+            (&[1, 2, 3][..], "there is no number `4`; expected 1, 2 or 3"),
+            (&[1][..], "there is no number `4`; expected 1"),
+        ] {
+            let error = named("number", "4", all).unwrap_err();
+            assert!(error.is_config());
+            assert_eq!(error.to_string(), expected);
+        }
     }
 }

@@ -8,9 +8,8 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
-use super::digest::{self, Digest, ItemCheck};
 use super::order::{BatchSizeSpec, Listed, SampleOrder, Spec};
-use super::source::{Batched, Batching, ItemSource, SamplePlace};
+use super::source::{self, Batched, Batching, Digest, ItemCheck, ItemSource, SamplePlace};
 use super::stream::SharedStream;
 use crate::core::error::Result;
 
@@ -351,7 +350,7 @@ impl<I: fmt::Debug + Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Items without `Debug` are not compared. Their loader is built by [`BuildUncompared::build`], which is in the
     /// [prelude](crate::prelude).
     pub fn build(self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
-        self.build_with(dataset, Some(digest::of_debug))
+        self.build_with(dataset, Some(source::of_debug))
     }
 }
 

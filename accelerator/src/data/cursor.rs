@@ -3,9 +3,8 @@ use std::sync::{Arc, Weak};
 use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::exchange_step::ReadPosition;
-use super::steppers::{AdvancesCursor, Steppers};
-use crate::core::user_message::{self, Once};
+use super::exchange_step::{AdvancesCursor, ReadPosition, Steppers};
+use crate::core::error::{self, Once};
 
 /// A place in an epoch: what lies before it is used.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -244,7 +243,7 @@ impl EpochPass {
         let EpochPosition { epoch, step, .. } = self.yielded();
         let cursor = self.cursor.upgrade().filter(|_| step == 0);
         if cursor.is_some_and(|cursor| cursor.0.lock().empty_warned.first()) {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "epoch {epoch} of a loader had no batches on rank 0, so that nothing was done in it: look at what its \
                  stream or sampler gives (said once a loader)"
             ));
@@ -335,7 +334,7 @@ impl ConsumeTicket {
 /// Warns that training continued from a checkpoint with an epoch that lies behind it.
 fn warn_of_repeated_epoch(epoch: u64, first: u64) {
     if epoch < first {
-        user_message::warn(&format!(
+        error::warn(&format!(
             "epoch {epoch} is trained again: training was resumed from a checkpoint that goes on with epoch {first}; \
              begin the loop there, `for epoch in position.epoch()..epochs`, with the position that `resume` returns \
              (said once a loader)"

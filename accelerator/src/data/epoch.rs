@@ -3,19 +3,21 @@
 use core::fmt;
 use core::iter::FusedIterator;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use accelerator_collective::TransportKind;
-use accelerator_plan::mix;
+use accelerator_plan::{BatchKind, PlannedBatch, mix};
 use burn::tensor::Device;
 
-use super::batch::{Batch, UncountedPadding};
-use super::batch_stream::PrefetchedBatches;
+use super::batch::{Batch, BatchInfo, StepShare, UncountedPadding};
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
+use super::order::{EpochShare, Spec};
+use super::source::{DeferredBatch, ItemSource};
 use crate::context::Context;
-use crate::core::error::{Error, Result};
-use crate::core::generator::drawing;
-use crate::core::user_message;
+use crate::core::device::drawing;
+use crate::core::error::{self, Error, Kind, Result, caught};
 use crate::timeline::Timeline;
 
 /// This rank's batches of one epoch; see [`PreparedLoader::epoch`](super::PreparedLoader::epoch).
@@ -257,7 +259,7 @@ impl Reseed {
     /// An epoch that continues from there is to leave out so many more.
     fn warn_left_out(&self, start: EpochPosition, batches: u64) {
         if start.step > 0 && batches > 0 && self.place.rank == 0 {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
                  more, which are never trained on in this epoch: leave it out where it is to find the place of the \
                  checkpoint, which `resume` does",
@@ -321,5 +323,239 @@ impl LoaderContext {
             seed: context.seed,
             world_size: context.world_size(),
         }
+    }
+}
+
+/// The batches of an epoch, in order. Some are left to be made by the thread that asks for them.
+pub(super) type PrefetchedBatches<O> = Ahead<Batch<DeferredBatch<O>>>;
+
+/// This rank's share of an epoch, by its plan.
+pub(super) struct RankBatches<O> {
+    pub(super) device: Device,
+    pub(super) epoch: u64,
+    /// The first step of the plan that is wanted.
+    pub(super) first: u64,
+    pub(super) plan: EpochShare,
+    pub(super) rank: usize,
+    pub(super) source: Arc<dyn ItemSource<O>>,
+    pub(super) spec: Spec,
+    /// The number of steps of the epoch done where the plan starts.
+    pub(super) steps_before: u64,
+    pub(super) timeline: Timeline,
+}
+
+impl<O: Send + 'static> RankBatches<O> {
+    pub(super) fn feed(self) -> PrefetchedBatches<O> {
+        let (first, steps) = (self.first, self.plan.steps(self.rank));
+        let workers = (self.spec.workers as u64).min(steps.saturating_sub(first));
+        let share = Arc::new(self);
+        if workers == 0 {
+            return Box::new((first..steps).map_while(move |step| share.load(step)));
+        }
+        let started: std::io::Result<Vec<_>> = (0..workers)
+            .map(|worker| {
+                let share = share.clone();
+                Worker::start(
+                    share.spec.prefetch,
+                    WorkerShutdown::Awaited,
+                    move |sender| {
+                        for step in (first + worker..steps).step_by(workers as usize) {
+                            let loading = share.timeline.load(worker as usize);
+                            let Some(batch) = share.load(step) else {
+                                return;
+                            };
+                            drop(loading);
+                            let failed = batch.is_err();
+                            if sender.send(batch).is_err() || failed {
+                                return;
+                            }
+                        }
+                    },
+                )
+            })
+            .collect();
+        match started {
+            Ok(workers) => Box::new(Workers { next: 0, workers }),
+            Err(error) => failed(error),
+        }
+    }
+
+    fn load(&self, step: u64) -> Option<Result<Batch<DeferredBatch<O>>>> {
+        let planned = self.plan.batch(self.rank, step)?;
+        let value = self.source.load(self.epoch, &planned.indices, &self.device);
+        Some(value.map(|value| Batch::new(value, self.info(planned))))
+    }
+
+    fn info(&self, planned: PlannedBatch) -> BatchInfo {
+        BatchInfo {
+            consumed: self.plan.consumed_after(planned.step),
+            epoch: self.epoch,
+            is_last: planned.is_last,
+            len: planned.indices.len(),
+            real: planned.real,
+            share: match planned.kind {
+                BatchKind::Idle => StepShare::Idle,
+                _ => StepShare::Used,
+            },
+            step: self.steps_before + planned.step,
+            uneven: self.spec.is_uneven(),
+            indices: planned.indices,
+        }
+    }
+}
+
+/// A thread that loads ahead. Dropping it stops it.
+pub(super) struct Worker<T> {
+    items: Option<Receiver<Result<T>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The fate of a worker that is dropped in the middle of its work.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum WorkerShutdown {
+    /// The worker is waited for: it ends with its current batch.
+    Awaited,
+    /// The worker is left: it may be waiting for other ranks, and ends when they answer.
+    Left,
+}
+
+impl<T: Send + 'static> Worker<T> {
+    pub(super) fn start(
+        ahead: usize,
+        ending: WorkerShutdown,
+        work: impl FnOnce(&SyncSender<Result<T>>) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let (sender, items) = sync_channel(ahead);
+        let thread = std::thread::Builder::new()
+            .name("loader".to_owned())
+            .spawn(move || {
+                if let Err(error) = caught("a loader's worker", || {
+                    work(&sender);
+                    Ok(())
+                }) {
+                    // Nobody listens any more if this fails.
+                    let _ = sender.send(Err(error));
+                }
+            })?;
+        Ok(Self {
+            items: Some(items),
+            thread: (ending == WorkerShutdown::Awaited).then_some(thread),
+        })
+    }
+}
+
+impl<T> Iterator for Worker<T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.items.as_ref()?.recv().ok()
+    }
+}
+
+impl<T> Worker<T> {
+    /// Lets it end: without a receiver its next send fails.
+    fn stop(&mut self) {
+        self.items = None;
+    }
+}
+
+impl<T> Drop for Worker<T> {
+    fn drop(&mut self) {
+        self.stop();
+        if let Some(thread) = self.thread.take() {
+            // Its panics were caught and sent.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// An iterator that is read in order, perhaps ahead.
+pub(super) type Ahead<T> = Box<dyn Iterator<Item = Result<T>> + Send>;
+
+/// Reads ahead on a thread, if there is to be one. A panic is an error in both cases.
+pub(super) fn read_ahead<T: Send + 'static>(
+    spec: &Spec,
+    timeline: Timeline,
+    mut items: impl Iterator<Item = Result<T>> + Send + 'static,
+) -> Ahead<T> {
+    if spec.workers == 0 {
+        return Box::new(core::iter::from_fn(move || {
+            caught("a loader", || Ok(items.next())).unwrap_or_else(|error| Some(Err(error)))
+        }));
+    }
+    let worker = Worker::start(spec.prefetch, WorkerShutdown::Left, move |sender| {
+        loop {
+            let loading = timeline.load(0);
+            let Some(item) = items.next() else {
+                return;
+            };
+            drop(loading);
+            let failed = item.is_err();
+            if sender.send(item).is_err() || failed {
+                return;
+            }
+        }
+    });
+    match worker {
+        Ok(worker) => Box::new(worker),
+        Err(error) => failed(error),
+    }
+}
+
+/// A feed that has nothing but the error of a thread that could not be started.
+pub(super) fn failed<T: Send + 'static>(error: std::io::Error) -> Ahead<T> {
+    Box::new(std::iter::once(Err(Error::new(
+        Kind::Data,
+        "a loader's worker thread could not be started",
+    )
+    .with_source(error))))
+}
+
+/// Workers that take steps in turn, read in the same turn.
+struct Workers<T> {
+    next: usize,
+    workers: Vec<Worker<T>>,
+}
+
+impl<T> Drop for Workers<T> {
+    fn drop(&mut self) {
+        // All of them before one is waited for, or each would continue until its turn has come.
+        self.workers.iter_mut().for_each(Worker::stop);
+    }
+}
+
+impl<T> Iterator for Workers<T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let turn = self.next;
+        self.next = (turn + 1) % self.workers.len();
+        self.workers[turn].next()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// The first one ends when the second one has noticed that nobody listens.
+    #[test]
+    fn all_workers_stop_before_one_is_waited_for() {
+        const DEADLINE: Duration = Duration::from_secs(60);
+        let (stopped, has_stopped) = mpsc::channel();
+        let (done, outcome) = mpsc::channel();
+        let first = Worker::start(1, WorkerShutdown::Awaited, move |_| {
+            done.send(has_stopped.recv_timeout(DEADLINE)).unwrap();
+        });
+        let second = Worker::start(1, WorkerShutdown::Awaited, move |sender| {
+            while sender.send(Ok(())).is_ok() {}
+            stopped.send(()).unwrap();
+        });
+        let workers = vec![first.unwrap(), second.unwrap()];
+        drop(Workers { next: 0, workers });
+        assert_eq!(outcome.recv().unwrap(), Ok(()));
     }
 }

@@ -105,12 +105,9 @@
 //!
 //! [`TailPolicy::Exact`]: crate::plan::TailPolicy::Exact
 
-mod batch;
-mod batch_stream;
+pub(crate) mod batch;
 mod builder;
-mod burn_loader;
 mod cursor;
-mod digest;
 mod epoch;
 mod exchange_step;
 mod loader_state;
@@ -118,19 +115,17 @@ mod opaque;
 mod order;
 mod prepared;
 mod source;
-mod steppers;
 mod stream;
-pub(crate) mod weight;
 
 pub use self::batch::Batch;
 pub(crate) use self::batch::UncountedPadding;
 pub use self::builder::{BuildUncompared, Loader, LoaderBuilder};
 pub(crate) use self::cursor::{ConsumeTicket, EpochPosition};
-pub(crate) use self::digest::DRAWN_HINT;
 pub use self::epoch::{Epoch, NumberedBatches};
 pub(crate) use self::loader_state::{LoaderResume, LoaderState};
 pub use self::opaque::AssumeDeterministic;
 pub use self::prepared::PreparedLoader;
+pub(crate) use self::source::DRAWN_HINT;
 pub use self::source::SamplePlace;
 pub use self::stream::{SampleStream, StreamError, StreamItems, StreamPart};
 pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -5,9 +5,8 @@ use std::sync::mpsc::SyncSender;
 use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, BatchInfo, StepShare};
-use super::batch_stream::{PrefetchedBatches, Worker, WorkerShutdown, failed};
 use super::cursor::EpochPosition;
-use super::epoch::LoaderContext;
+use super::epoch::{LoaderContext, PrefetchedBatches, Worker, WorkerShutdown, failed};
 use super::source::DeferredBatch;
 use crate::core::error::{Error, Kind, Result};
 

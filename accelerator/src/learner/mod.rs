@@ -100,24 +100,28 @@
 //! - Training continues from the end of an epoch, as in burn-train, and with the same batch size at another number of
 //!   ranks.
 
-mod output;
-mod renderer;
 mod strategy;
 
 use std::path::Path;
 use std::sync::Arc;
 
+use burn_train::logger::{EvaluationProgressLogger, TrainingProgressLogger};
+use burn_train::metric::MetricDefinition;
+use burn_train::renderer::{
+    EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation,
+    MetricsRendererTraining,
+};
 use burn_train::{
-    InferenceStep, LearnerModel, LearningResult, SupervisedTraining, TrainStep, TrainingError,
-    TrainingStrategy,
+    InferenceStep, LearnerModel, LearnerSummary, LearningResult, SupervisedTraining, TrainStep,
+    TrainingError, TrainingStrategy,
 };
 
-pub use self::output::ValidationOutput;
-use self::renderer::SilentRenderer;
 use self::strategy::ProcessStrategy;
 use crate::Accelerator;
 use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
+
+pub use self::strategy::ValidationOutput;
 
 impl Accelerator {
     /// A training of burn-train over the ranks of this job, in the place of `SupervisedTraining::new`; see
@@ -170,4 +174,66 @@ fn own_error(error: &TrainingError) -> Error {
         source = error.source();
     }
     Error::other(error.to_string())
+}
+
+struct SilentRenderer;
+
+impl MetricsRenderer for SilentRenderer {
+    fn manual_close(&mut self) {}
+
+    fn register_metric(&mut self, _: MetricDefinition) {}
+}
+
+impl MetricsRendererTraining for SilentRenderer {
+    fn update_train(&mut self, _: MetricState) {}
+
+    fn update_valid(&mut self, _: MetricState) {}
+
+    fn on_train_end(
+        &mut self,
+        _: Option<LearnerSummary>,
+    ) -> Result<(), Box<dyn core::error::Error>> {
+        Ok(())
+    }
+}
+
+impl MetricsRendererEvaluation for SilentRenderer {
+    fn update_test(&mut self, _: EvaluationName, _: MetricState) {}
+
+    fn on_test_end(
+        &mut self,
+        _: Option<LearnerSummary>,
+    ) -> Result<(), Box<dyn core::error::Error>> {
+        Ok(())
+    }
+}
+
+impl TrainingProgressLogger for SilentRenderer {
+    fn start(&mut self, _: usize, _: usize, _: Option<usize>, _: Option<&str>) {}
+
+    fn update_epoch(&mut self, _: usize) {}
+
+    fn start_split(&mut self, _: &str, _: usize) {}
+
+    fn update_split(&mut self, _: usize) {}
+
+    fn end_split(&mut self) {}
+
+    fn end(&mut self) {}
+
+    fn log_event_training(&mut self, _: String) {}
+}
+
+impl EvaluationProgressLogger for SilentRenderer {
+    fn start_global_progress(&mut self, _: usize) {}
+
+    fn start_test(&mut self, _: &str, _: usize) {}
+
+    fn update_test_progress(&mut self, _: usize) {}
+
+    fn end_test(&mut self) {}
+
+    fn end_global_progress(&mut self) {}
+
+    fn log_event_evaluation(&mut self, _: String) {}
 }

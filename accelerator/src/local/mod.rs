@@ -71,19 +71,15 @@
 //! [`AveragedGradients::loss`]: crate::AveragedGradients::loss
 //! [`AveragedGradients::samples`]: crate::AveragedGradients::samples
 
-mod checkpoint;
-mod diloco;
-mod parameters;
 mod sgd;
 mod sync_rounds;
 
 use burn::module::Module;
 use burn::tensor::Tensor;
 
-pub use self::diloco::{DiLoCo, DiLoCoConfig};
-pub use self::sgd::{LocalSgd, LocalSgdConfig};
+pub use self::sgd::{DiLoCo, DiLoCoConfig, LocalSgd, LocalSgdConfig};
 use crate::core::error::Result;
-use crate::data::weight::Weight;
+use crate::data::batch::Weight;
 use crate::reduce::AveragedGradients;
 
 /// A loop of local training: [`LocalSgd`] or [`DiLoCo`].

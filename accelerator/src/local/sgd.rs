@@ -2,13 +2,14 @@ use core::fmt;
 
 use burn::module::Module;
 
-use super::parameters::{self, GradientForm};
-use super::sync_rounds::{InRounds, SyncRounds};
+use super::sync_rounds::{self, GradientForm, InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
-use crate::core::error::Result;
-use crate::reduce::OpenRoundConcern;
-use crate::reduce::mean_over_ranks;
+use crate::checkpoint::{PartKind, Restorer, Resume, Save, Snapshot, SnapshotExchange};
+use crate::core::error::{Error, Result};
+use crate::core::module;
+use crate::core::tensor::any_rank;
+use crate::reduce::{OpenRoundConcern, mean_over_ranks};
 
 /// The settings of [`LocalSgd`].
 #[derive(Clone, Debug)]
@@ -73,10 +74,10 @@ impl<M: Module> LocalTraining<M> for LocalSgd {
         if let Some(share) = self.rounds.share(&model_state)?
             && accelerator.world_size() > 1
         {
-            let mine = parameters::of(model, &model_state)?;
+            let mine = sync_rounds::of(model, &model_state)?;
             let means = mean_over_ranks(&accelerator.shared.reduction, &model_state, &mine, share)?;
             accelerator.sync_buffers(model)?;
-            *model = parameters::replace(model, &model_state, GradientForm::Trained, &means);
+            *model = sync_rounds::replace(model, &model_state, GradientForm::Trained, &means);
         }
         SyncRounds::close(&model_state);
         Ok(())
@@ -92,5 +93,261 @@ impl InRounds for LocalSgd {
 impl fmt::Debug for LocalSgd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LocalSgd").finish_non_exhaustive()
+    }
+}
+
+/// The settings of [`DiLoCo`].
+#[derive(Clone, Debug)]
+pub struct DiLoCoConfig {
+    momentum: f64,
+    period: u64,
+    rate: f64,
+    weighting: Weighting,
+}
+
+impl DiLoCoConfig {
+    /// The outer optimizer steps after every `period` optimizer steps: with a rate of 0.7 and a Nesterov
+    /// momentum of 0.9, as in the paper. There, a period is about 500.
+    pub fn new(period: u64) -> Self {
+        Self {
+            momentum: 0.9,
+            period,
+            rate: 0.7,
+            weighting: Weighting::default(),
+        }
+    }
+
+    /// The learning rate of the outer optimizer. With a rate of 1 and a momentum of 0 this is [`LocalSgd`]
+    /// (up to rounding).
+    ///
+    /// [`LocalSgd`]: super::LocalSgd
+    #[must_use]
+    pub fn with_outer_rate(self, rate: f64) -> Self {
+        Self { rate, ..self }
+    }
+
+    /// The Nesterov momentum of the outer optimizer, from 0 to below 1.
+    #[must_use]
+    pub fn with_outer_momentum(self, momentum: f64) -> Self {
+        Self { momentum, ..self }
+    }
+
+    /// Sets the weight of ranks in an average: [`Weighting::Samples`] by default.
+    #[must_use]
+    pub fn with_weighting(self, weighting: Weighting) -> Self {
+        Self { weighting, ..self }
+    }
+
+    /// Starts DiLoCo on a prepared model, whose parameters are the first outer ones: after any warm-up with
+    /// [`Accelerator::backward`]. Every rank calls it with the same settings.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_config`](crate::Error::is_config) for a period of 0, a rate that is not positive, a
+    /// momentum out of 0 to 1, or settings that differ between ranks;
+    /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared, or is in the middle of
+    /// other local training, and if there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
+    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
+    #[track_caller]
+    pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {
+        let said = format!("{self:?}");
+        let concern = OpenRoundConcern::Apart;
+        let rounds = SyncRounds::new(accelerator, self.period, self.weighting, concern, &said)?;
+        if !(self.rate > 0.0 && self.rate.is_finite()) {
+            return Err(Error::config(format!(
+                "the outer rate is {}; expected a positive number, such as 0.7",
+                self.rate
+            )));
+        }
+        if !(0.0..1.0).contains(&self.momentum) {
+            return Err(Error::config(format!(
+                "the outer momentum is {}; expected 0 or more, and less than 1",
+                self.momentum
+            )));
+        }
+        let model_state = rounds.model_state(model)?;
+        model_state.round().check_together("begin local training")?;
+        let outer = model.valid();
+        sync_rounds::of(&outer, &model_state)?;
+        Ok(DiLoCo {
+            rule: OuterRule {
+                momentum: self.momentum,
+                rate: self.rate,
+                rounds,
+            },
+            velocity: sync_rounds::zeros(model),
+            outer,
+        })
+    }
+}
+
+/// DiLoCo ([Douillard et al. 2023](https://arxiv.org/abs/2311.08105)): every rank takes many steps with its own
+/// optimizer, and what these changed, averaged over the ranks, is the gradient of an outer SGD with Nesterov
+/// momentum. See [`local`](crate::local).
+///
+/// With outer parameters `θ`, the mean `g` of `θ` − a rank's parameters, momentum `μ` and rate `η`, a round ends
+/// with `v ← μ v + g`, `θ ← θ − η (g + μ v)`, and `θ` on every rank. So it does on one rank alone, where
+/// nothing is communicated.
+///
+/// It keeps `θ` and `v` in the type of the parameters, twice their memory, on every rank, and belongs into
+/// checkpoints beside the model:
+///
+/// ```
+/// use accelerator::prelude::*;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::Tensor;
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// let accelerator = Accelerator::new()?;
+/// let device = accelerator.device();
+/// let model: Linear = LinearConfig::new(2, 1).init(&device);
+/// let (model, optimizer) = accelerator.prepare((model, AdamWConfig::new().init()))?;
+/// let local = DiLoCoConfig::new(3).with_outer_rate(0.5).init(&accelerator, &model)?;
+/// let ((mut model, mut optimizer, mut local), _) =
+///     accelerator.resume(folder, (model, optimizer, local))?;
+/// for _ in 0..9 {
+///     let loss = model.forward(Tensor::<2>::ones([4, 2], &device)).powi_scalar(2).mean();
+///     let gradients = local.backward(loss, &model, 4)?;
+///     model = optimizer.step(1e-3, model, gradients);
+///     if local.step(&mut model)? == LocalOutcome::Averaged {
+///         accelerator.save_state(folder, (&model, &optimizer, &local))?;
+///     }
+/// }
+/// local.finish(&mut model)?;
+/// # Ok::<(), Error>(())
+/// ```
+pub struct DiLoCo<M> {
+    /// The outer parameters, on the plain device.
+    outer: M,
+    rule: OuterRule,
+    /// The momentum of each of them, as a model, so that it is saved as one.
+    velocity: M,
+}
+
+/// The settings and counters that are not saved as models.
+pub(crate) struct OuterRule {
+    momentum: f64,
+    rate: f64,
+    rounds: SyncRounds,
+}
+
+impl<M: Module> LocalTraining<M> for DiLoCo<M> {
+    #[track_caller]
+    fn average(&mut self, model: &mut M) -> Result<()> {
+        let accelerator = &self.rule.rounds.accelerator;
+        let model_state = self.rule.rounds.model_state(model)?;
+        let Some(share) = self.rule.rounds.share(&model_state)? else {
+            return Ok(());
+        };
+        let mut outer = sync_rounds::of(&self.outer, &model_state)?;
+        let mut velocity = sync_rounds::of(&self.velocity, &model_state)?;
+        let mut changes = sync_rounds::of(model, &model_state)?;
+        for at in 0..model_state.parameters().len() {
+            changes[at] = (any_rank(&outer[at]) - any_rank(&changes[at])).into_dispatch();
+        }
+        let gradients =
+            mean_over_ranks(&accelerator.shared.reduction, &model_state, &changes, share)?;
+        accelerator.sync_buffers(model)?;
+        for at in 0..model_state.parameters().len() {
+            let gradient = any_rank(&gradients[at]);
+            let moved = any_rank(&velocity[at]).mul_scalar(self.rule.momentum) + gradient.clone();
+            let step = gradient + moved.clone().mul_scalar(self.rule.momentum);
+            outer[at] = (any_rank(&outer[at]) - step.mul_scalar(self.rule.rate)).into_dispatch();
+            velocity[at] = moved.into_dispatch();
+        }
+        self.outer = sync_rounds::replace(&self.outer, &model_state, GradientForm::Plain, &outer);
+        self.velocity =
+            sync_rounds::replace(&self.velocity, &model_state, GradientForm::Plain, &velocity);
+        *model = sync_rounds::replace(model, &model_state, GradientForm::Trained, &outer);
+        SyncRounds::close(&model_state);
+        Ok(())
+    }
+}
+
+impl<M: Module> DiLoCo<M> {
+    /// Returns the models that a checkpoint keeps.
+    pub(crate) fn states(&self) -> [&M; 2] {
+        [&self.outer, &self.velocity]
+    }
+
+    /// Returns the models that a checkpoint keeps, in the order of [`states`](Self::states), and the rest.
+    pub(crate) fn into_parts(self) -> (OuterRule, [M; 2]) {
+        (self.rule, [self.outer, self.velocity])
+    }
+
+    /// Goes on from what a checkpoint keeps.
+    pub(crate) fn from_parts(rule: OuterRule, states: [M; 2]) -> Self {
+        let [outer, velocity] = states.map(|state| state.valid());
+        Self {
+            outer,
+            rule,
+            velocity,
+        }
+    }
+}
+
+impl<M> InRounds for DiLoCo<M> {
+    fn rounds(&self) -> &SyncRounds {
+        &self.rule.rounds
+    }
+}
+
+impl<M> fmt::Debug for DiLoCo<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DiLoCo")
+            .field("rate", &self.rule.rate)
+            .field("momentum", &self.rule.momentum)
+            .finish_non_exhaustive()
+    }
+}
+
+// Between rounds it has nothing to keep; within one, the model refuses.
+impl Save<module::Part> for &LocalSgd {
+    fn collect(&self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn settle(&self, _settling: &mut SnapshotExchange<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Resume<module::Part> for LocalSgd {
+    fn kinds(_kinds: &mut Vec<PartKind>) {}
+
+    fn restore(self, _restorer: &mut Restorer<'_>) -> Result<Self> {
+        Ok(self)
+    }
+}
+
+// To a checkpoint it is two more models: the outer parameters, and their momentum.
+impl<M: Module + fmt::Display> Save<module::Part> for &DiLoCo<M> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        self.states()
+            .into_iter()
+            .try_for_each(|state| snapshot.add_companion("`DiLoCo`", state))
+    }
+
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
+        // A closure would be the caller that errors name.
+        for state in self.states() {
+            settling.model(state)?;
+        }
+        Ok(())
+    }
+}
+
+impl<M: Module + fmt::Display> Resume<module::Part> for DiLoCo<M> {
+    fn kinds(kinds: &mut Vec<PartKind>) {
+        kinds.extend([PartKind::Model, PartKind::Model]);
+    }
+
+    fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
+        let (rule, [outer, velocity]) = self.into_parts();
+        let outer = restorer.companion(outer)?;
+        let velocity = restorer.companion(velocity)?;
+        Ok(Self::from_parts(rule, [outer, velocity]))
     }
 }

@@ -61,15 +61,10 @@
 
 mod accuracy;
 mod confusion;
-mod mean;
-mod sum;
 mod sums;
-mod top_k;
 
-pub use self::accuracy::Accuracy;
+pub use self::accuracy::{Accuracy, TopK};
 pub use self::confusion::Confusion;
-pub use self::mean::Mean;
-pub use self::sum::Sum;
 pub(crate) use self::sums::reduce;
+pub use self::sums::{Mean, Sum};
 pub use self::sums::{Metric, Sums};
-pub use self::top_k::TopK;

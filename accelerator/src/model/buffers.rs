@@ -8,9 +8,9 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::context::Context;
+use crate::core::agreement::short;
 use crate::core::error::{Error, Result};
-use crate::core::module_path::ModulePath;
-use crate::core::short_hash::short;
+use crate::core::module::ModulePath;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";

@@ -9,8 +9,7 @@ use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::internal::StagedFolder;
 use burn::module::Module;
 
-use super::format::FileNames;
-use super::options::SaveOptions;
+use super::format::{FileNames, SaveOptions};
 use super::snapshot::ModelSnapshot;
 use crate::context::Context;
 use crate::core::error::{Error, Result};

@@ -10,8 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::format::{FileLayout, FileNames, FilePath, file_dtype};
-use super::options::SaveOptions;
+use super::format::{FileLayout, FileNames, FilePath, SaveOptions, file_dtype};
 use crate::core::error::{Error, Kind, Result};
 
 /// The values of a model at one moment, in the order in which Burn visits it.

@@ -9,8 +9,8 @@ use burn::tensor::Tensor;
 
 use crate::core::autodiff;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::module_path::ModulePath;
-use crate::core::tensor_rank::any_rank;
+use crate::core::module::ModulePath;
+use crate::core::tensor::any_rank;
 
 /// Makes all places of a tied parameter one tensor again: that of the first place.
 ///

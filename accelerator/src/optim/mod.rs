@@ -169,24 +169,21 @@
 //! [`Position::step`]: crate::checkpoint::Position::step
 //! [`Position::epoch`]: crate::checkpoint::Position::epoch
 
-mod count;
-mod factor;
 pub mod fused;
 mod optimizer_state;
 mod prepared;
-mod rate;
 mod record_io;
 mod schedule;
 mod sharded;
 mod training_plan;
 mod unsharded;
 
-pub(crate) use self::count::OptimizerCount;
 pub use self::fused::InitFused;
 pub(crate) use self::optimizer_state::{OptimizerSnapshot, OptimizerState, ScheduleKind};
+pub(crate) use self::prepared::OptimizerCount;
 pub use self::prepared::{PreparedOptimizer, StepOutcome};
-pub use self::rate::IntoLearningRate;
 pub(crate) use self::record_io::{check_known, check_types, other_state};
+pub use self::schedule::IntoLearningRate;
 pub(crate) use self::schedule::Scheduler;
 pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
 pub use self::sharded::Sharded;

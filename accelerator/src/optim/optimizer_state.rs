@@ -9,7 +9,7 @@ use super::record_io::{bytes_of, ids_in, load, scalars, to_bytes, unreadable, wi
 use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
 use super::sharded::{FullState, Shards};
 use crate::core::error::{Error, Kind, Result};
-use crate::core::scalar::Scalar;
+use crate::core::tensor::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
 pub(crate) struct OptimizerSnapshot {

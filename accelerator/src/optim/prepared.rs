@@ -1,22 +1,20 @@
 use core::fmt;
 use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
-use super::count::{CountedOptimizer, OptimizerCount, StateOf};
-use super::factor;
-use super::rate::{IntoLearningRate, ManualRates};
 use super::record_io::{check_types, size_of};
-use super::schedule::{Manual, Scheduled, Scheduler};
+use super::schedule::{self, IntoLearningRate, Manual, ManualRates, Scheduled, Scheduler};
 use super::sharded::Shards;
 use super::unsharded::FusedSupport;
 use crate::context::Context;
-use crate::core::error::Result;
-use crate::core::scalar::Scalar;
-use crate::core::user_message;
+use crate::core::error::{self, Result};
+use crate::core::tensor::Scalar;
 use crate::model::Layout;
 use crate::reduce::{AveragedGradients, GradientMean};
 use crate::timeline::{EventSubject, Phase, Timeline};
@@ -358,7 +356,7 @@ impl PreparedOptimizer<Scheduled> {
     pub fn step<M: Module>(&mut self, model: M, gradients: AveragedGradients) -> M {
         let (epoch, factor) = (gradients.epoch(), self.factor);
         self.apply(model, gradients, |schedule, model| {
-            factor::scaled(schedule.0.next(epoch), factor, model)
+            schedule::scaled(schedule.0.next(epoch), factor, model)
         })
     }
 
@@ -393,7 +391,7 @@ impl PreparedOptimizer<Scheduled> {
     /// ```
     pub fn learning_rates<M: Module>(&self, model: &M) -> Vec<(String, f64)> {
         let current = self.schedule.0.current.as_ref();
-        current.map_or_else(Vec::new, |rate| factor::by_path(rate, self.factor, model))
+        current.map_or_else(Vec::new, |rate| schedule::by_path(rate, self.factor, model))
     }
 
     /// The base learning rate of the last step; `None` before the first.
@@ -416,11 +414,88 @@ impl<S> fmt::Debug for PreparedOptimizer<S> {
 fn warn_of_other_state(resumed: &HashSet<u64>, layout: &Layout) {
     let mut parameters = layout.trainable().into_iter();
     if !parameters.any(|parameter| resumed.contains(&parameter.id.val())) {
-        user_message::warn(&format!(
+        error::warn(&format!(
             "an optimizer was resumed with state for {} parameters, and the model of its first step has none of \
              them: it begins anew there; where there are several optimizers, pass them to `save_state`, `resume` \
              and `step` in the same order",
             resumed.len()
         ));
+    }
+}
+
+/// The number of living optimizers that an accelerator has prepared, by where their state is.
+#[derive(Debug, Default)]
+pub(crate) struct OptimizerCount {
+    sharded: Arc<()>,
+    whole: Arc<()>,
+    /// Set if the last step of any of them was skipped.
+    skipped: Arc<AtomicBool>,
+}
+
+/// An optimizer that is counted as long as it holds this.
+#[derive(Debug)]
+pub(crate) struct CountedOptimizer {
+    _count: Arc<()>,
+    skipped: Arc<AtomicBool>,
+}
+
+impl CountedOptimizer {
+    /// Notes that it has taken a step.
+    pub(super) fn note_stepped(&self) {
+        self.skipped.store(false, Ordering::Relaxed);
+    }
+
+    /// Notes that it has skipped a step, whose gradients were not finite.
+    pub(super) fn note_skipped(&self) {
+        self.skipped.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The place of an optimizer's state.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum StateOf {
+    /// Each rank has a part.
+    Shards,
+    /// Each rank has all of it.
+    Whole,
+}
+
+impl OptimizerCount {
+    pub(crate) fn count(&self, state: StateOf) -> CountedOptimizer {
+        let count = match state {
+            StateOf::Shards => &self.sharded,
+            StateOf::Whole => &self.whole,
+        };
+        CountedOptimizer {
+            _count: count.clone(),
+            skipped: self.skipped.clone(),
+        }
+    }
+
+    pub(crate) fn skipped(&self) -> bool {
+        self.skipped.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if there are optimizers and all of them are sharded.
+    pub(crate) fn has_only_shards(&self) -> bool {
+        // One handle is the count's own.
+        Arc::strong_count(&self.sharded) > 1 && Arc::strong_count(&self.whole) == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_is_dropped_counts_no_more() {
+        let count = OptimizerCount::default();
+        assert!(!count.has_only_shards());
+        let _sharded = count.count(StateOf::Shards);
+        assert!(count.has_only_shards());
+        let whole = count.count(StateOf::Whole);
+        assert!(!count.has_only_shards());
+        drop(whole);
+        assert!(count.has_only_shards());
     }
 }

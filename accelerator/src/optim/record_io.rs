@@ -9,7 +9,7 @@ use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Device};
 use burn_pack::Reader;
 
-use super::sharded::probe;
+use super::sharded::param_shards;
 use crate::core::error::{Error, Kind, Result};
 use crate::model::{KEEP_THE_ID, Trainable};
 
@@ -93,7 +93,7 @@ pub(crate) fn other_state(
         return Ok(None);
     };
     let blank = optimizer.clone().load_record(OptimizerRecord::default());
-    let Some(fresh) = probe::step_sample(&blank, &known, device) else {
+    let Some(fresh) = param_shards::step_sample(&blank, &known, device) else {
         return Ok(None);
     };
     let id = known.id.val();
@@ -124,7 +124,7 @@ pub(crate) fn check_types(
         }
         // An optimizer may keep state in a type of its own.
         let blank = optimizer.clone().load_record(OptimizerRecord::default());
-        let Some(fresh) = probe::step_sample(&blank, &parameter, device) else {
+        let Some(fresh) = param_shards::step_sample(&blank, &parameter, device) else {
             continue;
         };
         let fresh = RecordFields::of(&bytes_of(&fresh)?)?;

@@ -2,8 +2,11 @@ use core::fmt;
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
+use burn::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
+use burn::tensor::Tensor;
 
-use super::rate::ManualRates;
+use crate::core::error;
+use crate::core::module::ModulePath;
 
 /// A scheduler that is to advance once an epoch, not with each optimizer step: prepare
 /// `(optimizer, PerEpoch(scheduler))`.
@@ -204,10 +207,182 @@ impl fmt::Debug for Scheduler {
     }
 }
 
+/// A learning rate, as [`PreparedOptimizer::step`](super::PreparedOptimizer::step) takes it: a number, or
+/// Burn's rates of groups of parameters.
+///
+/// It stands before what Burn converts into a rate, so that the compiler names the argument that is missing.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no learning rate",
+    label = "expected the learning rate: an optimizer that was prepared without a scheduler takes \
+             `step(rate, model, gradients)`",
+    note = "prepared beside its scheduler, `prepare((model, (optimizer, scheduler)))`, it takes \
+            `step(model, gradients)`"
+)]
+pub trait IntoLearningRate {
+    /// The rate of each parameter.
+    fn into_learning_rate(self) -> ModuleLearningRate;
+}
+
+#[diagnostic::do_not_recommend]
+impl<T: Into<ModuleLearningRate>> IntoLearningRate for T {
+    fn into_learning_rate(self) -> ModuleLearningRate {
+        self.into()
+    }
+}
+
+/// The base rates that an optimizer without a schedule was told.
+#[derive(Clone, Debug)]
+pub(super) struct ManualRates {
+    /// The rate of the first step, in this process or an earlier one.
+    first: Option<f64>,
+    /// The rate of the last step before a resume, until the first step after it.
+    before_resume: Option<f64>,
+    /// The rate of the first micro-step of the open window.
+    dropped: Option<f64>,
+    /// Set on the main process until it has warned of them.
+    warns: bool,
+}
+
+impl ManualRates {
+    pub(super) fn new(is_main_process: bool) -> Self {
+        Self {
+            first: None,
+            before_resume: None,
+            dropped: None,
+            warns: is_main_process,
+        }
+    }
+
+    /// Returns the rate of the first step.
+    pub(super) fn first(&self) -> Option<f64> {
+        self.first
+    }
+
+    /// Goes on behind a checkpoint.
+    pub(super) fn resume(&mut self, first: Option<f64>, last: Option<f64>) {
+        (self.first, self.before_resume) = (first, last);
+    }
+
+    /// A micro-step makes no step: its window is open.
+    pub(super) fn note_dropped(&mut self, rate: f64) {
+        self.dropped.get_or_insert(rate);
+    }
+
+    /// A window is skipped.
+    pub(super) fn skip_window(&mut self) {
+        self.dropped = None;
+    }
+
+    /// The optimizer steps.
+    pub(super) fn note_step(&mut self, rate: f64) {
+        let dropped = self.dropped.take().filter(|dropped| *dropped != rate);
+        let before = self.before_resume.take().filter(|before| *before != rate);
+        let first = *self.first.get_or_insert(rate);
+        // A rate that is computed from the step is another one behind a resume, too, but not the first of all.
+        let begins_anew = before.filter(|_| rate == first);
+        let found = match (dropped, begins_anew) {
+            (Some(dropped), _) => format!(
+                "`step` was told the learning rate {dropped:e} in a micro-step that makes no step, where it is dropped, \
+                 and {rate:e} in the one that steps: a schedule that is advanced with each call runs ahead"
+            ),
+            (None, Some(before)) => format!(
+                "the learning rate of the first step after the resume is {rate:e}, that of the first step of all, and \
+                 the last one before was {before:e}: a schedule that is advanced by hand begins anew"
+            ),
+            (None, None) => return,
+        };
+        if core::mem::take(&mut self.warns) {
+            error::warn(&format!(
+                "{found}; prepare `(optimizer, scheduler)`, which advances once a step and is saved with the optimizer \
+                 (said once an optimizer)"
+            ));
+        }
+    }
+}
+
+/// The rate of every parameter of the model, times a factor.
+///
+/// Burn's rate tells what each parameter gets, and has no other way in than a scheduler: so where
+/// parameters differ, a constant one is made that has a group for each that does.
+pub(super) fn scaled<M: Module>(
+    rate: ModuleLearningRate,
+    factor: f64,
+    model: &M,
+) -> ModuleLearningRate {
+    if factor == 1.0 {
+        return rate;
+    }
+    let mut reader = FactorReader {
+        path: ModulePath::default(),
+        rate: &rate,
+        others: Vec::new(),
+        trained: Vec::new(),
+    };
+    model.visit(&mut reader);
+    if reader.others.is_empty() {
+        return ModuleLearningRate::from(rate.base() * factor);
+    }
+    let scheduler = ModuleLrScheduler::new(rate.base() * factor);
+    let others = reader.others.into_iter();
+    others
+        .fold(scheduler, |scheduler, (id, rate)| {
+            scheduler.with_group(ParamGroup::from_ids(vec![id]), rate * factor)
+        })
+        .step()
+}
+
+/// Returns the rate of each trained parameter, times a factor, with the parameter's path.
+pub(super) fn by_path<M: Module>(
+    rate: &ModuleLearningRate,
+    factor: f64,
+    model: &M,
+) -> Vec<(String, f64)> {
+    let mut reader = FactorReader {
+        path: ModulePath::default(),
+        rate,
+        others: Vec::new(),
+        trained: Vec::new(),
+    };
+    model.visit(&mut reader);
+    let trained = reader.trained.into_iter();
+    trained.map(|(path, rate)| (path, rate * factor)).collect()
+}
+
+/// Collects rates, and the parameters that have another one than the base.
+struct FactorReader<'a> {
+    path: ModulePath,
+    rate: &'a ModuleLearningRate,
+    others: Vec<(ParamId, f64)>,
+    trained: Vec<(String, f64)>,
+}
+
+impl ModuleVisitor for FactorReader<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.enter(name);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.as_str();
+        let rate = self.rate.lr_from_param(param.id, Some(path));
+        if rate != self.rate.base() {
+            self.others.push((param.id, rate));
+        }
+        if param.is_require_grad() {
+            self.trained.push((path.to_owned(), rate));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
     use burn::lr_scheduler::step::StepLrSchedulerConfig;
+    use burn::nn::{Linear, LinearConfig};
+    use burn::tensor::Device;
 
     use super::*;
 
@@ -246,5 +421,21 @@ mod tests {
         let epochs = [Some(0), Some(0), Some(1), None, Some(1), Some(2)];
         let rates: Vec<_> = epochs.map(|epoch| scheduler.next(epoch).base()).to_vec();
         assert_eq!(rates, [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]);
+    }
+
+    #[test]
+    fn groups_keep_their_own_rates() {
+        let model: Linear = LinearConfig::new(2, 1).init(&Device::default());
+        let rate = || {
+            ModuleLrScheduler::new(0.5_f64)
+                .with_group(ParamGroup::from_predicate("bias"), 2.0_f64)
+                .step()
+        };
+        let halved = scaled(rate(), 0.5, &model);
+        assert_eq!(halved.base(), 0.25);
+        let bias = model.bias.as_ref().unwrap().id;
+        assert_eq!(halved.lr_from_param(bias, Some("bias")), 1.0);
+        assert_eq!(halved.lr_from_param(model.weight.id, Some("weight")), 0.25);
+        assert_eq!(scaled(rate(), 1.0, &model).base(), 0.5);
     }
 }

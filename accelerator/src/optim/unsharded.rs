@@ -9,8 +9,8 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
 use super::fused::step::{self, StepOutput};
-use super::sharded::probe;
-use crate::core::tensor_rank::register;
+use super::sharded::param_shards;
+use crate::core::tensor::register;
 use crate::model::Trainable;
 use crate::reduce::GradientMeans;
 
@@ -214,5 +214,5 @@ impl<P: ModuleMapper> ModuleMapper for StepObserver<'_, P> {
 /// Returns `true` if an optimizer without state steps a parameter in the loops of `fused`.
 pub(super) fn is_fused(blank: &ModuleOptimizer, parameter: &Trainable, device: &Device) -> bool {
     !blank.has_gradient_clipping()
-        && step::steps_in_loops(|| drop(probe::step_sample(blank, parameter, device)))
+        && step::steps_in_loops(|| drop(param_shards::step_sample(blank, parameter, device)))
 }

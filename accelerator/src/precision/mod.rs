@@ -84,8 +84,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 pub(crate) use self::cast::Cast;
 pub use self::scale::LossScale;
 pub(crate) use self::scale::{Finiteness, Scaler, ScalerState, SkipNotice};
-use crate::core::choice::named;
-use crate::core::error::{Error, Result};
+use crate::core::error::{Error, Result, named};
 
 /// The type in which forward and backward compute. Parameters, their gradients and the optimizer stay in
 /// full precision. As text, the settings have the names of `ACCEL_PRECISION`.

@@ -15,9 +15,8 @@ use super::reduced_gradients::StepCommit;
 use super::reducer::{ReducedWindow, Reducer};
 use super::window::{Window, check_all_known};
 use super::working_parts::WorkingCopy;
-use crate::core::error::{Error, Result};
-use crate::core::user_message;
-use crate::data::weight::Weight;
+use crate::core::error::{self, Error, Result};
+use crate::data::batch::Weight;
 use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::timeline::{EventSubject, Phase};
@@ -385,7 +384,7 @@ fn warn_precision_unused(context: &ReduceContext, model_state: &ModelState) {
         && model_state.claim_precision_warning()
         && context.is_main_process()
     {
-        user_message::warn(&format!(
+        error::warn(&format!(
             "the precision is {precision}, and a model is trained in full precision all the same: its forward \
              pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
              with `accelerator.to_working(input)` for what goes in (said once a model)"
@@ -397,13 +396,13 @@ fn warn_precision_unused(context: &ReduceContext, model_state: &ModelState) {
 fn report_skip(model_state: &ModelState, scale: f64) {
     match model_state.skip_notice() {
         None => {}
-        Some(SkipNotice::First) => user_message::tell(&format!(
+        Some(SkipNotice::First) => error::tell(&format!(
             "step {} is skipped: its gradients are not finite at the loss scale {scale}, and the next losses are scaled \
              by {}; the first steps in f16 often are, until the scale fits (said once a model)",
             model_state.steps().saturating_sub(1),
             model_state.loss_scale().unwrap_or(scale)
         )),
-        Some(SkipNotice::Many(skips)) => user_message::warn(&format!(
+        Some(SkipNotice::Many(skips)) => error::warn(&format!(
             "{skips} steps in a row were skipped, and gradients are not finite at the loss scale {scale} either: look \
              for an overflow of f16 in the forward pass (above 65504), or for a loss that is not finite; `bf16` has the \
              range of f32, and `LossScale::with_initial` begins lower (said once a model)"
@@ -427,7 +426,7 @@ fn warn_same_losses(context: &ReduceContext, model_state: &ModelState, same_loss
         0 => "no data loader was prepared; ",
         _ => "",
     };
-    user_message::warn(&format!(
+    error::warn(&format!(
         "all {} ranks had the same loss, to the bit, in {SAME_LOSSES} steps one after the other: they train on the \
          same samples, so that all of them together do what one does alone; {loaders}pass the loader through \
          `accelerator.prepare`, take the batches of `loader.epoch(epoch)`, and draw what is made by hand from \

@@ -3,13 +3,11 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
-use super::bucket::WriteMode;
-use super::bucket::{BucketStorage, MemberGradient, Placement};
+use super::bucket::{BucketStorage, MemberGradient, Placement, WriteMode};
 use super::bucket_layout::Buckets;
-use super::control_vector;
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};
-use super::overlap;
+use super::{control_vector, overlap};
 use crate::precision::Cast;
 
 /// The buckets of a window, with a record of each bucket and parameter. The next window of the model uses the same set, so

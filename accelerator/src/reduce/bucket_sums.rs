@@ -6,16 +6,14 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::bucket::BucketStorage;
-use super::bucket::{self, BLOCK};
-use super::bucket_layout::BucketRange;
-use super::bucket_layout::SumScope;
+use super::bucket::{self, BLOCK, BucketStorage};
+use super::bucket_layout::{BucketRange, SumScope};
 use super::bucket_set::BucketSet;
 use super::device_bucket;
 use super::loss::LossSum;
 use super::model_state::ModelState;
 use crate::core::error::{Error, Result};
-use crate::core::tensor_rank::{from_data, register, with_rank};
+use crate::core::tensor::{from_data, register, with_rank};
 use crate::model::Trainable;
 
 /// Sums, whose bucket set goes back to its model state.

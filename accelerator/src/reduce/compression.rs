@@ -6,8 +6,7 @@ use accelerator_collective::{Buffer, DType, Element};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::core::choice::named;
-use crate::core::error::{Error, Result};
+use crate::core::error::{Error, Result, named};
 
 /// The type in which gradients travel between ranks: a half-precision one needs half the bytes,
 /// and rounds.

@@ -6,7 +6,7 @@ use burn::backend::DispatchTensorKind;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData, Transaction};
 
-use crate::core::tensor_rank::{any_rank, register, with_rank};
+use crate::core::tensor::{any_rank, register, with_rank};
 use crate::model::Trainable;
 
 /// The gradient of a parameter, left in `gradients`.

@@ -7,13 +7,12 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, TensorData};
 
-use super::bucket;
-use super::bucket::BucketStorage;
+use super::bucket::{self, BucketStorage};
 use super::bucket_layout::ShardMap;
 use super::bucket_sums::{BucketSums, factor};
 use super::model_state::ModelState;
 use crate::core::error::Result;
-use crate::core::tensor_rank::from_data;
+use crate::core::tensor::from_data;
 use crate::model::Trainable;
 
 /// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read

@@ -7,19 +7,18 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket_sums::BucketSums;
 use super::gradient_means::{GradientMean, GradientMeans};
-use super::loss;
-use super::loss::OnNonFiniteLoss;
+use super::loss::{self, OnNonFiniteLoss};
 use super::model_state::ModelState;
 use super::reduce_context::ReduceScope;
-use super::reduced_gradients::StepCommit;
-use super::reduced_gradients::{Clip, Limit};
-use super::reduced_gradients::{GradientStorage, NormAsked, ReducedGradients};
+use super::reduced_gradients::{
+    Clip, GradientStorage, Limit, NormAsked, ReducedGradients, StepCommit,
+};
 use super::reducer::ReducedWindow;
 use super::updates::Clips;
 use crate::core::error::Result;
-use crate::core::scalar::Scalar;
+use crate::core::tensor::Scalar;
 use crate::data::ConsumeTicket;
-use crate::data::weight::Weight;
+use crate::data::batch::Weight;
 use crate::model::TiedParameters;
 use crate::precision::Finiteness;
 

@@ -3,8 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::device_bucket;
-use crate::core::error::{Error, Kind};
-use crate::core::user_message;
+use crate::core::error::{self, Error, Kind};
 
 /// The loss of a micro-step.
 #[derive(Debug)]
@@ -101,7 +100,7 @@ pub(super) fn warn(step: u64, whose: &str, loss: f64, scale: Option<f64>) {
              clip gradients"
         }
     };
-    user_message::warn(&format!(
+    error::warn(&format!(
         "{whose} in step {step} is {loss}: {consequence}, or look at the samples; `stop_at_non_finite_loss` of the \
          builder makes it an error (this warning is given once per model)"
     ));

@@ -48,6 +48,5 @@ pub(crate) use self::reduce_context::{ReduceContext, ReduceScope, ReduceSettings
 pub use self::reduced_gradients::Clip;
 pub(crate) use self::register::{prepare, resume};
 pub(crate) use self::trigger::{SaveProgress, WatchedSave};
-pub(crate) use self::updates::SeenUpdates;
-pub(crate) use self::updates::{LocalRound, OpenRoundConcern, sharded};
+pub(crate) use self::updates::{LocalRound, OpenRoundConcern, SeenUpdates, sharded};
 pub(crate) use self::working_copy::working_copy;

@@ -10,23 +10,18 @@ use burn::tensor::Tensor;
 
 use super::backward_calls::BackwardGuard;
 use super::bucket::Placement;
-use super::bucket_layout::Buckets;
-use super::bucket_layout::ShardMap;
+use super::bucket_layout::{Buckets, ShardMap};
 use super::bucket_set::BucketSet;
 use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
-use super::loss;
-use super::loss::MicroLoss;
-use super::loss::OnNonFiniteLoss;
+use super::loss::{self, MicroLoss, OnNonFiniteLoss};
 use super::overlap::{OverlapReport, OverlapScheduler, OverlapSwitch, ReadyOrder};
-use super::updates::LocalRound;
-use super::updates::Updates;
+use super::updates::{LocalRound, Updates};
 use super::window::Window;
 use super::working_parts::{WorkingCopy, WorkingPart};
 use crate::core::autodiff;
-use crate::core::error::Result;
-use crate::core::user_message::{self, Once};
+use crate::core::error::{self, Once, Result};
 use crate::model::{TiedParameters, Trainable};
 use crate::precision::{Finiteness, Scaler, ScalerState, SkipNotice};
 
@@ -390,7 +385,7 @@ impl ModelState {
         if let Some(first) = self.parameters.first()
             && self.said.unclipped.first()
         {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
                  given paths such as `{}` (said once a model)",
                 self.parameters.len(),
@@ -402,7 +397,7 @@ impl ModelState {
     /// Warns once that gradients are not logged, since each rank has only a part of them.
     pub(super) fn warn_unread(&self) {
         if self.said.unread.first() {
-            user_message::warn(
+            error::warn(
                 "no histograms of gradients are logged: with a `Sharded` optimizer each rank has a part of them alone \
                  (said once a model)",
             );
@@ -412,7 +407,7 @@ impl ModelState {
     /// Warns once that this many micro-steps of an epoch that was left go into a step of another epoch.
     pub(super) fn warn_left_epoch(&self, epoch: u64, micro_steps: usize) {
         if self.said.left_epoch.first() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "epoch {epoch} was left with {micro_steps} micro-steps in an accumulation window that is open, and \
                  they go into the first step of the next epoch: end the window before leaving, with \
                  `batch.weight().trigger_sync()`, or keep it open on purpose, with `no_sync` (said once a model)"
@@ -434,7 +429,7 @@ impl ModelState {
                     "end the last window with `batch.weight().trigger_sync()`, or run the epoch to its end"
                 }
             };
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "{open} micro-steps of the model with the parameter `{}` are in an accumulation window that is open, \
                  and no optimizer step came of them: {hint}",
                 first.path
@@ -503,7 +498,7 @@ impl ModelState {
             .map(|(parameter, _)| parameter.path.as_str())
             .collect();
         if !paths.is_empty() && self.said.missing_gradient.first() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "these parameters had no gradient on rank {rank}, and one on others: it counted as zeros there \
                  (said once a model): {paths:?}"
             ));
@@ -513,7 +508,7 @@ impl ModelState {
     /// Warns once that a compressed bucket had to be reduced again.
     pub(super) fn warn_range(&self, compression: Compression) {
         if self.said.range.first() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "gradients of step {} that were sent as {compression} are not finite: they were too large, and the \
                  step was reduced again in f32, or they are not finite themselves (said once a model)",
                 self.steps()

@@ -7,8 +7,7 @@ use burn::tensor::Tensor;
 
 use super::model_state::ModelState;
 use super::updates::SeenUpdates;
-use crate::core::error::{Error, Result};
-use crate::core::user_message::{self, Once};
+use crate::core::error::{self, Error, Once, Result};
 use crate::model::{KEEP_THE_ID, Layout, Trainable};
 
 /// The prepared models, by the ids of their parameters.
@@ -183,7 +182,7 @@ impl Models {
             return;
         };
         if self.said_replaced.first() {
-            user_message::warn(&format!(
+            error::warn(&format!(
                 "a model is prepared again with another parameter in the place of `{path}`: {KEEP_THE_ID} (this warning \
                  is given once)"
             ));

@@ -5,7 +5,7 @@ use burn::backend::DispatchTensor;
 
 use super::reduce_context::ReduceContext;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::tensor_rank::from_data;
+use crate::core::tensor::from_data;
 use crate::reduce::bucket::{self, WriteMode};
 use crate::reduce::element_values::{ElementValues, with_values};
 use crate::reduce::model_state::ModelState;

@@ -2,8 +2,7 @@ use core::num::NonZeroU64;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::backward_calls::BackwardGuard;
-use super::backward_calls::FailedCalls;
+use super::backward_calls::{BackwardGuard, FailedCalls};
 use super::compression::Compression;
 use super::device_reduce::{DeviceReducer, GradientReduction};
 use super::hook::{HookFactory, HookInstance};

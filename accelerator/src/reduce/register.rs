@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::hook::HookInstance;
 use super::model_state::ModelState;
 use super::reduce_context::ReduceContext;
+use crate::core::agreement::Failure;
 use crate::core::error::{Error, Result};
-use crate::core::outcome::Failure;
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::ScalerState;
 

@@ -4,9 +4,8 @@ use std::sync::Weak;
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use accelerator_host::sync::Mutex;
 
-use crate::core::error::Result;
+use crate::core::error::{self, Result};
 use crate::core::preemption::{Preemption, PreemptionNotice};
-use crate::core::user_message;
 
 /// The signals that ranks send each other with each window, beside the gradients: the flag, whether one of them
 /// is preempted, whether rank 0 has written the last checkpoint that was begun, and whether it has a place in the
@@ -186,7 +185,7 @@ impl TriggerState {
     fn tell_user(&mut self, group: &ProcessGroup, what: &str) {
         if group.rank() == 0 && !std::mem::replace(&mut self.told_user, true) {
             let ranks = group.world_size();
-            user_message::tell(&format!(
+            error::tell(&format!(
                 "the launcher changes the number of ranks: the {ranks} ranks of now {what}"
             ));
         }

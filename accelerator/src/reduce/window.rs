@@ -6,7 +6,7 @@ use super::element_values;
 use super::loss::{LossSum, MicroLoss};
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
-use crate::data::weight::{Closing, Weight};
+use crate::data::batch::{Closing, Weight};
 use crate::model::Trainable;
 
 /// The sums of the micro-steps since the last optimizer step.

@@ -4,7 +4,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use super::model_state::ModelState;
 use super::reduce_context::ReduceContext;
 use super::working_parts::WorkingPart;
-use crate::core::module_path::ModulePath;
+use crate::core::module::ModulePath;
 use crate::precision::Cast;
 
 /// The model with parameters in the precision to compute in, but for those that `keep` chooses by their paths.

@@ -9,12 +9,9 @@ mod clock;
 mod event;
 mod open_step;
 mod profiler;
-mod profiler_schedule;
 mod recorder;
-mod span;
 mod summary;
 mod trace;
-mod trace_file;
 
 use core::fmt;
 use std::path::Path;
@@ -25,21 +22,18 @@ use std::time::Instant;
 use accelerator_collective::ProcessGroup;
 
 pub(crate) use self::event::{EventSubject, Phase};
+pub use self::profiler::Cycle;
+pub use self::profiler::ProfilerSchedule;
 pub(crate) use self::profiler::check_cycles;
-pub use self::profiler::{Cycle, Profiler};
-pub use self::profiler_schedule::ProfilerSchedule;
-pub(crate) use self::recorder::Recording;
-pub(crate) use self::span::Span;
+pub(crate) use self::recorder::{Recording, Span};
 pub use self::summary::{Figure, StepSummary};
-pub(crate) use self::trace_file::{TraceFile, clear_traces};
+pub(crate) use self::trace::{TraceFile, clear_traces};
 
-use self::clock::ClockSync;
-use self::clock::PURPOSE;
-use self::profiler::Profiling;
+use self::clock::{ClockSync, PURPOSE};
+use self::profiler::{OnCycle, Profile, Profiling, SchedulePhase};
 use self::recorder::Recorder;
-use self::trace::{RankTrace, TraceStart};
+use self::trace::{RankTrace, TraceStart, put};
 use crate::core::error::{Error, Result};
-use crate::core::user_message;
 
 /// The notes of one rank about its steps: a handle, clones of which note in one place.
 ///
@@ -92,7 +86,7 @@ impl Timeline {
 
     /// Begins to load a batch on a worker's thread; the end is that of the guard.
     pub(crate) fn load(&self, worker: usize) -> impl Drop + use<'_> {
-        span::LoadSpan::begin(worker, self.recorder())
+        recorder::LoadSpan::begin(worker, self.recorder())
     }
 
     /// A batch came, for which the loop had waited since `start`.
@@ -160,11 +154,11 @@ impl Timeline {
         let (path, ranks) = match gathered {
             Ok(None) => return Ok(()),
             Ok(Some(ranks)) => {
-                trace_file::clear_parts(path);
+                trace::clear_parts(path);
                 (path.to_owned(), ranks)
             }
             Err(error) => {
-                let path = trace_file::of_rank(path, own.rank);
+                let path = trace::of_rank(path, own.rank);
                 let shown = path.display();
                 tracing::warn!(%error, path = %shown, "ranks are missing: the trace is this rank's alone");
                 (path, vec![own])
@@ -184,7 +178,7 @@ impl Timeline {
         }
         let path = match self.0.world_size {
             1 => path.to_owned(),
-            _ => trace_file::of_rank(path, self.0.rank),
+            _ => trace::of_rank(path, self.0.rank),
         };
         let own = RankTrace::new(self.0.rank, recorder);
         put(&path, &[own], TraceStart::FirstEvent)
@@ -232,31 +226,155 @@ impl Timeline {
     }
 }
 
-/// Writes a trace, and says on rank 0 where.
-fn put(path: &Path, ranks: &[RankTrace], start: TraceStart) -> Result<()> {
-    let written = TraceFile::find(path).and_then(|place| trace::write(&place, ranks, start));
-    written.map_err(|error| Error::io("write the trace", path, error))?;
-    // Ranks write theirs at the same time: one line of rank 0 stands for all.
-    if !ranks.iter().any(|trace| trace.rank == 0) {
-        return Ok(());
-    }
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    user_message::tell(&format!(
-        "trace of {} written to {}: open it with https://ui.perfetto.dev",
-        match ranks {
-            [one] => format!("rank {}", one.rank),
-            _ => format!("{} ranks", ranks.len()),
-        },
-        path.display()
-    ));
-    Ok(())
-}
-
 impl fmt::Debug for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Timeline")
             .field("rank", &self.0.rank)
             .field("recorder", &self.0.recorder.get())
             .finish_non_exhaustive()
+    }
+}
+
+impl Timeline {
+    /// Begins to record by a schedule that all ranks have agreed on, until the [`Profiler`] is dropped. The ranks
+    /// compare their clocks.
+    #[track_caller]
+    pub(crate) fn profile(
+        &self,
+        group: &ProcessGroup,
+        schedule: ProfilerSchedule,
+        on_cycle: OnCycle,
+    ) -> Result<Profiler> {
+        Ok(Profiler {
+            number: self.begin(group, schedule, on_cycle)?,
+            timeline: self.clone(),
+        })
+    }
+
+    /// Does the same until [`Timeline::end`], and returns the profile's number.
+    #[track_caller]
+    pub(crate) fn begin(
+        &self,
+        group: &ProcessGroup,
+        schedule: ProfilerSchedule,
+        on_cycle: OnCycle,
+    ) -> Result<u64> {
+        let recorder = self.recorder_of(group, Recording::Nothing)?;
+        recorder.met(ClockSync::hold(group, recorder.anchor())?);
+        recorder.begin_schedule();
+        let done = self.steps();
+        let mut state = self.profiling().state.lock();
+        state.begun += 1;
+        let mut profile = Profile {
+            cycles: 0,
+            first: done,
+            kept_from: done,
+            number: state.begun,
+            on_cycle,
+            schedule,
+        };
+        profile.enter(recorder, done, SchedulePhase::Idle);
+        let number = profile.number;
+        state.current = Some(profile);
+        self.profiling().runs.store(true, Ordering::Relaxed);
+        Ok(number)
+    }
+
+    /// Notes the end of an optimizer step, the `done`th of this process.
+    pub(super) fn advance(&self, done: u64) {
+        let profiling = self.profiling();
+        if !profiling.runs.load(Ordering::Relaxed) {
+            return;
+        }
+        let Some(recorder) = self.any_recorder() else {
+            return;
+        };
+        let Some(mut profile) = profiling.state.lock().current.take() else {
+            return;
+        };
+        let steps = done.saturating_sub(profile.first);
+        let before = profile.schedule.phase(steps.saturating_sub(1));
+        if before == SchedulePhase::Last {
+            self.hand_over(&mut profile, recorder);
+            if profile.schedule.is_over(steps) {
+                return;
+            }
+            recorder.begin_schedule();
+            profiling.runs.store(true, Ordering::Relaxed);
+        }
+        profile.enter(recorder, done, before);
+        profiling.state.lock().current = Some(profile);
+    }
+
+    /// Ends the profile with this number, or whichever runs.
+    pub(crate) fn end(&self, number: Option<u64>) {
+        let mut state = self.profiling().state.lock();
+        let ends = |profile: &mut Profile| number.is_none_or(|number| number == profile.number);
+        let ended = state.current.take_if(ends);
+        drop(state);
+        if let (Some(mut profile), Some(recorder)) = (ended, self.any_recorder()) {
+            self.hand_over(&mut profile, recorder);
+        }
+    }
+
+    /// Refuses a second recording.
+    pub(crate) fn is_free(&self) -> Result<()> {
+        let busy = self.profiling().runs.load(Ordering::Relaxed);
+        match busy || self.0.recording == Recording::Events {
+            true => Err(Error::misuse(
+                "a trace is recorded already, by `trace`, ACCEL_TRACE or another profiler; let one of \
+                 them end before the next one begins",
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Ends recording, and hands the cycle to the program. It holds no lock, and nothing is left to end if the
+    /// program's closure panics.
+    fn hand_over(&self, profile: &mut Profile, recorder: &Recorder) {
+        let cycle = recorder.cycle().map(|summary| Cycle {
+            number: profile.cycles,
+            first_step: profile.kept_from,
+            summary,
+            ranks: self.0.world_size,
+            trace: RankTrace::new(self.0.rank, recorder),
+        });
+        recorder.end_schedule();
+        self.profiling().runs.store(false, Ordering::Relaxed);
+        if let Some(cycle) = cycle
+            && !std::thread::panicking()
+        {
+            profile.cycles += 1;
+            (profile.on_cycle)(&cycle);
+        }
+    }
+
+    fn profiling(&self) -> &Profiling {
+        &self.0.profiling
+    }
+
+    /// The recorder, on or off.
+    fn any_recorder(&self) -> Option<&Recorder> {
+        self.0.recorder.get().map(Arc::as_ref)
+    }
+}
+
+/// Records by a [`ProfilerSchedule`] for as long as it lives; see
+/// [`Accelerator::profile`](crate::Accelerator::profile).
+#[must_use = "recording ends when this is dropped"]
+pub struct Profiler {
+    timeline: Timeline,
+    number: u64,
+}
+
+impl Drop for Profiler {
+    fn drop(&mut self) {
+        self.timeline.end(Some(self.number));
+    }
+}
+
+impl fmt::Debug for Profiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Profiler").finish_non_exhaustive()
     }
 }

@@ -1,41 +1,16 @@
 //! Recording by a schedule: the profiler, and the cycles that the program gets.
 
 use core::fmt;
+use core::str::FromStr;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
-use accelerator_collective::ProcessGroup;
 use accelerator_host::sync::Mutex;
 
-use super::clock::ClockSync;
-use super::profiler_schedule::{ProfilerSchedule, SchedulePhase};
-use super::recorder::{RecordMode, Recorder, Recording};
+use super::recorder::{RecordMode, Recorder};
 use super::summary::StepSummary;
-use super::trace::{RankTrace, TraceStart};
-use super::trace_file;
-use super::{Timeline, TraceFile, put};
+use super::trace::{self, RankTrace, TraceFile, TraceStart};
 use crate::core::error::{Error, Result};
-
-/// Records by a [`ProfilerSchedule`] for as long as it lives; see
-/// [`Accelerator::profile`](crate::Accelerator::profile).
-#[must_use = "recording ends when this is dropped"]
-pub struct Profiler {
-    timeline: Timeline,
-    number: u64,
-}
-
-impl Drop for Profiler {
-    fn drop(&mut self) {
-        self.timeline.end(Some(self.number));
-    }
-}
-
-impl fmt::Debug for Profiler {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Profiler").finish_non_exhaustive()
-    }
-}
 
 /// The steps that one cycle of a [`ProfilerSchedule`] kept on this rank.
 #[derive(Debug)]
@@ -47,8 +22,8 @@ pub struct Cycle {
     pub first_step: u64,
     /// The summary of the kept steps. If recording was ended early, they may be fewer than the schedule's.
     pub summary: StepSummary,
-    ranks: usize,
-    trace: RankTrace,
+    pub(super) ranks: usize,
+    pub(super) trace: RankTrace,
 }
 
 impl Cycle {
@@ -61,11 +36,11 @@ impl Cycle {
     ///
     /// [`Error::is_io`] if the file cannot be written.
     pub fn write_trace(&self, path: impl AsRef<Path>) -> Result<()> {
-        let mut path = trace_file::of_cycle(path.as_ref(), self.number);
+        let mut path = trace::of_cycle(path.as_ref(), self.number);
         if self.ranks > 1 {
-            path = trace_file::of_rank(&path, self.trace.rank);
+            path = trace::of_rank(&path, self.trace.rank);
         }
-        put(&path, core::slice::from_ref(&self.trace), TraceStart::Rank0)
+        trace::put(&path, core::slice::from_ref(&self.trace), TraceStart::Rank0)
     }
 }
 
@@ -76,155 +51,31 @@ pub(super) type OnCycle = Box<dyn FnMut(&Cycle) + Send>;
 #[derive(Default)]
 pub(super) struct Profiling {
     /// Set while a schedule runs: every step reads it, without a lock.
-    runs: AtomicBool,
-    state: Mutex<ProfilerState>,
+    pub(super) runs: AtomicBool,
+    pub(super) state: Mutex<ProfilerState>,
 }
 
 #[derive(Default)]
-struct ProfilerState {
-    begun: u64,
-    current: Option<Profile>,
+pub(super) struct ProfilerState {
+    pub(super) begun: u64,
+    pub(super) current: Option<Profile>,
 }
 
-struct Profile {
+pub(super) struct Profile {
     /// The number of cycles so far.
-    cycles: u64,
+    pub(super) cycles: u64,
     /// The number of optimizer steps before it.
-    first: u64,
+    pub(super) first: u64,
     /// The number of optimizer steps before those that are kept.
-    kept_from: u64,
-    number: u64,
-    on_cycle: OnCycle,
-    schedule: ProfilerSchedule,
-}
-
-impl Timeline {
-    /// Begins to record by a schedule that all ranks have agreed on, until the [`Profiler`] is dropped. The ranks
-    /// compare their clocks.
-    #[track_caller]
-    pub(crate) fn profile(
-        &self,
-        group: &ProcessGroup,
-        schedule: ProfilerSchedule,
-        on_cycle: OnCycle,
-    ) -> Result<Profiler> {
-        Ok(Profiler {
-            number: self.begin(group, schedule, on_cycle)?,
-            timeline: self.clone(),
-        })
-    }
-
-    /// Does the same until [`Timeline::end`], and returns the profile's number.
-    #[track_caller]
-    pub(crate) fn begin(
-        &self,
-        group: &ProcessGroup,
-        schedule: ProfilerSchedule,
-        on_cycle: OnCycle,
-    ) -> Result<u64> {
-        let recorder = self.recorder_of(group, Recording::Nothing)?;
-        recorder.met(ClockSync::hold(group, recorder.anchor())?);
-        recorder.begin_schedule();
-        let done = self.steps();
-        let mut state = self.profiling().state.lock();
-        state.begun += 1;
-        let mut profile = Profile {
-            cycles: 0,
-            first: done,
-            kept_from: done,
-            number: state.begun,
-            on_cycle,
-            schedule,
-        };
-        profile.enter(recorder, done, SchedulePhase::Idle);
-        let number = profile.number;
-        state.current = Some(profile);
-        self.profiling().runs.store(true, Ordering::Relaxed);
-        Ok(number)
-    }
-
-    /// Notes the end of an optimizer step, the `done`th of this process.
-    pub(super) fn advance(&self, done: u64) {
-        let profiling = self.profiling();
-        if !profiling.runs.load(Ordering::Relaxed) {
-            return;
-        }
-        let Some(recorder) = self.any_recorder() else {
-            return;
-        };
-        let Some(mut profile) = profiling.state.lock().current.take() else {
-            return;
-        };
-        let steps = done.saturating_sub(profile.first);
-        let before = profile.schedule.phase(steps.saturating_sub(1));
-        if before == SchedulePhase::Last {
-            self.hand_over(&mut profile, recorder);
-            if profile.schedule.is_over(steps) {
-                return;
-            }
-            recorder.begin_schedule();
-            profiling.runs.store(true, Ordering::Relaxed);
-        }
-        profile.enter(recorder, done, before);
-        profiling.state.lock().current = Some(profile);
-    }
-
-    /// Ends the profile with this number, or whichever runs.
-    pub(crate) fn end(&self, number: Option<u64>) {
-        let mut state = self.profiling().state.lock();
-        let ends = |profile: &mut Profile| number.is_none_or(|number| number == profile.number);
-        let ended = state.current.take_if(ends);
-        drop(state);
-        if let (Some(mut profile), Some(recorder)) = (ended, self.any_recorder()) {
-            self.hand_over(&mut profile, recorder);
-        }
-    }
-
-    /// Refuses a second recording.
-    pub(crate) fn is_free(&self) -> Result<()> {
-        let busy = self.profiling().runs.load(Ordering::Relaxed);
-        match busy || self.0.recording == Recording::Events {
-            true => Err(Error::misuse(
-                "a trace is recorded already, by `trace`, ACCEL_TRACE or another profiler; let one of \
-                 them end before the next one begins",
-            )),
-            false => Ok(()),
-        }
-    }
-
-    /// Ends recording, and hands the cycle to the program. It holds no lock, and nothing is left to end if the
-    /// program's closure panics.
-    fn hand_over(&self, profile: &mut Profile, recorder: &Recorder) {
-        let cycle = recorder.cycle().map(|summary| Cycle {
-            number: profile.cycles,
-            first_step: profile.kept_from,
-            summary,
-            ranks: self.0.world_size,
-            trace: RankTrace::new(self.0.rank, recorder),
-        });
-        recorder.end_schedule();
-        self.profiling().runs.store(false, Ordering::Relaxed);
-        if let Some(cycle) = cycle
-            && !std::thread::panicking()
-        {
-            profile.cycles += 1;
-            (profile.on_cycle)(&cycle);
-        }
-    }
-
-    fn profiling(&self) -> &Profiling {
-        &self.0.profiling
-    }
-
-    /// The recorder, on or off.
-    fn any_recorder(&self) -> Option<&Recorder> {
-        self.0.recorder.get().map(Arc::as_ref)
-    }
+    pub(super) kept_from: u64,
+    pub(super) number: u64,
+    pub(super) on_cycle: OnCycle,
+    pub(super) schedule: ProfilerSchedule,
 }
 
 impl Profile {
     /// Switches the recorder for the step after `done`; `before` is the phase of the step before it.
-    fn enter(&mut self, recorder: &Recorder, done: u64, before: SchedulePhase) {
+    pub(super) fn enter(&mut self, recorder: &Recorder, done: u64, before: SchedulePhase) {
         let mode = match self.schedule.phase(done.saturating_sub(self.first)) {
             SchedulePhase::Idle => RecordMode::Off,
             SchedulePhase::WarmUp => RecordMode::Discarded,
@@ -245,7 +96,7 @@ impl Profile {
 pub(crate) fn check_cycles(path: &Path) -> Result<()> {
     let named = path.file_stem().is_some() && !path.is_dir();
     let found = match named {
-        true => TraceFile::find(&trace_file::of_cycle(path, 0)).map(drop),
+        true => TraceFile::find(&trace::of_cycle(path, 0)).map(drop),
         false => Err(std::io::Error::other("it is a folder: name a file in it")),
     };
     found.map_err(|error| {
@@ -255,4 +106,290 @@ pub(crate) fn check_cycles(path: &Path) -> Result<()> {
             path.display()
         ))
     })
+}
+
+/// The steps that are recorded, in cycles: some wait, some warm up, and some are kept.
+///
+/// The steps are the optimizer's, counted from where recording is asked for. The first
+/// [`skip_first`](Self::with_skip_first) are let go by, once; then each cycle has
+/// [`wait`](Self::with_wait) steps that cost next to nothing, [`warm_up`](Self::with_warm_up) steps that
+/// are recorded and thrown away, and `active` ones that are kept. After [`repeat`](Self::with_repeat)
+/// cycles there is nothing more; 0 is without end. These are the rules of `torch.profiler.schedule`.
+///
+/// As text it reads `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`, in any order; all but `active`
+/// may be left out.
+///
+/// ```
+/// use accelerator::timeline::ProfilerSchedule;
+///
+/// let schedule = ProfilerSchedule::new(2).with_wait(1).with_warm_up(1).with_repeat(1).with_skip_first(1);
+/// assert_eq!("active=2,wait=1,warm_up=1,repeat=1,skip_first=1".parse(), Ok(schedule));
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[must_use]
+pub struct ProfilerSchedule {
+    active: u64,
+    repeat: u64,
+    skip_first: u64,
+    wait: u64,
+    warm_up: u64,
+}
+
+/// The phase of a step in a [`ProfilerSchedule`].
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(super) enum SchedulePhase {
+    /// The step is not looked at. Torch calls it `NONE`.
+    Idle,
+    /// The step is recorded, and thrown away: what is slow the first time is slow here. `WARMUP`.
+    WarmUp,
+    /// The step is recorded and kept. `RECORD`.
+    Active,
+    /// The last of the active ones: the cycle is complete when it ends. `RECORD_AND_SAVE`.
+    Last,
+}
+
+impl ProfilerSchedule {
+    /// Cycles of so many active steps, with nothing between them, without end. There must be at least
+    /// one.
+    pub fn new(active: u64) -> Self {
+        Self {
+            active,
+            repeat: 0,
+            skip_first: 0,
+            wait: 0,
+            warm_up: 0,
+        }
+    }
+
+    /// Sets the number of cycles; 0, the default, is without end.
+    pub fn with_repeat(self, repeat: u64) -> Self {
+        Self { repeat, ..self }
+    }
+
+    /// Sets how many steps go before the first cycle. Default: 0.
+    pub fn with_skip_first(self, skip_first: u64) -> Self {
+        Self { skip_first, ..self }
+    }
+
+    /// Sets how many idle steps begin each cycle. Default: 0.
+    pub fn with_wait(self, wait: u64) -> Self {
+        Self { wait, ..self }
+    }
+
+    /// Sets how many steps of each cycle are recorded and thrown away. Default: 0.
+    pub fn with_warm_up(self, warm_up: u64) -> Self {
+        Self { warm_up, ..self }
+    }
+
+    /// Returns the phase of the step that comes after `step` others.
+    pub(super) fn phase(&self, step: u64) -> SchedulePhase {
+        let Some(step) = step.checked_sub(self.skip_first) else {
+            return SchedulePhase::Idle;
+        };
+        let length = self.length();
+        if self.active == 0 || (self.repeat > 0 && step / length >= self.repeat) {
+            return SchedulePhase::Idle;
+        }
+        match step % length {
+            place if place < self.wait => SchedulePhase::Idle,
+            place if place < self.wait.saturating_add(self.warm_up) => SchedulePhase::WarmUp,
+            place if place < length - 1 => SchedulePhase::Active,
+            _ => SchedulePhase::Last,
+        }
+    }
+
+    /// Returns how many cycles are complete after so many steps.
+    fn cycles(&self, steps: u64) -> u64 {
+        if self.active == 0 {
+            return 0;
+        }
+        let cycles = steps.saturating_sub(self.skip_first) / self.length();
+        match self.repeat {
+            0 => cycles,
+            repeat => cycles.min(repeat),
+        }
+    }
+
+    /// Tells if nothing comes any more after that many steps.
+    pub(super) fn is_over(&self, steps: u64) -> bool {
+        self.repeat > 0 && self.cycles(steps) == self.repeat
+    }
+
+    /// Refuses one that records nothing.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.active {
+            0 => Err(Error::config(
+                "the schedule of the trace has 0 active steps; expected at least 1",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The steps of a cycle.
+    fn length(&self) -> u64 {
+        let before = self.wait.saturating_add(self.warm_up);
+        before.saturating_add(self.active).max(1)
+    }
+}
+
+impl fmt::Display for ProfilerSchedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            active,
+            repeat,
+            skip_first,
+            wait,
+            warm_up,
+        } = self;
+        write!(
+            f,
+            "active={active},wait={wait},warm_up={warm_up},repeat={repeat},skip_first={skip_first}"
+        )
+    }
+}
+
+impl FromStr for ProfilerSchedule {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |what: String| {
+            format!(
+                "{what}; expected for example `active=3,wait=1,warm_up=1,repeat=2,skip_first=10`"
+            )
+        };
+        let mut schedule = Self::new(0);
+        let mut named: Vec<&str> = Vec::new();
+        for part in text.split(',') {
+            let (name, number) = part
+                .split_once('=')
+                .ok_or_else(|| wrong(format!("found `{part}`")))?;
+            let (name, number) = (name.trim(), number.trim());
+            let number: u64 = number
+                .parse()
+                .map_err(|_| wrong(format!("`{name}` is `{number}`, and no whole number")))?;
+            let place = match name {
+                "active" => &mut schedule.active,
+                "repeat" => &mut schedule.repeat,
+                "skip_first" => &mut schedule.skip_first,
+                "wait" => &mut schedule.wait,
+                "warm_up" => &mut schedule.warm_up,
+                _ => return Err(wrong(format!("`{name}` is not known"))),
+            };
+            *place = number;
+            if named.contains(&name) {
+                return Err(wrong(format!("`{name}` is there twice")));
+            }
+            named.push(name);
+        }
+        match schedule.active {
+            0 => Err(wrong("there is no active step".to_owned())),
+            _ => Ok(schedule),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::timeline::profiler::SchedulePhase::{Active, Idle, Last, WarmUp};
+
+    /// `N`, `W`, `R` and `S` for torch's `NONE`, `WARMUP`, `RECORD` and `RECORD_AND_SAVE`.
+    fn letters(schedule: ProfilerSchedule, steps: u64) -> String {
+        let letter = |step| match schedule.phase(step) {
+            Idle => 'N',
+            WarmUp => 'W',
+            Active => 'R',
+            Last => 'S',
+        };
+        (0..steps).map(letter).collect()
+    }
+
+    /// Compares with the answers of `torch.profiler.schedule`, worked out from its rules by hand.
+    #[test]
+    fn c24_phases_are_those_of_torch() {
+        let all = |active, wait, warm_up, repeat, skip_first| {
+            ProfilerSchedule::new(active)
+                .with_wait(wait)
+                .with_warm_up(warm_up)
+                .with_repeat(repeat)
+                .with_skip_first(skip_first)
+        };
+        for (schedule, expected) in [
+            (all(3, 1, 1, 2, 0), "NWRRSNWRRSNNNN"),
+            (all(3, 1, 1, 0, 0), "NWRRSNWRRSNWRR"),
+            (all(2, 1, 1, 2, 1), "NNWRSNWRSNNNNN"),
+            (all(1, 0, 0, 0, 0), "SSSSSSSSSSSSSS"),
+            (all(1, 0, 0, 3, 2), "NNSSSNNNNNNNNN"),
+            (all(2, 0, 0, 1, 0), "RSNNNNNNNNNNNN"),
+            (all(1, 0, 2, 0, 3), "NNNWWSWWSWWSWW"),
+            (all(2, 3, 0, 1, 0), "NNNRSNNNNNNNNN"),
+            (all(4, 0, 1, 1, 12), "NNNNNNNNNNNNWR"),
+        ] {
+            assert_eq!(letters(schedule, 14), expected, "{schedule}");
+        }
+    }
+
+    /// Accelerate's own test counts the calls of `on_trace_ready`.
+    #[test]
+    fn c24_the_schedule_counts_as_accelerates_test_does() {
+        for (wait, warm_up, active, repeat, skip_first) in [
+            (1, 1, 2, 1, 0),
+            (2, 2, 2, 2, 0),
+            (0, 1, 3, 3, 1),
+            (3, 2, 1, 0, 2),
+            (1, 0, 1, 0, 1),
+        ] {
+            let schedule = ProfilerSchedule::new(active)
+                .with_wait(wait)
+                .with_warm_up(warm_up)
+                .with_repeat(repeat)
+                .with_skip_first(skip_first);
+            for steps in 0..100 {
+                let cycles = u64::max(steps, skip_first) - skip_first;
+                let cycles = cycles / (wait + warm_up + active);
+                let expected = if repeat > 0 {
+                    cycles.min(repeat)
+                } else {
+                    cycles
+                };
+                let saved = (0..steps).filter(|step| schedule.phase(*step) == Last);
+                assert_eq!(saved.count() as u64, expected, "{schedule} at {steps}");
+                assert_eq!(schedule.cycles(steps), expected);
+                let over = (steps..steps + 50).all(|step| schedule.phase(step) == Idle);
+                assert_eq!(schedule.is_over(steps), over, "{schedule} at {steps}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_schedule_is_read_as_it_is_written() {
+        let schedule = ProfilerSchedule::new(3).with_wait(1).with_repeat(2);
+        assert_eq!(schedule.to_string().parse(), Ok(schedule));
+        assert_eq!("repeat = 2, active=3, wait=1".parse(), Ok(schedule));
+        for wrong in [
+            "",
+            "3",
+            "active=0",
+            "wait=1",
+            "active=x",
+            "active=1,active=2",
+            "active=1,on=2",
+        ] {
+            let error = wrong.parse::<ProfilerSchedule>().unwrap_err();
+            assert!(error.contains("active=3,wait=1"), "{error}");
+        }
+        assert!(ProfilerSchedule::new(0).check().unwrap_err().is_config());
+        // No number is too large.
+        let long = ProfilerSchedule::new(u64::MAX)
+            .with_wait(u64::MAX)
+            .with_warm_up(u64::MAX);
+        assert_eq!(long.with_repeat(u64::MAX).phase(u64::MAX), Idle);
+        assert_eq!(
+            (
+                ProfilerSchedule::new(0).phase(3),
+                ProfilerSchedule::new(0).cycles(9)
+            ),
+            (Idle, 0)
+        );
+    }
 }

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::accelerator::{Accelerator, Tensors};
 use crate::data::Batch;
-use crate::data::weight::Weight;
+use crate::data::batch::Weight;
 
 /// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch. See
 /// [`LossOutput`] for an example.

@@ -170,7 +170,6 @@ mod console;
 mod flow;
 mod local_rounds;
 mod loss;
-mod model_cell;
 mod operator;
 mod rates;
 mod state;

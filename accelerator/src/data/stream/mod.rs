@@ -1,12 +1,11 @@
 //! Streams without a length; see the README of this folder.
 
 mod build;
-mod dispatched;
 mod part_batches;
 mod rounds;
-mod sample_stream;
 
 use core::fmt;
+use core::iter::Fuse;
 use core::panic::Location;
 use std::sync::Arc;
 
@@ -16,15 +15,12 @@ use burn::tensor::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-pub use self::sample_stream::{SampleStream, StreamError, StreamItems, StreamPart};
-use super::batch_stream::{PrefetchedBatches, read_ahead};
 use super::cursor::EpochPosition;
-use super::epoch::LoaderContext;
-use super::epoch::Reseed;
+use super::epoch::{LoaderContext, PrefetchedBatches, Reseed, read_ahead};
 use super::exchange_step::ReadPosition;
 use super::order::Spec;
 use super::source::Batching;
-use crate::core::error::Result;
+use crate::core::error::{Error, Kind, Result};
 use crate::timeline::Timeline;
 
 /// A stream that was told how ranks share it. It hides the type of a single item.
@@ -165,6 +161,201 @@ where
     }
 
     fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
-        Box::new(dispatched::DispatchedBatches::new(self.0.clone(), pass))
+        Box::new(rounds::DispatchedBatches::new(self.0.clone(), pass))
     }
+}
+
+/// An error of a program's own stream.
+pub type StreamError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The samples of a stream, in order.
+pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send>;
+
+/// Samples that come one after the other, as many as there are: lines of files, records of a
+/// queue, what a simulator makes. It is read from its start in every epoch.
+///
+/// A function of the [`StreamPart`] that returns an iterator of results is a stream; see
+/// [`build_stream`](crate::data::LoaderBuilder::build_stream) for an example.
+///
+/// One that can be entered in the middle says so by [`read_from`](Self::read_from), which resuming and
+/// [`skip_first_batches`](crate::data::Epoch::skip_first_batches) use; otherwise what was used before is read
+/// and dropped.
+///
+/// ```
+/// use accelerator::data::{SampleStream, StreamError, StreamItems, StreamPart};
+///
+/// struct Squares;
+///
+/// impl SampleStream for Squares {
+///     type Item = u64;
+///
+///     fn read(&self, part: StreamPart) -> Result<StreamItems<u64>, StreamError> {
+///         self.read_from(part, 0)
+///     }
+///
+///     fn read_from(&self, part: StreamPart, skipped: u64) -> Result<StreamItems<u64>, StreamError> {
+///         let mine = (part.index() as u64..100).step_by(part.count()).skip(skipped as usize);
+///         Ok(Box::new(mine.map(|n| Ok(n * n))))
+///     }
+/// }
+/// # let part = StreamPart::whole(0);
+/// # let third = Squares.read_from(part, 2).unwrap().next().unwrap();
+/// # assert_eq!(third.unwrap(), 4);
+/// ```
+pub trait SampleStream: Send + Sync + 'static {
+    /// A sample.
+    type Item: Clone + Send + 'static;
+
+    /// Begins to read that part for that epoch.
+    ///
+    /// # Errors
+    ///
+    /// Whatever keeps it from being read.
+    fn read(&self, part: StreamPart) -> Result<StreamItems<Self::Item>, StreamError>;
+
+    /// Begins behind the first `skipped` samples of the part; with nothing left, where it has fewer.
+    ///
+    /// # Errors
+    ///
+    /// Whatever keeps it from being read.
+    fn read_from(
+        &self,
+        part: StreamPart,
+        skipped: u64,
+    ) -> Result<StreamItems<Self::Item>, StreamError> {
+        let mut items = self.read(part)?;
+        for _ in 0..skipped {
+            match items.next() {
+                Some(item) => drop(item?),
+                None => break,
+            }
+        }
+        Ok(items)
+    }
+}
+
+/// Functions that give an iterator are streams.
+impl<F, It, I, E> SampleStream for F
+where
+    F: Fn(StreamPart) -> It + Send + Sync + 'static,
+    It: IntoIterator<Item = Result<I, E>>,
+    It::IntoIter: Send + 'static,
+    I: Clone + Send + 'static,
+    E: Into<StreamError>,
+{
+    type Item = I;
+
+    fn read(&self, part: StreamPart) -> Result<StreamItems<I>, StreamError> {
+        let items = self(part).into_iter();
+        Ok(Box::new(items.map(|item| item.map_err(Into::into))))
+    }
+}
+
+/// The part of a stream that is read, and the epoch for which it is read.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct StreamPart {
+    count: usize,
+    epoch: u64,
+    index: usize,
+}
+
+impl StreamPart {
+    /// All of it.
+    pub fn whole(epoch: u64) -> Self {
+        Self {
+            count: 1,
+            epoch,
+            index: 0,
+        }
+    }
+
+    fn of(epoch: u64, index: usize, count: usize) -> Self {
+        Self {
+            count,
+            epoch,
+            index,
+        }
+    }
+
+    /// The number of the part, from 0. It is that of the rank, where each rank reads its own.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Returns the number of parts: as many as ranks if each rank reads its own, otherwise 1.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+}
+
+/// A part that is being read.
+struct PartReader<I> {
+    /// The items that were read, and are not taken yet.
+    ahead: Vec<I>,
+    /// The error after them.
+    failed: Option<Error>,
+    items: Fuse<StreamItems<I>>,
+}
+
+impl<I> PartReader<I> {
+    fn open<S: SampleStream<Item = I>>(stream: &S, part: StreamPart, skipped: u64) -> Result<Self> {
+        let items = match skipped {
+            0 => stream.read(part),
+            _ => stream.read_from(part, skipped),
+        };
+        let items = items.map_err(|error| {
+            let from = match skipped {
+                0 => String::new(),
+                _ => format!(" from sample {skipped} on"),
+            };
+            failed(&format!("be read{from}"), error)
+        })?;
+        Ok(Self {
+            ahead: Vec::new(),
+            failed: None,
+            items: items.fuse(),
+        })
+    }
+
+    /// Takes up to `count` items.
+    fn take(&mut self, count: usize) -> Result<Vec<I>> {
+        self.read(count);
+        if self.ahead.len() < count
+            && let Some(error) = self.failed.take()
+        {
+            return Err(error);
+        }
+        Ok(match self.ahead.len() <= count {
+            true => core::mem::take(&mut self.ahead),
+            false => self.ahead.drain(..count).collect(),
+        })
+    }
+
+    /// Returns how many samples come next, up to `count`; `None` if they cannot be read: [`take`](Self::take)
+    /// returns the error.
+    fn peek(&mut self, count: usize) -> Option<usize> {
+        self.read(count);
+        let found = self.ahead.len().min(count);
+        (found == count || self.failed.is_none()).then_some(found)
+    }
+
+    /// Reads until so many are there.
+    fn read(&mut self, count: usize) {
+        while self.ahead.len() < count && self.failed.is_none() {
+            match self.items.next() {
+                Some(Ok(item)) => self.ahead.push(item),
+                Some(Err(error)) => self.failed = Some(failed("deliver a sample", error)),
+                None => return,
+            }
+        }
+    }
+}
+
+fn failed(what: &str, error: StreamError) -> Error {
+    Error::new(Kind::Data, format!("the stream failed to {what}")).with_source(error)
 }

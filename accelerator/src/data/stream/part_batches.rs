@@ -1,11 +1,10 @@
 use accelerator_plan::TailPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::sample_stream::{PartReader, StreamPart};
-use super::{SampleStream, StreamPass, Streamed};
+use super::{PartReader, SampleStream, StreamPart, StreamPass, Streamed};
 use crate::core::error::{Error, Kind, Result};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
-use crate::data::batch_stream::{Ahead, read_ahead};
+use crate::data::epoch::{Ahead, read_ahead};
 use crate::data::exchange_step::exchange_step;
 use crate::data::source::DeferredBatch;
 

@@ -1,11 +1,17 @@
 //! Streams that are read in rounds, and this rank's batches of a stream that every rank reads.
 
-use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
+use core::fmt;
 
-use super::sample_stream::{PartReader, SampleStream, StreamPart};
-use super::{StreamPass, Streamed};
-use crate::core::error::Result;
+use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
+use serde::de::{DeserializeOwned, Error as _, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::{PartReader, SampleStream, StreamPart, StreamPass, Streamed};
+use crate::core::agreement::Failure;
+use crate::core::error::{Error, Kind, Result, caught};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
+use crate::data::epoch::{Ahead, read_ahead};
+use crate::data::exchange_step::{PURPOSE, ReadPosition, exchange_step};
 use crate::data::source::DeferredBatch;
 
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
@@ -214,5 +220,262 @@ impl<S: SampleStream, O: 'static> Iterator for InterleavedBatches<S, O> {
 
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()
+    }
+}
+
+/// This rank's batches of a stream that rank 0 reads for all.
+pub(super) struct DispatchedBatches<S: SampleStream, O> {
+    /// The steps that rank 0 reads, ahead of the training.
+    ahead: Option<Ahead<Dispatch<O>>>,
+    has_ended: bool,
+    pass: StreamPass,
+    /// The step of the next batch.
+    step: u64,
+    streamed: Streamed<S, O>,
+}
+
+/// The batches of rank 0 for one step.
+struct Dispatch<O> {
+    own: Batch<DeferredBatch<O>>,
+    /// One message per rank; rank 0's own is not used.
+    messages: Vec<DispatchMessage>,
+}
+
+/// The message of rank 0 to another rank.
+#[derive(Deserialize, Serialize)]
+enum DispatchMessage {
+    Batch(BatchInfo, Bytes),
+    End,
+    Failed(Failure),
+}
+
+impl<S, O> DispatchedBatches<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: Send + 'static,
+{
+    pub(super) fn new(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
+        let ahead = (pass.rank() == 0).then(|| {
+            let reader = Dispatcher {
+                pass: pass.clone(),
+                rounds: None,
+                streamed: streamed.clone(),
+            };
+            read_ahead(&pass.spec, pass.timeline.clone(), reader)
+        });
+        Self {
+            ahead,
+            has_ended: false,
+            step: pass.first_step(),
+            pass,
+            streamed,
+        }
+    }
+
+    /// Reads rank 0's batch for this rank, made on every rank or on none.
+    fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
+        let ahead = self.ahead.as_mut().map(Iterator::next);
+        if self.pass.world_size() == 1 {
+            let dispatched = ahead.flatten().transpose()?;
+            return Ok(dispatched.map(|dispatch| dispatch.own));
+        }
+        let position = self.pass.position(self.step);
+        let batch = match ahead {
+            Some(ahead) => self.send(position, ahead),
+            None => self.receive(position),
+        };
+        // Each rank makes its own before the ranks exchange the step.
+        let seed = self.pass.seed_of_batch(self.step);
+        let batch = batch.and_then(|batch| batch.map(|batch| batch.resolved(seed)).transpose());
+        self.step = self.step.saturating_add(1);
+        let made = batch.as_ref().map(|_| ());
+        let (group, caller) = (&self.pass.group, self.pass.caller);
+        exchange_step(
+            group,
+            position,
+            made,
+            "make its batch of the stream",
+            caller,
+        )?;
+        batch
+    }
+
+    /// Sends what was read to the others.
+    fn send(
+        &self,
+        position: ReadPosition,
+        ahead: Option<Result<Dispatch<O>>>,
+    ) -> Result<Option<Batch<DeferredBatch<O>>>> {
+        let same = |message: &dyn Fn() -> DispatchMessage| {
+            (0..self.pass.world_size()).map(|_| message()).collect()
+        };
+        let (own, messages): (_, Vec<_>) = match ahead {
+            Some(Ok(Dispatch { own, messages })) => (Ok(Some(own)), messages),
+            Some(Err(error)) => {
+                let messages = same(&|| DispatchMessage::Failed(Failure::of(&error)));
+                (Err(error), messages)
+            }
+            None => (Ok(None), same(&|| DispatchMessage::End)),
+        };
+        let messages: Vec<_> = messages
+            .into_iter()
+            .map(|message| (position, message))
+            .collect();
+        let pass = &self.pass;
+        let group = pass.group.for_purpose(PURPOSE).for_caller(pass.caller);
+        let sent = group.scatter_object::<_, (ReadPosition, DispatchMessage)>(Some(&messages), 0);
+        // The reader's own error is the cause.
+        let own = own?;
+        sent?;
+        Ok(own)
+    }
+
+    fn receive(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
+        let (pass, batching) = (&self.pass, &self.streamed.batching);
+        let group = pass.group.for_purpose(PURPOSE).for_caller(pass.caller);
+        let message = group
+            .scatter_object::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
+                None, 0,
+            )?;
+        match message {
+            // Of no use here: the exchange of the step below fails.
+            (sent_for, _) if sent_for != position => Ok(None),
+            (_, DispatchMessage::End) => Ok(None),
+            (_, DispatchMessage::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
+            (_, DispatchMessage::Batch(info, bytes)) => caught("making a batch", || {
+                let items: Vec<S::Item> = decode(&bytes.0)?;
+                let value = batching.batch(pass.epoch, items, &info.indices, &pass.device);
+                Ok(Some(Batch::new(value, info)))
+            }),
+        }
+    }
+}
+
+impl<S, O> Iterator for DispatchedBatches<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: Send + 'static,
+{
+    type Item = Result<Batch<DeferredBatch<O>>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_ended {
+            return None;
+        }
+        let batch = self.read();
+        // The last batch says that it is: no rank asks for another one.
+        self.has_ended = match &batch {
+            Ok(Some(batch)) => batch.is_last(),
+            _ => true,
+        };
+        batch.transpose()
+    }
+}
+
+/// Reads rounds, and packs what the others get.
+struct Dispatcher<S: SampleStream, O> {
+    pass: StreamPass,
+    rounds: Option<StreamRounds<S::Item>>,
+    streamed: Streamed<S, O>,
+}
+
+impl<S, O> Dispatcher<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: 'static,
+{
+    fn read(&mut self) -> Result<Option<Dispatch<O>>> {
+        let rounds = StreamRounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
+        let Some(round) = rounds.next()? else {
+            return Ok(None);
+        };
+        let pass = &self.pass;
+        let Some(own) = round.hand(0, pass) else {
+            return Ok(None);
+        };
+        let mut messages = vec![DispatchMessage::End];
+        for rank in 1..pass.world_size() {
+            messages.push(match round.hand(rank, pass) {
+                Some(hand) => {
+                    let bytes = Bytes(encode(&round.items(&hand))?);
+                    DispatchMessage::Batch(hand.info, bytes)
+                }
+                None => DispatchMessage::End,
+            });
+        }
+        // As the others get theirs, so that what cannot travel fails on any number of ranks.
+        let items: Vec<S::Item> = decode(&encode(&round.into_items(&own))?)?;
+        let batching = &self.streamed.batching;
+        let value = batching.batch(pass.epoch, items, &own.info.indices, &pass.device);
+        Ok(Some(Dispatch {
+            own: Batch::new(value, own.info),
+            messages,
+        }))
+    }
+}
+
+impl<S, O> Iterator for Dispatcher<S, O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: 'static,
+{
+    type Item = Result<Dispatch<O>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
+    }
+}
+
+fn encode<I: Serialize>(items: &[I]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    match ciborium::into_writer(items, &mut bytes) {
+        Ok(()) => Ok(bytes),
+        Err(error) => Err(travel("written", error)),
+    }
+}
+
+fn decode<I: DeserializeOwned>(bytes: &[u8]) -> Result<Vec<I>> {
+    ciborium::from_reader(bytes).map_err(|error| travel("read", error))
+}
+
+fn travel(what: &str, error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    let message = format!(
+        "samples of a dispatched stream travel from rank 0 through serde, and cannot be {what}"
+    );
+    Error::new(Kind::Data, message).with_source(error)
+}
+
+/// Bytes that serde takes as such, and not one by one.
+struct Bytes(Vec<u8>);
+
+impl Serialize for Bytes {
+    fn serialize<T: Serializer>(&self, serializer: T) -> Result<T::Ok, T::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes {
+    fn deserialize<T: Deserializer<'de>>(deserializer: T) -> Result<Self, T::Error> {
+        struct Buffer;
+
+        impl Visitor<'_> for Buffer {
+            type Value = Bytes;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("bytes")
+            }
+
+            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Bytes, E> {
+                Ok(Bytes(bytes.to_vec()))
+            }
+
+            fn visit_byte_buf<E: serde::de::Error>(self, bytes: Vec<u8>) -> Result<Bytes, E> {
+                Ok(Bytes(bytes))
+            }
+        }
+
+        deserializer
+            .deserialize_byte_buf(Buffer)
+            .map_err(T::Error::custom)
     }
 }

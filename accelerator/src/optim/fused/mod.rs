@@ -36,9 +36,6 @@
 //! ```
 
 mod adam;
-mod adamw;
-mod memory;
-mod moments;
 mod sgd;
 pub(super) mod step;
 
@@ -47,9 +44,7 @@ mod tests;
 
 use burn::optim::{AdamConfig, AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 
-pub use self::adam::FusedAdam;
-pub use self::adamw::FusedAdamW;
-pub use self::moments::FusedAdamState;
+pub use self::adam::{FusedAdam, FusedAdamState, FusedAdamW};
 pub use self::sgd::{FusedSgd, FusedSgdState};
 
 /// Configurations of Burn's optimizers that have a fused form: see the

@@ -7,8 +7,9 @@ use burn::optim::{
 use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
-use super::memory::{KernelInput, Real, TakenElements, TensorTemplate, saved, vectorised};
-use super::step::{self, settings};
+use super::step::{
+    self, KernelInput, Real, TakenElements, TensorTemplate, saved, settings, vectorised,
+};
 
 /// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
 /// [module](crate::optim::fused). Made by [`InitFused`](super::InitFused).

@@ -174,11 +174,11 @@ fn settings_are_read_and_not_guessed() {
     assert!(adam.is_some_and(|told| told["beta_1"].is_number()));
     let tensor = Tensor::<1>::zeros([3], &Device::flex());
     assert_eq!(
-        super::memory::KernelInput::of(&[&tensor]),
-        super::memory::KernelInput::F32
+        super::step::KernelInput::of(&[&tensor]),
+        super::step::KernelInput::F32
     );
     assert!(super::adam::FusedAdam::new(&AdamConfig::new()).is_fused());
-    assert!(super::adamw::FusedAdamW::new(&AdamWConfig::new()).is_fused());
+    assert!(super::adam::FusedAdamW::new(&AdamWConfig::new()).is_fused());
     assert!(super::sgd::FusedSgd::new(&SgdConfig::new()).is_fused());
 }
 
@@ -187,9 +187,9 @@ mod beyond_the_loops {
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::Optimizer;
 
-    use super::super::memory::KernelInput;
     use super::super::sgd::FusedSgd;
     use super::*;
+    use crate::optim::fused::step::KernelInput;
 
     fn momentum(nesterov: bool) -> MomentumConfig {
         MomentumConfig {

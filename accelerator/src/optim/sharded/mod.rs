@@ -1,10 +1,7 @@
 //! Optimizers whose state is sharded over the ranks.
 
-mod elements;
-mod param_shards;
+pub(super) mod param_shards;
 mod partition;
-pub(super) mod probe;
-mod record;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -13,18 +10,17 @@ use accelerator_collective::ProcessGroup;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::Bytes;
+use burn::tensor::{Bytes, DType};
+use burn_pack::{Reader, Scalar, Tensor, Writer};
 
-use self::elements::Elements;
 use self::param_shards::{ShardGradients, ShardReader};
-use self::partition::{Partition, Partitioner};
-use self::record::{RecordEntry, Records};
+use self::partition::{Elements, Partition, Partitioner};
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::tensor_rank::register;
+use crate::core::tensor::register;
 use crate::model::Trainable;
-use crate::optim::record_io::{bytes_of, check_types};
+use crate::optim::record_io::{bytes_of, check_types, load, reader, unwritable};
 use crate::reduce::{GradientMeans, ShardMap};
 
 /// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` in its place,
@@ -310,7 +306,7 @@ impl Shards {
         }
         let judged = (self.group.rank() == 0).then(|| {
             let judge = |&parameter: &&Trainable| {
-                probe::is_element_wise(&self.blank, parameter, means.device())
+                param_shards::is_element_wise(&self.blank, parameter, means.device())
             };
             large.iter().map(judge).collect::<Vec<_>>()
         });
@@ -390,4 +386,191 @@ impl FullState {
         }
         whole.into_bytes()
     }
+}
+
+/// A record of Burn's, taken apart by parameters.
+#[derive(Clone, Default)]
+struct Records(BTreeMap<ParamId, RecordEntry>);
+
+/// The state of a parameter, or of a piece of it.
+#[derive(Clone, Default)]
+struct RecordEntry {
+    path: Option<String>,
+    /// The scalars by name, without the id.
+    scalars: Vec<(String, Scalar)>,
+    tensors: Vec<RecordField>,
+}
+
+#[derive(Clone)]
+struct RecordField {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    bytes: Bytes,
+}
+
+impl Records {
+    fn of(optimizer: &ModuleOptimizer) -> Result<Self> {
+        Self::read(bytes_of(optimizer)?)
+    }
+
+    fn read(record: Bytes) -> Result<Self> {
+        let reader: Reader = reader(record)?;
+        let mut records = Self::default();
+        for (id, path) in reader.metadata() {
+            if let Ok(id) = id.parse::<u64>() {
+                records.entry(id).path = Some(path.clone());
+            }
+        }
+        for (name, value) in reader.scalars() {
+            if let Some((id, name)) = split(name) {
+                records.entry(id).scalars.push((name, *value));
+            }
+        }
+        for tensor in reader.into_tensors().map_err(unwritable)? {
+            let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(unwritable)?;
+            if let Some((id, name)) = split(&name) {
+                records.entry(id).tensors.push(RecordField {
+                    name,
+                    dtype,
+                    shape: shape.to_vec(),
+                    bytes,
+                });
+            }
+        }
+        Ok(records)
+    }
+
+    /// Encodes the records as Burn writes them.
+    fn into_bytes(self) -> Result<Bytes> {
+        let mut tensors = Vec::new();
+        let (mut scalars, mut paths) = (Vec::new(), Vec::new());
+        for (id, entry) in self.0 {
+            let id = id.val();
+            paths.extend(entry.path.map(|path| (id.to_string(), path)));
+            let named = entry.scalars.into_iter();
+            scalars.extend(named.map(|(name, value)| (format!("{id}.{name}"), value)));
+            tensors.extend(entry.tensors.into_iter().map(|field| {
+                let name = format!("{id}.{}", field.name);
+                Tensor::new(name, field.dtype, field.shape, Some(id), field.bytes)
+            }));
+        }
+        let mut writer = Writer::new(tensors);
+        for (name, value) in scalars {
+            writer = writer.with_scalar(&name, value);
+        }
+        for (id, path) in paths {
+            writer = writer.with_metadata(&id, &path);
+        }
+        writer.into_bytes().map(Bytes::shared).map_err(unwritable)
+    }
+
+    fn load_into(self, blank: ModuleOptimizer) -> Result<ModuleOptimizer> {
+        load("a sharded optimizer", blank, self.into_bytes()?)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn insert(&mut self, id: ParamId, entry: RecordEntry) {
+        self.0.insert(id, entry);
+    }
+
+    fn remove(&mut self, id: ParamId) -> Option<RecordEntry> {
+        self.0.remove(&id)
+    }
+
+    fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+
+    fn into_entries(self) -> impl Iterator<Item = (ParamId, RecordEntry)> {
+        self.0.into_iter()
+    }
+
+    /// The bytes of its tensors.
+    fn size(&self) -> usize {
+        let fields = self.0.values().flat_map(|entry| &entry.tensors);
+        fields.map(|field| field.bytes.len()).sum()
+    }
+
+    fn entry(&mut self, id: u64) -> &mut RecordEntry {
+        self.0.entry(ParamId::from(id)).or_default()
+    }
+}
+
+impl RecordEntry {
+    /// Returns a rank's part of the state of a whole parameter.
+    fn cut(self, partition: &Partition, rank: usize) -> Option<Self> {
+        let range = partition.range(rank);
+        if range.is_empty() && partition.elements() > 0 {
+            return None;
+        }
+        if range.len() == partition.elements() {
+            return Some(self);
+        }
+        let cut = |field: RecordField| {
+            if field.shape.iter().product::<usize>() != partition.elements() {
+                return field;
+            }
+            let width = field.dtype.size();
+            let bytes = field.bytes[range.start * width..range.end * width].to_vec();
+            RecordField {
+                shape: partition.shape(rank),
+                bytes: Bytes::from_bytes_vec(bytes),
+                ..field
+            }
+        };
+        Some(Self {
+            tensors: self.tensors.into_iter().map(cut).collect(),
+            ..self
+        })
+    }
+
+    /// The state of a whole parameter, of what each rank keeps of it; `None` if a rank has none of
+    /// elements that live there, or other tensors than the first.
+    fn join(parts: Vec<Option<Self>>, partition: &Partition) -> Option<Self> {
+        let mut parts = parts.into_iter().enumerate();
+        let (rank, mut whole) = parts.find_map(|(rank, part)| Some((rank, part?)))?;
+        let length = partition.range(rank).len();
+        if length == partition.elements() {
+            return Some(whole);
+        }
+        let mut reached = partition.range(rank).end;
+        let mut rest = Vec::new();
+        for (rank, part) in parts {
+            let range = partition.range(rank);
+            if range.is_empty() {
+                continue;
+            }
+            reached = range.end;
+            rest.push((range.len(), part?));
+        }
+        if partition.range(rank).start != 0 || reached != partition.elements() {
+            return None;
+        }
+        for (at, field) in whole.tensors.iter_mut().enumerate() {
+            if field.shape.iter().product::<usize>() != length {
+                continue;
+            }
+            let mut bytes = field.bytes.to_vec();
+            for (length, part) in &rest {
+                let other = part.tensors.get(at)?;
+                if other.name != field.name || other.bytes.len() != length * field.dtype.size() {
+                    return None;
+                }
+                bytes.extend_from_slice(&other.bytes);
+            }
+            field.bytes = Bytes::from_bytes_vec(bytes);
+            field.shape = partition.whole_shape().to_vec();
+        }
+        Some(whole)
+    }
+}
+
+/// The id and the rest of a name.
+fn split(name: &str) -> Option<(u64, String)> {
+    let (id, name) = name.split_once('.')?;
+    Some((id.parse().ok()?, name.to_owned()))
 }

@@ -14,11 +14,8 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use self::nccl::{GpuLocation, NcclSetup};
 use super::bucket::Placement;
 use super::compression::Compression;
-use crate::core::choice::named;
 use crate::core::device::BackendKind;
-use crate::core::error::{Error, Kind, Result};
-use crate::core::panic_text::panic_text;
-use crate::core::user_message;
+use crate::core::error::{self, Error, Kind, Result, named, panic_text};
 
 pub(super) use self::nccl::{Nccl, PendingReduce};
 
@@ -168,7 +165,7 @@ impl DeviceReducer {
     /// Tells of GPUs, which there are none of on most machines.
     fn say(&self, group: &ProcessGroup, way: &str) {
         if group.topology().is_main() && self.kind == BackendKind::Cuda {
-            user_message::tell(&format!("gradients of the GPUs are reduced {way}"));
+            error::tell(&format!("gradients of the GPUs are reduced {way}"));
         }
     }
 

@@ -33,11 +33,9 @@ use std::sync::Arc;
 
 use accelerator_host::sync::Mutex;
 
-use crate::core::error::{Error, Kind, Result};
-use crate::core::panic_text::panic_text;
+use crate::core::error::{Error, Kind, Result, panic_text};
 
-pub use self::gradient_bucket::Ranks;
-pub use self::gradient_bucket::{BucketParameter, BucketValues, GradientBucket};
+pub use self::gradient_bucket::{BucketParameter, BucketValues, GradientBucket, Ranks};
 pub use self::power_sgd::PowerSgd;
 
 /// The error of a hook.

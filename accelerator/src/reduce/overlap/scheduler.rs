@@ -3,8 +3,7 @@ use core::str::FromStr;
 
 use super::Anchors;
 use super::ready_order::{FlushPoint, RankCalibration};
-use crate::core::choice::named;
-use crate::core::error::{Error, Result};
+use crate::core::error::{Error, Result, named};
 
 /// The switch to send buckets while backward runs: the same on all ranks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

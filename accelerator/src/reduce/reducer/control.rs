@@ -2,8 +2,7 @@
 
 use accelerator_collective::{DType, ReduceOp};
 
-use super::waited;
-use super::{Reducer, SendMode};
+use super::{Reducer, SendMode, waited};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;

@@ -3,7 +3,6 @@
 #[cfg(feature = "clap")]
 mod command_line;
 mod contradictions;
-mod file;
 mod table;
 
 use std::path::PathBuf;

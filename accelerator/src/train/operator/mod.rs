@@ -1,8 +1,6 @@
 //! The training operator, in the manner of Ray SGD.
 
-mod meter;
 mod models;
-mod runner;
 mod trainer;
 mod workers;
 
@@ -14,11 +12,11 @@ use burn::tensor::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-pub use self::meter::Meter;
-pub use self::models::{CriterionOutputs, RegisteredData, RegisteredModel, RegisteredModels};
+pub use self::models::{
+    CriterionOutputs, Meter, RegisteredData, RegisteredModel, RegisteredModels,
+};
 pub use self::trainer::OperatorTrainer;
-use super::model_cell::ModelCell;
-use super::state::Metrics;
+use super::state::{Metrics, ModelCell};
 use crate::accelerator::{Accelerator, Prepare};
 use crate::core::error::Result;
 use crate::data::{Batch, Epoch, Loader, PreparedLoader};

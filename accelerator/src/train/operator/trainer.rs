@@ -3,8 +3,7 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
 
-use super::runner::{Answer, Command, Runner};
-use super::workers::{self, WorkerProcesses};
+use super::workers::{self, Answer, Command, Runner, WorkerProcesses};
 use super::{OperatorWorker, TrainingOperator};
 use crate::accelerator::{Accelerator, AcceleratorBuilder, ProcessRole};
 use crate::core::error::{Error, Result};

@@ -5,33 +5,34 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use accelerator_manifest::Folder;
+use accelerator_plan::TailPolicy;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
-use burn::module::Module;
-use burn::optim::ModuleOptimizer;
+use burn::module::{Module, ParamGroup};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 use burn::tensor::Device;
 
-use super::{Callbacks, ComputeLoss, ComputeMetrics, TrainData, Trainer, optimizer};
+use super::{Callbacks, ComputeLoss, ComputeMetrics, TrainData, Trainer};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Result};
 use crate::data::{Loader, LoaderBuilder};
 use crate::ema::Ema;
-use crate::optim::{Manual, PreparedOptimizer, Sharded};
+use crate::optim::{InitFused, Manual, PreparedOptimizer, Sharded};
 use crate::precision::Precision;
 use crate::reduce::OnNonFiniteLoss;
 use crate::tracking::Tracker;
 use crate::train::arguments::{
-    EvalData, OptimizerOrigin, ResumeFrom, SaveStrategy, TrainSamplingStrategy, TrainingArguments,
-    check,
+    EvalData, OptimizerName, OptimizerOrigin, ResumeFrom, SaveStrategy, TrainSamplingStrategy,
+    TrainingArguments, check,
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
 use crate::train::local_rounds::LocalRounds;
 use crate::train::loss::{Inputs, IntoLossOutput};
-use crate::train::model_cell::ModelCell;
-use crate::train::state::{Metrics, TrainerState};
-use accelerator_plan::TailPolicy;
+use crate::train::state::{Metrics, ModelCell, TrainerState};
 
 /// Builds a [`Trainer`]; see [`Trainer::builder`].
 ///
@@ -245,7 +246,7 @@ where
         };
 
         let model = accelerator.prepare(accelerator.init(self.model_init))?;
-        let of_arguments = || optimizer::of(&arguments);
+        let of_arguments = || of(&arguments);
         let optimizer = self.optimizer.unwrap_or_else(of_arguments);
         let optimizer: PreparedOptimizer<Manual> = match arguments.sharded_optimizer {
             true => accelerator.prepare(Sharded(optimizer))?,
@@ -437,3 +438,51 @@ impl<F, M, I, O, P> fmt::Debug for TrainerBuilder<F, M, I, O, P> {
             .finish_non_exhaustive()
     }
 }
+
+/// The optimizer that the arguments name. Its weight decay leaves out biases and the parameters of norms.
+pub(super) fn of(arguments: &TrainingArguments) -> ModuleOptimizer {
+    let decay = arguments.weight_decay as f32;
+    match arguments.optim {
+        OptimizerName::AdamWTorchFused => {
+            decaying(decay, |decay| adamw(arguments, decay).build_fused())
+        }
+        OptimizerName::AdamWTorch => decaying(decay, |decay| adamw(arguments, decay).build()),
+        OptimizerName::Sgd => decaying(decay, |decay| sgd(arguments, decay).build_fused()),
+    }
+}
+
+fn adamw(arguments: &TrainingArguments, decay: f32) -> AdamWConfig {
+    AdamWConfig::new()
+        .with_beta_1(arguments.adam_beta1 as f32)
+        .with_beta_2(arguments.adam_beta2 as f32)
+        .with_epsilon(arguments.adam_epsilon as f32)
+        .with_weight_decay(decay)
+}
+
+fn sgd(arguments: &TrainingArguments, decay: f32) -> SgdConfig {
+    let momentum = (arguments.momentum > 0.0).then_some(MomentumConfig {
+        momentum: arguments.momentum,
+        dampening: 0.0,
+        nesterov: false,
+    });
+    SgdConfig::new()
+        .with_momentum(momentum)
+        .with_weight_decay(penalty(decay))
+}
+
+fn penalty(decay: f32) -> Option<WeightDecayConfig> {
+    (decay > 0.0).then(|| WeightDecayConfig::new(decay))
+}
+
+/// Builds one optimizer with the decay, and one without it for the parameters that Hugging Face's
+/// `get_decay_parameter_names` leaves out.
+fn decaying<O: Optimizer>(decay: f32, build: impl Fn(f32) -> O) -> ModuleOptimizer {
+    let all = ModuleOptimizer::from(build(decay));
+    match ParamGroup::from_regex(UNDECAYED) {
+        Ok(undecayed) if decay > 0.0 => all.with_group(undecayed, build(0.0), None),
+        _ => all,
+    }
+}
+
+/// The parameters without decay, by their names in Burn's layers.
+const UNDECAYED: &str = r"(^|\.)(bias|beta|gamma)$";

@@ -10,8 +10,7 @@ use crate::checkpoint::{Checkpoints, Object, Position, Saved};
 use crate::core::error::{Error, Result};
 use crate::train::arguments::{ResumeFrom, SaveStrategy};
 use crate::train::callback::TrainerCallback;
-use crate::train::model_cell::ModelCell;
-use crate::train::state::SavedUpdate;
+use crate::train::state::{ModelCell, SavedUpdate};
 
 impl<M, I, O, P> Trainer<M, I, O, P>
 where

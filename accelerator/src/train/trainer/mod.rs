@@ -1,12 +1,10 @@
 //! The trainer, in Hugging Face's manner.
 
-mod best;
 mod build;
 mod checkpoints;
 mod evaluation;
 mod fit;
 mod local;
-mod optimizer;
 
 use core::fmt;
 use std::path::Path;
@@ -25,8 +23,7 @@ use super::console::{Banner, Console};
 use super::flow::Flow;
 use super::local_rounds::LocalRounds;
 use super::loss::{Inputs, LossOutput};
-use super::model_cell::ModelCell;
-use super::state::{BestCandidate, Metrics, SavedUpdate, TrainerState};
+use super::state::{BestCandidate, Metrics, ModelCell, SavedUpdate, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::{Epoch, PreparedLoader};

@@ -5,8 +5,7 @@ use accelerator_collective::{Buffer, DType, GroupOptions, ProcessGroup};
 use burn::module::ParamId;
 use proptest::prelude::*;
 
-use super::matrix::MatrixFloat;
-use super::matrix::StepRng;
+use super::matrix::{MatrixFloat, StepRng};
 use super::*;
 use crate::model::{Float, Trainable};
 use crate::reduce::hook::BucketParameter;

@@ -1,3 +1,5 @@
+//! Layers that look beyond their own rank.
+
 use core::fmt;
 use core::panic::Location;
 use std::sync::{Arc, Weak};
@@ -7,11 +9,11 @@ use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param,
 use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::exchange::{self, ExchangeBackward};
 use crate::accelerator::Accelerator;
 use crate::context::Context;
+use crate::core::autodiff::{self, Node, NodeContext};
 use crate::core::error::{Error, Kind};
-use crate::data::weight::Weight;
+use crate::data::batch::Weight;
 
 /// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
 #[derive(Clone, Debug)]
@@ -306,7 +308,7 @@ impl BatchShare {
             group: self.group.for_purpose("gradients of batch statistics"),
             ..self.clone()
         };
-        Some(exchange::replace(own, values, back))
+        Some(replace(own, values, back))
     }
 
     fn summed(&self, own: Tensor<1>, factor: f64) -> Option<Tensor<1>> {
@@ -359,5 +361,30 @@ impl ExchangeBackward for BatchShare {
             true => sum * 0.0,
             false => sum / self.weight,
         }
+    }
+}
+
+/// Gives the gradient of the values that this rank has put in for that of the values that came out.
+trait ExchangeBackward: fmt::Debug + Send + Sync {
+    fn back(&self, gradient: Tensor<1>) -> Tensor<1>;
+}
+
+/// `values` in place of `from`, whose gradient is what `back` makes of theirs. Both are of one device
+/// and shape, and `from` is tracked.
+fn replace(from: Tensor<1>, values: Tensor<1>, back: impl ExchangeBackward + 'static) -> Tensor<1> {
+    let exchange = Arc::new(Exchange(back));
+    let replaced = autodiff::above(from.into_dispatch(), values.into_dispatch(), exchange);
+    Tensor::from_dispatch(replaced)
+}
+
+#[derive(Debug)]
+struct Exchange<B>(B);
+
+impl<B: ExchangeBackward> Node for Exchange<B> {
+    fn backward(&self, here: &mut dyn NodeContext) {
+        here.hand_on_as(&|gradient| {
+            let gradient = Tensor::from_dispatch(gradient);
+            self.0.back(gradient).into_dispatch()
+        });
     }
 }
